@@ -7,7 +7,7 @@ CACHES = (
     *("TRANSFORMERS_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
     *("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_XET", "HF_HUB_ENABLE_HF_TRANSFER"),
 )
-"""Of the Hugging Face libraries. HF_TOKEN is a secret, and not among them."""
+"""Variables of the Hugging Face libraries, without HF_TOKEN, which is a secret."""
 
 PROXIES = (
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),

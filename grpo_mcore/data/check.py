@@ -179,7 +179,7 @@ class _RowCheck:
     def __init__(self, path: Path, config: MasterConfig | None, first: Row, report: CheckReport) -> None:
         self._report = report
         self.info: Row | None = None
-        """What the environment of the last row gets; None where none scores it."""
+        """Metadata that the last row gives its environment; None if no environment scores it."""
         entry, name, place = _entry(path, config, first)
         self.env_name: str | None = setting(entry, "env_name")
         self._pairs = name == "BinaryPreferenceDataset"

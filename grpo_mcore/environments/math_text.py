@@ -112,8 +112,8 @@ _SENTENCE_END = re.compile(r"(?:[.;!?](?=\s|$)|\n)")
 
 @dataclass(frozen=True)
 class Statement:
-    """What a response says last. `is_boxed`: it stands in a box or a tag, so that all of it is the answer; else its
-    answer begins it."""
+    """The final answer of a response. `is_boxed`: `text` comes from a box or a tag and is the whole answer; otherwise
+    `text` begins with the answer, and more may follow."""
 
     text: str
     is_boxed: bool

@@ -38,7 +38,7 @@ class Sample:
     completion_ids: Sequence[int] = ()
     """Ids of the tokens that the policy generated, over all turns."""
     notes: list[str] = field(default_factory=list)
-    """What functions recorded by TRL's `log_extra` and `log_metric`; the sample's reason has it."""
+    """Values that functions recorded by TRL's `log_extra` and `log_metric`; they are added to the sample's reason."""
     parts: Parts | None = None
     """Thought and answer of the response. None: split by the default marks."""
 

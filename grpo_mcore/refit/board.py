@@ -117,7 +117,7 @@ class Board:
 
 
 class Mapped(NamedTuple):
-    """What the processes of one node share: the buffer and the board."""
+    """The shared memory of one node's processes: the buffer and the board."""
 
     buffer: RefitBuffer
     board: Board
@@ -132,7 +132,7 @@ class Mapped(NamedTuple):
 
     @property
     def transport(self) -> dict[str, Any]:
-        """What another process needs to attach."""
+        """Return the descriptions with which another process attaches both."""
         return {"buffer": self.buffer.description, "board": self.board.description}
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""What each process needs of a plan: a policy rank its own blocks, a receiver what arrives for its node, an engine rank
-its own copies. The driver cuts the plan once and sends every process its part, as compressed text."""
+"""Cut a refit plan into parts, one for each process: a policy rank gets its own blocks, a receiver those that arrive
+for its node, an engine rank its own copies. The driver does it once and sends each process its part, compressed."""
 
 from __future__ import annotations
 

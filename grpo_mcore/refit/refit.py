@@ -144,7 +144,7 @@ def refit(
 
 
 class _Seats:
-    """Who sits where on the board of each node: first its policy ranks, or its receiver, then the engine ranks."""
+    """The place of each process on its node's board: first the policy ranks, or the receiver, then the engine ranks."""
 
     def __init__(
         self, rank_nodes: Sequence[int], engine_nodes: Sequence[Sequence[int]], ranks: int, timeout_s: float

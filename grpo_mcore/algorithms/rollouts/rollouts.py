@@ -78,7 +78,7 @@ class _EngineCall:
 
 @dataclass(frozen=True)
 class RolloutHooks:
-    """What `Rollouts` calls as it goes on."""
+    """Functions that `Rollouts` calls while it samples."""
 
     on_sample: Callable[[], None] = lambda: None
     """Called for each sample when its last turn is generated."""

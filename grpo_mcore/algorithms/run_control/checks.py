@@ -41,11 +41,10 @@ from grpo_mcore.recipe import (
 from grpo_mcore.rollout.datum import DatumSpec
 
 VERDICT_TIMEOUT_S = 600.0
-CHECKED_ROWS = 32
-"""Rows of each dataset whose truths are verified against themselves at the start."""
 """Seconds that an environment has to score a group, where its section does not set verdict_timeout_s; at most half of
 cluster.step_timeout_s."""
-
+CHECKED_ROWS = 32
+"""Rows of each dataset whose truths are verified against themselves at the start."""
 
 ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 OTHER_FORMS = ["consolidated*", "original/*", "metal/*", "onnx/*", "*/*.safetensors"]

@@ -11,7 +11,7 @@ from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
 from grpo_mcore.rollout.workers import Ref
 
 NO_SCORE = Score(None, None, "", 0.0)
-"""Of an example: nothing rewards it."""
+"""The score of an example, which no environment rewards."""
 
 
 def filled_up(batch: Sequence[DatumSpec], ranks: int) -> tuple[list[DatumSpec], list[float]]:

@@ -46,7 +46,7 @@ class RunFiles:
 
     @property
     def algorithm(self) -> str:
-        """What trains: "grpo", "sft" or "dpo"."""
+        """Return the algorithm of the run: "grpo", "sft" or "dpo"."""
         begun = [event for event in self.events if event["what"] == "begin"]
         return begun[-1].get("algorithm", "grpo") if begun else "grpo"
 
