@@ -45,7 +45,14 @@ def _l2_norm(chunk: int, noop: Any, lists: Any, *_: Any) -> tuple[torch.Tensor, 
 def install() -> None:
     """Replace the CUDA calls that Megatron-Core 0.16 makes unconditionally. Idempotent; inert with a GPU."""
     global _installed
-    if _installed or torch.cuda.is_available():
+    if torch.cuda.is_available():
+        return
+    cuda: Any = torch.cuda
+    # Each time, because vLLM, imported later into the same process, puts streams without events here.
+    cuda.Stream = cuda.Event = _NoStream  # constructed by the data-parallel wrapper and the optimizer on the host
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.current_stream = cuda.default_stream = lambda device=None: _NoStream()
+    if _installed:
         return
     _installed = True
     # `with torch.device(...)` remembers the factories by identity at its first use: show it the originals.
@@ -54,7 +61,6 @@ def install() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # called on optimizer and data tensors
     torch.Tensor.type = _type_as_on_cuda(torch.Tensor.type)  # the optimizers compare type() with torch.cuda names
-    cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU  # used only as device=
     cuda.set_device = lambda device: None  # called by schedules before a backward pass
     cuda.synchronize = lambda device=None: None  # CPU work is synchronous
@@ -63,9 +69,6 @@ def install() -> None:
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()  # CPU has one generator
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(seed)
-    cuda.Stream = cuda.Event = _NoStream  # constructed by the data-parallel wrapper
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.current_stream = cuda.default_stream = lambda device=None: _NoStream()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None  # profiling marks of the schedules
     with _compile_disabled():
         import megatron.core.tensor_parallel.random as megatron_random
@@ -103,9 +106,21 @@ def _compile_disabled() -> Iterator[None]:
 
 
 class _NoStream:
-    """Stand-in for a CUDA stream or event; every method returns the object itself."""
+    """Stand-in for a CUDA stream or event; every method returns the object itself.
+
+    vLLM's CPU worker uses it too where both are in one process: a stream that is idle, on the CPU, can be entered."""
+
+    device = _CPU
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self

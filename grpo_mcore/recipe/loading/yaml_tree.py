@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,24 @@ from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
 OVERRIDE_KEY = "_override_"
+MAX_DEPTH = 100
+"""Mappings and lists inside of each other that a recipe may have. Python's own limit differs between processes."""
+MAX_VALUES = 100_000
+"""Values that a recipe may have, those that its aliases repeat counted each time."""
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 FLOAT = re.compile(r"^(?:[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf)|\.(nan|NaN))$")
@@ -111,7 +125,7 @@ def parse_text(text: str, key: str, source: str) -> Node:
     return _parse(text, key, lambda _line: source, source)
 
 
-def _parse(text: str, key: str, source_of: Any, name: str) -> Node:
+def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> Node:
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -121,65 +135,79 @@ def _parse(text: str, key: str, source_of: Any, name: str) -> Node:
         raise RecipeError([Problem(source, key, f"not valid YAML: {what}")], name) from None
     except yaml.YAMLError as error:
         raise RecipeError([Problem(name, key, f"not valid YAML: {error}")], name) from None
-    except RecursionError:
-        raise RecipeError([Problem(name, key, "nested too deeply")], name) from None
     if root is None:
         return Node(None, source_of(1), key)
-    problems: list[Problem] = []
-    try:
-        node = _convert(root, root.start_mark.line + 1, key, source_of, problems)
-    except RecursionError:
-        raise RecipeError([Problem(name, key, "an alias (*name) stands inside of what it names")], name) from None
-    if problems:
-        raise RecipeError(problems, name)
+    conversion = _Conversion(source_of, name)
+    node = conversion.convert(root, root.start_mark.line + 1, key)
+    if conversion.problems:
+        raise RecipeError(conversion.problems, name)
     return node
 
 
-def _convert(node: yaml.Node, line: int, key: str, source_of: Any, problems: list[Problem]) -> Node:
-    source = source_of(line)
-    if isinstance(node, yaml.SequenceNode):
+class _Conversion:
+    """From the nodes of the YAML library, in which aliases share nodes, to a tree of our own."""
+
+    def __init__(self, source_of: Callable[[int], str], name: str) -> None:
+        self.problems: list[Problem] = []
+        self._source_of = source_of
+        self._name = name
+        self._around: list[yaml.Node] = []  # the mappings and lists around the present node
+        self._values = 0
+
+    def convert(self, node: yaml.Node, line: int, key: str) -> Node:
+        source = self._source_of(line)
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise RecipeError([Problem(source, key, f"more than {MAX_VALUES:,} values with its aliases")], self._name)
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                return Node(_scalar(node), source, key)
+            except ValueError as error:
+                self.problems.append(Problem(source, key, str(error)))
+                return Node(None, source, key)
+        if any(node is outer for outer in self._around):
+            raise RecipeError([Problem(source, key, "an alias (*name) stands inside of what it names")], self._name)
+        self._around.append(node)
+        convert = self._mapping if isinstance(node, yaml.MappingNode) else self._list
+        converted = convert(node, source, key)
+        self._around.pop()
+        return converted
+
+    def _list(self, node: yaml.Node, source: str, key: str) -> Node:
         items = [
-            _convert(item, item.start_mark.line + 1, joined(key, str(position)), source_of, problems)
+            self.convert(item, item.start_mark.line + 1, joined(key, str(position)))
             for position, item in enumerate(node.value)
         ]
         return Node(items, source, key)
-    if isinstance(node, yaml.MappingNode):
-        return _convert_mapping(node, source, key, source_of, problems)
-    try:
-        return Node(_scalar(node), source, key)
-    except ValueError as error:
-        problems.append(Problem(source, key, str(error)))
-        return Node(None, source, key)
 
-
-def _convert_mapping(node: yaml.MappingNode, source: str, key: str, source_of: Any, problems: list[Problem]) -> Node:
-    own: dict[str, Node] = {}
-    inherited: dict[str, Node] = {}
-    replaces = False
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        if key_node.tag == _MERGE:
-            merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
-            for item in merged:
-                for name, child in _convert(item, line, key, source_of, problems).children():
-                    inherited.setdefault(name, child)
-            continue
-        if not isinstance(key_node, yaml.ScalarNode):
-            problems.append(Problem(source_of(line), key, "a key must be a single word"))
-            continue
-        name = str(key_node.value)
-        child = _convert(value_node, line, joined(key, name), source_of, problems)
-        if name == OVERRIDE_KEY:
-            if not isinstance(child.value, bool):
-                message = f"expected true or false, got {in_yaml(child.plain())}"
-                problems.append(Problem(child.source, child.key, message))
-            replaces = child.value is True
-        elif name in own:
-            message = f"the key is given twice; the first time at {own[name].source}"
-            problems.append(Problem(child.source, child.key, message))
-        else:
-            own[name] = child
-    return Node({**inherited, **own}, source, key, replaces)
+    def _mapping(self, node: yaml.MappingNode, source: str, key: str) -> Node:
+        own: dict[str, Node] = {}
+        inherited: dict[str, Node] = {}
+        replaces = False
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == _MERGE:
+                merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+                for item in merged:
+                    for name, child in self.convert(item, line, key).children():
+                        inherited.setdefault(name, child)
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(Problem(self._source_of(line), key, "a key must be a single word"))
+                continue
+            name = str(key_node.value)
+            child = self.convert(value_node, line, joined(key, name))
+            if name == OVERRIDE_KEY:
+                if not isinstance(child.value, bool):
+                    message = f"expected true or false, got {in_yaml(child.plain())}"
+                    self.problems.append(Problem(child.source, child.key, message))
+                replaces = child.value is True
+            elif name in own:
+                message = f"the key is given twice; the first time at {own[name].source}"
+                self.problems.append(Problem(child.source, child.key, message))
+            else:
+                own[name] = child
+        return Node({**inherited, **own}, source, key, replaces)
 
 
 def _scalar(node: yaml.Node) -> Any:
