@@ -112,7 +112,7 @@ def grpo_train(
         restore_engines=partial(refit, lost_only=True), on_restart=record.restarted, watch=stop.check,
         on_span=report.spans.span,
     )  # fmt: skip
-    rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, hooks)
+    rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, replace(hooks, phase=clock.phase))
     sampling = sampling_of(config.policy.generation, tokenizer)
     generate = partial(rollouts.dispatch, sampling=sampling, generations=config.grpo.num_generations_per_prompt)
     groups = StepGroups(config)
@@ -142,8 +142,7 @@ def grpo_train(
                     if engines.paused:  # nothing trains now, and no refit comes first
                         policy.offload()
                         engines.resume()
-                    with clock.phase("generate" if rollouts.generating else "reward"):
-                        group = stop.interruptible(rollouts.next_group)
+                    group = stop.interruptible(rollouts.next_group)  # in the phases "generate" and "reward"
                     if group is not None:
                         record.group_finished(group, informative=groups.add(group))
 

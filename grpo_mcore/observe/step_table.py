@@ -12,11 +12,12 @@ HEADER_EVERY = 20
 
 PHASES = (
     ("generate", "gen"),
+    ("reward", "score"),
     ("train", "train"),
     ("refit", "refit"),
 )
-"""Phases of a step with a column of their own; the others, such as log-probs, are under "other". The metrics have all
-of them, as timing/PHASE."""
+"""Phases of a step with a column of their own; the others, such as log-probs, are under "other". "score" is the time in
+which nothing was generated and only rewards were awaited. The metrics have all of them, as timing/PHASE."""
 
 COLUMNS = (
     ("reward", "reward", 6),

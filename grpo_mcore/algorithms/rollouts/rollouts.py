@@ -21,7 +21,7 @@ import heapq
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,6 +90,9 @@ class RolloutHooks:
     """Gets every outcome of environments that run agents."""
     on_span: Callable[[str, str, float, float], None] = lambda worker, what, start, end: None
     """Gets (worker, what it did, start, end) of each call that has ended, by time.perf_counter."""
+    phase: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
+    """Opens the phase in which `next_group` waits: "generate" while samples are generated, "reward" while only rewards
+    are awaited."""
     watch: Callable[[], None] = lambda: None
     """Called again and again while `next_group` only waits; nothing is lost if it raises."""
     restore_engines: Callable[[], object] | None = None
@@ -271,19 +274,27 @@ class Rollouts:
 
         Raises WorkerFailed and DeadlineExceeded of engines and environments.
         """
-        while not self._finished:
-            for engine, error in list(self.engines.deaths.items()):
-                self._handle_failure(engine, error)
-            waiting = self._without_engine()
-            if waiting or (self._agents.awaited() and not self.engines.reachable()):
-                self._faults.restore(waiting)
-                self._send_queued()
-            ready = self._wait()
-            if ready is None:
-                self._advance_scored()
-            else:
-                self.take(ready)
-        return self._finished.popleft()
+        while True:
+            generating = self.generating
+            with self._hooks.phase("generate" if generating else "reward"):
+                while not self._finished and self.generating == generating:
+                    self._progress()
+                if self._finished:
+                    return self._finished.popleft()
+
+    def _progress(self) -> None:
+        """Wait for what comes next, and process it."""
+        for engine, error in list(self.engines.deaths.items()):
+            self._handle_failure(engine, error)
+        waiting = self._without_engine()
+        if waiting or (self._agents.awaited() and not self.engines.reachable()):
+            self._faults.restore(waiting)
+            self._send_queued()
+        ready = self._wait()
+        if ready is None:
+            self._advance_scored()
+        else:
+            self.take(ready)
 
     def _wait(self) -> Future | Stream | None:
         """Return the first of `awaited` that is ready; None if an environment or an engine exceeded its deadline."""

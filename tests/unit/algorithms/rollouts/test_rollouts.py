@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.cluster.local_cluster import LocalStream
 from grpo_mcore.data import DataError
 from grpo_mcore.rollout.conversation import TurnLimits
@@ -244,6 +246,33 @@ def test_rollouts_go_on_while_the_driver_waits_for_something_else() -> None:
     calls = len(world.calls())
     groups = [world.rollouts.next_group() for _ in range(4)]
     assert sorted(group.uid for group in groups) == ["p0", "p1", "p2", "p3"] and len(world.calls()) == calls
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_time_without_generation_is_not_called_generation(seed: int) -> None:
+    """Each wait is in the phase "reward" exactly when no stream of an engine is among what is waited for."""
+    phases: list[str] = []
+    open_phases: list[str] = []
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        phases.append(name)
+        open_phases.append(name)
+        yield
+        open_phases.pop()
+
+    world = World(seed=seed)
+    world.rollouts._hooks = RolloutHooks(phase=phase)
+    next_ready = world.cluster.next_ready
+
+    def watched(things: Any, *args: Any) -> Any:
+        generating = any(isinstance(thing, LocalStream) for thing in things)
+        assert open_phases == ["generate" if generating else "reward"]
+        return next_ready(things, *args)
+
+    world.cluster.next_ready = watched  # type: ignore[method-assign]
+    world.run(range(4))
+    assert set(phases) == {"generate", "reward"}
 
 
 def test_new_prompts_go_to_the_engine_with_the_lowest_load() -> None:
