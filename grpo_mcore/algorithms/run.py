@@ -152,13 +152,16 @@ def _models_written(config: MasterConfig, algorithm: Algorithm) -> Sequence[str]
 
 def _load_data(config: MasterConfig, algorithm: Algorithm, tokenizer: Any) -> TaskData:
     """Return the recipe's data, read as the algorithm needs it."""
-    train, validation = config.data.train, config.data.validation
+    fine_tunes = algorithm in ("sft", "dpo")
+    longest = config.policy.max_total_sequence_length if fine_tunes else longest_prompt(config)
+    share = config.data.max_unusable_share
+    build = partial(
+        build_task_data, config.data.train, config.data.validation, tokenizer, longest, max_unusable_share=share
+    )
     if algorithm == "grpo":
-        separate = config.data.use_multiple_dataloader
-        return build_task_data(train, validation, tokenizer, longest_prompt(config), separate=separate)
+        return build(separate=config.data.use_multiple_dataloader)
     if algorithm == "eval":
-        return build_task_data(train, validation, tokenizer, longest_prompt(config))
-    build = partial(build_task_data, train, validation, tokenizer, config.policy.max_total_sequence_length)
+        return build()
     if algorithm == "dpo":
         return build("preference_processor", load=load_preference_dataset)
     return build("sft_processor")

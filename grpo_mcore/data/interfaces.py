@@ -26,6 +26,18 @@ class DataError(ValueError):
     """Data that cannot be used. The text names the file, line or row, and the remedy."""
 
 
+class RowError(DataError):
+    """A row that cannot be used. `reason` is the text without the row's name, so that rows can be counted by it."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place}: {reason}")
+        self.place, self.reason = place, reason
+
+
+class UidError(DataError):
+    """A uid that no row may have. Data with such rows is refused, unless it is too large to be read before a run."""
+
+
 @dataclass
 class TaskDataSpec:
     """The properties that all rows of a task share. The prompt files are read at once; a bad one is a DataError."""
@@ -76,17 +88,43 @@ def _read(path: str | None, key: str) -> str | None:
 
 
 def uid_text(uid: Any, default: str) -> str:
-    """Return a row's uid as text: `default` where the row has none, and a whole number as its digits. Raises DataError
+    """Return a row's uid as text: `default` where the row has none, and a whole number as its digits. Raises UidError
     for anything else, and for an ending that marks a prompt's later epochs (x@2), which would make two prompts one."""
     if uid is None or uid == "" or (isinstance(uid, float) and uid != uid):
         return default
     if hasattr(uid, "item"):  # of numpy, as tables give them
         uid = uid.item()
     if isinstance(uid, bool) or not isinstance(uid, str | int):
-        raise DataError(f"{default}: its uid must be text or a whole number, got {type(uid).__name__}: {uid!r:.80}")
+        raise UidError(f"{default}: its uid must be text or a whole number, got {type(uid).__name__}: {uid!r:.80}")
     text = str(uid)
     if LATER_EPOCH.search(text):
-        raise DataError(
-            f"{default}: its uid {text!r} ends as a prompt's does in a later epoch (x@2); name it otherwise"
-        )
+        raise UidError(f"{default}: its uid {text!r} ends as a prompt's does in a later epoch (x@2); name it otherwise")
     return text
+
+
+def check_uids(rows: Any, task: str) -> None:
+    """Check the uids that rows bring with them: rows of a list, or of a table with a column `uid`; those of other
+    sequences are only known when they are read. Raises UidError for a wrong uid and for repeated ones."""
+    if isinstance(rows, list):
+        uids = [row.get("uid") for row in rows]
+    elif "uid" in (getattr(rows, "column_names", None) or ()):
+        uids = list(rows["uid"])
+    else:
+        return
+    first: dict[str, int] = {}
+    repeated = []
+    for index, uid in enumerate(uids):
+        text = uid_text(uid, f"{task}:{index}")
+        if (earlier := first.setdefault(text, index)) != index:
+            repeated.append(f"row {index}: its uid {text!r} is that of row {earlier}")
+    if repeated:
+        raise UidError(repeated_uids(repeated))
+
+
+def repeated_uids(rows: list[str]) -> str:
+    """Return the error message for rows with the uids of earlier ones."""
+    return (
+        f"uids must be unique, since a prompt's fate is recorded under its uid; {'; '.join(rows[:3])}"
+        + (f", and {len(rows) - 3} more" if len(rows) > 3 else "")
+        + ". Leave `uid` out to have the rows numbered"
+    )

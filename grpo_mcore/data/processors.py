@@ -13,6 +13,7 @@ from typing import Any
 from grpo_mcore.data.interfaces import (
     RESERVED_KEYS,
     DataError,
+    RowError,
     TaskDataProcessFnCallable,
     TaskDataSpec,
     TrainOn,
@@ -116,11 +117,11 @@ def preference_processor(
     idx: int,
 ) -> DatumSpec:
     """Process a prompt with a chosen and a rejected answer for DPO. The assistant's messages of the answers are trained
-    on, including their end tokens, and nothing of the prompt. Both answers must fit."""
+    on (`train_on`: all or the last), including their end tokens, and nothing of the prompt. Both answers must fit."""
     prompt = _with_task_prompts(datum_dict["messages"], task_data_spec)
-    uid = _uid(datum_dict, task_data_spec, idx)
+    uid, on = _uid(datum_dict, task_data_spec, idx), task_data_spec.train_on
     logs = [
-        _answered_log([*prompt, *datum_dict[answer]], len(prompt), f"{uid} ({answer})", datum_dict, tokenizer)
+        _answered_log([*prompt, *datum_dict[answer]], len(prompt), f"{uid} ({answer})", datum_dict, tokenizer, on)
         for answer in ("chosen", "rejected")
     ]
     lengths = [sum(len(turn["token_ids"]) for turn in log) for log in logs]
@@ -146,7 +147,7 @@ def _answered_log(
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
-        raise DataError(f"{uid}: it has no assistant message, so there is nothing to train on")
+        raise RowError(uid, "it has no assistant message, so there is nothing to train on")
     whole = _render(tokenizer, messages[: answers[-1] + 1], uid, row, add_generation_prompt=False)
     end = answer_end(tokenizer, "tool" if messages[answers[-1]].get("tool_calls") else "user")
     if not whole.endswith(end):  # the template has no end of its own
@@ -157,7 +158,7 @@ def _answered_log(
     done = 0
     for start, stop in spans:
         if not done <= start < stop:
-            raise DataError(f"{uid}: the chat template shows an answer before one that it follows, or not at all")
+            raise RowError(uid, "the chat template shows an answer before one that it follows, or not at all")
         turns += [("user", whole[done:start]), ("assistant", whole[start:stop])]
         done = stop
     import torch  # heavy, and not needed where rows are only checked
@@ -186,7 +187,7 @@ def _answer_span(
     behind = other.rpartition(_MARK)[2]  # what follows the answer, with the end that the template puts there
     behind += end if not behind.endswith(end) else ""
     if not whole.endswith(behind):
-        raise DataError(f"{uid}: the chat template shows what follows an answer differently for another answer")
+        raise RowError(uid, "the chat template shows what follows an answer differently for another answer")
     stop = len(whole) - len(behind)
     if not behind.startswith(end):  # an answer in the middle ends otherwise, as in gpt-oss
         mark = first_mark(behind, tokenizer) or ""
@@ -206,12 +207,12 @@ def _start_of_changed(
     at = shown.find(_MARK)
     differs = len(commonprefix([shown[:at], whole])) if at >= 0 else -1
     if not header or differs < 0:
-        raise DataError(f"{uid}: the chat template does not show where the answer of message {index} begins")
+        raise RowError(uid, f"the chat template does not show where the answer of message {index} begins")
     # The header as it is shown here: whole, or without the beginning of a thought that this answer lacks.
     for length in range(len(header), 0, -1):
         if (found := whole.rfind(header[:length], 0, differs)) >= 0 and header[:length].strip():
             return found + length
-    raise DataError(f"{uid}: the chat template does not show where the answer of message {index} begins")
+    raise RowError(uid, f"the chat template does not show where the answer of message {index} begins")
 
 
 _MARK = "@@answer@@"
@@ -270,7 +271,7 @@ def _prompt_datum(
     uid = _uid(row, spec, idx)
     truth = answer if row.get("ground_truth") is None else row["ground_truth"]
     if truth is None and not chat:
-        raise DataError(f"{uid}: neither an answer ({spec.output_key!r}) nor a 'ground_truth' to check against")
+        raise RowError(uid, f"neither an answer ({spec.output_key!r}) nor a 'ground_truth' to check against")
     messages = _with_task_prompts(prompt, spec)
     text = _render(tokenizer, messages, uid, row, add_generation_prompt=True)
     log = _tokenise([("user", text)], tokenizer)
@@ -335,7 +336,7 @@ def _render(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **tools
         )
     except Exception as error:  # a template is code of the model's author and may raise anything
-        raise DataError(f"{uid}: the chat template rejects it: {type(error).__name__}: {error}") from error
+        raise RowError(uid, f"the chat template rejects it: {type(error).__name__}: {error}") from error
 
 
 def _tokenise(turns: list[tuple[str, str]], tokenizer: Any) -> list[Message]:

@@ -1,7 +1,9 @@
 """The rows of one or several tasks as prompts: `build_task_data` loads them from a recipe's entries.
 
-Unusable rows are excluded and counted. A dataset of up to `CHECK_AT_ONCE` rows is tokenised when it is made, so that
-the count is known before training. Rows of a larger one are checked when a loader first reaches them.
+Rows that are too long, or that their dataset marks, are excluded and counted. So are rows that cannot be made a prompt
+(a null answer, a conversation that the chat template rejects), up to a share of all rows: beyond that the data is
+refused. A dataset of up to `CHECK_AT_ONCE` rows is tokenised when it is made, so that the counts are known before
+training. Of a larger one, `PROBED_ROWS` rows are tried then; all are checked when a loader first reaches them.
 """
 
 from __future__ import annotations
@@ -19,14 +21,27 @@ from torch.utils.data import Dataset
 
 from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, Entry, ResponseData, load_response_dataset, setting
 from grpo_mcore.data.datasets.rows import Joined
-from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec, uid_text
+from grpo_mcore.data.interfaces import (
+    DataError,
+    RowError,
+    TaskDataProcessFnCallable,
+    TaskDataSpec,
+    UidError,
+    check_uids,
+    repeated_uids,
+    uid_text,
+)
 from grpo_mcore.rollout.datum import DatumSpec
 
 CHECK_AT_ONCE = 20_000
+PROBED_ROWS = 1_000  # evenly spread over a larger dataset
+MAX_UNUSABLE_SHARE = 0.05
 # Limits of the tokenised rows that are kept for the next epoch: about 100 MB.
 KEEP_ROWS = 50_000
 KEEP_TOKENS = 5_000_000
 _UIDS_SHOWN = 5
+_ERRORS_SHOWN = 3
+_REASONS_COUNTED = 20  # each by itself; the template's or processor's words may differ from row to row
 _UNCHECKED, _USABLE, _EXCLUDED = 0, 1, 2
 
 log = logging.getLogger(__name__)
@@ -56,7 +71,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     """The dataset that loaders read: `dataset[i]` is row i as a DatumSpec, `usable(i)` whether a loader may take it.
 
     `task_data_processors` maps task names to (task spec, processor), or is one processor for all rows, used with
-    `default_task_data_spec`. `max_seq_length` is in tokens; None means no limit.
+    with `default_task_data_spec`. `max_seq_length` is in tokens; None means no limit. `max_unusable_share`: of the rows
+    that cannot be made a prompt. Raises DataError beyond it, for wrong uids, and where no usable row is left.
     """
 
     def __init__(
@@ -66,6 +82,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         default_task_data_spec: TaskDataSpec | None,
         task_data_processors: Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]] | TaskDataProcessFnCallable,
         max_seq_length: int | None = None,
+        max_unusable_share: float = MAX_UNUSABLE_SHARE,
     ) -> None:
         if len(dataset) == 0:
             raise DataError("the dataset is empty")
@@ -74,15 +91,21 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         self.default_task_data_spec = default_task_data_spec or TaskDataSpec()
         self.task_data_processors = task_data_processors
         self.max_seq_length = max_seq_length
+        self.max_unusable_share = max_unusable_share
         self._state = bytearray(len(dataset))
         self._first_excluded: list[str] = []
         self._reasons: Counter[str] = Counter()
+        self._failed = 0  # rows that cannot be made a prompt
+        self._errors: list[Exception] = []  # of the first of them
+        self._repeated: list[str] = []
         self._kept: dict[int, DatumSpec] = {}
         self._kept_tokens = 0
         self._fingerprint: str | None = None
-        self._uids: dict[str, int] = {}  # of the rows that are checked -> the first of them
+        self._uids: dict[str, int] = {}  # uid -> the first of the checked rows that has it
         if len(dataset) <= CHECK_AT_ONCE:
             self._check_all()
+        else:
+            self._probe()
 
     def __len__(self) -> int:
         """Number of rows, including excluded ones."""
@@ -102,15 +125,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     def _process(self, idx: int) -> DatumSpec:
         row = self.dataset[idx]
         if "unusable" in row:  # marked by its dataset
-            return DatumSpec(
-                message_log=[],
-                length=0,
-                extra_env_info={"unusable": row["unusable"]},
-                loss_multiplier=0.0,
-                idx=idx,
-                task_name=row["task_name"],
-                uid=uid_text(row.get("uid"), f"{row['task_name']}:{idx}"),
-            )
+            uid = uid_text(row.get("uid"), f"{row['task_name']}:{idx}")
+            return _excluded(idx, row["unusable"], row["task_name"], uid)
         processors = self.task_data_processors
         name: Any = row.get("task_name")
         if callable(processors):
@@ -120,7 +136,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
                 spec, processor = processors[name]  # a defaultdict has one for every name
             except KeyError:
                 message = f"row {idx}: no processor for task_name {name!r}, only {sorted(processors)}"
-                raise DataError(message) from None
+                raise _NoProcessor(message) from None
         spec = spec or self.default_task_data_spec
         datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
         task = datum.get("task_name") or name or spec.task_name
@@ -129,26 +145,48 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         return cast(DatumSpec, {**datum, "task_name": task, "uid": uid})
 
     def usable(self, idx: int) -> bool:
-        """Return False where the row is too long or invalid. The answer is kept: a row is checked only once."""
+        """Return False where the row is too long, marked as unusable, or cannot be made a prompt. The answer is kept: a
+        row is checked only once."""
         if self._state[idx] == _UNCHECKED:
-            datum = self[idx]
-            excluded = datum["loss_multiplier"] == 0
-            if not excluded and (first := self._uids.setdefault(datum["uid"], idx)) != idx:
-                repeated = {"unusable": f"its uid {datum['uid']!r} is that of row {first}"}
-                self._kept[idx] = datum = {**datum, "loss_multiplier": 0.0, "extra_env_info": repeated}
-                excluded = True
-            self._state[idx] = _EXCLUDED if excluded else _USABLE
-            if excluded:
-                self._reasons[datum["extra_env_info"].get("unusable", "too long or invalid")] += 1
+            datum, error = self._attempt(idx)
+            if datum["loss_multiplier"] and (first := self._uids.setdefault(datum["uid"], idx)) != idx:
+                reason = f"its uid {datum['uid']!r} is that of row {first}"
+                self._repeated.append(f"row {idx}: {reason}")
+                self._kept[idx] = datum = _excluded(idx, reason, datum["task_name"], datum["uid"])
+            self._state[idx] = _USABLE if datum["loss_multiplier"] else _EXCLUDED
+            if error is not None:
+                self._kept[idx] = datum
+                self._failed += 1
+                self._errors += [error] if len(self._errors) < _ERRORS_SHOWN else []
+            if self._state[idx] == _EXCLUDED:
                 self._report_excluded(datum)
+            if len(self) > CHECK_AT_ONCE:  # of a smaller one, all are counted first
+                self._refuse_too_many(self._failed, len(self), self._errors)
         return self._state[idx] == _USABLE
+
+    def _attempt(self, idx: int) -> tuple[DatumSpec, Exception | None]:
+        """Return a row as a DatumSpec. If none can be made of it: an excluded one, and the error."""
+        try:
+            return self[idx], None
+        except (_NoProcessor, OSError, MemoryError):  # not the row's fault
+            raise
+        except RowError as error:
+            return _excluded(idx, error.reason, self.default_task_data_spec.task_name, error.place), error
+        except Exception as error:  # a processor may be the user's own program
+            if isinstance(error, UidError) and len(self) <= CHECK_AT_ONCE:
+                raise
+            return _excluded(idx, _in_words(error), self.default_task_data_spec.task_name, f"row {idx}"), error
 
     def fingerprint(self, rows: int) -> str:
         """Return a digest of at most `rows` rows, evenly spread, before a processor has changed them."""
         if self._fingerprint is None:
             digest = hashlib.sha256(str(len(self)).encode())
             for index in range(0, len(self), -(-len(self) // rows)):
-                row = {name: value for name, value in self.dataset[index].items() if name not in ("uid", "task_name")}
+                try:
+                    values = self.dataset[index]
+                except RowError as error:  # an excluded row
+                    values = {"unusable": error.reason}
+                row = {name: value for name, value in values.items() if name not in ("uid", "task_name")}
                 digest.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
@@ -170,7 +208,9 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     def _check_all(self) -> None:
         for idx in range(len(self)):
             self.usable(idx)
-        self._refuse_repeated_uids()
+        if self._repeated:
+            raise UidError(repeated_uids(self._repeated))
+        self._refuse_too_many(self._failed, len(self), self._errors)
         if self.usable_at_most() == 0:
             shortest = min((self[idx]["length"] for idx in range(len(self))), default=0)
             raise DataError(
@@ -181,27 +221,52 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         if self.excluded.count:
             log.warning("%s; the limit is %s tokens", self.excluded, self.max_seq_length)
 
-    def _refuse_repeated_uids(self) -> None:
-        """Raise DataError for rows with the same uid. In data that is too large to be checked at once, a row whose uid
-        was seen before is excluded."""
-        repeated = [
-            f"row {idx}: {datum['extra_env_info']['unusable']}"
-            for idx, datum in self._kept.items()
-            if "its uid" in str(datum["extra_env_info"].get("unusable", ""))
-        ]
-        if repeated:
+    def _probe(self) -> None:
+        """Try rows that are spread over a large dataset, so that one that is no good is refused before the start."""
+        check_uids(self.dataset, self.default_task_data_spec.task_name)
+        indices = range(0, len(self), max(1, len(self) // PROBED_ROWS))
+        errors = [error for _, error in map(self._attempt, indices) if error is not None]
+        self._refuse_too_many(len(errors), len(indices), errors)
+
+    def _refuse_too_many(self, failed: int, rows: int, errors: Sequence[Exception]) -> None:
+        """Raise DataError if more of the rows could not be made a prompt than the recipe tolerates."""
+        if errors and failed > self.max_unusable_share * rows:
+            what = "; ".join(dict.fromkeys(_in_words(error) for error in errors[:_ERRORS_SHOWN]))
             raise DataError(
-                f"uids must be unique, since a prompt's fate is recorded under its uid; {'; '.join(repeated[:3])}"
-                + (f", and {len(repeated) - 3} more" if len(repeated) > 3 else "")
-                + ". Leave `uid` out to have the rows numbered"
-            )
+                f"{failed:,} of {rows:,} rows cannot be used, more than data.max_unusable_share "
+                f"({self.max_unusable_share:g}) allows: {what}" + (", ..." if failed > _ERRORS_SHOWN else "")
+            ) from errors[0]
 
     def _report_excluded(self, datum: DatumSpec) -> None:
+        reason = str(datum["extra_env_info"].get("unusable", "too long or invalid"))
+        counted = reason in self._reasons or len(self._reasons) < _REASONS_COUNTED
+        self._reasons[reason if counted else "other reasons"] += 1
         if len(self._first_excluded) < _UIDS_SHOWN:
             self._first_excluded.append(datum["uid"])
         if len(self) > CHECK_AT_ONCE and self._state.count(_EXCLUDED) == 1:
             reason = datum["extra_env_info"].get("unusable", f"it has {datum['length']} tokens")
             log.warning("prompt %s is excluded: %s; if more follow, they are counted per epoch", datum["uid"], reason)
+
+
+class _NoProcessor(DataError):
+    """A task for which no processor is known: a mistake of the program, not of a row."""
+
+
+def _excluded(idx: int, reason: str, task_name: str, uid: str) -> DatumSpec:
+    """Return the datum of a row that is not used."""
+    return DatumSpec(
+        message_log=[],
+        length=0,
+        extra_env_info={"unusable": reason},
+        loss_multiplier=0.0,
+        idx=idx,
+        task_name=task_name,
+        uid=uid,
+    )
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -231,6 +296,7 @@ def build_task_data(
     *,
     separate: bool = False,
     load: Callable[[Entry, str], ResponseData] = load_response_dataset,
+    max_unusable_share: float = MAX_UNUSABLE_SHARE,
 ) -> TaskData:
     """Load all entries of `data.train` and `data.validation`. The rows that `split_validation_size` takes from training
     datasets are added to the validation data.
@@ -247,7 +313,7 @@ def build_task_data(
 
     def processed(rows: Sequence[dict[str, Any]], datasets: list[ResponseData]) -> AllTaskProcessedDataset:
         processors = {data.task_name: (data.task_spec, data.processor) for data in datasets}
-        return AllTaskProcessedDataset(rows, tokenizer, None, processors, max_seq_length=max_seq_length)
+        return AllTaskProcessedDataset(rows, tokenizer, None, processors, max_seq_length, max_unusable_share)
 
     train_set: AllTaskProcessedDataset | dict[str, AllTaskProcessedDataset]
     if separate:

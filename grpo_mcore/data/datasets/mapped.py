@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_mcore.data.datasets.rows import Repeated, Rows
 from grpo_mcore.data.datasets.source import Source, missing
-from grpo_mcore.data.interfaces import DataError, TaskDataSpec
+from grpo_mcore.data.interfaces import DataError, RowError, TaskDataSpec
 from grpo_mcore.data.processors import find_processor
 from grpo_mcore.recipe import DatasetEntry
 
@@ -67,16 +67,16 @@ class MappedDataset:
 
 
 def as_chat(to_chat: ToChat, row: Row, place: str) -> Row:
-    """Return `to_chat(row)`. Every error becomes a DataError that names the row's place."""
+    """Return `to_chat(row)`. Every error becomes a RowError that names the row's place."""
     try:
         return to_chat(row)
     except KeyError as error:
-        raise DataError(f"{place}: {missing(row, error.args[0])}") from error
+        raise RowError(place, str(missing(row, error.args[0]))) from error
     except DataError as error:
-        raise DataError(f"{place}: {error}") from error
-    except (TypeError, ValueError, IndexError) as error:
+        raise RowError(place, str(error)) from error
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
         kinds = {key: type(value).__name__ for key, value in row.items()}
-        raise DataError(f"{place}: a field has another layout than expected ({error}); it has {kinds}") from error
+        raise RowError(place, f"a field has another layout than expected ({error}); it has {kinds}") from error
 
 
 def name_of(path: str) -> str:

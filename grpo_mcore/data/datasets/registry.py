@@ -16,7 +16,7 @@ from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_cha
 from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
 from grpo_mcore.data.datasets.rows import Rows
 from grpo_mcore.data.datasets.source import open_source
-from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
+from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec, check_uids
 from grpo_mcore.data.processors import find_processor
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import FILE_DATASETS, PREFERENCE_DATASETS, dataset_by_name, unknown_dataset
@@ -112,6 +112,7 @@ def completed(data: Any, entry: Entry, default_processor: str) -> ResponseData:
         data.processor = find_processor(setting(entry, "processor") or default_processor)
 
     def named(rows: Any, part: str) -> Rows:
+        check_uids(rows, f"{data.task_name}{part}")
         return Rows(rows, lambda row, at: {"uid": f"{data.task_name}{part}:{at}", **row, "task_name": data.task_name})
 
     data.dataset = named(data.dataset, "")

@@ -9,7 +9,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from grpo_mcore.recipe.errors import nearest_hint
-from grpo_mcore.recipe.schema.section import NULL, Derived, Fixed, NonNegative, NonNegativeFloat, Positive, Section
+from grpo_mcore.recipe.schema.section import (
+    NULL,
+    Derived,
+    Fixed,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    Probability,
+    Section,
+)
 
 # Datasets that are read from `data_path`. Any other name is a dataset of its own.
 FILE_DATASETS = ("ResponseDataset", "openai_format", "BinaryPreferenceDataset", "NemoGymDataset")
@@ -100,8 +109,8 @@ class DatasetEntry(Section):
     processor: str | None = None
     """Data processor by name or import path. null: the default of the algorithm."""
     train_on: Literal["all", "last"] = "all"
-    """Answers of a conversation that SFT trains on: all, as the chat template shows them once later turns follow (Qwen3
-    and DeepSeek leave out earlier thoughts then), or the last, as it would be generated."""
+    """Answers of a conversation that SFT and DPO train on: all, as the chat template shows them once later turns follow
+    (Qwen3 and DeepSeek leave out earlier thoughts then), or the last, as it would be generated."""
     env_name: str | None = None
     """Entry of `env` that scores this dataset. null: the only entry. Also read by algorithms/."""
     split_validation_size: NonNegativeFloat = 0.0
@@ -120,6 +129,9 @@ class DataConfig(Section):
     max_input_seq_length: Derived[Positive] = NULL
     """Maximum length of a prompt, in tokens; longer ones are excluded and counted. null:
     policy.max_total_sequence_length."""
+    max_unusable_share: Probability = 0.05
+    """Share of a dataset's rows that may be unusable: without an answer, or rejected by the chat template. They are
+    excluded and counted by reason; beyond the share the data is refused. Prompts that are too long do not count."""
     shuffle: Fixed[bool] = True
     """Read the training data in an order drawn from the seed."""
     num_workers: NonNegative = 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import datasets as hf_datasets
 import numpy as np
 import pytest
 
@@ -12,6 +15,7 @@ from grpo_mcore.data import (
     build_dataloader,
     build_task_data,
     load_tokenizer,
+    task_datasets,
 )
 from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.data.processors import math_hf_data_processor
@@ -122,9 +126,80 @@ def test_repeated_uids_are_refused_with_their_rows(tokenizer):
         processed(tokenizer, rows_with("a", 1, "a", "1", "b"))
 
 
-def test_a_repeated_uid_in_large_data_costs_its_row(tokenizer, monkeypatch, package_log):
-    monkeypatch.setattr("grpo_mcore.data.task_datasets.CHECK_AT_ONCE", 2)
-    data = processed(tokenizer, rows_with("a", "b", "a"))
-    assert [data.usable(index) for index in range(3)] == [True, True, False]
-    assert data.excluded.reasons == {"its uid 'a' is that of row 0": 1}
+class Lazy(Sequence):
+    """Rows that are made when they are read, so that no uid is known before."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def test_uids_of_large_data_are_checked_when_it_is_opened(tokenizer, monkeypatch):
+    monkeypatch.setattr(task_datasets, "CHECK_AT_ONCE", 2)
+    monkeypatch.setattr(task_datasets, "PROBED_ROWS", 1)
+    for rows in (rows_with("a", "b", "a"), hf_datasets.Dataset.from_list(rows_with("a", "b", "a"))):
+        with pytest.raises(DataError, match="row 2: its uid 'a' is that of row 0"):
+            processed(tokenizer, rows)
+    with pytest.raises(DataError, match="t:2: its uid 'x@1' ends as"):
+        processed(tokenizer, rows_with("a", "b", "x@1"))
+
+
+def test_a_wrong_uid_in_large_data_that_is_made_lazily_costs_its_row(tokenizer, monkeypatch, package_log):
+    monkeypatch.setattr(task_datasets, "CHECK_AT_ONCE", 2)
+    data = processed(tokenizer, Lazy(rows_with("a", "b", "a", *range(30), "x@1")))
+    assert [index for index in range(len(data)) if not data.usable(index)] == [2, 33]
+    assert data.excluded.reasons["its uid 'a' is that of row 0"] == 1 and data.excluded.count == 2
     assert "prompt a is excluded: its uid 'a' is that of row 0" in package_log.text
+
+
+NULL = {"messages": [{"role": "user", "content": "1+1="}], "task_name": "t"}  # without an answer
+
+
+def test_a_row_that_cannot_be_a_prompt_costs_itself_up_to_a_share(tokenizer, package_log):
+    data = processed(tokenizer, [*rows_with(*range(99)), NULL])
+    assert [index for index in range(100) if not data.usable(index)] == [99]
+    reason = "neither an answer ('output') nor a 'ground_truth' to check against"
+    assert data.excluded.reasons == {reason: 1}
+    assert f"1 of 100 prompts excluded as {reason}: t:99" in package_log.text
+    few = rows_with(*range(9))
+    with pytest.raises(DataError, match=r"1 of 10 rows cannot be used, more than data.max_unusable_share.*t:9: n"):
+        processed(tokenizer, [*few, NULL])
+    tolerant = [*few, NULL], tokenizer, TaskDataSpec("t"), math_hf_data_processor
+    assert AllTaskProcessedDataset(*tolerant, max_unusable_share=0.1).excluded.count == 1
+
+
+def test_a_bad_row_of_large_data_costs_itself_and_bad_data_is_refused_at_the_start(tokenizer, monkeypatch):
+    monkeypatch.setattr(task_datasets, "CHECK_AT_ONCE", 2)
+    monkeypatch.setattr(task_datasets, "PROBED_ROWS", 5)
+    data = processed(tokenizer, [*rows_with(*range(98)), NULL, NULL])
+    loader = build_dataloader(data, 14, shuffle=True, seed=0)
+    assert sum(len(batch) for batch in loader) == 98 and data.excluded.count == 2
+    with pytest.raises(DataError, match="1 of 5 rows cannot be used"):
+        processed(tokenizer, [NULL, *rows_with(*range(4))])
+    late = processed(tokenizer, [*rows_with(*range(5)), NULL, *rows_with(*range(5, 9))])
+    with pytest.raises(DataError, match="1 of 10 rows cannot be used"):
+        list(build_dataloader(late, 1, shuffle=False, seed=0))
+
+
+def test_a_processor_that_raises_costs_the_row(tokenizer):
+    def careless(row, spec, tokenizer, max_seq_length, idx):
+        return math_hf_data_processor({**row, "ground_truth": row["truth"]}, spec, tokenizer, max_seq_length, idx)
+
+    rows = [{**row, "truth": "1"} for row in rows_with(*range(39))] + rows_with(39)
+    data = AllTaskProcessedDataset(rows, tokenizer, TaskDataSpec("t"), careless)
+    assert data.excluded.reasons == {"KeyError: 'truth'": 1}
+    with pytest.raises(DataError, match="1 of 1 rows cannot be used.*KeyError: 'truth'") as raised:
+        AllTaskProcessedDataset(rows[-1:], tokenizer, TaskDataSpec("t"), careless)
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_the_fingerprint_counts_an_unusable_row(write_jsonl, tokenizer, tmp_path):
+    rows = [{"input": f"{n}+1=", "output": None if n == 0 else "1"} for n in range(40)]
+    hf_datasets.Dataset.from_list([*rows[1:], rows[0]]).save_to_disk(str(tmp_path / "saved"))
+    data = build_task_data([{"data_path": str(tmp_path / "saved")}], [], tokenizer, 32)
+    assert data.train.excluded.reasons == {"'output' is null": 1} and len(data.train.fingerprint(40)) == 16
