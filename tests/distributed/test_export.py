@@ -26,7 +26,9 @@ TP2_PP2 = LayoutCase("TP2xPP2", tensor=2, pipeline=2)
 EP2 = LayoutCase("EP2", data=2, expert=2)
 EP2_TP2 = LayoutCase("EP2xTP2-SP", tensor=2, data=2, sequence_parallel=True, expert=2)
 EP2_PP2 = LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2)
-LIMIT = 1e-5  # largest difference of a log-prob in float32
+LIMIT = 1e-5  # largest difference of a log-prob in float32 from one of transformers in float64
+# Transformers computes the delta rule in float32 in any case; in this model it makes roundings larger.
+LIMITS = {"qwen3_next": 4e-5}
 
 Checkpoint = tuple[Path, dict[int, Tensor]]
 
@@ -69,10 +71,10 @@ def driver_files(folder: Path, model: Path, case: LayoutCase, peft: dict[str, An
 
 
 def logprobs_of_transformers(folder: Path, adapter: Path | None = None) -> dict[int, Tensor]:
-    """With `adapter`: PEFT applies the adapters of that folder."""
+    """Log-probs of each sequence in float64. With `adapter`: PEFT applies the adapters of that folder."""
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
     assert network.dtype == torch.float32
     for name, module in network.named_modules():
         if name.endswith("_a_layernorm"):  # of latents: transformers adds 1e-6, engine and policy rms_norm_eps
@@ -82,11 +84,12 @@ def logprobs_of_transformers(folder: Path, adapter: Path | None = None) -> dict[
         from peft import PeftModel
 
         network = PeftModel.from_pretrained(network, adapter).eval()
+    network.double()
     found = {}
     for i, tokens in enumerate(sequences(vocabulary)):
         with torch.no_grad():
             scores = torch.log_softmax(network(tokens[None]).logits[0, :-1], -1)
-        found[i] = torch.cat([torch.zeros(1), scores.gather(1, tokens[1:, None]).squeeze(1)])
+        found[i] = torch.cat([torch.zeros(1, dtype=scores.dtype), scores.gather(1, tokens[1:, None]).squeeze(1)])
     return found
 
 
@@ -121,7 +124,7 @@ def test_transformers_on_the_export_equals_the_policy(ranks: RankPool, tmp_path:
     out = tmp_path / "out"
     (loaded,) = ranks.run(1, f"{CASES}:export_here", str(folder), str(out), {"shard_bytes": 100_000})
     assert not loaded, "an export starts no engine and no Ray"
-    assert furthest(logprobs_of_transformers(out), expected) < LIMIT
+    assert furthest(logprobs_of_transformers(out), expected) < LIMITS.get(family, LIMIT)
     assert tensors_in(out).keys() == tensors_in(model).keys()
     assert len(list(out.glob("*.safetensors"))) > 1
     names = {path.name for path in model.iterdir()} - {"model.safetensors"}
@@ -157,15 +160,15 @@ def test_a_vision_models_text_part_is_trained_and_the_rest_is_exported_as_it_was
     folder, expected = checkpoint(ranks, tmp_path, tmp_path / "model", EP2 if "num_experts" in text else TP2)
     out = tmp_path / "out"
     ranks.run(1, f"{CASES}:export_here", str(folder), str(out), {})
-    trained = network.from_pretrained(out)
+    trained = network.from_pretrained(out, experts_implementation="eager").double()
     for i, tokens in enumerate(sequences(text["vocab_size"])):
         with torch.no_grad():
             scores = torch.log_softmax(trained(tokens[None]).logits[0, :-1], -1)
         found = scores.gather(1, tokens[1:, None]).squeeze(1)
-        torch.testing.assert_close(found, expected[i][1:], atol=LIMIT, rtol=0)
+        torch.testing.assert_close(found, expected[i][1:].double(), atol=LIMIT, rtol=0)
     before, after = dict(whole.named_parameters()), dict(trained.named_parameters())
     assert before.keys() == after.keys()
-    unchanged = {name for name in before if torch.equal(before[name], after[name])}
+    unchanged = {name for name in before if torch.equal(before[name].double(), after[name])}
     assert unchanged == {name for name in before if name.startswith(carried)} and unchanged
 
 
