@@ -399,10 +399,8 @@ def test_files_and_summary(resumed: tuple[Run, Inside]) -> None:
     kept = (run.logs / "console.txt").read_text()
     assert "everything is ready after" in kept and "the run is over" in kept and max(map(len, kept.splitlines())) < 140
     compared = {line["what"]: line for line in summary["predicted_against_measured"]}
-    for part in ("weights", "gradients", "optimizer"):
+    for part in ("weights", "gradients", "optimizer", "refit buffer"):
         assert compared[part]["measured"] == pytest.approx(compared[part]["predicted"], rel=0.02), part
-    buffer = compared["refit buffer"]  # predicted is the budget; whole rows do not fill this tiny one
-    assert 0.85 * buffer["predicted"] < buffer["measured"] <= buffer["predicted"]
     assert {"generation", "training"} < compared.keys() and "refit" not in compared, "no bandwidth predicts it on CPU"
     assert list((run.logs / "tensorboard").glob("events.*"))
     assert (run.logs / "reward_curve.png").read_bytes().startswith(b"\x89PNG")

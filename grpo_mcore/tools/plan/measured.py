@@ -11,6 +11,7 @@ from grpo_mcore.families import ModelShape
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.plan.memory import gradient_bytes, host_optimizer_bytes, optimizer_bytes, weight_bytes
 from grpo_mcore.tools.plan.plan import Plan, make_plan
+from grpo_mcore.tools.plan.timing import refit_plan
 from grpo_mcore.tools.plan.workload import DEVICES, Device
 
 TIMERS = {"refit": "refit", "generation": "generate", "log-probs": "logprobs", "training": "train"}
@@ -104,7 +105,7 @@ def _bytes(plan: Plan, memory: Sequence[Mapping[str, Any]]) -> list[Compared]:
     if load.host_share:
         predicted["optimizer on the host"] = max(host_optimizer_bytes(load, stage) for stage in stages)
     if plan.refit is not None:
-        predicted["refit buffer"] = plan.refit.buffer
+        predicted["refit buffer"] = refit_plan(load, packed=True).buffer_bytes
     if "peak" in memory[0]:
         predicted["peak"] = max(stage.peak.total for stage in plan.stages)
     return [

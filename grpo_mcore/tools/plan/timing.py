@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from grpo_mcore.families import Block, Param, adapter_params, forward_flops, params_of
-from grpo_mcore.refit.plan import DTYPE_BYTES, plan_refit, wire_dtype
+from grpo_mcore.refit.plan import DTYPE_BYTES, RefitPlan, plan_refit, wire_dtype
 from grpo_mcore.tools.plan.memory import EngineMemory, gradient_bytes, weight_bytes
 from grpo_mcore.tools.plan.workload import Device, Workload
 
@@ -242,28 +242,39 @@ class RefitTraffic:
         return max(max(self.written) / bandwidth, self.read / bandwidth, self.to_other_nodes / device.node_bandwidth)
 
 
-def refit_traffic(load: Workload) -> RefitTraffic:
-    """Plan the refit of a workload and count its bytes. Raises RefitError if a row does not fit the buffer, LayoutError
-    if the layouts do not fit the model."""
-    trainer, engine, span = load.trainer_layout, load.engine_layout, load.engine_span
-    dtype = DTYPE[load.element]
+def _refit_params(load: Workload) -> tuple[list[Param], list[Param], list[Param]]:
+    """Return the parameters that the refit moves: either all of the model or all of its adapters, which follow."""
     weights = [param for param in params_of(load.shape) if not param.copy]
     adapters = adapter_params(weights, load.adapters) if load.adapters is not None else []
-    params = adapters if load.refit_adapters else weights
+    return adapters if load.refit_adapters else weights, weights, adapters
+
+
+def refit_plan(load: Workload, *, packed: bool) -> RefitPlan:
+    """Plan the refit of a workload. `packed`: into buckets, as the run does, which takes seconds for large models.
+
+    Raises RefitError if a row does not fit the buffer, LayoutError if the layouts do not fit the model.
+    """
+    return plan_refit(
+        _refit_params(load)[0],
+        load.shape,
+        load.trainer_layout,
+        load.engine_layout,
+        dtype=DTYPE[load.element],
+        buffer_bytes=load.refit_buffer,
+        copies=load.engine_span > 1,
+        packed=packed,
+    )
+
+
+def refit_traffic(load: Workload) -> RefitTraffic:
+    """Plan the refit of a workload and count its bytes. Raises as `refit_plan` does."""
+    engine, span = load.engine_layout, load.engine_span
+    params, weights, adapters = _refit_params(load)
 
     def width(param: Param) -> int:
-        return DTYPE_BYTES[wire_dtype(param, dtype)]
+        return DTYPE_BYTES[wire_dtype(param, DTYPE[load.element])]
 
-    plan = plan_refit(
-        params,
-        load.shape,
-        trainer,
-        engine,
-        dtype=dtype,
-        buffer_bytes=load.refit_buffer,
-        copies=span > 1,
-        packed=False,
-    )
+    plan = refit_plan(load, packed=False)
     buckets = max(1, math.ceil(plan.block_bytes / (load.refit_buffer // 2)))
     written: Counter[int] = Counter()
     held: Counter[tuple[int, frozenset[int]]] = Counter()  # by who holds it, and which nodes of an engine read it
