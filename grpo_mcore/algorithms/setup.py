@@ -263,7 +263,7 @@ def _start_environment(
     cluster: Cluster,
 ) -> EnvironmentWorker:
     needs, gpu = cls.resources(section), Platform.detect(config.cluster.platform).on_gpu
-    calls, batch = calls_of(name, cls, config)
+    calls, batch = calls_of(name, cls, section, config)
     play_timeout_s = cls.play_timeout_s(section)
     runs_agents = play_timeout_s is not None
     built = (AgentWorker, cls, section) if runs_agents else (cls, section)

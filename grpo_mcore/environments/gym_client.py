@@ -12,11 +12,11 @@ import aiohttp
 import yaml
 
 from grpo_mcore.environments.gym_result import GymFailure
-from grpo_mcore.environments.http_retries import backoff_s, failure_of, is_transient, retry_after_s
+from grpo_mcore.environments.http_retries import RetryPolicy, is_transient, retry_after_s
 
 SHORT_TIMEOUT_S = 60.0
 """Time limit of requests other than rollouts."""
-_ENDPOINT_ATTEMPTS, _ENDPOINT_BACKOFF_S = 3, 0.2
+_ENDPOINT_RETRIES = RetryPolicy(retries=2, backoff_s=0.2)
 
 
 class PolicyEndpoint(Protocol):
@@ -123,23 +123,22 @@ class GymClient:
 
     async def _ask_endpoint(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
         """Ask for weight versions, again where a failure may pass. Raises GymFailure."""
-        assert self._session is not None
-        for attempt in range(1, _ENDPOINT_ATTEMPTS + 1):
-            try:
-                async with self._session.post(
-                    f"{endpoint.url}/weight_versions",
-                    json={"fingerprints": fingerprints},
-                    headers={"Authorization": f"Bearer {endpoint.token}"},
-                    timeout=aiohttp.ClientTimeout(total=SHORT_TIMEOUT_S),
-                ) as reply:
-                    reply.raise_for_status()
-                    return list((await reply.json())["weight_versions"])
-            except (aiohttp.ClientError, TimeoutError) as error:
-                status, wait_s = failure_of(error)
-                if attempt == _ENDPOINT_ATTEMPTS or status is not None and not is_transient(status):
-                    raise GymFailure(f"the policy's endpoint at {endpoint.url}: {_describe(error)}") from error
-                await asyncio.sleep(backoff_s(_ENDPOINT_BACKOFF_S, attempt, wait_s))
-        raise AssertionError("the last attempt returns or raises")
+
+        async def ask() -> list[Any]:
+            assert self._session is not None
+            async with self._session.post(
+                f"{endpoint.url}/weight_versions",
+                json={"fingerprints": fingerprints},
+                headers={"Authorization": f"Bearer {endpoint.token}"},
+                timeout=aiohttp.ClientTimeout(total=SHORT_TIMEOUT_S),
+            ) as reply:
+                reply.raise_for_status()
+                return list((await reply.json())["weight_versions"])
+
+        try:
+            return await _ENDPOINT_RETRIES.run(ask)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise GymFailure(f"the policy's endpoint at {endpoint.url}: {_describe(error)}") from error
 
 
 def agents_of(config: Any) -> dict[str, str]:

@@ -1,13 +1,18 @@
-"""Which HTTP failures pass, and how long a server asks to wait."""
+"""When a request that failed is repeated: one policy for Gyms, the policy's endpoint and judges."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
+
+_MISTAKES = (TypeError, NameError, AttributeError, ImportError, SyntaxError, MemoryError)
 _MOST_WAIT_S = 60.0
 _TOO_EARLY_OR_BUSY = (408, 425, 429)
 
@@ -47,3 +52,40 @@ def failure_of(error: BaseException) -> tuple[int | None, float]:
                 headers = getattr(source, "headers", None) or getattr(reply, "headers", None)
                 return status, retry_after_s(headers)
     return None, 0.0
+
+
+def repetition_wait_s(error: Exception) -> float | None:
+    """Return the seconds that a server asks to wait before the same request is repeated, 0 where it asks for nothing.
+    None: a repetition would fail as well, because the server refuses the request or the caller's code is wrong."""
+    status, wait_s = failure_of(error)
+    if status is None:
+        return None if isinstance(error, _MISTAKES) else 0.0
+    return wait_s if is_transient(status) else None
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often a request is repeated, and the seconds before the first repetition (see `backoff_s`)."""
+
+    retries: int
+    backoff_s: float
+
+    async def run(
+        self,
+        attempt: Callable[[], Awaitable[T]],
+        wait_s: Callable[[Exception], float | None] = repetition_wait_s,
+        on_failure: Callable[[Exception], None] = lambda error: None,
+    ) -> T:
+        """Return the result of the first attempt that succeeds. Raises the last one's error. `wait_s`: of an error, the
+        least seconds to wait; None where it is final. `on_failure`: called for each attempt that fails."""
+        number = 0
+        while True:
+            number += 1
+            try:
+                return await attempt()
+            except Exception as error:
+                on_failure(error)
+                asked_s = wait_s(error)
+                if number > self.retries or asked_s is None:
+                    raise
+            await asyncio.sleep(backoff_s(self.backoff_s, number, asked_s))

@@ -22,7 +22,8 @@ class EnvironmentReturn(NamedTuple):
     `rewards`: of this turn alone, a conversation's turns are added up; None where the environment failed (excluded
     and counted, never 0). `answers`: the extracted answer. `reasons`: why it got that reward. `seconds`: that scoring
     took. `rewards_by_name`: the parts of a reward that has several. `tracebacks`: text for the run's console, such as
-    the first traceback of a function that raises.
+    the first traceback of a function that raises. `failures`: of each attempt to score it that failed, whether or not a
+    later one succeeded, "COMPONENT: KIND", such as "judge: HTTP 503".
     """
 
     observations: list[dict[str, str]]
@@ -35,6 +36,7 @@ class EnvironmentReturn(NamedTuple):
     seconds: list[float] | None = None
     rewards_by_name: list[dict[str, float]] | None = None
     tracebacks: Sequence[str | None] | None = None
+    failures: Sequence[Sequence[str]] | None = None
 
 
 def single_turn_return(
@@ -47,6 +49,7 @@ def single_turn_return(
     stop_strings: list[str] | None = None,
     rewards_by_name: list[dict[str, float]] | None = None,
     tracebacks: Sequence[str | None] | None = None,
+    failures: Sequence[Sequence[str]] | None = None,
 ) -> EnvironmentReturn:
     """Return the results of a step that ends every conversation. The observation is the reason."""
     return EnvironmentReturn(
@@ -60,6 +63,7 @@ def single_turn_return(
         seconds=list(seconds),
         rewards_by_name=rewards_by_name,
         tracebacks=tracebacks,
+        failures=failures,
     )
 
 
@@ -93,6 +97,11 @@ class EnvironmentBase:
         EnvironmentConfigError where the section is wrong, before anything is started."""
         cls.read_config(config)
         return dict(cls.needs)
+
+    @classmethod
+    def call_limits(cls, config: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the maximum concurrent calls of an instance with this section, and the maximum samples of a call."""
+        return cls.concurrent_calls, 32
 
     @classmethod
     def check(cls, config: Mapping[str, Any]) -> None:
@@ -179,6 +188,7 @@ class EnvironmentInterface(EnvironmentBase, ABC):
                 stop_strings=_stop_strings(row["next_stop_strings"]),
                 metadata=_mapping("metadata", row["metadata"]),
                 traceback=_text("tracebacks", row["tracebacks"]),
+                failures=_texts("failures", row["failures"]),
             )
         except (TypeError, ValueError, ArithmeticError) as error:
             return Outcome(None, None, f"{type(self).__name__} returned {error}", seconds, terminated=True)
@@ -188,7 +198,7 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         return {}
 
 
-OPTIONAL_FIELDS = ("seconds", "rewards_by_name", "tracebacks")
+OPTIONAL_FIELDS = ("seconds", "rewards_by_name", "tracebacks", "failures")
 
 
 def _rows(result: EnvironmentReturn, count: int) -> list[dict[str, Any]]:
@@ -220,6 +230,12 @@ def _text(field: str, value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise TypeError(f"{field} with {value!r:.80}, which is not text but {type(value).__name__}")
+
+
+def _texts(field: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise TypeError(f"{field} with {value!r:.80}; a list of texts is needed")
+    return tuple(replaced(_text(field, one) or "") for one in value or ())
 
 
 def _answer(value: Any) -> str | None:

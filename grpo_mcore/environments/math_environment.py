@@ -31,7 +31,7 @@ from grpo_mcore.environments.verifiers import (
     ground_truths,
     make_verifier,
     reason_for,
-    verifier_module,
+    verifier_modules,
 )
 from grpo_mcore.objective import CORRECT, pass_at_k
 
@@ -120,7 +120,7 @@ class MathEnvironment(EnvironmentInterface):
                 num_workers=section.num_workers,
                 timeout_s=section.verify_timeout_s,
                 memory_gb=section.verify_memory_gb,
-                preload=(verifier_module(self._verifier),),
+                preload=verifier_modules(self._verifier),
             )
         )
 

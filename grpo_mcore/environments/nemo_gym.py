@@ -20,13 +20,14 @@ from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
 from grpo_mcore.environments.gym_client import GymClient, GymError, PolicyEndpoint
-from grpo_mcore.environments.gym_result import GymFailure, read_result
-from grpo_mcore.environments.http_retries import backoff_s
+from grpo_mcore.environments.gym_result import GymFailure, GymRollout, read_result
+from grpo_mcore.environments.http_retries import RetryPolicy
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.rollout.trajectory import Sampling, Score, Trajectory
 
 # Keys of a Gym's own configuration, which NeMo RL passes on to the Gym that it starts.
 _GYM_KEYS = ("config_paths", "is_trajectory_collection", "head_server", "default_host")
+_BACKOFF_S = 0.5  # before the second attempt of a rollout
 
 
 class NemoGymConfig(EnvConfig):
@@ -157,31 +158,27 @@ class NemoGymEnvironment(EnvironmentBase):
         began = time.perf_counter()
         row = self.row(sample, sampling)
         agent = row["agent_ref"]["name"]
-        failure: GymFailure | None = None
-        for attempt in range(self.config.max_row_attempts):
-            if attempt:
-                await asyncio.sleep(backoff_s(0.5, attempt, 0.0 if failure is None else failure.wait_s))
-            try:
-                async with self._room:
-                    result = await self._client.run(agent, row)
-                rollout = read_result(result, time.perf_counter() - began, sample.max_tokens)
-                versions = await self._client.weight_versions(endpoint, rollout.fingerprints())
-                trajectory = rollout.trajectory(sample.uid, sample.generation_index, versions)
-            except GymError:
-                raise
-            except GymFailure as error:
-                failure = error
-                if not error.again:
-                    break
-                continue
-            except Exception as error:  # a reply of an unforeseen form costs its own sample
-                failure = GymFailure(f"the Gym's result cannot be read: {type(error).__name__}: {error}")
-                break
-            kept = result | _indices(sample, row) if keep else None
-            score = replace(rollout.score, solved_at=self.solved_at)
-            return GymOutcome(sample.uid, sample.generation_index, trajectory, score, rollout.cut_calls, kept)
-        score = Score(None, None, f"{failure}", time.perf_counter() - began, terminated=False)
-        return GymOutcome(sample.uid, sample.generation_index, None, score)
+
+        async def attempt() -> tuple[Any, GymRollout, Trajectory]:
+            async with self._room:
+                result = await self._client.run(agent, row)
+            rollout = read_result(result, time.perf_counter() - began, sample.max_tokens)
+            versions = await self._client.weight_versions(endpoint, rollout.fingerprints())
+            return result, rollout, rollout.trajectory(sample.uid, sample.generation_index, versions)
+
+        try:
+            policy = RetryPolicy(self.config.max_row_attempts - 1, _BACKOFF_S)
+            result, rollout, trajectory = await policy.run(attempt, _repetition_wait_s)
+        except GymError:
+            raise
+        except Exception as error:  # a reply of an unforeseen form costs its own sample
+            unforeseen = f"the Gym's result cannot be read: {type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, GymFailure) else unforeseen
+            score = Score(None, None, reason, time.perf_counter() - began, terminated=False)
+            return GymOutcome(sample.uid, sample.generation_index, None, score)
+        kept = result | _indices(sample, row) if keep else None
+        score = replace(rollout.score, solved_at=self.solved_at)
+        return GymOutcome(sample.uid, sample.generation_index, trajectory, score, rollout.cut_calls, kept)
 
     def row(self, sample: GymSample, sampling: Sampling) -> dict[str, Any]:
         """Return the agent's request: the task, with the policy's sampling and a seed of its own. Raises GymError for a
@@ -205,6 +202,10 @@ class NemoGymEnvironment(EnvironmentBase):
         self._call(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60.0)
+
+
+def _repetition_wait_s(error: Exception) -> float | None:
+    return error.wait_s if isinstance(error, GymFailure) and error.again else None
 
 
 def _indices(sample: GymSample, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,17 @@ Nothing here imports torch: it runs in verifier processes.
 from __future__ import annotations
 
 import asyncio
+import dis
+import functools
+import importlib.util
 import inspect
+import os
+import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import BuiltinFunctionType, CodeType
 from typing import Any
 
 from grpo_mcore.environments.answers import Parts, Thoughts, split_messages, split_response
@@ -114,8 +120,7 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
 
     def call(sample: Sample) -> float | None:
         positional, named = arguments(sample)
-        value = _finished(function(*positional, **named))
-        return _number(_only_one(value) if is_trl else value)
+        return number_of(_finished(function(*positional, **named)), is_trl)
 
     return call
 
@@ -178,8 +183,11 @@ def _only_one(values: Any) -> Any:
     return several[0]
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+def number_of(value: Any, is_trl: bool) -> float | None:
+    """Return what a function returned as a number; None where it does not apply. Raises TypeError and ValueError.
+    `is_trl`: its values are in a list of one."""
+    one = _only_one(value) if is_trl else value
+    return None if one is None else float(one)
 
 
 def _shown(values: Any) -> str:
@@ -196,6 +204,56 @@ def _finished(value: Any) -> Any:
         return await value
 
     return asyncio.run(wait())
+
+
+def failed_rule(name: str, error: Exception) -> dict[str, Any]:
+    """Return the result of rules for a sample on which component `name` raised."""
+    why, where = f"{type(error).__name__}: {error}", where_raised(error)
+    return {"failed": name, "why": why, "where": where, "traceback": "".join(traceback.format_exception(error))}
+
+
+def imported_when_called(function: Any) -> list[str]:
+    """Return the modules that a function, and the user's functions that it uses, import while they run. They are
+    imported before samples are scored: no sample's time limit pays for them."""
+    modules: dict[str, None] = {}
+    waiting, seen = [function], set[CodeType]()
+    while waiting:
+        one = inspect.unwrap(waiting.pop())
+        if isinstance(one, functools.partial):
+            waiting.append(one.func)
+        elif isinstance(one, type):
+            waiting += [value for value in vars(one).values() if callable(value)]
+        elif not hasattr(one, "__code__"):
+            waiting += [] if isinstance(one, BuiltinFunctionType) or not _is_users(type(one)) else [type(one).__call__]
+        elif one.__code__ not in seen:
+            seen.add(one.__code__)
+            names = list(_imports_and_names(one.__code__, one.__globals__.get("__package__") or ""))
+            modules |= dict.fromkeys(name for kind, name in names if kind == "import")
+            used = (one.__globals__.get(name) for kind, name in names if kind == "name")
+            waiting += [value for value in used if callable(value) and _is_users(value)]
+    return list(modules)
+
+
+def _imports_and_names(code: CodeType, package: str) -> Iterator[tuple[str, str]]:
+    """Yield ("import", module) and ("name", global) of a function's code and of the functions in it."""
+    before = [0, None]  # the arguments of the last two instructions: an import's level and what it imports from it
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level = before[0] if isinstance(before[0], int) else 0
+            yield "import", importlib.util.resolve_name("." * level + instruction.argval, package)
+        elif instruction.opname == "LOAD_GLOBAL":
+            yield "name", instruction.argval
+        before = [before[1], instruction.argval]
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _imports_and_names(constant, package)
+
+
+def _is_users(value: Any) -> bool:
+    """Return whether a function or a class is the user's: neither of Python, nor installed, nor of this package."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    file = getattr(module, "__file__", None) or ""
+    return bool(file) and not any(part in file for part in ("site-packages", "/lib/python", _PACKAGE + os.sep))
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])

@@ -6,18 +6,31 @@ function can do anything.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
 import math
 import re
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
+from grpo_mcore.environments.async_rewards import AsyncReward, make_async_rules
 from grpo_mcore.environments.config import EnvironmentConfigError
+from grpo_mcore.environments.http_retries import RetryPolicy
 from grpo_mcore.environments.registry import import_by_path
-from grpo_mcore.environments.reward_functions import Sample, reward_arguments, reward_call, where_raised
-from grpo_mcore.environments.verifiers import ground_truths, make_verifier, verifier_module
+from grpo_mcore.environments.reward_functions import (
+    Sample,
+    failed_rule,
+    imported_when_called,
+    reward_arguments,
+    reward_call,
+)
+from grpo_mcore.environments.verifiers import ground_truths, make_verifier, verifier_module, verifier_modules
+
+_ATTEMPT_S = 60.0
+_ASYNC_KEYS = {"concurrency", "timeout_s", "retries", "backoff_s", "requests_per_second", "cache"}
 
 Rule = Callable[[Sample], float | None]
 
@@ -30,9 +43,9 @@ class _Component(BaseModel):
     weight: float = Field(1.0, allow_inf_nan=False)
     """Weight of this component in the reward."""
 
-    def module(self) -> str | None:
-        """Return the module that the rule imports, if it imports one."""
-        return None
+    def modules(self) -> tuple[str, ...]:
+        """Return the modules that are imported before the rule runs."""
+        return ()
 
     def check_row(self, info: Mapping[str, Any]) -> None:
         """Raise EnvironmentConfigError where the rule cannot score an answer to a prompt with these fields."""
@@ -154,8 +167,8 @@ class VerifierComponent(_Component):
     verifier: str
     """hf_math_verify, dapo_math_verify, english_multichoice, multilingual_multichoice, or an import path."""
 
-    def module(self) -> str:
-        return verifier_module(self.verifier)
+    def modules(self) -> tuple[str, ...]:
+        return verifier_modules(self.verifier)
 
     def rule(self) -> Rule:
         verify = make_verifier(self.verifier)
@@ -170,27 +183,69 @@ class VerifierComponent(_Component):
 
 
 class FunctionComponent(_Component):
-    """The value of a user's function."""
+    """The value of a user's function. The keys from `concurrency` on are for `async` functions, whose calls for all
+    samples wait together in one process."""
 
     type: Literal["function"]
     path: str
     """Import path of the function. It gets what its parameters name: `reward_functions.reward_call`."""
     trl_messages: bool = False
     """Whether a function with TRL's signature gets prompts and completions as messages, instead of texts."""
+    concurrency: int = Field(64, ge=1)
+    """Maximum calls at a time."""
+    timeout_s: float | None = Field(None, gt=0)
+    """Seconds of one attempt, without the wait for its turn. null: 60."""
+    retries: int = Field(3, ge=0)
+    """How often a call is repeated that raises or runs out of its time. HTTP statuses other than 408, 425, 429 and 5xx,
+    and mistakes such as a TypeError, are final."""
+    backoff_s: float = Field(0.5, ge=0)
+    """Seconds before the first repetition; twice as long before each further one, and no less than a Retry-After."""
+    requests_per_second: float | None = Field(None, gt=0)
+    """Maximum attempts that start in a second. null: no limit."""
+    cache: bool = False
+    """Whether a call with the same arguments as one before gets its result."""
 
-    def module(self) -> str:
-        return verifier_module(self.path)
+    @property
+    def is_async(self) -> bool:
+        function = self._function()
+        return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
 
-    def rule(self) -> Rule:
+    def modules(self) -> tuple[str, ...]:
+        return (verifier_module(self.path), *imported_when_called(self._function()))
+
+    def _function(self) -> Callable[..., Any]:
         function = import_by_path(self.path, what="reward function")
         if not callable(function):
             raise EnvironmentConfigError(f"the reward function {self.path!r} is {type(function).__name__}, no function")
-        return reward_call(function, as_messages=self.trl_messages)
+        return function
+
+    def check(self) -> None:
+        """Raise EnvironmentConfigError where the function does not load, or has keys that it cannot have."""
+        if not self.is_async and (set_keys := sorted(self.model_fields_set & _ASYNC_KEYS)):
+            raise EnvironmentConfigError(
+                f"the key {set_keys[0]} is for async functions, and {self.path!r} is none: write `async def`, and "
+                "`await asyncio.to_thread(...)` around a call that waits"
+            )
+
+    def rule(self) -> Rule:
+        return reward_call(self._function(), as_messages=self.trl_messages)
+
+    def async_reward(self, name: str) -> AsyncReward:
+        """Return the function with its limits, for the event loop."""
+        return AsyncReward(
+            name,
+            self._function(),
+            as_messages=self.trl_messages,
+            concurrency=self.concurrency,
+            timeout_s=_ATTEMPT_S if self.timeout_s is None else self.timeout_s,
+            retries=RetryPolicy(self.retries, self.backoff_s),
+            requests_per_second=self.requests_per_second,
+            cache=self.cache,
+        )
 
     def check_row(self, info: Mapping[str, Any]) -> None:
-        function = import_by_path(self.path, what="reward function")
         try:
-            reward_arguments(function, as_messages=self.trl_messages)[0](Sample("", info))
+            reward_arguments(self._function(), as_messages=self.trl_messages)[0](Sample("", info))
         except TypeError as error:
             raise EnvironmentConfigError(f"the reward function {self.path!r} does not fit the data: {error}") from error
 
@@ -205,8 +260,7 @@ def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample]
     """Return sample -> {"values": by name, "notes"}, for components as a recipe has them, without those that do not
     apply. The result is {"failed": name, "why", "where", "traceback"} for the first component that raises or returns no
     finite number."""
-    parts = TypeAdapter(dict[str, Component]).validate_python(components)
-    rules = {name: part.rule() for name, part in parts.items()}
+    rules = {name: part.rule() for name, part in _read(components).items()}
 
     def apply(sample: Sample) -> dict[str, Any]:
         values = {}
@@ -216,8 +270,7 @@ def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample]
             except MemoryError:
                 raise
             except Exception as error:
-                why, where = f"{type(error).__name__}: {error}", where_raised(error)
-                return {"failed": name, "why": why, "where": where, "traceback": traceback.format_exc()}
+                return failed_rule(name, error)
             if value is None:
                 continue
             if not math.isfinite(value):
@@ -226,3 +279,16 @@ def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample]
         return {"values": values, "notes": sample.notes}
 
     return apply
+
+
+def make_judges(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample], Awaitable[dict[str, Any]]]:
+    """Do the same for components that are asynchronous functions."""
+    parts = _read(components)
+    for module in {module for part in parts.values() for module in part.modules()}:
+        with contextlib.suppress(ImportError):  # that the function may never reach
+            importlib.import_module(module)
+    return make_async_rules([part.async_reward(name) for name, part in parts.items() if part.type == "function"])
+
+
+def _read(components: Mapping[str, Mapping[str, Any]]) -> dict[str, Component]:
+    return TypeAdapter(dict[str, Component]).validate_python(components)

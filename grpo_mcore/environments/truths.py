@@ -12,7 +12,7 @@ from grpo_mcore.environments.verifiers import (
     ground_truths,
     is_built_in,
     shorten,
-    verifier_module,
+    verifier_modules,
 )
 
 Rows = Sequence[Mapping[str, Any]]
@@ -41,7 +41,7 @@ def truth_problems(verifier: str, rows: Rows, environment: str, timeout_s: float
             num_workers=2,
             timeout_s=timeout_s,
             memory_gb=2.0,
-            preload=(verifier_module(verifier),),
+            preload=verifier_modules(verifier),
         )
     )
     try:

@@ -34,7 +34,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 import pebble
 
@@ -104,11 +104,14 @@ class VerifierPool:
     WorkerStartError when no worker starts; `run` raises the latter too.
     """
 
+    program: ClassVar[str] = __name__
+    """Module of the host program: its function `serve`."""
+
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self._lock = threading.Lock()
         self._closed = False
-        self._host = _Host(spec)
+        self._host = _Host(spec, self.program)
 
     def run(self, jobs: Sequence[Sequence[Any]]) -> list[Result]:
         """Apply the function to each job's arguments. Return the results in order, when the last is there. If the host
@@ -135,7 +138,7 @@ class VerifierPool:
             if self._host.ended:
                 self._host.stop()
                 try:
-                    self._host = _Host(self.spec)
+                    self._host = _Host(self.spec, self.program)
                 except EnvironmentConfigError as error:  # it loaded before: nothing is wrong with the recipe
                     raise WorkerStartError(str(error)) from error
             return self._host
@@ -144,7 +147,7 @@ class VerifierPool:
 class _Host:
     """The host program, and our end of the connection to it."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, program: str) -> None:
         self.ended = False
         self._futures: dict[int, Future[list[Result] | None]] = {}
         self._numbers = itertools.count()
@@ -153,7 +156,7 @@ class _Host:
         self._reader = threading.Thread(target=self._read, name="verifier results", daemon=True)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+                [sys.executable, "-P", "-c", f"from {program} import serve; serve({theirs.fileno()})"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -265,8 +268,8 @@ def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, 
             try:
                 importlib.import_module(module)
             except Exception as cause:
-                return "not loaded", _described(cause)
-        return "not started", f"one ended before it was ready ({_described(error)})"
+                return "not loaded", described(cause)
+        return "not started", f"one ended before it was ready ({described(error)})"
 
 
 def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerSpec, parent: int) -> None:
@@ -297,16 +300,17 @@ def _result_of(future: Future[str], spec: WorkerSpec) -> str:
     except BrokenProcessPool:
         raise
     except TimeoutError:
-        return _result(failure=f"timed out after {spec.timeout_s:g} s", seconds=spec.timeout_s, timed_out=True)
+        return result_text(failure=f"timed out after {spec.timeout_s:g} s", seconds=spec.timeout_s, timed_out=True)
     except BaseException as error:
         code = getattr(error, "exitcode", None)
         if code == _OUT_OF_MEMORY:
-            return _result(failure=f"out of memory: more than {spec.memory_gb:g} GiB")
-        ended = _described(error) if code is None else f"the worker process ended: {processes.describe_exit(code)}"
-        return _result(failure=f"crashed: {ended}")
+            return result_text(failure=f"out of memory: more than {spec.memory_gb:g} GiB")
+        ended = described(error) if code is None else f"the worker process ended: {processes.describe_exit(code)}"
+        return result_text(failure=f"crashed: {ended}")
 
 
-def _result(value: Any = None, failure: str | None = None, seconds: float = 0.0, timed_out: bool = False) -> str:
+def result_text(value: Any = None, failure: str | None = None, seconds: float = 0.0, timed_out: bool = False) -> str:
+    """Return a `Result` as JSON."""
     return json.dumps({"value": value, "failure": failure, "seconds": seconds, "timed_out": timed_out})
 
 
@@ -329,10 +333,15 @@ def _start_worker(spec: WorkerSpec) -> None:
     try:
         _function = import_by_path(spec.loader, what="function")(*spec.arguments)
     except Exception as error:
-        _problem = _described(error)
+        _problem = described(error)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    if spec.memory_gb:
-        limit = int(spec.memory_gb * 2**30)
+    limit_memory(spec.memory_gb)
+
+
+def limit_memory(memory_gb: float) -> None:
+    """Limit this process's data to so many GiB. 0: no limit."""
+    if memory_gb:
+        limit = int(memory_gb * 2**30)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
@@ -346,12 +355,13 @@ def _work(payload: bytes) -> str:
     try:
         if _function is None:
             raise RuntimeError(f"the verifier did not load: {_problem}")
-        return _result(_function(*pickle.loads(payload)), seconds=time.perf_counter() - start)
+        return result_text(_function(*pickle.loads(payload)), seconds=time.perf_counter() - start)
     except BaseException as error:
         if isinstance(error, MemoryError) and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
             os._exit(_OUT_OF_MEMORY)  # the next job would lack what this process still holds
-        return _result(failure=f"crashed: {_described(error)}", seconds=time.perf_counter() - start)
+        return result_text(failure=f"crashed: {described(error)}", seconds=time.perf_counter() - start)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """Return the type and the beginning of the message of an exception."""
     return shorten(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from grpo_mcore.environments.registry import import_by_path
+from grpo_mcore.environments.reward_functions import imported_when_called
 
 Verifier = Callable[[str, str], Any]
 
@@ -63,6 +64,13 @@ def verifier_module(name: str) -> str:
     """Return the module of the verifier of this name or import path."""
     path = _BY_NAME.get(name, name)
     return path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
+
+
+def verifier_modules(name: str) -> tuple[str, ...]:
+    """Return the modules that are imported before the verifier runs: its own, and those that a custom one imports when
+    it is called."""
+    late = () if is_built_in(name) else imported_when_called(import_by_path(name, what="verifier"))
+    return (verifier_module(name), *late)
 
 
 def reason_for(reward: float, answer: str | None, truth: str) -> str:

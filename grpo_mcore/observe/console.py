@@ -139,7 +139,7 @@ class RunConsole:
         if self._rows % HEADER_EVERY == 0:
             self._print(*header_lines(row.computed_tokens))
         self._rows += 1
-        self._print(row_line(row))
+        self._print(row_line(row), *row.notes)
 
     def validation(self, step: int, metrics: Mapping[str, float | None], seconds: float) -> None:
         """Print the metrics of a validation as one line of the table: what no graded reward has, and no failed samples,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo_mcore.observe.timeline import TOTAL
@@ -37,7 +37,7 @@ RATE_WIDTH = 6
 class StepRow:
     """One step as a person sees it; None is shown as "-". `length`: mean tokens generated a sample.
     `computed_tokens`: share of the samples' tokens that is computed; below 1 where they share prefixes. `seconds`: by
-    phase, with "total", as Timeline gives them."""
+    phase, with "total", as Timeline gives them. `notes`: lines under it."""
 
     step: int
     max_steps: int | None = None
@@ -51,6 +51,7 @@ class StepRow:
     tokens_per_second: float | None = None
     computed_tokens: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 def header_lines(computed_tokens: float | None = None) -> list[str]:

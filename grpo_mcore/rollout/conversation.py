@@ -88,10 +88,13 @@ def _checked(sample: TrajectoryRef, outcome: Outcome) -> Outcome:
 def _added(before: Score | None, verdict: Outcome) -> Score:
     """Add a turn's score to the sample's. A turn without a reward leaves the whole sample without one."""
     reward, by_name, seconds = verdict.reward, dict(verdict.rewards_by_name), verdict.seconds
+    failures = verdict.failures
     if before is not None:
-        seconds += before.seconds
+        seconds, failures = seconds + before.seconds, before.failures + failures
         for name, value in before.rewards_by_name.items():
             by_name[name] = by_name.get(name, 0.0) + value
         if reward is not None and before.reward is not None:
             reward += before.reward
-    return Score(reward, verdict.answer, verdict.reason, seconds, by_name, verdict.terminated, verdict.solved_at)
+    return Score(
+        reward, verdict.answer, verdict.reason, seconds, by_name, verdict.terminated, verdict.solved_at, failures
+    )

@@ -284,7 +284,8 @@ class Score:
     `reward` None: the environment failed; the sample is excluded and counted, never scored 0. `answer`: what
     was taken for the answer, None where there was none. `reason`: why, in words. `seconds`: what it took.
     `terminated`: the environment ended the conversation; False where a limit did. `solved_at`: reward from which on the
-    sample is solved; None: the environment names none.
+    sample is solved; None: the environment names none. `failures`: of each attempt to score it that failed, whether or
+    not a later one succeeded: "COMPONENT: KIND".
     """
 
     reward: float | None
@@ -294,6 +295,7 @@ class Score:
     rewards_by_name: dict[str, float] = field(default_factory=dict)
     terminated: bool = True
     solved_at: float | None = None
+    failures: tuple[str, ...] = ()
 
     @property
     def solved(self) -> bool | None:

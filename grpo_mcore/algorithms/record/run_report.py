@@ -6,6 +6,7 @@ import logging
 import math
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -32,6 +33,7 @@ from grpo_mcore.recipe import (
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.schedule import Schedule
+from grpo_mcore.rollout.trajectory import Score
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +197,7 @@ class RunReport:
         self._failed_prompts = 0
         if "token_mult_prob_error" in metrics:
             self._mult_errors[step] = metrics["token_mult_prob_error"]
+        metrics |= scoring_metrics(groups)
         self._rewards[step] = metrics["reward"]
         self._graded |= _has_graded(metrics)
         if self._graded:  # all may happen to be 0 in one step: that is no accuracy
@@ -216,6 +219,7 @@ class RunReport:
                 tokens_per_second=metrics["tokens_per_second"],
                 computed_tokens=metrics.get("plan/computed_tokens"),
                 seconds=seconds,
+                notes=scoring_notes(groups),
             )
         )
         for alarm in self.alarms.of_step(step, metrics):
@@ -236,7 +240,11 @@ class RunReport:
                 f"first, {first}"
             )
         if failed := _failed(groups):
-            self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")
+            kinds = Counter(
+                score.failures[-1] if score.failures else score.reason for score in _scores(groups, lost=True)
+            )
+            by_reason = f"; by reason: {_counted(kinds)}" if len(kinds) > 1 else ""
+            self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}{by_reason}")
         return metrics
 
     def _throughput(
@@ -456,6 +464,42 @@ def _left_out(metrics: dict[str, float]) -> str:
     return f"{metrics['num_trained_samples']:.0f} of {count:.0f} samples are in the loss" + (
         f" ({named})" if named else ""
     )
+
+
+def _scores(groups: Sequence[Group], *, lost: bool) -> list[Score]:
+    """Return the scores of all samples; `lost`: only those without a reward."""
+    return [score for group in groups for score in group.scores if score.reward is None or not lost]
+
+
+def scoring_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the seconds that scoring a sample took, and the attempts that failed, also by component."""
+    scores = _scores(groups, lost=False)
+    seconds = [score.seconds for score in scores]
+    failed = Counter(failure.partition(":")[0] for score in scores for failure in score.failures)
+    return {
+        "scoring/seconds_mean": sum(seconds) / max(len(seconds), 1),
+        "scoring/seconds_max": max(seconds, default=0.0),
+        "scoring/failed_attempts": float(failed.total()),
+        **{f"scoring/failed_attempts/{name}": float(count) for name, count in failed.items()},
+    }
+
+
+def scoring_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a line about the attempts to score that failed, if there were any, by component and reason."""
+    scores = _scores(groups, lost=False)
+    failed = Counter(failure for score in scores for failure in score.failures)
+    if not failed:
+        return []
+    lost = sum(score.reward is None for score in scores)
+    said = f"scoring: attempts that failed: {_counted(failed)}; {lost} of {len(scores)} samples have no reward"
+    return textwrap.wrap(said, WIDTH, initial_indent="        ", subsequent_indent="          ")
+
+
+def _counted(kinds: Counter[str], most: int = 4) -> str:
+    """Return the total, and the most frequent kinds with their counts."""
+    named = [f"{textwrap.shorten(kind, 60)} {count}" for kind, count in kinds.most_common(most)]
+    more = f", and {len(kinds) - most} other kinds" if len(kinds) > most else ""
+    return f"{kinds.total()} ({', '.join(named)}{more})"
 
 
 def _failed(groups: Sequence[Group]) -> list[str]:

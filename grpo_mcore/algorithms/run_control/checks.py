@@ -212,9 +212,9 @@ def check_environments(config: MasterConfig, env_names: Mapping[str, str | None]
     """
     for task, name in env_names.items():
         cls, section, _ = environment_of(task, name, config)
-        calls_of(str(name), cls, config)
         try:
             cls.check(section)
+            calls_of(str(name), cls, section, config)
             of_task = [row for row in rows if row["task_name"] == task]
             for row in of_task:
                 cls.check_row(section, row["extra_env_info"])
@@ -272,19 +272,25 @@ def _call_keys(cls: type[EnvironmentBase]) -> list[str]:
     return [key for key in ("concurrency", "batch") if key not in known]
 
 
-def calls_of(name: str, cls: type[EnvironmentBase], config: MasterConfig) -> tuple[int, BatchLimits]:
-    """Return how many calls an environment takes at a time and the limits of one call: `env.NAME.concurrency`, or the
-    class's own number, and `env.NAME.batch`. Raises SetupError for a wrong value."""
+def calls_of(
+    name: str, cls: type[EnvironmentBase], section: Mapping[str, Any], config: MasterConfig
+) -> tuple[int, BatchLimits]:
+    """Return how many calls an environment takes at a time and the limits of one call: `env.NAME.concurrency` and
+    `env.NAME.batch`, or those of its class. `section`: as `environment_of` returns it. Raises SetupError for a wrong
+    value."""
+    most_calls, most_samples = cls.call_limits(section)
     keys = {key: config.env.get(name, {}).get(key) for key in _call_keys(cls)}
     calls, batch = keys.get("concurrency"), keys.get("batch")
-    calls = cls.concurrent_calls if calls is None else calls
+    calls = most_calls if calls is None else calls
     batch = {} if batch is None else batch
     if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
         raise SetupError(f"env.{name}.concurrency must be a number of calls above 0, got {calls!r}")
     if not isinstance(batch, dict) or (unknown := set(batch) - {"max_size", "max_wait_s"}):
         wrong = f"unknown key {min(unknown)!r}" if isinstance(batch, dict) else f"got {batch!r}"
         raise SetupError(f"env.{name}.batch holds max_size and max_wait_s: {wrong}")
-    limits = replace(BatchLimits(), **batch)
+    # With the local backend a call blocks the loop: samples that are asked about in small calls go into one together.
+    together = most_samples < BatchLimits().max_size and config.cluster.backend == "local"
+    limits = replace(BatchLimits(10**6, 3600.0) if together else BatchLimits(most_samples), **batch)
     if not isinstance(limits.max_size, int) or isinstance(limits.max_size, bool) or limits.max_size < 1:
         raise SetupError(f"env.{name}.batch.max_size must be a number of samples above 0, got {limits.max_size!r}")
     wait_s = limits.max_wait_s

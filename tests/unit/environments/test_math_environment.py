@@ -136,7 +136,7 @@ def test_a_verifier_of_ones_own_by_import_path():
         "crashed: the worker process ended: killed by SIGKILL",
         "timed out after 0.5 s",
     ]
-    with pytest.raises(EnvironmentConfigError, match=f"math verifier '{jobs}:missing' does not load"):
+    with pytest.raises(EnvironmentConfigError, match=f"cannot import the verifier '{jobs}:missing'"):
         create_env("math", {"math_verify_impl": f"{jobs}:missing"})
 
 

@@ -23,6 +23,7 @@ GOOD: dict[str, Any] = {
     "seconds": 0.25,
     "rewards_by_name": {"form": 1.0},
     "tracebacks": None,
+    "failures": ["judge: HTTP 503"],
 }
 
 
@@ -65,6 +66,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("metadata", [1], "metadata with .*, which is not a mapping but list"),
     ("seconds", "fast", "seconds with 'fast', which is not a finite number"),
     ("tracebacks", 3, "tracebacks with 3, which is not text but int"),
+    ("failures", "busy", "failures with .busy.; a list of texts is needed"),
+    ("failures", [503], "failures with 503, which is not text but int"),
 ]
 
 

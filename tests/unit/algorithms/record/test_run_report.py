@@ -19,6 +19,7 @@ from grpo_mcore.families.known import known_configs
 from grpo_mcore.observe import Logger
 from grpo_mcore.parallel.layout import layout_of
 from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.rollout.trajectory import Score
 
 SHAPE = shape_of(next(iter(known_configs().values())))
 STEP = {
@@ -61,7 +62,7 @@ def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool, comput
     logger = report.logger
     logger.machines, logger.peak_flops = lambda: {"node.0.cpu.util": 7.0}, 1e12
     samples = [SimpleNamespace(length=length, cut_turns=0) for length in (10, 30)]
-    groups: Any = [SimpleNamespace(samples=samples, scores=[SimpleNamespace(reward=1.0)] * 2)]
+    groups: Any = [SimpleNamespace(samples=samples, scores=[Score(1.0, None, "", 0.0)] * 2)]
     clock: Any = SimpleNamespace(take=lambda: {"total": 8.0, "train": 2.0})
     metrics = STEP | {"tokens": 40.0} | ({"loss": 0.1, "plan/computed_tokens": computed} if trained else {})
     report.step(1, groups, metrics, clock)
@@ -71,6 +72,30 @@ def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool, comput
     tflops = 3 * computed * forward_flops(SHAPE, [10, 30]) / 2 / 2 / 1e12
     assert train.get("train_tflops_per_gpu") == (pytest.approx(tflops) if trained else None)
     assert train.get("train_fp_utilization") == (pytest.approx(tflops) if trained else None)
+
+
+def test_a_steps_line_says_which_attempts_to_score_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = [
+        Score(1.0, None, "", 0.5, failures=("judge: HTTP 503", "judge: HTTP 503")),
+        Score(None, None, "component 'judge' crashed", 1.5, failures=("judge: TimeoutError",)),
+        Score(None, None, "the engine aborted the sample", 0.0),
+        Score(0.0, None, "", 0.0),
+    ]
+    samples = [SimpleNamespace(uid="p0", generation_index=n, cut_turns=0, length=3) for n in range(4)]
+    groups: Any = [SimpleNamespace(samples=samples, scores=scores)]
+    report = new_report(tmp_path)
+    clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
+    metrics = report.step(1, groups, STEP | {"tokens": 4.0, "loss": 0.1}, clock)
+    report.step(2, [], STEP | {"tokens": 4.0, "loss": 0.1}, clock)
+    report.logger.close()
+    assert {name: value for name, value in metrics.items() if name.startswith("scoring/")} == {
+        "scoring/seconds_mean": 0.5, "scoring/seconds_max": 1.5, "scoring/failed_attempts": 3.0,
+        "scoring/failed_attempts/judge": 3.0,
+    }  # fmt: skip
+    said = " ".join(capsys.readouterr().out.split())
+    line = "scoring: attempts that failed: 3 (judge: HTTP 503 2, judge: TimeoutError 1); 2 of 4 samples have no reward"
+    assert said.count(line) == 1
+    assert "left out: 2; the first, p0#1: component 'judge' crashed; by reason: 2 (judge: TimeoutError 1, the e" in said
 
 
 def test_a_step_whose_graded_rewards_are_all_0_has_no_accuracy(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from grpo_mcore.algorithms.rollouts.scoring import BatchLimits
 from grpo_mcore.algorithms.run_control.checks import SetupError, calls_of, environment_of
+from grpo_mcore.environments.rule_environment import RuleEnvironment
 from grpo_mcore.recipe import MasterConfig
 
 
@@ -26,8 +27,17 @@ def test_how_an_environment_is_called_is_not_a_key_of_its_class() -> None:
     config = recipe({"num_workers": 1, "concurrency": 3, "batch": {"max_size": 5, "max_wait_s": 0.5}})
     cls, section, _ = environment_of("math", "math", config)
     assert section == {"num_workers": 1}
-    assert calls_of("math", cls, config) == (3, BatchLimits(5, 0.5))
-    assert calls_of("math", cls, recipe({})) == (cls.concurrent_calls, BatchLimits(32, 0.0))
+    assert calls_of("math", cls, section, config) == (3, BatchLimits(5, 0.5))
+    assert calls_of("math", cls, {}, recipe({})) == (cls.concurrent_calls, BatchLimits(32, 0.0))
+
+
+def test_judges_are_asked_in_small_calls_or_in_one_that_blocks() -> None:
+    """With the local backend a call blocks the loop, so that all samples wait for one call together."""
+    judge = {"type": "function", "path": "tests.unit.environments.judges:counted", "concurrency": 16}
+    section, config = {"components": {"judge": judge}}, recipe({})
+    assert calls_of("rules", RuleEnvironment, section, config) == (48, BatchLimits(4))
+    config.cluster.backend = "local"
+    assert calls_of("rules", RuleEnvironment, section, config) == (48, BatchLimits(10**6, 3600.0))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +55,6 @@ def test_how_an_environment_is_called_is_not_a_key_of_its_class() -> None:
 )
 def test_wrong_values_are_named(section: dict[str, Any], said: str) -> None:
     config = recipe(section)
-    cls, _, _ = environment_of("math", "math", config)
+    cls, keys, _ = environment_of("math", "math", config)
     with pytest.raises(SetupError, match=said):
-        calls_of("math", cls, config)
+        calls_of("math", cls, keys, config)

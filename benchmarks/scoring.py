@@ -1,0 +1,132 @@
+"""Seconds in which a step's samples are scored by a judge that is slow and fails, beside the bound that its concurrency
+sets: seconds of one call x samples / concurrency.
+
+The judge is an HTTP server on this machine: it answers after a time, and a share of its answers is 503. The environment
+is `rules` in a worker of Ray, asked by the scorer of a run; no model takes part.
+
+    python -m benchmarks.scoring --samples 512 --concurrency 8 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from aiohttp import web
+
+from grpo_mcore.algorithms.record.run_report import scoring_notes
+from grpo_mcore.algorithms.rollouts.scoring import BatchLimits, EnvironmentWorker, RewardScorer
+from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.environments.rule_environment import RuleEnvironment
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
+
+GENERATIONS = 16
+
+
+async def judge(response: str, url: str) -> float:
+    """Ask the judge at the row's `url`, over a connection of its own."""
+    async with aiohttp.ClientSession() as session, session.post(url, data=response) as reply:
+        reply.raise_for_status()
+        return float(await reply.text())
+
+
+def start_judge(seconds: float, fails: float) -> str:
+    """Start the HTTP server in a thread. Return its URL."""
+    draw = random.Random(0)
+    addresses: list[str] = []
+    ready = threading.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        await asyncio.sleep(seconds)
+        return web.Response(status=503) if draw.random() < fails else web.Response(text="0.5")
+
+    async def serve() -> None:
+        application = web.Application()
+        application.router.add_post("/", answer)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
+        await site.start()
+        addresses.append(f"http://127.0.0.1:{runner.addresses[0][1]}/")
+        ready.set()
+        await asyncio.Event().wait()
+
+    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
+    ready.wait()
+    return addresses[0]
+
+
+def scored(cluster: RayCluster, url: str, samples: int, keys: dict[str, Any]) -> tuple[float, list[Group]]:
+    """Return the seconds from the first request to the last reward, and the groups."""
+    section = {"components": {"judge": {"type": "function", "path": "benchmarks.scoring:judge", **keys}}}
+    calls, size = RuleEnvironment.call_limits(section)
+    worker = EnvironmentWorker(
+        cluster,
+        lambda: cluster.spawn("environment-rules", RuleEnvironment, section, cpus=0.1, concurrency=calls),
+        calls=calls,
+        timeout_s=600.0,
+        batch=BatchLimits(size),
+    )
+    worker.ready().result()
+    scorer = RewardScorer({"task": worker}, cluster, joins=True)
+    turn = Turn("assistant", torch.arange(3), torch.zeros(3), loss_mask=True, text="7")
+    refs: dict[str, list[TrajectoryRef]] = {}
+    for number in range(samples):
+        uid, index = f"p{number // GENERATIONS}", number % GENERATIONS
+        trajectory = Trajectory(uid, index, (turn,), ((1, 0, 3),), "stop", False)
+        refs.setdefault(uid, []).append(TrajectoryRef.of(trajectory, cluster.store.put(trajectory)))
+    began = time.perf_counter()
+    for uid, of_prompt in refs.items():
+        for ref in of_prompt:
+            scorer.submit(uid, "task", [{"url": url}], [ref.ref], [ref.generation_index])
+    scores: dict[str, list[Score]] = {uid: [] for uid in refs}
+    while sum(map(len, scores.values())) < samples:
+        scorer.take(cluster.next_ready(scorer.awaited(), 600.0, "rewards"))
+        while (request := scorer.next()) is not None:
+            scores[request.uid] += request.outcomes
+    seconds = time.perf_counter() - began
+    worker.stop()
+    prompt: Any = {"uid": "p"}
+    return seconds, [Group(prompt, tuple(refs[uid]), tuple(scores[uid])) for uid in refs]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of one call")
+    parser.add_argument("--fails", type=float, default=0.05, help="share of the calls that fail")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--retries", type=int, default=3)
+    args = parser.parse_args()
+    url = start_judge(args.seconds, args.fails)
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = RayCluster(Path(folder), num_cpus=2)
+        try:
+            for concurrency in args.concurrency:
+                keys = {"concurrency": concurrency, "retries": args.retries}
+                seconds, groups = scored(cluster, url, args.samples, keys)
+                bound = args.seconds * args.samples / concurrency
+                worst = max(worst, seconds / bound)
+                lost = sum(score.reward is None for group in groups for score in group.scores)
+                row = {"concurrency": concurrency, "seconds": seconds, "bound": bound, "ratio": seconds / bound}
+                print(json.dumps({name: round(value, 3) for name, value in row.items()} | {"lost": lost}))
+                print("\n".join(scoring_notes(groups)))
+        finally:
+            cluster.shutdown()
+    return int(worst > 1.2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
