@@ -10,6 +10,8 @@ import sys
 import traceback
 from typing import Any
 
+NOT_INSTALLED = "not installed"
+
 
 def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
     """Return the object at "package.module:name" or "package.module.name". The working directory is searched last.
@@ -37,6 +39,18 @@ def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
         near = difflib.get_close_matches(attribute, vars(module), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f" ({getattr(module, '__file__', 'built in')})"
         raise error(f"{failed}: module {module_name!r} has no attribute {attribute!r}{hint}") from cause
+
+
+def why_not_imported(module: str) -> str | None:
+    """Import an optional module. Return None, or why it cannot be: "not installed", or the error of a package that is
+    installed and broken, such as one whose compiled part is missing or belongs to another torch."""
+    try:
+        importlib.import_module(module)
+    except Exception as cause:
+        if isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."):
+            return NOT_INSTALLED
+        return f"{type(cause).__name__}: {cause}"
+    return None
 
 
 def _place(cause: Exception) -> str:

@@ -106,6 +106,9 @@ def _why_no_gpu() -> str | None:
 
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA"
+    platform = sys.modules.get("grpo_mcore.parallel.cpu_platform")
+    if platform is not None and platform.installed():
+        return "other tests have prepared this process for the CPU; run tests/gpu alone"
     return None if torch.cuda.is_available() else "no CUDA device"
 
 

@@ -39,7 +39,7 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        assert adam_w_mode and master_weights and use_decoupled_grad and not (amsgrad or store_param_remainders)
+        assert adam_w_mode and master_weights == use_decoupled_grad and not (amsgrad or store_param_remainders)
         assert {master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype} == {torch.float32}
         settings = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, settings | {"weight_decay": weight_decay})
@@ -100,8 +100,7 @@ def install_fused_adam() -> None:
     modules = {name: ModuleType(name) for name in packages}
     modules[packages[-1]].FusedAdam = FusedAdam
     stack = contextlib.ExitStack()
-    sys.modules.update(modules)
-    stack.callback(lambda: [sys.modules.pop(name) for name in packages])
+    stack.enter_context(patch.dict(sys.modules, modules))
     flags = {"Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True}
     stack.enter_context(patch.multiple(distrib_optimizer, **flags))
     stack.enter_context(patch.multiple(builder, Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False))

@@ -9,7 +9,6 @@ over packed rows against softmax in float64 and, without packing, torch's fused 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +17,13 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from benchmarks.gpu.kit import Row, Setting
-from grpo_mcore.parallel import cpu_platform
+from grpo_mcore.imports import why_not_imported
+from grpo_mcore.parallel.mesh import prepare_megatron
 
 
 def run(setting: Setting) -> Iterator[Row]:
     """Yield the rows of this part."""
-    if not setting.platform.on_gpu:
-        cpu_platform.install()  # before Megatron-Core is imported
+    prepare_megatron(setting.platform)
     yield from scans(setting)
     yield from delta_rules(setting)
     yield from experts(setting)
@@ -42,8 +41,8 @@ def scans(setting: Setting) -> Iterator[Row]:
     *inputs, sequence = scan_inputs(setting, 64 if setting.tiny else 4096)
     seconds = forward_backward(setting, lambda *t: scan(*t, sequence, chunk), inputs)
     yield Row("scan", "ours: forward + backward", f"{1e3 * seconds:.3g} ms", f"{len(sequence)} tokens, one layer")
-    if find_spec("mamba_ssm") is None:
-        yield Row("scan", "mamba_ssm", "not installed")
+    if (why := why_not_imported("mamba_ssm")) is not None:
+        yield Row("scan", "mamba_ssm", why)
         return
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
@@ -105,16 +104,17 @@ def delta_rules(setting: Setting) -> Iterator[Row]:
     row, few = chunks_of(lengths, chunk, setting.torch_device), inputs(lengths)
     exact = torch.cat([delta_recurrence(*part) for part in zip(*(t.split(lengths) for t in few), strict=True)])
     yield error("delta rule", ours(*few), exact, 1e-4, "its recurrence in float64")
-    if installed := find_spec("fla") is not None:
+    why = why_not_imported("fla")
+    if why is None:
         yield error("delta rule", fused(*few), exact, 2e-2, "its recurrence in float64", "fla")
     lengths = (16,) * 4 if setting.tiny else (1024,) * 4
     row, many = chunks_of(lengths, chunk, setting.torch_device), inputs(lengths)
     seconds = forward_backward(setting, ours, many)
     yield Row("delta rule", "ours: forward + backward", f"{1e3 * seconds:.3g} ms", f"sequences of {lengths}, one layer")
-    if installed:
+    if why is None:
         yield Row("delta rule", "fla: forward + backward", f"{1e3 * forward_backward(setting, fused, many):.3g} ms")
     else:
-        yield Row("delta rule", "fla", "not installed")
+        yield Row("delta rule", "fla", why)
 
 
 def delta_recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:

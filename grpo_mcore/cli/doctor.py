@@ -83,4 +83,4 @@ def _gpu_packages(config: MasterConfig) -> tuple[str, ...]:
         mixers = [mixer for mixer in (shape.mamba, shape.delta) if mixer is not None]
     except ValueError:  # a model that is not here, and not known by its name
         mixers = []
-    return "transformer_engine", *(name for mixer in mixers for name in mixer.gpu_packages)
+    return "transformer_engine.pytorch", *(name for mixer in mixers for name in mixer.gpu_packages)

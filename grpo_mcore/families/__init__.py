@@ -31,7 +31,7 @@ from grpo_mcore.families.engine import (
     engine_shape,
     missing_on_cpu,
 )
-from grpo_mcore.families.fits import check_fit, check_length
+from grpo_mcore.families.fits import check_context_parallel, check_fit, check_length
 from grpo_mcore.families.registry import (
     FAMILIES,
     engine_overrides,

@@ -30,6 +30,12 @@ class Rank:
     kernels: Kernels = "transformer_engine"
     context: int = 1
     expert_tensor: int = 1
+    own_attention: bool = False  # attention and rotary embedding are ours beside TransformerEngine's layers
+
+    @property
+    def attention(self) -> Kernels:
+        """The kernels of attention and rotary embedding."""
+        return "torch" if self.own_attention and self.kernels == "transformer_engine" else self.kernels
 
     @property
     def share(self) -> float:
@@ -131,12 +137,12 @@ def _attention(shape: ModelShape, rank: Rank, padding: float) -> float:
     b, heads = rank.element, shape.num_heads / rank.tensor
     query, key_value = heads * shape.head_dim, shape.num_kv_heads / rank.tensor * shape.head_dim
     norms = _head_norms(query, key_value, shape, rank) if shape.qk_norm else 0.0
-    rotary = 0.0 if rank.kernels == "transformer_engine" or shape.rope_theta is None else 4 * b * shape.head_dim
+    rotary = 0.0 if rank.attention == "transformer_engine" or shape.rope_theta is None else 4 * b * shape.head_dim
     if rank.kernels == "cpu":  # float32, keys and values repeated for every query head
         return norms + padding * (8 * query * (1 + rank.keys) + 4 * heads) + b * query + rotary
     # The value is a view that keeps the whole output of linear_qkv.
     found = norms + b * (2 * query + key_value) + b * (query + 2 * key_value) + 4 * heads + rotary
-    gathered = rank.context > 1 and rank.kernels == "torch"
+    gathered = rank.context > 1 and rank.attention == "torch"
     return found + (2 * b * key_value * rank.keys if gathered else 0.0)
 
 
@@ -146,7 +152,7 @@ def _latent(shape: ModelShape, rank: Rank, padding: float, length: float) -> flo
     latent, b, heads = shape.latent, rank.element, shape.num_heads / rank.tensor
     assert latent is not None
     query, value = heads * shape.head_dim, heads * latent.value_dim
-    latents = _latents(latent, rank) + (0.0 if rank.kernels == "transformer_engine" else 4 * b * latent.rotary_dim)
+    latents = _latents(latent, rank) + (0.0 if rank.attention == "transformer_engine" else 4 * b * latent.rotary_dim)
     if rank.kernels == "cpu":
         return latents + padding * (4 * (query + value) * (1 + rank.keys) + 4 * heads * length) + b * value
     return latents + b * (query + (query + value) * rank.keys + 2 * value) + 4 * heads

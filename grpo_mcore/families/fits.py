@@ -43,6 +43,19 @@ def check_fit(shape: ModelShape, megatron: LayoutSettings) -> None:
         _check_experts(shape, megatron)
 
 
+def check_context_parallel(shape: ModelShape, ranks: int, *, fused_attention: bool) -> None:
+    """Raise FamilyError if a sequence is split over context-parallel `ranks` for which TransformerEngine has no kernel:
+    its ring of ranks takes neither windows nor sinks. `fused_attention`: attention is TransformerEngine's."""
+    if ranks == 1 or not fused_attention or not (shape.sinks or any(shape.windows)):
+        return
+    what = "attention sinks" if shape.sinks else "windows of keys"
+    way = "" if shape.sinks else ", or set policy.sequence_packing.shared_prefix.enabled: true to use our attention"
+    raise FamilyError(
+        f"policy.megatron_cfg.context_parallel_size {ranks}: TransformerEngine has no attention kernel for {what} over "
+        f"several context-parallel ranks; set it to 1{way}"
+    )
+
+
 def check_length(shape: ModelShape, tokens: int) -> None:
     """Raise FamilyError if sequences of so many tokens (policy.max_total_sequence_length) need sparse attention."""
     if shape.longest_sequence is not None and tokens > shape.longest_sequence:

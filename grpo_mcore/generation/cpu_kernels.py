@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from grpo_mcore.imports import NOT_INSTALLED, why_not_imported
 
 PROVIDER = "vllm_c_cpu"
 PRIORITY = {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}  # vLLM's `ir_op_priority`
@@ -131,8 +132,11 @@ def squared_relu_experts(output: Tensor, x: Tensor, up: Tensor, down: Tensor, we
 
 
 def _do_without_torchvision() -> None:
-    if find_spec("torchvision") is not None:
+    why = why_not_imported("torchvision")
+    if why is None:
         return
+    if why != NOT_INSTALLED:  # vLLM and transformers ask for its name only, and then fail to import it
+        raise ImportError(f"torchvision is installed but broken ({why}); remove it: pip uninstall torchvision")
     for model, processor in (("qwen2_vl", "Qwen2VLImageProcessor"), ("gemma3", "Gemma3ImageProcessor")):
         package = f"transformers.models.{model}"
         found: Any = importlib.import_module(f"{package}.image_processing_pil_{model}")

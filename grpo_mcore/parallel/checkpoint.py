@@ -263,10 +263,16 @@ def _reload_weights(optimizer: Any) -> None:
 def _state(policy: Any) -> dict[str, Any]:
     """Return what a checkpoint holds besides the optimizer."""
     return {
-        **{name: chunk.module.sharded_state_dict() for name, chunk in _chunks(policy)},
+        **{name: _weights(chunk.module) for name, chunk in _chunks(policy)},
         "scheduler": policy.scheduler.state_dict(),
         "shape": _plain_shape(policy),
     }
+
+
+def _weights(network: Any) -> dict[str, Any]:
+    """Return the network's sharded tensors without the FP8 state that each layer of TransformerEngine adds. It is empty
+    in bfloat16, and a checkpoint without it loads with and without TransformerEngine."""
+    return {key: value for key, value in network.sharded_state_dict().items() if not key.endswith("._extra_state")}
 
 
 def _optimizer_state(policy: Any, state: dict[str, Any], *, loading: bool, in_parts: bool) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Lets Megatron-Core run without a GPU: the only file that patches Megatron-Core, or torch on its behalf.
 
-`install()` must run before `megatron` is first imported. It does nothing if torch sees a GPU.
+`mesh.prepare_megatron` calls it before `megatron` is first imported, for a rank whose tensors are on the CPU, also on a
+machine that has a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,17 @@ import torch.utils._device
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
+_KERNELS = ("transformer_engine", "apex", "amp_C")
+"""Packages from which Megatron-Core takes kernels wherever it can import them."""
 _installed = False
+
+
+@functools.cache
+def hide_kernels() -> None:
+    """Let imports of kernels for GPUs fail as if they were not installed. Megatron-Core decides by import what computes
+    norms, updates and clips gradients, also for tensors on a CPU; here the rank's platform decides."""
+    for name in _KERNELS:
+        sys.modules[name] = None  # type: ignore[assignment]
 
 
 def fill_in_transformer_engine() -> None:
@@ -42,11 +54,14 @@ def _l2_norm(chunk: int, noop: Any, lists: Any, *_: Any) -> tuple[torch.Tensor, 
     return torch.stack(norms).norm()[None], None
 
 
+def installed() -> bool:
+    """Return whether this process belongs to the CPU: `install` cannot be undone."""
+    return _installed
+
+
 def install() -> None:
-    """Replace the CUDA calls that Megatron-Core 0.16 makes unconditionally. Idempotent; inert with a GPU."""
+    """Replace the CUDA calls that Megatron-Core 0.16 makes unconditionally. Idempotent."""
     global _installed
-    if torch.cuda.is_available():
-        return
     cuda: Any = torch.cuda
     # Each time, because vLLM, imported later into the same process, puts streams without events here.
     cuda.Stream = cuda.Event = _NoStream  # constructed by the data-parallel wrapper and the optimizer on the host

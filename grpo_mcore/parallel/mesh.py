@@ -15,7 +15,7 @@ import torch
 from grpo_mcore.addresses import gloo_towards, with_port
 from grpo_mcore.parallel import cpu_platform
 from grpo_mcore.parallel.layout import Coordinates, Layout
-from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.parallel.platform import Platform, PlatformError
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,21 @@ class RendezvousError(RuntimeError):
     """The ranks of a policy did not meet in time."""
 
 
+def prepare_megatron(platform: Platform) -> None:
+    """Import Megatron-Core for a rank of this platform. Must run before anything else imports it.
+
+    Raises PlatformError if the rank is to use a GPU and this process already belongs to the CPU.
+    """
+    if platform.torch_device(0).type == "cuda" and cpu_platform.installed():
+        raise PlatformError("this process has run a rank on the CPU and cannot run one on a GPU; use another process")
+    if not platform.transformer_engine:
+        cpu_platform.hide_kernels()
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of its fallbacks for TransformerEngine
+    if platform.torch_device(0).type == "cpu":
+        cpu_platform.install()
+    cpu_platform.fill_in_transformer_engine()
+
+
 def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float, platform: Platform) -> torch.device:
     """Join torch.distributed and create Megatron-Core's process groups. Return this rank's device.
 
@@ -50,12 +65,9 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float, pla
     if layout.world_size != address.world_size:
         raise ValueError(f"{layout.describe()} needs {layout.world_size} ranks, there are {address.world_size}")
     device = platform.torch_device(address.local_rank)
-    if device.type == "cpu":
-        cpu_platform.install()
-    warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of its fallbacks for TransformerEngine
+    prepare_megatron(platform)
     from megatron.core import parallel_state, tensor_parallel
 
-    cpu_platform.fill_in_transformer_engine()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if platform.backend == "gloo" and address.world_size > 1:

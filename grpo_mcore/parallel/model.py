@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -33,7 +36,7 @@ from grpo_mcore.parallel.logprobs import Cut, token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.norm import CpuRMSNorm, NormedAdd, RMSNorm, WideHeadNorm
 from grpo_mcore.parallel.packed_row import describe_row
-from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.parallel.platform import Platform, require
 from grpo_mcore.parallel.router_replay import RoutersOfChunk
 from grpo_mcore.parallel.settings import transformer_config
 from grpo_mcore.recipe import MegatronConfig
@@ -150,10 +153,31 @@ def build_model(
 
     `replay`: let routers replay the engine's choices of experts.
     """
+    mixers = ((shape.mamba, platform.mamba_kernels), (shape.delta, platform.delta_kernels))
+    for mixer, fused in mixers:
+        for package in mixer.gpu_packages if mixer and fused and dtype is not torch.float32 else ():
+            require(package)  # here, not in the first pass, minutes later
     config = transformer_config(shape, layout, settings, dtype, platform)
     config.moe_enable_routing_replay = replay
     chunks = range(layout.virtual) if layout.virtual > 1 else (None,)
-    return [_build_chunk(shape, layout, config, chunk, settings.freeze_moe_router, platform) for chunk in chunks]
+    with without_unfused_attention(config):
+        return [_build_chunk(shape, layout, config, chunk, settings.freeze_moe_router, platform) for chunk in chunks]
+
+
+@contextlib.contextmanager
+def without_unfused_attention(config: TransformerConfig) -> Iterator[None]:
+    """Let TransformerEngine fail, with its reasons, where neither flash attention nor cuDNN takes a row. By default it
+    then computes all T x T scores, which for a row of 16,384 tokens takes gigabytes per layer and many times as long.
+
+    The variable is TransformerEngine's; Megatron-Core sets it while it builds each model, and refuses another value.
+    """
+    unfused = "NVTE_UNFUSED_ATTN"
+    if config.attention_backend is not AttnBackend.auto:  # chosen in model_overrides
+        yield
+        return
+    asked = os.environ.pop(unfused, None)
+    yield
+    os.environ[unfused] = "1" if asked == "1" else "0"
 
 
 def _build_chunk(
@@ -190,6 +214,10 @@ def _build_chunk(
     if config.moe_enable_routing_replay:
         model.routers = RoutersOfChunk(model.decoder.layers)
     for name, parameter in model.named_parameters():
+        if name.endswith("softmax_offset"):
+            # TransformerEngine makes its sinks in float32: they would get a gradient buffer of their own, and another
+            # dtype in checkpoints than without it. Its kernel reads them in float32 all the same.
+            parameter.data = parameter.data.to(config.params_dtype)
         if freeze_router and name.endswith(("mlp.router.weight", "mlp.router.bias")):
             parameter.requires_grad_(False)
     return model

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from grpo_mcore.families import DeltaShape, MambaShape
+from grpo_mcore.imports import why_not_imported
 from grpo_mcore.processes import available_cores
 
 PlatformChoice = Literal["auto", "cpu", "gpu"]
@@ -72,20 +73,34 @@ class Platform:
 
     @classmethod
     def detect(cls, wanted: PlatformChoice = "auto") -> Platform:
-        """Return this process's platform. `wanted`: cluster.platform; gpu without one is a PlatformError."""
+        """Return this process's platform. `wanted`: cluster.platform. Raises PlatformError if it is gpu and there is
+        none, and for a broken TransformerEngine."""
         if wanted == "cpu" or not torch.cuda.is_available():
             if wanted == "gpu":
                 raise PlatformError(
                     "cluster.platform is gpu, but torch sees no GPU here; set it to cpu or auto, or check the driver"
                 )
             return cls("cpu")
+        transformer_engine = _installed("transformer_engine")
+        if transformer_engine:  # Megatron-Core imports it in any case
+            require("transformer_engine.pytorch")
         return cls(
             "gpu",
-            transformer_engine=_installed("transformer_engine"),
+            transformer_engine=transformer_engine,
             grouped_products=hasattr(torch, "_grouped_mm"),
             mamba_kernels=_installed(*MambaShape.gpu_packages),
             delta_kernels=_installed(*DeltaShape.gpu_packages),
             gradient_kernel=_installed("fused_weight_gradient_mlp_cuda"),
+        )
+
+
+def require(module: str) -> None:
+    """Import an optional package that was found here. Raises PlatformError if it is broken."""
+    if (why := why_not_imported(module)) is not None:
+        package = module.partition(".")[0]
+        raise PlatformError(
+            f"{package} is installed here but cannot be imported ({why}); install it again with scripts/setup_gpu.sh, "
+            f"or remove it (pip uninstall {package.replace('_', '-')}): then torch's kernels are used"
         )
 
 

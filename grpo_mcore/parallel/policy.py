@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import adapter_shape, check_fit, read_hf_config, shape_of
+from grpo_mcore.families import adapter_shape, check_context_parallel, check_fit, read_hf_config, shape_of
 from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
@@ -33,7 +33,7 @@ from grpo_mcore.parallel.layout import layout_of
 from grpo_mcore.parallel.memory import OptimizerOffload, accelerator, free_gradients, host_copies, resident_bytes
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.recipe import PolicyConfig
+from grpo_mcore.recipe import PolicyConfig, own_attention
 from grpo_mcore.torch_profile import ProcessProfile
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -93,8 +93,8 @@ class Policy:
         self.layout = layout_of(config, address.world_size)
         self.shape = shape_of(read_hf_config(config.model_name, config.hf_config_overrides))
         check_fit(self.shape, config.megatron_cfg)
-        if config.sequence_packing.shared_prefix.enabled:
-            self.platform = replace(self.platform, own_attention=True)
+        self.platform = replace(self.platform, own_attention=own_attention(config.sequence_packing))
+        check_context_parallel(self.shape, self.layout.context, fused_attention=self.platform.fused_attention)
         self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform)
         try:
             self._build_on_mesh(config, seed, reference)

@@ -24,6 +24,7 @@ from grpo_mcore.recipe.derived import (
     needs_prev,
     needs_reference,
     num_engines,
+    own_attention,
     policy_pool,
     prompts_per_generation_batch,
     samples_per_step,

@@ -108,6 +108,11 @@ def shares_prefixes(packing: SequencePackingConfig, *, transformer_engine: bool)
     return packing.enabled and (not transformer_engine if wanted is None else wanted)
 
 
+def own_attention(packing: SequencePackingConfig) -> bool:
+    """Return whether attention is `PackedAttention` also where TransformerEngine is installed."""
+    return shares_prefixes(packing, transformer_engine=True)
+
+
 def samples_per_step(config: RecipeSections) -> int:
     """Return the number of samples of one step."""
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,11 +15,10 @@ import torch
 
 from grpo_mcore import host_memory
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
-from grpo_mcore.parallel import cpu_platform
 from grpo_mcore.parallel.checkpoint import MASTER, SaveError
 from grpo_mcore.parallel.finite import NonFiniteState
 from grpo_mcore.parallel.memory import on_device, on_host, storage_key
-from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.mesh import Address, prepare_megatron
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
 from grpo_mcore.processes import free_port
@@ -58,8 +56,8 @@ def adam_policy(
 
 def build(config: PolicyConfig, address: Address, *, reference: bool = False) -> Policy:
     """Build a policy, with a stand-in for TransformerEngine's Adam if the optimizer needs it and there is none."""
-    if config.megatron_cfg.optimizer.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
-        cpu_platform.install()
+    if config.megatron_cfg.optimizer.use_precision_aware_optimizer and not Platform.detect().transformer_engine:
+        prepare_megatron(Platform("cpu"))
         install_fused_adam()
     return Policy(config, address, seed=1, timeout_s=60, reference=reference)
 

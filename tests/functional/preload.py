@@ -13,7 +13,8 @@ import os
 import warnings
 
 from grpo_mcore.generation import EngineConfig, engine_environment
-from grpo_mcore.parallel import cpu_platform
+from grpo_mcore.parallel.mesh import prepare_megatron
+from grpo_mcore.parallel.platform import Platform
 
 _MODULES = (
     "grpo_mcore.algorithms.training_step.policy_worker",
@@ -28,7 +29,7 @@ def preload() -> None:
     """Import in the order and the environment of a run."""
     gc.collect()
     gc.disable()
-    cpu_platform.install()
+    prepare_megatron(Platform("cpu"))
     for name, value in engine_environment(EngineConfig("")).items():
         os.environ.setdefault(name, value)
     with warnings.catch_warnings():

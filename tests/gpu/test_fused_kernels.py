@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from grpo_mcore.families import MambaShape
+from grpo_mcore.imports import NOT_INSTALLED, why_not_imported
 from grpo_mcore.parallel.platform import Platform
 from tests.unit.parallel import test_delta, test_mamba
 from tests.unit.parallel.kernel_stand_ins import KERNELS
@@ -22,7 +22,7 @@ LIMIT = 3e-2
 @pytest.mark.parametrize("name", KERNELS)
 def test_stand_ins_have_the_kernels_signatures(name: str) -> None:
     """So that the tests on CPU call the kernels as they are."""
-    if find_spec(name.partition(".")[0]) is None:
+    if why_not_imported(name) == NOT_INSTALLED:
         pytest.skip(f"{name.partition('.')[0]} is not installed (docs/gpu.md, fused kernels)")
     kernel = getattr(importlib.import_module(name), KERNELS[name].__name__)
     ours, theirs = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.imports import import_by_path
+from grpo_mcore.imports import NOT_INSTALLED, import_by_path, why_not_imported
 
 
 def test_both_ways_to_write_a_path() -> None:
@@ -54,3 +54,15 @@ def test_an_error_of_the_module_itself_names_its_line(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(KeyError, match=message):
         import_by_path("own_code:f", "reward", KeyError)
+
+
+def test_a_package_that_is_installed_and_broken_is_not_one_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_kernels.py").write_text("raise FileNotFoundError('no shared object')\n")
+    (tmp_path / "needs_another.py").write_text("import a_package_that_nobody_has\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert why_not_imported("json.decoder") is None
+    assert why_not_imported("no_such_package.kernels") == NOT_INSTALLED
+    assert why_not_imported("broken_kernels") == "FileNotFoundError: no shared object"
+    assert str(why_not_imported("needs_another")).startswith("ModuleNotFoundError: No module named 'a_package")

@@ -17,6 +17,7 @@ from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import (
     ModelShape,
+    check_context_parallel,
     check_engine_parallel,
     check_fit,
     check_length,
@@ -35,6 +36,7 @@ from grpo_mcore.recipe import (
     engine_nodes,
     is_path,
     num_engines,
+    own_attention,
     unknown_validation_metric,
     world_size,
 )
@@ -107,6 +109,8 @@ def check_model(config: MasterConfig) -> Model:
     check_fit(shape, config.policy.megatron_cfg)
     check_length(shape, config.policy.max_total_sequence_length)
     platform = Platform.detect(config.cluster.platform)
+    fused = platform.transformer_engine and not own_attention(config.policy.sequence_packing)
+    check_context_parallel(shape, layout.context, fused_attention=fused)
     if config.cluster.platform == "auto" and torch.version.cuda is None and NVIDIA_DRIVER.exists():
         logger.warning(
             "this machine has NVIDIA GPUs, but torch %s is a build without CUDA: the run uses the CPU. Install .[gpu] "

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -26,6 +25,7 @@ from packaging.version import Version
 
 from grpo_mcore import processes
 from grpo_mcore.addresses import split_port
+from grpo_mcore.imports import NOT_INSTALLED, why_not_imported
 
 GB = 10**9
 DEADLINE_S = 50.0
@@ -149,12 +149,18 @@ def versions(pins: Sequence[str], extra: str) -> Iterator[Finding]:
 
 
 def gpu_kernels(packages: Sequence[str]) -> Iterator[Finding]:
-    """Look for optional packages with fused kernels. Without them a run is slower, not wrong."""
-    missing = [name for name in packages if find_spec(name) is None]
+    """Import optional packages with fused kernels. Without one a run is slower, not wrong; one that is installed and
+    cannot be imported ends it."""
+    reasons = {name: why_not_imported(name) for name in packages}
+    for name, why in reasons.items():
+        if why not in (None, NOT_INSTALLED):
+            remedy = f"install it again with scripts/setup_gpu.sh, or remove it: pip uninstall {name.replace('_', '-')}"
+            yield fault("GPU kernels", f"{name} cannot be imported: {why}", remedy)
+    missing = [name for name, why in reasons.items() if why == NOT_INSTALLED]
     if missing:
         saw = f"torch's own are used in place of those of {', '.join(missing)}"
         yield Finding("GPU kernels", "note", saw, "not installed; docs/gpu.md says how")
-    elif packages:
+    elif packages and not any(reasons.values()):
         yield Finding("GPU kernels", "ok", ", ".join(packages))
 
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from grpo_mcore.batching.packed_batch import PackedBatch, join_rows, pack_rows
 from grpo_mcore.objective import ClippedPGLossFn, NLLLossFn
 from grpo_mcore.parallel.memory import free_gradients, host_tensors, optimizer_tensors
-from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.mesh import Address, prepare_megatron
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import MasterConfig
@@ -149,9 +149,7 @@ def _compared(phase: PhaseCounts, plan: Plan, stage: int, micro_batches: int) ->
 @contextlib.contextmanager
 def _as_if_all_ranks_were_alike() -> Iterator[None]:
     """Let other ranks give the answers of this one, and routers give every expert equally many tokens."""
-    from grpo_mcore.parallel import cpu_platform
-
-    cpu_platform.install()
+    prepare_megatron(GPU)
     from megatron.core.transformer.moe import router
 
     def all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None:

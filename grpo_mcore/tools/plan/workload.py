@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from grpo_mcore.families import AdapterShape, ModelShape, adapter_shape, check_fit, check_length
+from grpo_mcore.families import AdapterShape, ModelShape, adapter_shape, check_context_parallel, check_fit, check_length
 from grpo_mcore.families.activations import Kernels, Rank
 from grpo_mcore.families.shards import chunk_layers
 from grpo_mcore.parallel.layout import Layout, layout_of
@@ -20,6 +20,7 @@ from grpo_mcore.recipe import (
     needs_prev,
     needs_reference,
     num_engines,
+    own_attention,
     policy_pool,
     samples_per_step,
     samples_together,
@@ -89,6 +90,7 @@ class Workload:
     precision_aware: bool  # updates take bfloat16 gradients as they are
     host_share: float  # share of the weights that are updated on the host
     kernels: Kernels
+    own_attention: bool
     samples: int  # per step
     batch: int  # samples per optimizer step
     max_length: int
@@ -131,8 +133,9 @@ class Workload:
     def rank(self) -> Rank:
         layout = self.layout
         return Rank(
-            layout.tensor, layout.sequence_parallel, self.element, self.kernels, layout.context, layout.expert_tensor
-        )
+            layout.tensor, layout.sequence_parallel, self.element, self.kernels, layout.context, layout.expert_tensor,
+            self.own_attention,
+        )  # fmt: skip
 
     @property
     def optimizer_steps(self) -> int:
@@ -211,7 +214,10 @@ def workload_of(
     longest, algorithm = policy.max_total_sequence_length, algorithm_of(config)
     grpo, together = algorithm == "grpo", samples_together(algorithm)
     element = BYTES[policy.precision]
-    shared = shares_prefixes(policy.sequence_packing, transformer_engine=kernels == "transformer_engine")
+    fused = kernels == "transformer_engine"
+    shared = shares_prefixes(policy.sequence_packing, transformer_engine=fused)
+    ours = own_attention(policy.sequence_packing)
+    check_context_parallel(shape, layout.context, fused_attention=fused and not ours)
     selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     kv_cache_gb = vllm.kv_cache_memory_gb or (1.0 if cpu else None)
     return Workload(
@@ -231,6 +237,7 @@ def workload_of(
         precision_aware=optimizer.use_precision_aware_optimizer,
         host_share=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
         kernels=kernels,
+        own_attention=ours,
         samples=samples_per_step(config) if grpo else together * policy.train_global_batch_size,
         batch=together * policy.train_global_batch_size,
         max_length=longest,

@@ -48,9 +48,9 @@ def test_what_a_recipe_asks_for() -> None:
     ],
 )
 def test_kernels_for_a_recipes_model(recipe: str, kernels: tuple[str, ...]) -> None:
-    assert needs_of(load_recipe(recipe).config).gpu_packages == ("transformer_engine", *kernels)
+    assert needs_of(load_recipe(recipe).config).gpu_packages == ("transformer_engine.pytorch", *kernels)
     unknown = load_recipe(recipe, ["policy.model_name=someone/something"]).config
-    assert needs_of(unknown).gpu_packages == ("transformer_engine",)
+    assert needs_of(unknown).gpu_packages == ("transformer_engine.pytorch",)
 
 
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from grpo_mcore.families import ExpertShape, FamilyError, ModelShape, check_fit, shape_of
+from grpo_mcore.families import ExpertShape, FamilyError, ModelShape, check_context_parallel, check_fit, shape_of
 from grpo_mcore.recipe import MegatronConfig
 
 DENSE = shape_of(
@@ -65,3 +65,27 @@ def test_allowed_layouts(shape: ModelShape, keys: dict) -> None:
 def test_rejected_layouts(shape: ModelShape, keys: dict, message: str) -> None:
     with pytest.raises(FamilyError, match=message):
         check_fit(shape, MegatronConfig.model_validate(keys))
+
+
+WINDOWS = dataclasses.replace(DENSE, windows=(0, 8, 0, 8, 0, 8))
+SINKS = dataclasses.replace(WINDOWS, sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "fused", "message"),
+    [
+        (WINDOWS, 2, True, "context_parallel_size 2: .* kernel for windows of keys .*shared_prefix.enabled"),
+        (SINKS, 4, True, "context_parallel_size 4: .* kernel for attention sinks .*; set it to 1$"),
+        (SINKS, 1, True, None),
+        (WINDOWS, 2, False, None),
+        (DENSE, 2, True, None),
+    ],
+)
+def test_context_parallel_ranks_need_an_attention_kernel(
+    shape: ModelShape, ranks: int, fused: bool, message: str | None
+) -> None:
+    if message is None:
+        check_context_parallel(shape, ranks, fused_attention=fused)
+    else:
+        with pytest.raises(FamilyError, match=message):
+            check_context_parallel(shape, ranks, fused_attention=fused)

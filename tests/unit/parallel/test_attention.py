@@ -11,16 +11,17 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grpo_mcore.parallel import cpu_platform, packed_row
+from grpo_mcore.parallel.mesh import prepare_megatron
+from grpo_mcore.parallel.platform import Platform
 
-cpu_platform.install()
+prepare_megatron(Platform.detect())
 
 from grpo_mcore.batching.shared_prefixes import find_shared_prefixes  # noqa: E402
 from grpo_mcore.families import FamilyError  # noqa: E402
+from grpo_mcore.parallel import packed_row  # noqa: E402
 from grpo_mcore.parallel.attention import PackedAttention  # noqa: E402
 from grpo_mcore.parallel.context import computed_here, share_of_row  # noqa: E402
 from grpo_mcore.parallel.packed_row import bucket_by_length, describe_row  # noqa: E402
-from grpo_mcore.parallel.platform import Platform  # noqa: E402
 
 CPU = Platform("cpu")
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from grpo_mcore.families import DeltaShape
 from grpo_mcore.generation.cpu_kernels import gated_delta_net
-from grpo_mcore.parallel import cpu_platform
+from grpo_mcore.parallel.mesh import prepare_megatron
+from grpo_mcore.parallel.platform import Platform
 
-cpu_platform.install()
+prepare_megatron(Platform.detect())
 
 from grpo_mcore.parallel import delta as delta_module  # noqa: E402
 from grpo_mcore.parallel.delta import DeltaMixer, delta_rule, unit  # noqa: E402

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mcore.parallel import cpu_platform
+from grpo_mcore.parallel.mesh import prepare_megatron
+from grpo_mcore.parallel.platform import Platform
 
-cpu_platform.install()
+prepare_megatron(Platform.detect())
 
 from grpo_mcore.parallel.experts import GroupedLinear  # noqa: E402
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from grpo_mcore.families import MambaShape
-from grpo_mcore.parallel import cpu_platform
+from grpo_mcore.parallel.mesh import prepare_megatron
+from grpo_mcore.parallel.platform import Platform
 
-cpu_platform.install()
+prepare_megatron(Platform.detect())
 
 from grpo_mcore.parallel import mamba as mamba_module  # noqa: E402
 from grpo_mcore.parallel.mamba import MambaMixer, scan  # noqa: E402

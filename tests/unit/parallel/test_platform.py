@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -13,20 +14,20 @@ import torch
 
 from grpo_mcore.families import FamilyError, shape_of
 from grpo_mcore.families.known import known_config, known_configs
-from grpo_mcore.parallel import cpu_platform
+from grpo_mcore.parallel.mesh import prepare_megatron
+from grpo_mcore.parallel.platform import Platform, PlatformError
 
-cpu_platform.install()
-cpu_platform.fill_in_transformer_engine()
+prepare_megatron(Platform.detect())
 
 from megatron.core.extensions import transformer_engine as te  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer import ModuleSpec  # noqa: E402
+from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 from grpo_mcore.parallel import model, norm  # noqa: E402
 from grpo_mcore.parallel.layout import Layout, layout_of  # noqa: E402
 from grpo_mcore.parallel.optimizer import check_optimizer, ddp_config, optimizer_config  # noqa: E402
-from grpo_mcore.parallel.platform import Platform, PlatformError  # noqa: E402
 from grpo_mcore.parallel.settings import transformer_config  # noqa: E402
 from grpo_mcore.recipe import (  # noqa: E402
     MegatronConfig,
@@ -262,7 +263,54 @@ def test_detection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Platform.detect() == Platform.detect("gpu") == PLATFORMS["gpu"]
     assert Platform.detect("cpu") == PLATFORMS["cpu"]
     monkeypatch.setattr("grpo_mcore.parallel.platform.find_spec", lambda name: object())
+    monkeypatch.setattr("grpo_mcore.parallel.platform.why_not_imported", lambda name: None)
     assert Platform.detect() == PLATFORMS["gpu with every kernel"]
+    monkeypatch.setattr("grpo_mcore.parallel.platform.why_not_imported", lambda name: "FileNotFoundError: no .so file")
+    with pytest.raises(PlatformError, match=r"transformer_engine is installed .* no .so file\); install it again"):
+        Platform.detect()
+    assert Platform.detect("cpu") == PLATFORMS["cpu"]
+
+
+def test_kernels_that_a_model_needs_are_imported_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mamba_ssm.py").write_text("raise OSError('undefined symbol')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    shape, settings = shape_of(known_configs()["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"]), MegatronConfig()
+    with pytest.raises(PlatformError, match=r"mamba_ssm is installed here .* undefined symbol"):
+        model.build_model(shape, Layout(1, 1, 1), settings, torch.bfloat16, PLATFORMS["gpu with every kernel"])
+
+
+def test_a_process_of_the_cpu_runs_no_rank_on_a_gpu() -> None:
+    prepare_megatron(Platform("cpu"))  # again: as it is
+    with pytest.raises(PlatformError, match="has run a rank on the CPU"):
+        prepare_megatron(Platform("gpu"))
+
+
+def test_megatron_core_takes_no_kernels_for_gpus_on_a_cpu() -> None:
+    """By import it would take them from packages that are installed, for tensors on a CPU too."""
+    assert [sys.modules.get(name, "importable") for name in ("transformer_engine", "apex", "amp_C")] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "built_with", "then"),
+    [
+        (AttnBackend.auto, None, None, "0"),
+        (AttnBackend.auto, "0", None, "0"),
+        (AttnBackend.auto, "1", None, "1"),
+        (AttnBackend.unfused, "1", "1", "1"),
+    ],
+)
+def test_attention_without_a_kernel_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, backend: AttnBackend, asked: str | None, built_with: str | None, then: str
+) -> None:
+    """Megatron-Core refuses NVTE_UNFUSED_ATTN=0 while it builds a model with the backend auto, and sets it to 1."""
+    name = "NVTE_UNFUSED_ATTN"
+    monkeypatch.delenv(name, raising=False) if asked is None else monkeypatch.setenv(name, asked)
+    with model.without_unfused_attention(SimpleNamespace(attention_backend=backend)):
+        assert os.environ.get(name) == built_with
+        os.environ[name] = "1"
+    assert os.environ[name] == then
 
 
 @pytest.mark.parametrize(
@@ -279,6 +327,7 @@ def test_detection_of_kernels(monkeypatch: pytest.MonkeyPatch, installed: set[st
     """A mixer's kernels are used only together with the one of its convolution."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("grpo_mcore.parallel.platform.find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr("grpo_mcore.parallel.platform.why_not_imported", lambda name: None)
     assert Platform.detect() == replace(PLATFORMS["gpu"], **dict.fromkeys(expected, True))
     assert Platform.detect("cpu") == PLATFORMS["cpu"]
 
@@ -305,7 +354,7 @@ def test_streams_have_events_although_vllm_replaced_them(monkeypatch: pytest.Mon
     """vLLM's CPU worker, imported after us into the same process, puts streams here whose events are None."""
     for name in ("Stream", "Event", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
-    cpu_platform.install()
+    prepare_megatron(Platform("cpu"))
     with torch.cuda.Stream() as stream:
         assert stream.query() is True
         stream.record_event().wait(torch.cuda.current_stream())

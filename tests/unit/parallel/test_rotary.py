@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.parallel import cpu_platform
+from grpo_mcore.parallel.mesh import prepare_megatron
+from grpo_mcore.parallel.platform import Platform
 
-cpu_platform.install()
+prepare_megatron(Platform.detect())
 
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding  # noqa: E402
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # noqa: E402
@@ -19,7 +20,6 @@ from grpo_mcore.batching.packed_batch import pack_rows  # noqa: E402
 from grpo_mcore.parallel.attention import RotaryByPosition  # noqa: E402
 from grpo_mcore.parallel.context import share_of_row, take  # noqa: E402
 from grpo_mcore.parallel.packed_row import describe_row  # noqa: E402
-from grpo_mcore.parallel.platform import Platform  # noqa: E402
 
 LENGTHS = [3, 9, 1, 30]
 

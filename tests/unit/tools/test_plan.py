@@ -15,6 +15,7 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.families import FamilyError, forward_flops, parameter_count, shape_of
+from grpo_mcore.families.activations import layer_bytes
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.families.shards import chunk_layers
 from grpo_mcore.parallel.layout import Layout
@@ -341,6 +342,22 @@ def test_shared_prompts_are_computed_once() -> None:
 @pytest.mark.parametrize(("device", "shares"), [("cpu", True), ("H100", False)])
 def test_plan_and_run_share_prefixes_on_the_same_platforms(device: str, shares: bool) -> None:
     assert (plan(LLAMA, device=device).load.group > 1) == shares, "shared_prefix.enabled is null"
+
+
+def test_prefixes_that_are_shared_on_request_are_computed_by_our_attention() -> None:
+    """So the run does it, also where TransformerEngine is installed: more is kept, sines and cosines among it."""
+    fused, ours = plan(LLAMA), plan(LLAMA, "policy.sequence_packing.shared_prefix.enabled=true")
+    assert (fused.load.rank.attention, ours.load.rank.attention) == ("transformer_engine", "torch")
+    assert ours.load.rank.kernels == "transformer_engine"
+    more = [layer_bytes(found.load.shape, found.load.rank, 1.0, length=1.0) for found in (fused, ours)]
+    assert more[1] - more[0] == 4 * 2 * fused.load.shape.head_dim
+
+
+def test_windows_need_our_attention_over_context_parallel_ranks() -> None:
+    keys = [f"{AT}context_parallel_size=2", "policy.model_name=gemma-3-1b"]
+    with pytest.raises(FamilyError, match="no attention kernel for windows of keys"):
+        plan(LLAMA, *keys)
+    assert plan(LLAMA, *keys, "policy.sequence_packing.shared_prefix.enabled=true").load.layout.context == 2
 
 
 @pytest.mark.slow

@@ -90,6 +90,16 @@ def test_missing_kernels_are_a_note_where_there_are_gpus() -> None:
     assert look("GPU kernels", Needs(gpu=False, gpu_packages=("fla",))) == look("GPU kernels", Needs(gpu=True)) == []
 
 
+def test_kernels_that_are_installed_and_cannot_be_imported_are_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_a_package.py").write_text("raise FileNotFoundError('half_a_package.so')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = look("GPU kernels", Needs(gpu=True, gpu_packages=("torch", "half_a_package")))
+    assert found.state == "fault" and "half_a_package cannot be imported: FileNotFoundError" in found.saw
+    assert "pip uninstall half-a-package" in found.advice
+
+
 def test_a_full_shared_memory(tmp_path: Path) -> None:
     with small_file_system(tmp_path / "shm", "size=4m") as shm:
         assert [found.state for found in checks.shared_memory(4_000_000, str(shm))] == ["ok"]

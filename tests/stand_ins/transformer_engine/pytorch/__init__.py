@@ -1,0 +1,24 @@
+from transformer_engine.pytorch import distributed, fp8, ops, optimizers, permutation, tensor
+from transformer_engine.pytorch.module import (
+    DotProductAttention,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    Linear,
+    RMSNorm,
+)
+
+__all__ = [
+    "DotProductAttention",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "Linear",
+    "RMSNorm",
+    "distributed",
+    "fp8",
+    "ops",
+    "optimizers",
+    "permutation",
+    "tensor",
+]

@@ -1,0 +1,3 @@
+from transformer_engine.pytorch.kernels import kernel
+
+get_dummy_wgrad = kernel

@@ -1,0 +1,7 @@
+from torch.nn import Module, Sequential
+
+
+class FusibleOperation(Module): ...
+
+
+__all__ = ["FusibleOperation", "Sequential"]
