@@ -33,7 +33,7 @@ from grpo_mcore import processes
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.families import parameter_count, params_of, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.plan import plan_refit
 from grpo_mcore.refit.refit import EngineNodes, refit
 from grpo_mcore.refit.sender import RefitSender
@@ -105,7 +105,7 @@ class PolicyRank:
     """One rank of a Megatron-Core policy without an optimizer."""
 
     def __init__(self, folder: str, layout: dict[str, int], rank: int, port: int) -> None:
-        from grpo_mcore.parallel.layout import Layout
+        from grpo_mcore.layout import PolicyLayout
         from grpo_mcore.parallel.mesh import Address, join_mesh
         from grpo_mcore.parallel.model import build_model
         from grpo_mcore.parallel.platform import Platform
@@ -113,7 +113,7 @@ class PolicyRank:
         from grpo_mcore.recipe import MegatronConfig
 
         self.shape = shape_of(read_hf_config(folder))
-        mesh, platform = Layout(layout["tp"], layout["pp"], 1), Platform.detect()
+        mesh, platform = PolicyLayout(layout["tp"], layout["pp"], 1), Platform.detect()
         self.device = join_mesh(mesh, Address(rank, mesh.world_size, 0, "127.0.0.1", port), 0, 120.0, platform)
         self.here = mesh.coordinates(rank)
         networks = build_model(self.shape, mesh, MegatronConfig(), torch.bfloat16, platform)
@@ -207,7 +207,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         for _ in range(5):
             began = time.perf_counter()
             plan = plan_refit(
-                params_of(shape), shape, TrainerLayout(train["tp"], train["pp"]), EngineLayout(tp), dtype="bfloat16",
+                params_of(shape), shape, PolicyLayout(train["tp"], train["pp"]), EngineLayout(tp), dtype="bfloat16",
                 buffer_bytes=int(args.buffer_gb * GIB),
             )  # fmt: skip
             seconds.append(time.perf_counter() - began)

@@ -18,9 +18,9 @@ from torch import Tensor
 from benchmarks.gpu.kit import Row, Setting, number
 from grpo_mcore.families import params_of, shape_of
 from grpo_mcore.families.known import known_config
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.board import Seat
 from grpo_mcore.refit.buffer import attach_buffer, block_view
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import RefitPlan, plan_refit
 from grpo_mcore.refit.proof import checksum, first_difference
@@ -66,7 +66,7 @@ def run(setting: Setting) -> Iterator[Row]:
         config |= {"num_attention_heads": 4}
     shape = shape_of(config)
     plan = plan_refit(
-        params_of(shape), shape, TrainerLayout(), EngineLayout(2), dtype="bfloat16",
+        params_of(shape), shape, PolicyLayout(), EngineLayout(2), dtype="bfloat16",
         buffer_bytes=2**16 if setting.tiny else 2**30,
     )  # fmt: skip
     ways = [("shared memory", True, True)]

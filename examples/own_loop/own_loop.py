@@ -27,12 +27,12 @@ from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
 from grpo_mcore.data.tokenizer import load_tokenizer
 from grpo_mcore.generation import Engine, EngineConfig
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.objective import ClippedPGLossFn, group_index, grpo_advantages
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.processes import free_port
 from grpo_mcore.recipe import load_recipe
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import plan_model_refit
 from grpo_mcore.refit.refit import refit
 from grpo_mcore.refit.sender import RefitSender
@@ -97,7 +97,7 @@ def train(model: str, steps: int) -> list[float]:
     policy = Policy(config.policy, address, seed=0, timeout_s=60, reference=False)
     engine = Engine(EngineConfig(model, dtype="float32", max_model_len=32, load_format="dummy", kv_cache_memory_gb=0.1))
     sender = RefitSender(policy.weights, rank=0)
-    plan = plan_model_refit(policy.shape, TrainerLayout(), EngineLayout(), dtype="float32", buffer_bytes=1 << 20)
+    plan = plan_model_refit(policy.shape, PolicyLayout(), EngineLayout(), dtype="float32", buffer_bytes=1 << 20)
     loss = ClippedPGLossFn(config.loss_fn, prev_equals_curr=True)  # one optimizer step a step: the ratio starts at 1
     tokenizer = load_tokenizer(model)
     means: list[float] = []

@@ -31,6 +31,7 @@ from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
     Algorithm,
     MasterConfig,
+    engine_layout,
     engine_nodes,
     engine_pool,
     needs_prev,
@@ -39,7 +40,6 @@ from grpo_mcore.recipe import (
     policy_pool,
     shares_prefixes,
 )
-from grpo_mcore.refit.layout import EngineLayout
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def start_policy(
         model.shape,
         policy.model_name,
         policy.precision,
-        refit_settings(config, layout),
+        refit_settings(config),
         colocated=colocated,
         shares_prefixes=shares_prefixes(policy.sequence_packing, transformer_engine=model.platform.transformer_engine),
     )
@@ -212,19 +212,12 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             engine.name, node_of_engine, [arguments] * nodes, nodes=nodes, colocate_with=places, **how
         )
 
-    layout = EngineLayout(
-        vllm.tensor_parallel_size,
-        vllm.pipeline_parallel_size,
-        expert_parallel=vllm.expert_parallel_size > 1,
-        replicas=count,
-        nodes=nodes,
-    )
     started = [start(index) for index in range(count)]
     return EngineGroup(
         cluster,
         [engine for engine, *_ in started],
         sleeps,
-        layout,
+        engine_layout(config),
         colocated=colocated,
         pauses=pauses,
         followers=[followers for _, *followers in started],

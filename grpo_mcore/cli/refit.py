@@ -60,7 +60,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     """Print the plan, and draw it with --picture."""
-    from grpo_mcore.families import check_engine_parallel
     from grpo_mcore.families.known import known_config
     from grpo_mcore.refit.overview import Overview, draw
     from grpo_mcore.tools.plan.plan import plan_shape
@@ -74,14 +73,14 @@ def _plan(args: argparse.Namespace) -> int:
         config_json = hf_hub_download(name, "config.json")
     shape = plan_shape(config, config_json)
     load = workload_of(config, shape, kernels="cpu" if config.cluster.platform == "cpu" else "transformer_engine")
-    check_engine_parallel(shape, load.engine_tensor, load.engine_whole_experts)
     overview = Overview.of(
         shape,
-        load.trainer_layout,
+        load.layout,
         load.engine_layout,
         dtype=config.policy.precision,
         buffer_gb=config.policy.refit_buffer_size_gb,
         nodes=load.engine_nodes,
+        replicas=max(1, load.engines * load.engine_layout.nodes // load.engine_nodes),
         node_of_rank=tuple(rank * load.nodes // load.world for rank in range(load.world)) if load.colocated else (),
     )
     print(json.dumps(overview.numbers(), indent=1) if args.json else overview.text())

@@ -25,13 +25,12 @@ from grpo_mcore.families.adapters import (
     is_adapted,
 )
 from grpo_mcore.families.engine import (
-    check_engine_parallel,
     engine_options,
     engine_pieces,
     engine_shape,
+    engine_sizes,
     missing_on_cpu,
 )
-from grpo_mcore.families.fits import check_context_parallel, check_fit, check_length
 from grpo_mcore.families.registry import (
     FAMILIES,
     engine_overrides,
@@ -42,6 +41,7 @@ from grpo_mcore.families.registry import (
     shape_of,
     with_overrides,
 )
+from grpo_mcore.families.settings import check_context_parallel, check_length, check_settings
 from grpo_mcore.families.spec import (
     Block,
     Box,
@@ -55,7 +55,7 @@ from grpo_mcore.families.spec import (
     Piece,
     Split,
     Stage,
-    check_tensor_parallel,
     local_shape,
     pieces,
+    tensor_parallel_sizes,
 )

@@ -12,7 +12,6 @@ from typing import Any
 from grpo_mcore.families.spec import (
     Block,
     Box,
-    FamilyError,
     HfTensor,
     ModelShape,
     Param,
@@ -84,54 +83,24 @@ def _qkv_rows(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> li
     return [(q, tp_rank * queries, queries), (k, first, key_values), (v, first, key_values)]
 
 
-def check_engine_parallel(shape: ModelShape, tp_size: int, expert_parallel: bool = False) -> None:
-    """Raise FamilyError if vLLM cannot split this model over `tp_size` ranks. `expert_parallel`: experts stay whole and
-    are distributed over the ranks."""
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    rows = _vocabulary_rows(shape, 1)
-    wrong = [f"num_attention_heads {heads}"] if heads % tp_size else []
-    if kv_heads % tp_size and tp_size % kv_heads:
-        wrong.append(f"num_key_value_heads {kv_heads}")
-    if shape.wide_qk_norm and tp_size > kv_heads:
-        wrong.append(f"num_key_value_heads {kv_heads}, over which their norm is split")
-    experts = shape.experts
-    if (delta := shape.delta) is not None and delta.key_heads % tp_size:
-        wrong.append(f"linear_num_key_heads {delta.key_heads}")
-    if shape.blocks:
-        wrong += _wrong_blocks(shape, tp_size)
-    elif experts is None or experts.dense_layers:
-        wrong += [f"intermediate_size {shape.ffn_hidden_size}"] if shape.ffn_hidden_size % tp_size else []
-    if expert_parallel and experts is None:
-        raise FamilyError(
-            f"policy.generation.vllm_cfg.expert_parallel_size {tp_size}: this {shape.family} model has no experts; set "
-            "it to 1"
-        )
-    if experts is not None and expert_parallel:
-        wrong += [f"the {experts.count} experts"] if experts.count % tp_size else []
-    elif experts is not None and experts.ffn_hidden_size % tp_size:
-        wrong.append(f"the experts' intermediate size {experts.ffn_hidden_size}")
-    if experts is not None and experts.shared_ffn_hidden_size % tp_size:
-        wrong.append(f"the shared expert's size {experts.shared_ffn_hidden_size}")
-    if shape.biases and tp_size > 1:
-        wrong.append("the experts' biases")
-    if rows % tp_size:
-        wrong.append(f"the padded vocabulary {rows}")
-    if wrong:
-        raise FamilyError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size {tp_size} does not divide {', '.join(wrong)} of this "
-            f"{shape.family} model"
-        )
+def engine_sizes(shape: ModelShape, expert_parallel: bool = False) -> dict[str, int]:
+    """Return the sizes, by name, that an engine's tensor-parallel size must divide, without key-value heads, which
+    ranks may share. `expert_parallel`: experts stay whole and are distributed over the ranks.
 
-
-def _wrong_blocks(shape: ModelShape, tp_size: int) -> list[str]:
-    """Return the sizes of a hybrid model that `tp_size` does not divide. (vLLM could repeat a Mamba2 mixer's single
-    group on every rank; that is not declared here.)"""
-    mamba = shape.mamba
-    assert mamba is not None
-    sizes = {"mamba_num_heads": mamba.heads, "n_groups": mamba.groups}
-    if Block.MLP in shape.blocks:
+    (vLLM could repeat a Mamba2 mixer's single group on every rank; that is not declared here.)
+    """
+    sizes, experts = {"num_attention_heads": shape.num_heads}, shape.experts
+    if (delta := shape.delta) is not None:
+        sizes["linear_num_key_heads"] = delta.key_heads
+    if (mamba := shape.mamba) is not None:
+        sizes |= {"mamba_num_heads": mamba.heads, "n_groups": mamba.groups}
+    if Block.MLP in shape.blocks or (not shape.blocks and (experts is None or experts.dense_layers)):
         sizes["intermediate_size"] = shape.ffn_hidden_size
-    return [f"{name} {size}" for name, size in sizes.items() if size % tp_size]
+    if experts is not None and not expert_parallel:
+        sizes["the experts' intermediate size"] = experts.ffn_hidden_size
+    if experts is not None:
+        sizes["the shared expert's size"] = experts.shared_ffn_hidden_size
+    return sizes | {"the padded vocabulary": _vocabulary_rows(shape, 1)}
 
 
 CPU_LATENT_HEAD = 576

@@ -1,51 +1,12 @@
-"""The layers of each pipeline stage, and the parameters of a rank with the padding of Megatron-Core's buffers."""
+"""The parameters of a rank with the padding of Megatron-Core's buffers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from grpo_mcore.families.spec import FamilyError, ModelShape, Param, Split, local_shape
-
-
-def stage_layers(layers: int, stages: int, first: int | None = None, last: int | None = None) -> tuple[range, ...]:
-    """Return the layers of each pipeline stage. `first`, `last`: number of layers of these stages, for uneven splits.
-
-    Raises FamilyError if the layers do not divide or a stage would have none.
-    """
-    fixed = {0: first, stages - 1: last}
-    given = {stage: count for stage, count in fixed.items() if count is not None and stages > 1}
-    others, rest = stages - len(given), layers - sum(given.values())
-    if rest < others or (rest % others if others else rest):
-        among = f"the other {others} stages" if given else f"{others} stages"
-        raise FamilyError(
-            f"policy.megatron_cfg.pipeline_model_parallel_size {stages}: {rest} of {layers} layers do not divide over "
-            f"{among}; set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
-        )
-    counts = [given.get(stage, rest // others if others else 0) for stage in range(stages)]
-    ends = list(accumulate(counts))
-    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
-
-
-def chunk_layers(
-    layers: int, stages: int, chunks: int, first: int | None = None, last: int | None = None
-) -> tuple[tuple[range, ...], ...]:
-    """Return the layers of each model chunk of each pipeline stage; a forward pass visits all stages `chunks` times.
-
-    Raises FamilyError as `stage_layers` does, and if a stage's layers do not divide over its chunks.
-    """
-    counts = [len(found) for found in stage_layers(layers, stages, first, last)]
-    if any(count % chunks for count in counts):
-        raise FamilyError(
-            f"policy.megatron_cfg.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of every "
-            f"stage ({', '.join(map(str, sorted(set(counts))))})"
-        )
-    sizes = [count // chunks for count in counts] * chunks
-    ends = list(accumulate(sizes))
-    ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return tuple(tuple(ranges[stage::stages]) for stage in range(stages))
+from grpo_mcore.families.spec import ModelShape, Param, Split, local_shape
 
 
 @dataclass(frozen=True)

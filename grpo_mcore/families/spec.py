@@ -13,7 +13,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
 
 
 class FamilyError(ValueError):
-    """No family here can build this Hugging Face config, or the model does not allow this layout."""
+    """No family here can build this Hugging Face config, or the model does not allow a setting of the recipe."""
 
 
 def require(config: dict[str, Any], **supported: Any) -> None:
@@ -417,9 +417,9 @@ def _qkv_pieces(
     return found
 
 
-def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
-    """Raise FamilyError if `tp_size` does not divide the heads, the key-value heads, the heads and groups of other
-    mixers or the feed-forward size."""
+def tensor_parallel_sizes(shape: ModelShape) -> dict[str, int]:
+    """Return the sizes, by name, that the policy's tensor-parallel size must divide: heads, key-value heads, heads and
+    groups of other mixers, and feed-forward sizes."""
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
     if shape.mamba is not None:
         sizes |= {"mamba_num_heads": shape.mamba.heads, "n_groups": shape.mamba.groups}
@@ -429,11 +429,4 @@ def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
         sizes["intermediate_size"] = shape.ffn_hidden_size
     if shape.experts and shape.experts.shared_ffn_hidden_size:
         sizes["the shared expert's size"] = shape.experts.shared_ffn_hidden_size
-    wrong = {name: size for name, size in sizes.items() if size % tp_size}
-    if wrong:
-        allowed = [n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for size in sizes.values())]
-        found = ", ".join(f"{name} {size}" for name, size in wrong.items())
-        raise FamilyError(
-            f"policy.megatron_cfg.tensor_model_parallel_size {tp_size} does not divide {found} of this "
-            f"{shape.family} model; it can be one of {allowed}"
-        )
+    return sizes

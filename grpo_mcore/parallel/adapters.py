@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 
 from grpo_mcore.families import AdapterShape, FamilyError, Param, Split, adapters_of, params_of, pieces
 from grpo_mcore.families.adapters import Adapter, layer_name
-from grpo_mcore.parallel.layout import Coordinates, Layout
+from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel.sharded_parts import sharded_in_parts
 from grpo_mcore.parallel.weights import ShardedWeights
 
@@ -182,7 +182,7 @@ class LowRank(torch.nn.Module):
 class Adapters(torch.nn.Module):
     """All adapters of one model chunk. Inside `disabled()` the network is the frozen one: the reference policy."""
 
-    def __init__(self, layout: Layout, here: Coordinates) -> None:
+    def __init__(self, layout: PolicyLayout, here: Coordinates) -> None:
         super().__init__()
         self.layout, self.here = layout, here
         self.all = torch.nn.ModuleList()

@@ -17,8 +17,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from grpo_mcore.families import ModelShape, adapter_shape, adapters_of, params_of
+from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.attention import WholeLinear
-from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig
 
@@ -130,7 +130,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def computes_in_groups(
-    shape: ModelShape, layout: Layout, settings: MegatronConfig, dtype: torch.dtype, platform: Platform
+    shape: ModelShape, layout: PolicyLayout, settings: MegatronConfig, dtype: torch.dtype, platform: Platform
 ) -> bool:
     """Whether the experts are computed as grouped products: the recipe asks for it and the kernel takes them.
 

@@ -24,14 +24,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from grpo_mcore import processes
 from grpo_mcore.families import AdapterShape, ModelShape, Param, adapter_shape, pieces, read_hf_config, shape_of
+from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel.finite import all_finite
 from grpo_mcore.parallel.hf_folder import SHARD_BYTES, HfFolderWriter, index_of
-from grpo_mcore.parallel.layout import Coordinates, Layout
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig, PolicyConfig
 
-ONE_RANK = Layout(1, 1, 1)
+ONE_RANK = PolicyLayout(1, 1, 1)
 JOIN_TIMEOUT_S = 60.0
 PEFT_PREFIX = "base_model.model."
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from grpo_mcore.addresses import gloo_towards, with_port
+from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel import cpu_platform
-from grpo_mcore.parallel.layout import Coordinates, Layout
 from grpo_mcore.parallel.platform import Platform, PlatformError
 
 
@@ -57,7 +57,7 @@ def prepare_megatron(platform: Platform) -> None:
     cpu_platform.fill_in_transformer_engine()
 
 
-def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float, platform: Platform) -> torch.device:
+def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: float, platform: Platform) -> torch.device:
     """Join torch.distributed and create Megatron-Core's process groups. Return this rank's device.
 
     Raises RendezvousError if the other ranks do not join within `timeout_s`, ValueError if the sizes disagree.

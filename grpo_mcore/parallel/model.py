@@ -27,11 +27,11 @@ from torch import Tensor
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
+from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, RotaryByPosition, WindowAttention
 from grpo_mcore.parallel.context import computed_here, share_of_row, take
 from grpo_mcore.parallel.delta import DeltaMixer
 from grpo_mcore.parallel.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer
-from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.logprobs import Cut, token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.norm import CpuRMSNorm, NormedAdd, RMSNorm, WideHeadNorm
@@ -142,7 +142,7 @@ class PolicyModel(GPTModel):
 
 def build_model(
     shape: ModelShape,
-    layout: Layout,
+    layout: PolicyLayout,
     settings: MegatronConfig,
     dtype: torch.dtype,
     platform: Platform,
@@ -182,7 +182,7 @@ def without_unfused_attention(config: TransformerConfig) -> Iterator[None]:
 
 def _build_chunk(
     shape: ModelShape,
-    layout: Layout,
+    layout: PolicyLayout,
     config: TransformerConfig,
     chunk: int | None,
     freeze_router: bool,

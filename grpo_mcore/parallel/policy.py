@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import adapter_shape, check_context_parallel, check_fit, read_hf_config, shape_of
+from grpo_mcore.families import adapter_shape, check_context_parallel, check_settings, read_hf_config, shape_of
 from grpo_mcore.host_memory import HostCopies
+from grpo_mcore.layout import LayoutError, fits
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
 from grpo_mcore.parallel.finite import (
@@ -29,11 +30,10 @@ from grpo_mcore.parallel.finite import (
     largest_weight,
     state_tensors,
 )
-from grpo_mcore.parallel.layout import layout_of
 from grpo_mcore.parallel.memory import OptimizerOffload, accelerator, free_gradients, host_copies, resident_bytes
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.recipe import PolicyConfig, own_attention
+from grpo_mcore.recipe import PolicyConfig, own_attention, policy_layout
 from grpo_mcore.torch_profile import ProcessProfile
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -90,9 +90,11 @@ class Policy:
         RendezvousError."""
         config, seed, reference = self.config, self.seed, self._keeps_reference
         address, timeout_s = self._address, self._timeout_s
-        self.layout = layout_of(config, address.world_size)
+        self.layout = policy_layout(config.megatron_cfg, address.world_size)
         self.shape = shape_of(read_hf_config(config.model_name, config.hf_config_overrides))
-        check_fit(self.shape, config.megatron_cfg)
+        if findings := fits(self.layout, address.world_size, self.shape):
+            raise LayoutError(*findings)
+        check_settings(self.shape, config.megatron_cfg)
         self.platform = replace(self.platform, own_attention=own_attention(config.sequence_packing))
         check_context_parallel(self.shape, self.layout.context, fused_attention=self.platform.fused_attention)
         self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform)

@@ -11,8 +11,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from grpo_mcore.families import FamilyError, ModelShape
+from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.experts import computes_in_groups
-from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig
 
@@ -20,7 +20,7 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.f
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, settings: MegatronConfig, dtype: torch.dtype, platform: Platform
+    shape: ModelShape, layout: PolicyLayout, settings: MegatronConfig, dtype: torch.dtype, platform: Platform
 ) -> TransformerConfig:
     """Return Megatron-Core's settings for the whole model; all chunks of this rank share the object. Raises
     FamilyError if `model_overrides` has a field that is unknown or decided here."""
@@ -152,7 +152,9 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
     return found
 
 
-def _expert_settings(shape: ModelShape, layout: Layout, settings: MegatronConfig, platform: Platform) -> dict[str, Any]:
+def _expert_settings(
+    shape: ModelShape, layout: PolicyLayout, settings: MegatronConfig, platform: Platform
+) -> dict[str, Any]:
     """Return Megatron-Core's settings for the experts: no auxiliary loss, no dropped tokens."""
     experts = shape.experts
     if experts is None:

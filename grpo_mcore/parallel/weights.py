@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.families import Box, ModelShape, Param, Split, Stage, params_of, pieces
+from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel.finite import all_finite
 from grpo_mcore.parallel.hf_folder import (
     SHARD_BYTES,
@@ -27,7 +28,6 @@ from grpo_mcore.parallel.hf_folder import (
     index_of,
     put_in_place,
 )
-from grpo_mcore.parallel.layout import Coordinates, Layout
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,9 @@ NOTE_S = 5.0
 class ShardedWeights:
     """This rank's parameters, each with the Hugging Face slices that it holds."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, here: Coordinates) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: PolicyLayout, here: Coordinates
+    ) -> None:
         """`chunks`: this rank's model chunks, one unless the pipeline is interleaved."""
         self.shape, self.layout, self.here = shape, layout, here
         self.local: list[tuple[Param, Tensor]] = []

@@ -6,25 +6,28 @@ validation/  what must hold between keys, by topic
 changes.py   what a resumed run changes
 derived.py   numbers that follow from a configuration: batch sizes, devices, engines, log-prob passes
 
-Imports neither torch nor any other room.
+Imports no torch, and of the other rooms only layout/.
 """
 
+from grpo_mcore.layout import DevicePool, Finding
 from grpo_mcore.recipe.changes import Change, changes
 from grpo_mcore.recipe.derived import (
-    DevicePool,
     batch_equation,
     bin_tokens,
     bins_per_logprob_row,
     data_parallel_size,
     divides_nodes,
+    engine_layout,
     engine_nodes,
     engine_pool,
     exports_model,
+    layout_findings,
     model_parallel_size,
     needs_prev,
     needs_reference,
     num_engines,
     own_attention,
+    policy_layout,
     policy_pool,
     prompts_per_generation_batch,
     samples_per_step,
@@ -32,7 +35,7 @@ from grpo_mcore.recipe.derived import (
     shares_prefixes,
     world_size,
 )
-from grpo_mcore.recipe.errors import DEFAULT, Finding, Problem, RecipeError, nearest, nearest_hint
+from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, nearest, nearest_hint
 from grpo_mcore.recipe.loading.load import Recipe, find_recipe, load_recipe, shown
 from grpo_mcore.recipe.loading.merge import is_override
 from grpo_mcore.recipe.loading.show import resolved_yaml, without_secrets

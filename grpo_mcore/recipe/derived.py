@@ -4,23 +4,13 @@ step."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 
+from grpo_mcore.families import ModelShape
+from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, Finding, PolicyLayout, fits
 from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of
+from grpo_mcore.recipe.schema.megatron import MegatronConfig
 from grpo_mcore.recipe.schema.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
-
-
-@dataclass(frozen=True)
-class DevicePool:
-    """Devices of the policy or of the engines. `per_node`: accelerators of each node (on CPU: processes)."""
-
-    nodes: int
-    per_node: int
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.per_node
 
 
 def policy_pool(config: RecipeSections) -> DevicePool:
@@ -70,6 +60,44 @@ def engine_nodes(config: RecipeSections) -> int:
     pool = engine_pool(config) or policy_pool(config)
     needed = -(-config.policy.generation.vllm_cfg.ranks // max(1, pool.per_node))
     return max(1, min(pool.nodes, needed))
+
+
+def policy_layout(megatron: MegatronConfig, ranks: int) -> PolicyLayout:
+    """Return the layout of policy.megatron_cfg on `ranks` ranks; `fits` says whether it uses all of them."""
+    sizes = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    return PolicyLayout(
+        *sizes,
+        max(1, ranks // (math.prod(sizes) * megatron.context_parallel_size)),
+        megatron.context_parallel_size,
+        megatron.expert_model_parallel_size,
+        megatron.expert_tensor_parallel_size,
+        megatron.virtual_pipeline_model_parallel_size or 1,
+        megatron.num_layers_in_first_pipeline_stage,
+        megatron.num_layers_in_last_pipeline_stage,
+        megatron.sequence_parallel,
+    )
+
+
+def engine_layout(config: RecipeSections) -> EngineLayout:
+    """Return the layout of one engine."""
+    vllm = config.policy.generation.vllm_cfg
+    whole_experts = vllm.expert_parallel_size > 1
+    return EngineLayout(vllm.tensor_parallel_size, vllm.pipeline_parallel_size, whole_experts, engine_nodes(config))
+
+
+def layout_findings(
+    config: RecipeSections, shape: ModelShape | None = None, *, gpu: bool | None = None
+) -> list[Finding]:
+    """Return all that is wrong with the layouts of policy and engines. `shape`: of the model, where it is known. `gpu`:
+    whether they run on GPUs; None: as cluster.platform says."""
+    gpu = config.cluster.platform == "gpu" if gpu is None else gpu
+    own, devices = engine_pool(config), engine_pool(config) or policy_pool(config)
+    engines = None
+    if algorithm_of(config) in ("grpo", "eval") and devices.ranks:
+        counted = gpu or own is not None
+        engines = EngineDevices(engine_layout(config), num_engines(config, gpu=gpu), devices, counted)
+    layout = policy_layout(config.policy.megatron_cfg, world_size(config))
+    return fits(layout, world_size(config), shape, engines)
 
 
 def world_size(config: RecipeSections) -> int:

@@ -24,14 +24,6 @@ class Problem:
         return ": ".join(part for part in (self.source, self.key, self.message) if part)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Values of `keys` (full keys, the one to change first) that are wrong together, not yet tied to a place."""
-
-    keys: tuple[str, ...]
-    message: str
-
-
 class RecipeError(ValueError):
     """A recipe that cannot be used. `str()` has a line for each problem; `problems` holds them one by one."""
 

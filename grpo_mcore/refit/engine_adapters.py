@@ -15,7 +15,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 
 from grpo_mcore.families import DOWN, ENGINE_ADAPTER, UP, Box
-from grpo_mcore.refit.layout import WHOLE
+from grpo_mcore.layout import WHOLE
 from grpo_mcore.refit.parts import Part
 from grpo_mcore.refit.plan import RefitError
 from grpo_mcore.refit.proof import Sums, checksum

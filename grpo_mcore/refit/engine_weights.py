@@ -26,9 +26,9 @@ from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.platforms import current_platform
 
 from grpo_mcore.families import Box
+from grpo_mcore.layout import WHOLE
 from grpo_mcore.refit.derived_weights import DerivedWeights
 from grpo_mcore.refit.exchange import Exchange, exchange_attributes, exchange_parameters, shadow_of
-from grpo_mcore.refit.layout import WHOLE
 from grpo_mcore.refit.parts import Part
 from grpo_mcore.refit.plan import RefitError
 from grpo_mcore.refit.proof import Sums, checksum

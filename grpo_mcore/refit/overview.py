@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from grpo_mcore.families import ModelShape, Param, params_of
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.delivery import Deliveries, bytes_to, readers_by_node
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.parts import CALLS_PER_PROCESS, parts_of
 from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit, wire_dtype
 
@@ -28,7 +28,7 @@ class Overview:
     """A plan with its layouts. All nodes have the same engines and get the weights once; if an engine spans several
     nodes, each gets what is read there."""
 
-    trainer: TrainerLayout
+    trainer: PolicyLayout
     engine: EngineLayout
     plan: RefitPlan
     nodes: int
@@ -36,6 +36,8 @@ class Overview:
     engine_bytes: int
     """Bytes of the weights of one engine's ranks, counted from their layout."""
     plan_seconds: float
+    replicas: int = 1
+    """Engines on each node, or on the nodes that one engine spans; they read the same bytes."""
     node_of_rank: tuple[int, ...] = ()
     """The node of each policy rank, as in `Deliveries`."""
 
@@ -43,12 +45,13 @@ class Overview:
     def of(
         cls,
         shape: ModelShape,
-        trainer: TrainerLayout,
+        trainer: PolicyLayout,
         engine: EngineLayout,
         *,
         dtype: str,
         buffer_gb: float,
         nodes: int = 1,
+        replicas: int = 1,
         params: Sequence[Param] | None = None,
         node_of_rank: tuple[int, ...] = (),
     ) -> Overview:
@@ -67,7 +70,7 @@ class Overview:
         by_rank = engine.bytes_by_rank(
             [param for param in params if not param.copy], shape, lambda param: DTYPE_BYTES[wire_dtype(param, dtype)]
         )
-        return cls(trainer, engine, plan, nodes, sum(tensors.values()), sum(by_rank), seconds, node_of_rank)
+        return cls(trainer, engine, plan, nodes, sum(tensors.values()), sum(by_rank), seconds, replicas, node_of_rank)
 
     @cached_property
     def readers(self) -> list[list[int]]:
@@ -109,7 +112,7 @@ class Overview:
         sends, summed over the buckets, over an even share of all that is sent. `reader_path_ratio`: the same of what an
         engine's ranks read. `calls_per_process`: the driver's. `plan_bytes`: the plan as text. `plan_bytes_sent`: what
         all processes together get of it, compressed."""
-        plan, engines = self.plan, self.nodes // self.engine.nodes * self.engine.replicas
+        plan, engines = self.plan, self.nodes // self.engine.nodes * self.replicas
         deliveries = Deliveries(plan, self.node_of_rank, self.readers)
         sent = np.zeros(self.trainer.world_size, dtype=np.int64)
         read = np.zeros(self.engine.ranks, dtype=np.int64)
@@ -145,7 +148,7 @@ class Overview:
         moved = plan.block_bytes
         read = links.sum(axis=0)  # [engines, ranks]
         span = self.engine.nodes
-        engines = f"{self.nodes // span * self.engine.replicas} engine(s) of {self.engine.describe()}"
+        engines = f"{self.nodes // span * self.replicas} engine(s) of {self.engine.describe()}"
         where = f"each of {self.nodes} node(s)" if span == 1 else f"each {span} of {self.nodes} nodes"
         to = (
             "each node"
@@ -154,7 +157,7 @@ class Overview:
         )
         lines = [
             f"policy   {self.trainer.describe()}, {self.trainer.world_size} ranks",
-            f"engines  {engines}, {self.engine.replicas} on {where}",
+            f"engines  {engines}, {self.replicas} on {where}",
             f"moves    {_size(moved)} to {to} in {plan.dtype}: {moved / self.needed_bytes:.3f} of what is needed",
             f"buffer   2 x {_size(plan.half_bytes)}, {len(plan.buckets)} buckets, "
             f"{sum(1 for _ in plan.blocks()):,} blocks, "
@@ -191,7 +194,7 @@ def draw(path: Path, overview: Overview) -> None:
     figure.colorbar(image, ax=axes, location="left", shrink=0.6)
     bars.barh(range(overview.trainer.world_size), overview.sent() / 1e6, color="tab:blue")
     bars.set(xlabel="MB written", title="by policy rank")
-    engines = overview.nodes // overview.engine.nodes * overview.engine.replicas
+    engines = overview.nodes // overview.engine.nodes * overview.replicas
     figure.suptitle(
         f"{overview.trainer.describe()}  to  {engines} x {overview.engine.describe()}: "
         f"{_size(overview.plan.block_bytes)} in {len(overview.plan.buckets)} buckets"

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from grpo_mcore.families import Box
+from grpo_mcore.layout import WHOLE
 from grpo_mcore.refit.delivery import Deliveries
-from grpo_mcore.refit.layout import WHOLE
 from grpo_mcore.refit.plan import DTYPE_BYTES, RefitPlan
 
 CALLS_PER_PROCESS = 4

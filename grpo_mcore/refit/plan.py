@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from grpo_mcore.families import AdapterShape, Box, ModelShape, Param, adapter_params, params_of
-from grpo_mcore.refit.layout import WHOLE, EngineLayout, TrainerLayout, trainer_pieces
+from grpo_mcore.layout import WHOLE, EngineLayout, PolicyLayout
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 GIB = 2**30
@@ -149,7 +149,7 @@ class RefitPlan:
 @lru_cache(maxsize=8)
 def plan_model_refit(
     shape: ModelShape,
-    trainer: TrainerLayout,
+    trainer: PolicyLayout,
     engine: EngineLayout,
     *,
     dtype: str,
@@ -164,7 +164,7 @@ def plan_model_refit(
 def plan_refit(
     params: Sequence[Param],
     shape: ModelShape,
-    trainer: TrainerLayout,
+    trainer: PolicyLayout,
     engine: EngineLayout,
     *,
     dtype: str,
@@ -193,7 +193,7 @@ def plan_refit(
 def _plan(
     params: Sequence[Param],
     shape: ModelShape,
-    trainer: TrainerLayout,
+    trainer: PolicyLayout,
     engine: EngineLayout,
     dtype: str,
     buffer_bytes: int,
@@ -260,7 +260,7 @@ class _Template(NamedTuple):
     reads: list[tuple[int, int, Box]]
 
 
-def _templates(param: Param, shape: ModelShape, trainer: TrainerLayout, engine: EngineLayout) -> list[list[_Template]]:
+def _templates(param: Param, shape: ModelShape, trainer: PolicyLayout, engine: EngineLayout) -> list[list[_Template]]:
     """Return templates of the blocks of each slice of the policy's parameter; none if it is all padding. Each overlap
     of held and needed slices is a copy."""
     names, expert = _destinations(param, engine)
@@ -272,7 +272,7 @@ def _templates(param: Param, shape: ModelShape, trainer: TrainerLayout, engine: 
         held: set[Box] = set()
         for reader, wanted in enumerate(needed):
             copies: dict[int, list[tuple[Box, Box]]] = {}
-            for piece in trainer_pieces(trainer, param, shape, part):
+            for piece in trainer.pieces(param, shape, part):
                 for name, place in wanted:
                     overlap = _overlap(piece.hf_box, place.hf_box) if piece.hf == place.hf else None
                     if overlap is None:

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.weight_sync.refit_settings import trainer_layout
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.layout import EngineLayout
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.memory import storage_key
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import PolicyConfig
 from grpo_mcore.refit.board import Seat
-from grpo_mcore.refit.layout import EngineLayout
 from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import plan_model_refit
 from grpo_mcore.refit.sender import RefitSender
@@ -102,8 +101,7 @@ def refit_buffer(policy: Policy) -> dict[str, int]:
         return {}
     config = policy.config
     size = int(config.refit_buffer_size_gb * 2**30)
-    trainer = trainer_layout(policy.layout, config.megatron_cfg)
-    plan = plan_model_refit(policy.shape, trainer, EngineLayout(), dtype=config.precision, buffer_bytes=size)
+    plan = plan_model_refit(policy.shape, policy.layout, EngineLayout(), dtype=config.precision, buffer_bytes=size)
     sender = RefitSender(policy.weights, 0, through_host=True)
     sender.open_refit(parts_of(plan, policy.layout.world_size, (), (), ()).senders[0], Seat(1, 0, 1, 1, 60.0))
     nbytes = sender.buffer_bytes

@@ -13,9 +13,8 @@ import pytest
 from grpo_mcore.data.tiny_models import FAMILIES as TINY
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import read_hf_config, shape_of
-from grpo_mcore.parallel.layout import layout_of
 from grpo_mcore.parallel.rank_pool import RankPool
-from grpo_mcore.recipe import MasterConfig, PolicyConfig, load_recipe
+from grpo_mcore.recipe import MasterConfig, PolicyConfig, load_recipe, policy_layout
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config
 from grpo_mcore.tools.plan.memory import (
     activation_bytes,
@@ -115,13 +114,14 @@ def test_a_recipe_with_a_tiny_model_trains_and_is_as_large_as_planned(
     ranks: RankPool, models: Callable[[str], str], recipe: str, family: str, world: int, overrides: list[str]
 ) -> None:
     """The recipe's policy section, with a model small enough for CPU."""
-    small = [f"policy.model_name={models(family)}", "policy.max_total_sequence_length=256", *overrides]
+    engine = [f"policy.generation.vllm_cfg.{kind}_parallel_size=1" for kind in ("tensor", "expert")]
+    small = [f"policy.model_name={models(family)}", "policy.max_total_sequence_length=256", *engine, *overrides]
     compare(ranks, load_recipe(recipe, small).config.policy, world)
 
 
 def compare(ranks: RankPool, policy: PolicyConfig, world: int) -> None:
     measured = ranks.run(world, "tests.distributed.plan_cases:measured_bytes", policy)
-    data = layout_of(policy, world).data
+    data = policy_layout(policy.megatron_cfg, world).data
     config = MasterConfig(
         policy=policy.model_copy(update={"train_global_batch_size": len(LENGTHS) * MICRO_BATCHES * data}),
         data={"train": []},

@@ -9,7 +9,7 @@ import torch
 
 from grpo_mcore.algorithms.training_step.step_batch import rank_steps
 from grpo_mcore.data.tiny_models import make_tiny_model
-from grpo_mcore.parallel.layout import Layout
+from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, compare, reference_of
 from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase
@@ -90,7 +90,7 @@ def test_batched_by_length_logprobs_and_gradients_equal_float64(
     recipe.policy.sequence_packing.enabled, recipe.policy.dynamic_batching.enabled = False, True
     recipe.policy.dynamic_batching.train_mb_tokens, recipe.policy.dynamic_batching.sequence_length_round = 48, 8
     case, samples = LayoutCase("DP2", data=2), {i: None for i in range(len(LENGTHS))}
-    layout = Layout(tensor=1, pipeline=1, context=1, data=2)
+    layout = PolicyLayout(tensor=1, pipeline=1, context=1, data=2)
     _, steps = rank_steps(samples, LENGTHS, recipe, layout, optimizer_steps=1)  # type: ignore[arg-type]
     bins = [bin for pair in zip(*(step.batches[0] for step in steps), strict=True) for bin in pair]
     assert sorted(i for bin in bins for i in bin) == sorted(samples) and max(map(len, bins)) > 1

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_mcore.algorithms.weight_sync.refit_settings import trainer_layout
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
-from grpo_mcore.parallel.layout import layout_of
+from grpo_mcore.layout import EngineLayout
 from grpo_mcore.parallel.rank_pool import RankPool
-from grpo_mcore.refit.layout import EngineLayout
+from grpo_mcore.recipe import policy_layout
 from grpo_mcore.refit.plan import plan_refit
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config
 from tests.unit.refit.whole_split import PADDING, Case, in_the_engine
@@ -39,7 +38,7 @@ def test_the_engines_receive_the_checkpoint(
     folder = make_tiny_model(family, tmp_path, tie_word_embeddings=family == "qwen3", num_hidden_layers=6)
     shape = shape_of(read_hf_config(folder))
     config = policy_config(folder, case)
-    trainer = trainer_layout(layout_of(config, case.world_size), config.megatron_cfg)
+    trainer = policy_layout(config.megatron_cfg, case.world_size)
     experts = shape.experts.count if shape.experts else 0
     whole = Case(shape, params_of(shape), trainer, EngineLayout(engine), experts)
     whole.__dict__["whole"] = load_file(folder / "model.safetensors")

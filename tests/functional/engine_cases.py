@@ -16,8 +16,8 @@ from torch import Tensor
 from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig, EngineError
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.board import Seat
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import RefitPlan, plan_refit
 from grpo_mcore.refit.refit import Refit, RefitReport, refit
@@ -112,7 +112,7 @@ class Policy:
         """Small buckets: a layer's weight and bias, and rows of the embedding, come apart."""
         layout = EngineLayout(engine.config.tensor_parallel_size)
         params = params.get("params", params_of(self.shape))
-        return plan_refit(params, self.shape, TrainerLayout(self.size), layout, dtype=dtype, buffer_bytes=buffer_bytes)
+        return plan_refit(params, self.shape, PolicyLayout(self.size), layout, dtype=dtype, buffer_bytes=buffer_bytes)
 
     def refit(self, engine: Engine, version: int, plan: RefitPlan | None = None, **options: Any) -> RefitReport:
         return refit(self.handles, [Handle(engine.name, engine)], plan or self.plan(engine), version, **options)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
 from grpo_mcore.families import engine_options, params_of, read_hf_config, shape_of
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.plan import plan_refit
 from grpo_mcore.refit.refit import Refit, refit
 from grpo_mcore.refit.sender import RefitSender
@@ -46,9 +46,7 @@ def test_a_refit_brings_every_weight(tmp_path: Path, family: str) -> None:
         for seed in (0, 1)
     ]
     shape = shape_of(read_hf_config(folders[0]))
-    plan = plan_refit(
-        params_of(shape), shape, TrainerLayout(), EngineLayout(), dtype="float32", buffer_bytes=2 * 72_000
-    )
+    plan = plan_refit(params_of(shape), shape, PolicyLayout(), EngineLayout(), dtype="float32", buffer_bytes=2 * 72_000)
     assert not plan.fallbacks and len(plan.buckets) > 1
     source = Source(folders[1])
     sender = Handle("policy-0", RefitSender(source, 0, run_id=family.replace("_", "-")))

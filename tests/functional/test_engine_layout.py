@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
-from grpo_mcore.refit.layout import EngineLayout
+from grpo_mcore.layout import EngineLayout
 
 PADDING = -1.0
 ROUTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # as in published configs of DeepSeek-V3

@@ -24,9 +24,8 @@ from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.generation import Engine
-from grpo_mcore.parallel.layout import Layout
+from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig, load_recipe
-from grpo_mcore.refit.layout import TrainerLayout
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional import engine_cases
 from tests.functional.engine_cases import CONTEXT, Policy, make_model, request, wait_until
@@ -96,8 +95,8 @@ def policy(cluster: RayCluster, folder: Path) -> PolicyGroup:
     how: dict[str, Any] = {"cpus": 0.1, "env": {"OMP_NUM_THREADS": "1"}, "nodes": 2}
     workers = cluster.spawn_group("policy", Rank, [(str(folder),)] * 2, **how)
     return PolicyGroup(
-        cluster, workers, Layout(2, 1, 1), shape_of(read_hf_config(folder)), str(folder), "float32",
-        RefitSettings(2 * 34_304 / GIB, TrainerLayout(2), "full"),
+        cluster, workers, PolicyLayout(2, 1, 1), shape_of(read_hf_config(folder)), str(folder), "float32",
+        RefitSettings(2 * 34_304 / GIB, "full"),
     )  # fmt: skip
 
 

@@ -23,9 +23,8 @@ from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
 from grpo_mcore.cluster import Rendezvous, WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.families import read_hf_config, shape_of
-from grpo_mcore.parallel.layout import Layout
+from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig, load_recipe
-from grpo_mcore.refit.layout import TrainerLayout
 from grpo_mcore.refit.plan import RefitError
 from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
@@ -163,8 +162,8 @@ def config(folder: Path) -> MasterConfig:
 def policy(cluster: RayCluster, folder: Path) -> PolicyGroup:
     workers = cluster.spawn_group("policy", PolicyRank, [(str(folder),)] * 2, cpus=0.1, env={"OMP_NUM_THREADS": "1"})
     return PolicyGroup(
-        cluster, workers, Layout(2, 1, 1), shape_of(read_hf_config(folder)), str(folder), "float32",
-        RefitSettings(2 * 34_304 / GIB, TrainerLayout(2), "full"),
+        cluster, workers, PolicyLayout(2, 1, 1), shape_of(read_hf_config(folder)), str(folder), "float32",
+        RefitSettings(2 * 34_304 / GIB, "full"),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch.distributed import all_reduce, destroy_process_group, init_process_gr
 
 from grpo_mcore.addresses import gloo_towards
 from grpo_mcore.families import params_of
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.plan import plan_refit
 from grpo_mcore.refit.refit import EngineNodes, refit
 from grpo_mcore.refit.sender import RefitSender
@@ -23,7 +23,7 @@ from tests.unit.refit.test_wire import Node
 
 REASON = why_not()
 PORT = 29400
-PLAN = plan_refit(params_of(SHAPE), SHAPE, TrainerLayout(), EngineLayout(2), dtype="float32", buffer_bytes=8192)
+PLAN = plan_refit(params_of(SHAPE), SHAPE, PolicyLayout(), EngineLayout(2), dtype="float32", buffer_bytes=8192)
 
 
 class Rank(RefitSender):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from grpo_mcore.families import HfTensor, Param, Split, Stage
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.buffer import attach_buffer, block_view, create_buffer
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import plan_refit
 from tests.unit.refit.whole_split import make_shape
 
@@ -49,7 +49,7 @@ def test_another_process_reads_every_bit() -> None:
         for number in range(TENSORS)
     ]
     plan = plan_refit(
-        params, make_shape(), TrainerLayout(), EngineLayout(2), dtype="bfloat16",
+        params, make_shape(), PolicyLayout(), EngineLayout(2), dtype="bfloat16",
         buffer_bytes=2 * BUCKET_TENSORS * TENSOR_MIB * 2**20,
     )  # fmt: skip
     assert plan.block_bytes == 8 * 2**30 and len(plan.buckets) == TENSORS // BUCKET_TENSORS

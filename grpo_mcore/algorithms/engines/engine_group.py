@@ -25,7 +25,7 @@ from grpo_mcore.cluster import (
 )
 from grpo_mcore.generation import Engine, EngineConfig, EngineFollower, EngineNode
 from grpo_mcore.generation.chat.endpoint import ChatEngine, Endpoint
-from grpo_mcore.refit.layout import EngineLayout
+from grpo_mcore.layout import EngineLayout
 from grpo_mcore.refit.receiver import RefitReceiver
 from grpo_mcore.refit.refit import EngineNodes
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
@@ -117,7 +117,7 @@ class EngineGroup:
     cluster: Cluster
     workers: Sequence[Worker]
     sleeps: bool  # the engines give their memory to the policy while it trains
-    layout: EngineLayout = EngineLayout()  # of one engine, and the number of engines
+    layout: EngineLayout = EngineLayout()  # of one engine
     weight_version: int = 0  # of the last refit that every engine committed
     colocated: bool = True  # on the policy's devices; otherwise weights come over the network
     pauses: bool = False  # generation stands still while the policy trains
@@ -207,8 +207,7 @@ class EngineGroup:
         """Return a group of these engines, none of them lost, to refit all of it."""
         workers = [self.workers[number] for number in numbers]
         followers = [self.followers[number] for number in numbers] if self.followers else ()
-        layout = replace(self.layout, replicas=len(workers))
-        return replace(self, workers=workers, followers=followers, layout=layout, lost={}, to_start=set(), restored={})
+        return replace(self, workers=workers, followers=followers, lost={}, to_start=set(), restored={})
 
     def mark_refitted(self, numbers: Sequence[int], version: int) -> None:
         """Record that these engines have the weights of `version`, generate again and can take requests. A refit works

@@ -18,25 +18,24 @@ from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import (
     ModelShape,
     check_context_parallel,
-    check_engine_parallel,
-    check_fit,
     check_length,
+    check_settings,
     missing_on_cpu,
     read_hf_config,
     shape_of,
 )
+from grpo_mcore.layout import LayoutError, PolicyLayout
 from grpo_mcore.objective import LOSS_INPUTS, OwnPart, check_own_objective
 from grpo_mcore.observe import check_own_logger
 from grpo_mcore.parallel.hf_folder import check_weights
-from grpo_mcore.parallel.layout import Layout, layout_of
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import (
     Algorithm,
     MasterConfig,
-    engine_nodes,
     is_path,
-    num_engines,
+    layout_findings,
     own_attention,
+    policy_layout,
     unknown_validation_metric,
     world_size,
 )
@@ -88,7 +87,7 @@ class Model:
 
     folder: str
     shape: ModelShape
-    layout: Layout
+    layout: PolicyLayout
     platform: Platform
 
     @property
@@ -98,17 +97,20 @@ class Model:
 
 
 def check_model(config: MasterConfig) -> Model:
-    """Find the model, and check that it fits its layout. Quick, and nothing is started.
+    """Find the model, and check that it fits its layout, and the engines' where there are any. Quick, and nothing is
+    started.
 
     Raises FamilyError, LayoutError or SetupError for a model or a layout that is not possible.
     """
     folder = model_folder(config.policy.model_name)
     shape = shape_of(read_hf_config(folder, config.policy.hf_config_overrides))
     check_weights(Path(folder), shape)
-    layout = layout_of(config.policy, world_size(config))
-    check_fit(shape, config.policy.megatron_cfg)
-    check_length(shape, config.policy.max_total_sequence_length)
     platform = Platform.detect(config.cluster.platform)
+    if findings := layout_findings(config, shape, gpu=platform.on_gpu):
+        raise LayoutError(*findings)
+    layout = policy_layout(config.policy.megatron_cfg, world_size(config))
+    check_settings(shape, config.policy.megatron_cfg)
+    check_length(shape, config.policy.max_total_sequence_length)
     fused = platform.transformer_engine and not own_attention(config.policy.sequence_packing)
     check_context_parallel(shape, layout.context, fused_attention=fused)
     if config.cluster.platform == "auto" and torch.version.cuda is None and NVIDIA_DRIVER.exists():
@@ -123,13 +125,11 @@ def check_model(config: MasterConfig) -> Model:
 def check_run(config: MasterConfig) -> Model:
     """Check all that can be checked of policy and engines before anything is started.
 
-    Raises what `check_model` raises, SetupError for a model that vLLM's CPU build cannot run and for engines that do
-    not fit the devices, FamilyError for a model that vLLM cannot split over an engine's ranks.
+    Raises what `check_model` raises, and SetupError for a model that vLLM's CPU build cannot run.
     """
     check_own_code(config)
     model = check_model(config)
     shape = model.shape
-    check_engine_places(config, gpu=model.gpu)
     vllm = config.policy.generation.vllm_cfg
     for key, wanted in (
         ("policy.router_replay.enabled", config.policy.router_replay.enabled),
@@ -137,9 +137,7 @@ def check_run(config: MasterConfig) -> Model:
     ):
         if wanted and shape.experts is None:
             raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
-    whole_experts = vllm.expert_parallel_size > 1
-    check_engine_parallel(shape, vllm.tensor_parallel_size, whole_experts)
-    if not model.gpu and (missing := missing_on_cpu(shape, whole_experts)):
+    if not model.gpu and (missing := missing_on_cpu(shape, vllm.expert_parallel_size > 1)):
         raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
     return model
 
@@ -158,24 +156,6 @@ def check_own_code(config: MasterConfig) -> None:
     check_own_objective(parts, loss.reference_policy_kl_type)
     for own in config.logger.own:
         check_own_logger(own)
-
-
-def check_engine_places(config: MasterConfig, *, gpu: bool) -> None:
-    """Raise SetupError where colocated engines do not fit the devices of the policy."""
-    vllm, gpus = config.policy.generation.vllm_cfg, world_size(config)
-    count, colocated = num_engines(config, gpu=gpu), config.policy.generation.colocated.enabled
-    if colocated and (count < 1 or (gpu and count * vllm.ranks > gpus)):
-        raise SetupError(
-            f"{count or 1} engines of {vllm.ranks} ranks do not fit the {gpus} GPUs of cluster.num_nodes x "
-            "gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
-        )
-    per_node, ranks = config.cluster.gpus_per_node, vllm.ranks
-    if ranks % engine_nodes(config) or (colocated and gpu and per_node % ranks and ranks % per_node):
-        raise SetupError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size {vllm.tensor_parallel_size} x pipeline_parallel_size "
-            f"{vllm.pipeline_parallel_size} neither divides cluster.gpus_per_node {per_node} nor is a multiple of it: "
-            "an engine uses a part of one node, or whole nodes"
-        )
 
 
 def check_checkpointing(config: MasterConfig, algorithm: Algorithm = "grpo") -> None:

@@ -16,8 +16,8 @@ from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTarget
 from grpo_mcore.algorithms.weight_sync.refit_settings import RefitSettings
 from grpo_mcore.cluster import BackgroundWork, Cluster, Future, Worker, call_all
 from grpo_mcore.families import ModelShape
+from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.objective import combine_metrics, step_metrics
-from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.policy import LossFn, TrainReport
 from grpo_mcore.recipe import KLType
 
@@ -36,7 +36,7 @@ class PolicyGroup:
 
     cluster: Cluster
     workers: Sequence[Worker]
-    layout: Layout
+    layout: PolicyLayout
     shape: ModelShape
     model_folder: str
     precision: str

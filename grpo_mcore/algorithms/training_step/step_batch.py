@@ -15,8 +15,8 @@ from torch import Tensor
 from grpo_mcore.batching.packing import PADDED
 from grpo_mcore.batching.plan import StepPlan, plan_step
 from grpo_mcore.batching.prefix_trees import Prefixes, computed_tokens, in_blocks, saves_enough
+from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.objective import overlong_filter
-from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import Algorithm, MasterConfig, bin_tokens, samples_together
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
@@ -92,7 +92,7 @@ class StepBatch:
 
 
 def build_step_batch(
-    groups: Sequence[Group], config: MasterConfig, layout: Layout, *, shares_prefixes: bool = False
+    groups: Sequence[Group], config: MasterConfig, layout: PolicyLayout, *, shares_prefixes: bool = False
 ) -> StepBatch:
     """Build a step from scored groups, without failed and filtered samples.
 
@@ -135,7 +135,7 @@ def rank_steps(
     trajectories: dict[int, Ref],
     lengths: Sequence[int],
     config: MasterConfig,
-    layout: Layout,
+    layout: PolicyLayout,
     *,
     optimizer_steps: int,
     algorithm: Algorithm = "grpo",

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_mcore.families import AdapterShape, adapter_shape
-from grpo_mcore.parallel.layout import Layout
-from grpo_mcore.recipe import MasterConfig, MegatronConfig
-from grpo_mcore.refit.layout import TrainerLayout
+from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit.proof import Verify
 
 PARITY_LIMITS = {"bfloat16": 1.05, "float32": 1.001}
@@ -29,23 +27,20 @@ class ParityCheck:
 
 @dataclass(frozen=True)
 class RefitSettings:
-    """`buffer_gb`: size of the refit buffer in GiB. `layout`: the policy's, as the refit plan describes it. `parity`:
-    compare log-probs after each refit. `adapters`: what a refit sends alone; None: it sends the weights, merged with
-    any adapters."""
+    """`buffer_gb`: size of the refit buffer in GiB. `parity`: compare log-probs after each refit. `adapters`: what a
+    refit sends alone; None: it sends the weights, merged with any adapters."""
 
     buffer_gb: float
-    layout: TrainerLayout
     verify: Verify = "sample"
     parity: ParityCheck | None = None
     adapters: AdapterShape | None = None
 
 
-def refit_settings(config: MasterConfig, layout: Layout) -> RefitSettings:
-    """Return the recipe's settings. `layout`: of the policy."""
+def refit_settings(config: MasterConfig) -> RefitSettings:
+    """Return the recipe's settings."""
     policy, peft = config.policy, config.policy.megatron_cfg.peft
     return RefitSettings(
         policy.refit_buffer_size_gb,
-        trainer_layout(layout, policy.megatron_cfg),
         policy.refit_verify,
         parity_check(config) if policy.refit_parity is not None else None,
         adapter_shape(peft) if peft.refit == "adapters" else None,
@@ -59,13 +54,3 @@ def parity_check(config: MasterConfig) -> ParityCheck:
     limit = PARITY_LIMITS[policy.precision] if policy.refit_parity is None else policy.refit_parity
     length = min(policy.max_total_sequence_length, generation.vllm_cfg.max_model_len)
     return ParityCheck(limit, generation.temperature, length, generation.top_p, generation.top_k)
-
-
-def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
-    """Return the policy's layout as the refit plan describes it."""
-    of = layout
-    return TrainerLayout(
-        of.tensor, of.pipeline, of.data, of.context, of.expert, of.expert_tensor, of.virtual,
-        first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
-        last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
-    )  # fmt: skip

@@ -88,7 +88,7 @@ def refit_once(
     size = policy.refit.buffer_gb if buffer_gb is None else buffer_gb
     plan = plan_model_refit(
         policy.shape,
-        policy.refit.layout,
+        policy.layout,
         engines.layout,
         dtype=policy.precision,
         buffer_bytes=int(size * GIB),

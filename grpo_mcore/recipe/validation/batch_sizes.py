@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.derived import (
     data_parallel_size,
     model_parallel_size,
@@ -12,7 +13,6 @@ from grpo_mcore.recipe.derived import (
     token_budget,
     world_size,
 )
-from grpo_mcore.recipe.errors import Finding
 from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_mcore.recipe.errors import Finding, in_yaml, nearest_hint
+from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.errors import in_yaml, nearest_hint
 from grpo_mcore.recipe.schema.data import (
     FILE_DATASETS,
     PREFERENCE_DATASETS,

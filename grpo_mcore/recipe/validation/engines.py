@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.derived import engine_pool, policy_pool
-from grpo_mcore.recipe.errors import Finding, in_yaml
+from grpo_mcore.recipe.errors import in_yaml
 from grpo_mcore.recipe.schema.master import RecipeSections
 
 GYM = "nemo_gym"
@@ -17,12 +18,10 @@ _CHAT = _VLLM + "http_server_serving_chat_kwargs."
 
 
 def check_pools(config: RecipeSections) -> Iterator[Finding]:
-    """The engines' own devices must hold the engines and leave some to the policy."""
-    pool, cluster = engine_pool(config), config.cluster
-    if pool is None:
+    """Engines with their own devices must have some and leave some to the policy."""
+    cluster, resources = config.cluster, config.policy.generation.colocated.resources
+    if engine_pool(config) is None:
         return
-    generation, resources = config.policy.generation, config.policy.generation.colocated.resources
-    each, key = generation.vllm_cfg.ranks, _VLLM + "tensor_parallel_size"
     if cluster.backend == "local":
         yield Finding(
             (_COLOCATED + "enabled", "cluster.backend"),
@@ -38,18 +37,6 @@ def check_pools(config: RecipeSections) -> Iterator[Finding]:
     elif not policy_pool(config).ranks:
         have, of = ("num_nodes", _NODES) if resources.num_nodes is not None else ("gpus_per_node", _GPUS)
         yield Finding((of, f"cluster.{have}"), f"takes all of cluster.{have} {cluster[have]}: none is left to train")
-    elif pool.per_node % each and each % pool.per_node:
-        yield Finding(
-            (key, _GPUS, _NODES),
-            f"the engines' {pool.per_node} ranks per node are neither a multiple nor a divisor of the {each} ranks "
-            "of one engine",
-        )
-    elif (generation.num_engines or 1) * each > pool.ranks:
-        yield Finding(
-            ("policy.generation.num_engines", key, _GPUS, _NODES),
-            f"{generation.num_engines or 1} engines of {each} ranks do not fit the {pool.nodes} x {pool.per_node} "
-            "ranks of their pool",
-        )
 
 
 def check_engine_experts(config: RecipeSections) -> Iterator[Finding]:

@@ -1,86 +1,27 @@
-"""Parallel sizes of the policy must fit the cluster and each other."""
+"""Layouts must fit the cluster, and what depends on them must fit them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_mcore.recipe.derived import model_parallel_size, policy_pool, world_size
-from grpo_mcore.recipe.errors import Finding
+from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.derived import layout_findings, policy_pool
 from grpo_mcore.recipe.schema.master import RecipeSections
 
 _AT = "policy.megatron_cfg."
 
 
 def check_layout(config: RecipeSections) -> Iterator[Finding]:
-    """The layout must fit the cluster's ranks, and its options need parallel sizes above 1."""
-    megatron, cluster = config.policy.megatron_cfg, config.cluster
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    pool, needed = policy_pool(config), model_parallel_size(config)
-    world = pool.ranks
-    layout = f"TP {tp} x PP {pp} x CP {megatron.context_parallel_size} = {needed} ranks"
-    offer = f"num_nodes {pool.nodes} x gpus_per_node {pool.per_node} = {world}"
-    if not config.policy.generation.colocated.enabled:
-        if not world:
-            return  # reported by check_pools
-        offer += " (without the engines' own)"
-    layout_keys = (
-        _AT + "tensor_model_parallel_size",
-        _AT + "pipeline_model_parallel_size",
-        _AT + "context_parallel_size",
-        "cluster.gpus_per_node",
-        "cluster.num_nodes",
-    )
-    if needed > world:
-        yield Finding(layout_keys, f"one copy of the policy needs {layout}, but the cluster has {offer}")
-    elif world % needed:
-        yield Finding(layout_keys, f"the cluster has {offer} ranks, which is not a multiple of {layout}")
-    if megatron.sequence_parallel and tp == 1:
-        yield Finding(
-            (_AT + "sequence_parallel", _AT + "tensor_model_parallel_size"),
-            "sequence parallelism needs tensor_model_parallel_size above 1",
-        )
-    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        if megatron[name] is not None and pp == 1:
-            yield Finding(
-                (_AT + name, _AT + "pipeline_model_parallel_size"),
-                "an uneven split needs pipeline_model_parallel_size above 1",
-            )
-    if cluster.backend == "local" and world > 1:
+    """The layouts of policy and engines must fit the cluster and each other, as far as the recipe alone can say."""
+    pool = policy_pool(config)
+    if not pool.ranks:
+        return  # reported by check_pools
+    yield from layout_findings(config)
+    if config.cluster.backend == "local" and pool.ranks > 1:
         yield Finding(
             ("cluster.backend", "cluster.gpus_per_node", "cluster.num_nodes"),
-            f"the local backend runs one rank in this process, but the cluster has {offer}",
-        )
-
-
-def check_stages(config: RecipeSections) -> Iterator[Finding]:
-    """Several model chunks per stage need several stages."""
-    megatron = config.policy.megatron_cfg
-    chunks = megatron.virtual_pipeline_model_parallel_size or 1
-    if chunks > 1 and megatron.pipeline_model_parallel_size == 1:
-        yield Finding(
-            (_AT + "virtual_pipeline_model_parallel_size", _AT + "pipeline_model_parallel_size"),
-            f"{chunks} model chunks per stage need pipeline_model_parallel_size above 1",
-        )
-
-
-def check_experts(config: RecipeSections) -> Iterator[Finding]:
-    """The expert layout must divide the ranks of a pipeline stage."""
-    megatron, world = config.policy.megatron_cfg, world_size(config)
-    if world % model_parallel_size(config):
-        return  # reported by check_layout
-    expert, tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
-    stages = megatron.pipeline_model_parallel_size
-    if world // stages % (expert * tensor):
-        yield Finding(
-            (_AT + "expert_model_parallel_size", _AT + "expert_tensor_parallel_size"),
-            f"EP {expert} x ETP {tensor} = {expert * tensor} does not divide the {world // stages} ranks of a pipeline "
-            f"stage ({world} ranks / PP {stages})",
-        )
-    if expert * tensor > 1 and megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
-        yield Finding(
-            (_AT + "sequence_parallel", _AT + "tensor_model_parallel_size"),
-            "experts under tensor parallelism need sequence_parallel: true; without it every tensor-parallel rank "
-            "sends all tokens to the experts",
+            f"the local backend runs one rank in this process, but the cluster has num_nodes {pool.nodes} x "
+            f"gpus_per_node {pool.per_node} = {pool.ranks}",
         )
 
 

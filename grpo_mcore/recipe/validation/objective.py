@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_mcore.recipe.errors import Finding, in_yaml
+from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.errors import in_yaml
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
 from grpo_mcore.recipe.schema.section import is_path

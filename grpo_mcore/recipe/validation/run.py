@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from grpo_mcore.recipe.errors import Finding, in_yaml, nearest_hint
+from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.errors import in_yaml, nearest_hint
 from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
 
 VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")

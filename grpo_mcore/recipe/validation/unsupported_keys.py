@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_mcore.recipe.errors import Finding, in_yaml
+from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.errors import in_yaml
 from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 
 # Key: (neutral value, missing feature).

@@ -26,8 +26,6 @@ CHECKS = (
     check_unsupported,
     engines.check_pools,
     layout.check_layout,
-    layout.check_stages,
-    layout.check_experts,
     engines.check_engine_experts,
     engines.check_engine_stages,
     layout.check_router_replay,

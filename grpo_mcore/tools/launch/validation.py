@@ -9,7 +9,9 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from grpo_mcore.cluster.environment import is_allowed
-from grpo_mcore.recipe import DEFAULT, Finding, MasterConfig, Problem, Recipe, RecipeError, runs_grpo, shown
+from grpo_mcore.families import read_hf_config, shape_of, with_overrides
+from grpo_mcore.families.known import known_config
+from grpo_mcore.recipe import DEFAULT, Finding, MasterConfig, Problem, Recipe, RecipeError, layout_findings, shown
 from grpo_mcore.recipe.loading.load import leaves
 from grpo_mcore.recipe.schema.master import value_at
 
@@ -72,20 +74,19 @@ def _backend(config: MasterConfig) -> Iterator[Finding]:
         )
 
 
-def _nodes(config: MasterConfig) -> Iterator[Finding]:
-    """Tensor-parallel groups must fit in a node; an engine may also span whole nodes."""
-    if config.cluster.platform == "cpu":
-        return
-    gpus = config.cluster.gpus_per_node
-    message = "cluster.gpus_per_node {} is not a multiple of {}: {} would lie across nodes"
-    size = config.policy.megatron_cfg.tensor_model_parallel_size
-    if gpus % size:
-        keys = ("policy.megatron_cfg.tensor_model_parallel_size", "cluster.gpus_per_node")
-        yield Finding(keys, message.format(gpus, size, "the policy's tensor-parallel groups"))
-    size = config.policy.generation.vllm_cfg.ranks
-    if runs_grpo(config) and gpus % size and size % gpus:
-        keys = ("policy.generation.vllm_cfg.tensor_parallel_size", "cluster.gpus_per_node")
-        yield Finding(keys, message.format(gpus, size, "the engines"))
+def _layouts(config: MasterConfig) -> Iterator[Finding]:
+    """Layouts must fit the devices, and the model where it is known here; tensor-parallel groups must fit in a node."""
+    name, gpu = config.policy.model_name, config.cluster.platform != "cpu"
+    settings = read_hf_config(name) if (Path(name) / "config.json").is_file() else known_config(name)
+    shape = shape_of(with_overrides(settings, config.policy.hf_config_overrides)) if settings else None
+    yield from layout_findings(config, shape, gpu=gpu)
+    gpus, size = config.cluster.gpus_per_node, config.policy.megatron_cfg.tensor_model_parallel_size
+    if gpu and gpus % size:
+        yield Finding(
+            ("policy.megatron_cfg.tensor_model_parallel_size", "cluster.gpus_per_node"),
+            f"cluster.gpus_per_node {gpus} is not a multiple of {size}: the policy's tensor-parallel groups would lie "
+            "across nodes",
+        )
 
 
 def _time(config: MasterConfig) -> Iterator[Finding]:
@@ -321,7 +322,7 @@ def _memory(config: MasterConfig) -> Iterator[Finding]:
         )
 
 
-_COMMON: tuple[Check, ...] = (_backend, _nodes, _time, _environment, _mounts, _code)
+_COMMON: tuple[Check, ...] = (_backend, _layouts, _time, _environment, _mounts, _code)
 CHECKS: dict[Target, tuple[Check, ...]] = {
     "slurm": (*_COMMON, _slurm, _shared_on_slurm, _code_on_slurm, _data_on_slurm),
     "k8s": (*_COMMON, _image, _kubernetes, _gang, _claim, _memory, _code_on_kubernetes, _data_on_kubernetes),

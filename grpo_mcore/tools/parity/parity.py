@@ -17,15 +17,17 @@ from torch import Tensor
 from grpo_mcore.families import (
     FamilyError,
     ModelShape,
-    check_fit,
+    check_settings,
     engine_options,
     missing_on_cpu,
     params_of,
     read_hf_config,
     shape_of,
 )
+from grpo_mcore.layout import LayoutError, fits
 from grpo_mcore.parallel.hf_folder import check_weights
 from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.recipe import policy_layout
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.tools.parity.rank import (
     ENTROPY_COEFF,
@@ -133,10 +135,13 @@ def fitting(folder: Path, layouts: Iterable[LayoutCase]) -> tuple[list[LayoutCas
     """Return (the layouts that the model allows, reasons by name for the others)."""
     shape, allowed, refused = shape_of(read_hf_config(folder)), [], {}
     for case in layouts:
+        megatron = policy_config(folder, case).megatron_cfg
         try:
-            check_fit(shape, policy_config(folder, case).megatron_cfg)
+            if findings := fits(policy_layout(megatron, case.world_size), case.world_size, shape):
+                raise LayoutError(*findings)
+            check_settings(shape, megatron)
             allowed.append(case)
-        except FamilyError as error:
+        except (FamilyError, LayoutError) as error:
             refused[case.name] = str(error)
     return allowed, refused
 

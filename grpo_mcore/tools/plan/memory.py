@@ -16,8 +16,7 @@ from grpo_mcore.families.activations import (
     layer_input_bytes,
     logits_bytes,
 )
-from grpo_mcore.parallel.layout import Coordinates
-from grpo_mcore.refit.layout import EngineLayout
+from grpo_mcore.layout import Coordinates, EngineLayout
 from grpo_mcore.tools.plan.workload import Device, Workload
 
 ENGINE_OVERHEAD = 3 * 2**30
@@ -165,10 +164,10 @@ def _in_flight(load: Workload, stage: int) -> list[int]:
 def engine_memory(load: Workload, device: Device) -> EngineMemory:
     """Return the memory of one rank of an engine. vLLM splits parameters as Megatron-Core does, also experts and Mamba
     mixers; each rank has at least one key-value head, and the whole of a latent."""
-    shape, tensor = load.shape, load.engine_tensor
-    weights = _engine_numel(shape, EngineLayout(tensor, load.engine_pipeline))
+    shape, tensor = load.shape, load.engine_layout.tensor
+    weights = _engine_numel(shape, load.engine_layout)
     attention = shape.blocks.count(Block.ATTENTION) if shape.blocks else shape.num_layers
-    attention = math.ceil((attention - (len(shape.delta.layers) if shape.delta else 0)) / load.engine_pipeline)
+    attention = math.ceil((attention - (len(shape.delta.layers) if shape.delta else 0)) / load.engine_layout.pipeline)
     width = 2 * max(1, shape.num_kv_heads // tensor) * shape.head_dim
     if shape.latent is not None:
         width = shape.latent.key_value_rank + shape.latent.rotary_dim
@@ -254,7 +253,7 @@ def memory(load: Workload, device: Device) -> tuple[EngineMemory, tuple[StageMem
     return engine, tuple(stage_memory(load, device, stage, engine) for stage in range(load.layout.pipeline))
 
 
-def fits(
+def fits_device(
     stages: tuple[StageMemory, ...], engine: EngineMemory, load: Workload, device: Device, margin: float = 1.0
 ) -> bool:
     """Return whether every phase fits `margin` times the device, and the KV cache at least one longest sample."""

@@ -12,9 +12,8 @@ from grpo_mcore.families import ModelShape, parameter_count, read_hf_config, sha
 from grpo_mcore.families.activations import Kernels
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.recipe import MasterConfig, batch_equation
-from grpo_mcore.refit.layout import LayoutError
 from grpo_mcore.refit.plan import RefitError
-from grpo_mcore.tools.plan.memory import CLOSE, EngineMemory, StageMemory, fits, memory
+from grpo_mcore.tools.plan.memory import CLOSE, EngineMemory, StageMemory, fits_device, memory
 from grpo_mcore.tools.plan.timing import MAX_SEQUENCES, RefitTraffic, StepTime, refit_traffic, step_time
 from grpo_mcore.tools.plan.workload import DEVICES, Device, PlanError, Workload, workload_of
 
@@ -40,7 +39,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         possible = self.refit is not None or not self.load.grpo
-        return possible and fits(self.stages, self.engine, self.load, self.device)
+        return possible and fits_device(self.stages, self.engine, self.load, self.device)
 
     @property
     def bottleneck(self) -> str:
@@ -141,7 +140,7 @@ def make_plan(
     mean_length: int | None = None,
     kernels: Kernels | None = None,
 ) -> Plan:
-    """Plan a recipe. Raises FamilyError for a layout that the model does not allow. If no refit is possible, the plan
+    """Plan a recipe. Raises what `workload_of` raises. If no refit is possible, the plan
     has a warning and does not fit."""
     kernels = kernels or ("cpu" if device.name == "cpu" else "transformer_engine")
     load = workload_of(config, shape, kernels=kernels, mean_length=mean_length)
@@ -150,7 +149,7 @@ def make_plan(
     if load.grpo:
         try:
             traffic = refit_traffic(load)
-        except (RefitError, LayoutError) as error:
+        except RefitError as error:
             warnings.append(f"no refit: {error}")
     times = step_time(load, device, engine, traffic)
     warnings += [*_memory(load, device, stages), *_engines(load, device, engine), *_layout(load, times)]

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 
 from grpo_mcore.families import AdapterShape, ModelShape, Param, Stage, adapters_of, local_shape, params_of
 from grpo_mcore.families.shards import Shard, shard_of
-from grpo_mcore.parallel.layout import Coordinates, Layout
+from grpo_mcore.layout import Coordinates, PolicyLayout
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RankParams:
         """Number of elements, of one parameter at most, whose optimizer state a rank keeps."""
         return max((shard.largest for shard in (*self.common, *self.experts)), default=0)
 
-    def owned(self, layout: Layout, here: Coordinates | None) -> int:
+    def owned(self, layout: PolicyLayout, here: Coordinates | None) -> int:
         """Return the number of elements whose optimizer state a rank keeps; None: the largest of any rank."""
         if here is None:
             return sum(shard.most_owned for shard in (*self.common, *self.experts))
@@ -52,7 +52,7 @@ class RankParams:
 
 def rank_params(
     shape: ModelShape,
-    layout: Layout,
+    layout: PolicyLayout,
     stage: int,
     chunks: tuple[range, ...],
     frozen_router: bool,
@@ -69,7 +69,7 @@ def rank_params(
 @lru_cache(maxsize=4096)
 def _rank_params(
     shape: ModelShape,
-    layout: Layout,
+    layout: PolicyLayout,
     first: bool,
     last: bool,
     chunks: tuple[tuple[int, ...], ...],

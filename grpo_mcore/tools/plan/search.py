@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from grpo_mcore.families import FamilyError, check_engine_parallel, check_tensor_parallel
-from grpo_mcore.parallel.layout import Layout
-from grpo_mcore.tools.plan.memory import CLOSE, fits, memory
+from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, PolicyLayout, fits
+from grpo_mcore.tools.plan.memory import CLOSE, fits_device, memory
 from grpo_mcore.tools.plan.timing import pipeline_bubble, step_time
 from grpo_mcore.tools.plan.workload import Device, PlanError, Workload
 
@@ -66,54 +64,48 @@ def _options(load: Workload, nodes: int) -> Iterator[Workload]:
     """Yield workloads to try; also the recipe's own, if it has this number of nodes."""
     if nodes == load.nodes:
         yield load
+    engine_layouts = list(_engine_layouts(load))
     for layout in _layouts(load, nodes * load.gpus_per_node):
         world = layout.world_size
         for recompute in (False, True):
-            sizes = {*_powers(load.gpus_per_node), load.engine_tensor} if load.colocated else {load.engine_tensor}
-            for engine_tensor in sorted(sizes):
-                split = (load.shape, engine_tensor, load.engine_whole_experts)
-                if not (_allows(check_engine_parallel, *split) if load.grpo else engine_tensor == 1):
+            for engine in engine_layouts:
+                engines = max(1, world // engine.ranks) if load.colocated else load.engines
+                pool = DevicePool(nodes, load.gpus_per_node)
+                devices = EngineDevices(engine, engines, pool, counted=load.kernels != "cpu")
+                if fits(layout, world, load.shape, devices if load.grpo and load.colocated else None):
                     continue
-                ranks = engine_tensor * load.engine_pipeline
-                engines = max(1, world // ranks) if load.colocated else load.engines
-                span = max(1, ranks // load.gpus_per_node) if load.colocated else load.engine_span
                 yield replace(
                     load, layout=layout, nodes=nodes, recompute=recompute, recomputed=frozenset(),
-                    engine_tensor=engine_tensor, engines=engines, engine_span=span, first_layers=None, last_layers=None,
+                    engine_layout=engine, engines=engines,
                 )  # fmt: skip
 
 
-def _layouts(load: Workload, world: int) -> Iterator[Layout]:
-    """Yield layouts of the policy: TP and EP within a node, PP that divides the layers, CP as in the recipe."""
+def _engine_layouts(load: Workload) -> Iterator[EngineLayout]:
+    """Yield layouts of the engines to try: the recipe's alone where they have their own devices or there are none, else
+    with any TP within a node."""
+    own = load.engine_layout
+    if not (load.grpo and load.colocated):
+        yield own
+        return
+    for tensor in sorted({*_powers(load.gpus_per_node), own.tensor}):
+        yield replace(own, tensor=tensor, nodes=max(1, tensor * own.pipeline // load.gpus_per_node))
+
+
+def _layouts(load: Workload, world: int) -> Iterator[PolicyLayout]:
+    """Yield layouts of the policy to try: TP and EP within a node, PP that divides the layers, CP as in the recipe."""
     shape, context = load.shape, load.layout.context
     for tensor in _powers(load.gpus_per_node):
-        if not _allows(check_tensor_parallel, shape, tensor):
-            continue
         stages = max(1, shape.num_layers // LAYERS_PER_STAGE)
         for pipeline in (size for size in range(1, stages + 1) if shape.num_layers % size == 0):
             data = world // (tensor * pipeline * context)
             if data * tensor * pipeline * context != world or load.batch % data:
                 continue
-            first = range(shape.num_layers // pipeline)
-            if shape.experts and pipeline > 1 and not any(shape.is_expert_layer(layer) for layer in first):
-                continue
-            ranks = tensor * context * data
             for expert in _powers(load.gpus_per_node if shape.experts else 1):
-                if ranks % expert == 0 and (shape.experts is None or shape.experts.count % expert == 0):
-                    yield Layout(tensor, pipeline, data, tensor > 1, context, expert)
+                yield PolicyLayout(tensor, pipeline, data, context, expert, sequence_parallel=tensor > 1)
 
 
 def _powers(limit: int) -> list[int]:
     return [1 << bit for bit in range(limit.bit_length())]
-
-
-def _allows(check: Callable[..., None], *sizes: Any) -> bool:
-    """Return whether a check of a model's sizes passes."""
-    try:
-        check(*sizes)
-    except FamilyError:
-        return False
-    return True
 
 
 def _candidate(load: Workload, device: Device, *, own: bool) -> Candidate | None:
@@ -125,7 +117,7 @@ def _candidate(load: Workload, device: Device, *, own: bool) -> Candidate | None
     for share in shares:
         option = replace(load, engine_share=share)
         engine, stages = memory(option, device)
-        if fits(stages, engine, option, device, margin=1.0 if own else CLOSE):
+        if fits_device(stages, engine, option, device, margin=1.0 if own else CLOSE):
             break
     else:
         return None
@@ -143,14 +135,14 @@ def _candidate(load: Workload, device: Device, *, own: bool) -> Candidate | None
         f"{at}pipeline_model_parallel_size={layout.pipeline}",
         f"{at}sequence_parallel={str(layout.sequence_parallel).lower()}",
         f"{at}activation_checkpointing={str(option.recompute).lower()}",
-        f"policy.generation.vllm_cfg.tensor_parallel_size={option.engine_tensor}",
+        f"policy.generation.vllm_cfg.tensor_parallel_size={option.engine_layout.tensor}",
         f"policy.generation.vllm_cfg.gpu_memory_utilization={option.engine_share:g}",
         f"cluster.num_nodes={option.nodes}",
     )
     if option.shape.experts is not None:
         overrides += (f"{at}expert_model_parallel_size={layout.expert}", f"{at}expert_tensor_parallel_size=1")
-    if option.engine_whole_experts:
-        overrides += (f"policy.generation.vllm_cfg.expert_parallel_size={option.engine_tensor}",)
+    if option.engine_layout.expert_parallel:
+        overrides += (f"policy.generation.vllm_cfg.expert_parallel_size={option.engine_layout.tensor}",)
     recompute = ", recomputed activations" if option.recompute else ""
     name = f"{layout.describe()}{recompute}, {option.engines} engines x {option.engine_layout.describe()}"
     return Candidate(overrides, name, times.likely, peak, reason, own)

@@ -204,11 +204,11 @@ def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTi
 def _decoding_all_reduces(load: Workload, device: Device, samples: int) -> float:
     """Return the seconds of all-reduces in one decoding pass: one after each mixer and one after each MLP. An engine on
     several nodes is taken to be as fast as if it had one, which flatters it."""
-    if load.engine_tensor == 1:
+    if load.engine_layout.tensor == 1:
         return 0.0
     count = len(load.shape.blocks) if load.shape.blocks else 2 * load.shape.num_layers
     nbytes = samples * load.shape.hidden_size * load.engine_element
-    return count * all_reduce_seconds(load.engine_tensor, nbytes, device.peer_bandwidth)
+    return count * all_reduce_seconds(load.engine_layout.tensor, nbytes, device.peer_bandwidth)
 
 
 def all_reduce_seconds(ranks: int, nbytes: int, bandwidth: float) -> float:
@@ -257,18 +257,18 @@ def refit_plan(load: Workload, *, packed: bool) -> RefitPlan:
     return plan_refit(
         _refit_params(load)[0],
         load.shape,
-        load.trainer_layout,
+        load.layout,
         load.engine_layout,
         dtype=DTYPE[load.element],
         buffer_bytes=load.refit_buffer,
-        copies=load.engine_span > 1,
+        copies=load.engine_layout.nodes > 1,
         packed=packed,
     )
 
 
 def refit_traffic(load: Workload) -> RefitTraffic:
     """Plan the refit of a workload and count its bytes. Raises as `refit_plan` does."""
-    engine, span = load.engine_layout, load.engine_span
+    engine, span = load.engine_layout, load.engine_layout.nodes
     params, weights, adapters = _refit_params(load)
 
     def width(param: Param) -> int:

@@ -6,27 +6,34 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from grpo_mcore.families import AdapterShape, ModelShape, adapter_shape, check_context_parallel, check_fit, check_length
+from grpo_mcore.families import (
+    AdapterShape,
+    ModelShape,
+    adapter_shape,
+    check_context_parallel,
+    check_length,
+    check_settings,
+)
 from grpo_mcore.families.activations import Kernels, Rank
-from grpo_mcore.families.shards import chunk_layers
-from grpo_mcore.parallel.layout import Layout, layout_of
+from grpo_mcore.layout import EngineLayout, LayoutError, PolicyLayout
 from grpo_mcore.recipe import (
     MasterConfig,
     algorithm_of,
     bin_tokens,
     bins_per_logprob_row,
-    engine_nodes,
+    engine_layout,
     engine_pool,
+    layout_findings,
     needs_prev,
     needs_reference,
     num_engines,
     own_attention,
+    policy_layout,
     policy_pool,
     samples_per_step,
     samples_together,
     shares_prefixes,
 )
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.tools.plan.rank_params import RankParams, rank_params
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -75,11 +82,9 @@ class Workload:
     in no recipe; `bin_tokens`: capacity of a training micro-batch."""
 
     shape: ModelShape
-    layout: Layout
+    layout: PolicyLayout
     nodes: int
     gpus_per_node: int
-    first_layers: int | None
-    last_layers: int | None
     recompute: bool  # whole layers
     recomputed: frozenset[str]  # or these parts of them
     frozen_router: bool
@@ -103,10 +108,7 @@ class Workload:
     grpo: bool
     reference: bool
     prev: bool
-    engine_tensor: int
-    engine_pipeline: int
-    engine_whole_experts: bool  # experts are not split over the ranks of an engine
-    engine_span: int  # nodes per engine
+    engine_layout: EngineLayout
     engines: int
     engine_element: int
     engine_share: float  # gpu_memory_utilization
@@ -163,28 +165,10 @@ class Workload:
         """Share of the samples' tokens that log-prob passes and training compute."""
         return 1 - (1 - 1 / self.sharing) * self.prompt / self.mean_length
 
-    @property
-    def trainer_layout(self) -> TrainerLayout:
-        """The policy's layout as the refit plan describes it."""
-        of = self.layout
-        return TrainerLayout(
-            of.tensor, of.pipeline, of.data, of.context, of.expert, of.expert_tensor, of.virtual,
-            first_layers=self.first_layers or 0, last_layers=self.last_layers or 0,
-        )  # fmt: skip
-
-    @property
-    def engine_layout(self) -> EngineLayout:
-        """The layout of the engines on one node, or on the nodes that one engine spans."""
-        replicas = max(1, self.engines * self.engine_span // self.engine_nodes)
-        return EngineLayout(
-            self.engine_tensor, self.engine_pipeline, self.engine_whole_experts, replicas, self.engine_span
-        )
-
     @cached_property
     def chunks(self) -> tuple[tuple[range, ...], ...]:
-        """Layers by stage and model chunk. Raises FamilyError."""
-        layout = self.layout
-        return chunk_layers(self.shape.num_layers, layout.pipeline, layout.virtual, self.first_layers, self.last_layers)
+        """Layers by stage and model chunk."""
+        return self.layout.layers(self.shape.num_layers)
 
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
@@ -199,18 +183,20 @@ class Workload:
 def workload_of(
     config: MasterConfig, shape: ModelShape, *, kernels: Kernels, mean_length: int | None = None
 ) -> Workload:
-    """Return the workload of a recipe. Raises FamilyError for a layout that the model does not allow, LayoutError for
-    one that does not fit the number of ranks.
+    """Return the workload of a recipe. Raises LayoutError for a layout that fits neither the devices nor the model,
+    FamilyError for a setting that the model does not allow.
 
     `mean_length`: expected tokens of a sample; None: half of policy.max_total_sequence_length.
     """
     policy, generation = config.policy, config.policy.generation
     megatron, vllm = policy.megatron_cfg, generation.vllm_cfg
     optimizer = megatron.optimizer
-    check_fit(shape, megatron)
-    check_length(shape, policy.max_total_sequence_length)
     pool, cpu = policy_pool(config), kernels == "cpu"
-    layout = layout_of(policy, pool.ranks)
+    if findings := layout_findings(config, shape, gpu=not cpu):
+        raise LayoutError(*findings)
+    check_settings(shape, megatron)
+    check_length(shape, policy.max_total_sequence_length)
+    layout = policy_layout(policy.megatron_cfg, pool.ranks)
     longest, algorithm = policy.max_total_sequence_length, algorithm_of(config)
     grpo, together = algorithm == "grpo", samples_together(algorithm)
     element = BYTES[policy.precision]
@@ -225,8 +211,6 @@ def workload_of(
         layout=layout,
         nodes=pool.nodes,
         gpus_per_node=pool.per_node,
-        first_layers=megatron.num_layers_in_first_pipeline_stage,
-        last_layers=megatron.num_layers_in_last_pipeline_stage,
         recompute=megatron.activation_checkpointing and not selective,
         recomputed=frozenset((selective and megatron.recompute_modules) or ()),
         frozen_router=megatron.freeze_moe_router,
@@ -250,10 +234,7 @@ def workload_of(
         grpo=grpo,
         reference=grpo and needs_reference(config),
         prev=grpo and needs_prev(config),
-        engine_tensor=vllm.tensor_parallel_size,
-        engine_pipeline=vllm.pipeline_parallel_size,
-        engine_whole_experts=vllm.expert_parallel_size > 1,
-        engine_span=engine_nodes(config),
+        engine_layout=engine_layout(config),
         engines=max(1, num_engines(config, gpu=not cpu)),
         engine_element=BYTES[vllm.precision or policy.precision],
         engine_share=vllm.gpu_memory_utilization,

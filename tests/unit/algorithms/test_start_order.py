@@ -16,9 +16,8 @@ from grpo_mcore.algorithms.weight_sync import refit_step
 from grpo_mcore.cluster import WorkerDied
 from grpo_mcore.families import shape_of
 from grpo_mcore.families.known import known_configs
-from grpo_mcore.parallel.layout import layout_of
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import MasterConfig, policy_layout
 
 
 class Answer:
@@ -75,7 +74,7 @@ def config(**grpo: Any) -> MasterConfig:
 
 def started(recipe: MasterConfig, *, gpu: bool) -> list[str]:
     node, shape = Node(), shape_of(next(iter(known_configs().values())))
-    model = Model("m", shape, layout_of(recipe.policy, 1), Platform("gpu" if gpu else "cpu"))
+    model = Model("m", shape, policy_layout(recipe.policy.megatron_cfg, 1), Platform("gpu" if gpu else "cpu"))
     start_policy_and_engines(recipe, node, model)  # type: ignore[arg-type]
     return node.events
 
@@ -124,7 +123,7 @@ def test_policy_and_engines_have_the_environment_variables_of_the_recipe() -> No
     recipe.policy.megatron_cfg.env_vars = {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}
     recipe.policy.generation.vllm_cfg.env_vars = {"B": "2"}
     node, shape = Node(), shape_of(next(iter(known_configs().values())))
-    model = Model("m", shape, layout_of(recipe.policy, 1), Platform("cpu"))
+    model = Model("m", shape, policy_layout(recipe.policy.megatron_cfg, 1), Platform("cpu"))
     start_policy_and_engines(recipe, node, model)  # type: ignore[arg-type]
     assert node.variables["policy"].items() >= {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}.items()
     assert node.variables["engine-0"]["B"] == "2" and "A" not in node.variables["engine-0"]

@@ -93,7 +93,8 @@ def refuse(
         (
             "policy.megatron_cfg.tensor_model_parallel_size=4",
             "policy.megatron_cfg.tensor_model_parallel_size: one copy of the policy needs TP 4 x PP 1 x CP 1 = 4 "
-            "ranks, but the cluster has num_nodes 1 x gpus_per_node 2 = 2",
+            "ranks, and 2 is not a multiple of that; the policy has cluster.num_nodes x gpus_per_node ranks, less "
+            "those of engines with their own devices",
         ),
     ],
 )
@@ -154,7 +155,7 @@ def test_model_folder_that_does_not_exist(refuse: Refuse, name: str) -> None:
 def test_tensor_parallel_size_that_does_not_divide_the_heads(refuse: Refuse) -> None:
     words = ("policy.megatron_cfg.tensor_model_parallel_size=4", "cluster.gpus_per_node=4")
     said = refuse(*words, code=1)
-    assert said.startswith("policy.megatron_cfg.tensor_model_parallel_size 4 does not divide num_attention_heads 6")
+    assert said.startswith("policy.megatron_cfg.tensor_model_parallel_size: 4 does not divide num_attention_heads 6")
     assert said.endswith("it can be one of [1, 2]")
 
 
@@ -250,7 +251,7 @@ def test_what_a_refit_reaches_is_not_refused(refuse: Refuse, family: dict[str, A
 def test_an_engine_that_cannot_share_the_model_out(refuse: Refuse, family: dict[str, Any], message: str) -> None:
     Path("model/config.json").write_text(json.dumps(CONFIG | family))
     said = refuse("policy.generation.vllm_cfg.tensor_parallel_size=4", code=1)
-    assert said == f"policy.generation.vllm_cfg.tensor_parallel_size 4 does not divide {message}"
+    assert said == f"policy.generation.vllm_cfg.tensor_parallel_size: 4 does not divide {message}"
 
 
 @pytest.mark.parametrize("lost", ["hidden_size", "num_experts", "moe_intermediate_size"])

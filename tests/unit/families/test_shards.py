@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.families import FamilyError, parameter_count, read_hf_config, shape_of
+from grpo_mcore.families import parameter_count, read_hf_config, shape_of
 from grpo_mcore.families.known import known_config, known_configs
-from grpo_mcore.families.shards import chunk_layers, stage_layers
 
 # From the model cards and the checkpoints' index files, without layers for multi-token prediction.
 PUBLISHED = {
@@ -76,24 +75,3 @@ def test_the_puzzle_model_has_the_shape_that_is_made(tmp_path: Path) -> None:
         shape_of(read_hf_config(tmp_path)),
         max_positions=shape_of(known_configs("folders")["results/puzzle/untrained"]).max_positions,
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "counts"),
-    [((32, 4), [8, 8, 8, 8]), ((32, 4, 4), None), ((30, 4, 6), [6, 8, 8, 8]), ((30, 4, 6, 6), [6, 9, 9, 6])],
-)
-def test_layers_of_stages(arguments: tuple[int, ...], counts: list[int] | None) -> None:
-    if counts is None:
-        with pytest.raises(FamilyError, match="28 of 32 layers do not divide over the other 3 stages"):
-            stage_layers(*arguments)
-    else:
-        stages = stage_layers(*arguments)
-        assert [len(layers) for layers in stages] == counts
-        assert [layer for layers in stages for layer in layers] == list(range(arguments[0]))
-
-
-def test_layers_of_interleaved_chunks() -> None:
-    assert chunk_layers(8, 2, 2) == ((range(2), range(4, 6)), (range(2, 4), range(6, 8)))
-    assert chunk_layers(10, 2, 2, 6) == ((range(3), range(5, 8)), (range(3, 5), range(8, 10)))
-    with pytest.raises(FamilyError, match="virtual_pipeline_model_parallel_size 2 does not divide .* stage \\(3, 5\\)"):
-        chunk_layers(8, 2, 2, 3)

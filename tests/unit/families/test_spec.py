@@ -13,7 +13,6 @@ from grpo_mcore.families import (
     FamilyError,
     ModelShape,
     Split,
-    check_tensor_parallel,
     local_shape,
     parameter_count,
     params_of,
@@ -216,20 +215,3 @@ def test_another_gate_of_qwen3_5_is_rejected(change: dict) -> None:
     assert shape_of(config | {"attn_output_gate": True, "output_gate_type": "swish"}).output_gate
     with pytest.raises(FamilyError, match=f"{next(iter(change))} .* is not supported for qwen3_5_text models"):
         shape_of(config | change)
-
-
-def test_tensor_parallel_must_divide_the_heads() -> None:
-    with pytest.raises(FamilyError, match=r"size 3 does not divide num_attention_heads 8.*can be one of \[1, 2, 4\]"):
-        check_tensor_parallel(shape_of(QWEN3), 3)
-
-
-def test_tensor_parallel_must_divide_the_groups_of_a_mamba_mixer() -> None:
-    config = {
-        "model_type": "nemotron_h", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-        "vocab_size": 50, "hybrid_override_pattern": "M*-", "ssm_state_size": 4, "mamba_num_heads": 4,
-        "mamba_head_dim": 4, "n_groups": 2,
-    }  # fmt: skip
-    shape = shape_of(config)
-    check_tensor_parallel(shape, 2)
-    with pytest.raises(FamilyError, match=r"size 4 does not divide n_groups 2 of this nemotron_h.*one of \[1, 2\]"):
-        check_tensor_parallel(shape, 4)

@@ -16,6 +16,7 @@ from grpo_mcore.families import FamilyError, shape_of
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.parallel.mesh import prepare_megatron
 from grpo_mcore.parallel.platform import Platform, PlatformError
+from grpo_mcore.recipe import policy_layout
 
 prepare_megatron(Platform.detect())
 
@@ -25,8 +26,8 @@ from megatron.core.transformer import ModuleSpec  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
+from grpo_mcore.layout import PolicyLayout  # noqa: E402
 from grpo_mcore.parallel import model, norm  # noqa: E402
-from grpo_mcore.parallel.layout import Layout, layout_of  # noqa: E402
 from grpo_mcore.parallel.optimizer import check_optimizer, ddp_config, optimizer_config  # noqa: E402
 from grpo_mcore.parallel.settings import transformer_config  # noqa: E402
 from grpo_mcore.recipe import (  # noqa: E402
@@ -84,7 +85,7 @@ def test_the_settings_of_every_recipe_are_accepted(recipe: Path, platform: Platf
     policy, hf_config = config.policy, known_config(config.policy.model_name)
     assert hf_config is not None
     shape = shape_of(hf_config)
-    layout = layout_of(policy, world_size(config))
+    layout = policy_layout(policy.megatron_cfg, world_size(config))
     dtype = getattr(torch, policy.precision)
     settings = transformer_config(shape, layout, policy.megatron_cfg, dtype, platform)
     assert settings.use_cpu_initialization is not platform.on_gpu
@@ -109,7 +110,9 @@ def test_gradients_are_accumulated_in_a_kernel_where_it_is() -> None:
     fused = {
         name
         for name, platform in PLATFORMS.items()
-        if transformer_config(shape, Layout(1, 1, 1), settings, torch.bfloat16, platform).gradient_accumulation_fusion
+        if transformer_config(
+            shape, PolicyLayout(1, 1, 1), settings, torch.bfloat16, platform
+        ).gradient_accumulation_fusion
     }
     assert fused == {"gpu with every kernel"}
 
@@ -166,7 +169,7 @@ def test_an_optimizer_on_the_host_needs_no_kernel(platform: Platform, aware: boo
 )
 def test_overrides_of_megatrons_settings(overrides: dict[str, Any], problem: str | None) -> None:
     shape, settings = shape_of(known_configs()["Qwen3-8B"]), MegatronConfig(model_overrides=overrides)
-    arguments = (shape, Layout(1, 1, 1), settings, torch.bfloat16, PLATFORMS["cpu"])
+    arguments = (shape, PolicyLayout(1, 1, 1), settings, torch.bfloat16, PLATFORMS["cpu"])
     if problem is None:
         assert transformer_config(*arguments).moe_input_jitter_eps == 0.5
     else:
@@ -192,7 +195,7 @@ def test_layers_are_those_of_the_platform(name: str, platform: Platform, monkeyp
     shape = shape_of(known_configs()[name])
     monkeypatch.setattr(model, "get_transformer_layer_offset", lambda config, vp_stage: 0)  # these ask process groups
     monkeypatch.setattr(model, "get_num_layers_to_build", lambda config, vp_stage: config.num_layers)
-    config = transformer_config(shape, Layout(1, 1, 1), MegatronConfig(), torch.bfloat16, platform)
+    config = transformer_config(shape, PolicyLayout(1, 1, 1), MegatronConfig(), torch.bfloat16, platform)
     found, fused = classes_of(model.block_spec(shape, config, None, platform)), platform.fused_attention
     theirs = {te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear}
     local = {norm.RMSNorm if platform.on_gpu else norm.CpuRMSNorm, model.RowParallelLinear}
@@ -221,7 +224,7 @@ def test_mixers_use_their_kernels_in_half_precision(monkeypatch: pytest.MonkeyPa
         (PLATFORMS["gpu"], torch.bfloat16, False),
         (PLATFORMS["cpu"], torch.bfloat16, False),
     ):
-        config = transformer_config(shape, Layout(1, 1, 1), MegatronConfig(), dtype, platform)
+        config = transformer_config(shape, PolicyLayout(1, 1, 1), MegatronConfig(), dtype, platform)
         mixers = [
             layer.submodules.self_attention for layer in model.block_spec(shape, config, None, platform).layer_specs
         ]
@@ -245,12 +248,12 @@ def test_experts_are_grouped_where_the_kernel_takes_them(
 ) -> None:
     shape, settings = shape_of(known_configs()["Qwen3-30B-A3B"]), MegatronConfig.model_validate(changed)
     for platform in PLATFORMS.values():
-        config = transformer_config(shape, Layout(1, 1, 1), settings, dtype, platform)
+        config = transformer_config(shape, PolicyLayout(1, 1, 1), settings, dtype, platform)
         assert config.moe_grouped_gemm == (grouped and platform.on_gpu)
         assert config.moe_permute_fusion == platform.transformer_engine, "on by default, where the kernel is"
     assert shape.experts is not None
     narrow = replace(shape, experts=replace(shape.experts, ffn_hidden_size=772))
-    assert not transformer_config(narrow, Layout(1, 1, 1), settings, dtype, PLATFORMS["gpu"]).moe_grouped_gemm
+    assert not transformer_config(narrow, PolicyLayout(1, 1, 1), settings, dtype, PLATFORMS["gpu"]).moe_grouped_gemm
 
 
 def test_detection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +281,7 @@ def test_kernels_that_a_model_needs_are_imported_before_it_is_built(
     monkeypatch.syspath_prepend(tmp_path)
     shape, settings = shape_of(known_configs()["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"]), MegatronConfig()
     with pytest.raises(PlatformError, match=r"mamba_ssm is installed here .* undefined symbol"):
-        model.build_model(shape, Layout(1, 1, 1), settings, torch.bfloat16, PLATFORMS["gpu with every kernel"])
+        model.build_model(shape, PolicyLayout(1, 1, 1), settings, torch.bfloat16, PLATFORMS["gpu with every kernel"])
 
 
 def test_a_process_of_the_cpu_runs_no_rank_on_a_gpu() -> None:

@@ -55,9 +55,13 @@ def test_pools(pool: dict[str, Any] | None, policy: DevicePool, engines: DeviceP
         ({}, {}, "say what the engines get"),
         ({"num_nodes": 3}, {}, "takes all of cluster.num_nodes 3: none is left to train"),
         ({"gpus_per_node": 8}, {}, "takes all of cluster.gpus_per_node 8: none is left to train"),
-        ({"gpus_per_node": 4}, {"tensor": 6}, "4 ranks per node are neither a multiple nor a divisor of the 6 ranks"),
-        ({"num_nodes": 1}, {"tensor": 16}, "1 engines of 16 ranks do not fit the 1 x 8 ranks of their pool"),
-        ({"num_nodes": 1}, {"num_engines": 9}, "9 engines of 1 ranks do not fit the 1 x 8 ranks of their pool"),
+        (
+            {"gpus_per_node": 4},
+            {"tensor": 6},
+            "are neither a divisor nor a multiple of the 4 devices",
+        ),
+        ({"num_nodes": 1}, {"tensor": 16}, "1 engines of 16 ranks do not fit 1 nodes x 8 devices"),
+        ({"num_nodes": 1}, {"num_engines": 9}, "9 engines of 1 ranks do not fit 1 nodes x 8 devices"),
     ],
 )
 def test_impossible_pools(pool: dict[str, Any], changes: dict[str, Any], message: str) -> None:

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.delivery import Deliveries, bytes_to, engine_ranks, readers_by_node
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import RefitError
 from tests.unit.refit.test_plan import index, plan_of
 from tests.unit.refit.whole_split import PADDING, Case, in_the_engine, on_the_policy, random_case
@@ -71,7 +71,7 @@ def test_every_rank_finds_what_it_reads_in_the_buffer_of_its_node(seed: int) -> 
 def test_engines_over_nodes_share_the_work_of_the_replicas() -> None:
     """Slices that one part of each engine reads come to the engines from one replica after the other."""
     case = next(
-        case for case in map(random_case, range(500)) if case.trainer == TrainerLayout(4, data=4)
+        case for case in map(random_case, range(500)) if case.trainer == PolicyLayout(4, data=4)
         and case.engine == EngineLayout(4) and not case.experts
     )  # fmt: skip
     plan = plan_of(case)

@@ -9,8 +9,8 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.families import shape_of
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.delivery import bytes_to
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.overview import Overview, draw
 from tests.unit.refit.test_plan import QWEN
 from tests.unit.refit.whole_split import make_shape, with_experts
@@ -20,10 +20,10 @@ RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
 def test_what_is_read_is_what_every_rank_needs(tmp_path: Path) -> None:
     shape = shape_of(QWEN)
-    found = Overview.of(shape, TrainerLayout(2, 1, 2), EngineLayout(2), dtype="bfloat16", buffer_gb=0.5, nodes=3)
+    found = Overview.of(shape, PolicyLayout(2, 1, 2), EngineLayout(2), dtype="bfloat16", buffer_gb=0.5, nodes=3)
     links, sent = found.traffic(), found.sent()
     assert found.plan.block_bytes == found.needed_bytes and sent.sum() == 3 * found.needed_bytes
-    whole = Overview.of(shape, TrainerLayout(), EngineLayout(2), dtype="bfloat16", buffer_gb=0.5)
+    whole = Overview.of(shape, PolicyLayout(), EngineLayout(2), dtype="bfloat16", buffer_gb=0.5)
     needs = whole.traffic().sum(axis=(0, 1))  # of each engine rank
     assert np.array_equal(links.sum(axis=0), np.stack([needs] * 3))
     # Another node takes a replicated slice from another policy rank.
@@ -37,8 +37,8 @@ def test_what_is_read_is_what_every_rank_needs(tmp_path: Path) -> None:
 def test_engines_over_nodes_get_each_byte_where_it_is_read() -> None:
     shape = make_shape(hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, ffn_hidden_size=512, vocab_size=400)
     layout = EngineLayout(4, nodes=2)
-    found = Overview.of(shape, TrainerLayout(2, 1, 2), layout, dtype="bfloat16", buffer_gb=0.5, nodes=4)
-    inside = Overview.of(shape, TrainerLayout(2, 1, 2), EngineLayout(4), dtype="bfloat16", buffer_gb=0.5, nodes=2)
+    found = Overview.of(shape, PolicyLayout(2, 1, 2), layout, dtype="bfloat16", buffer_gb=0.5, nodes=4)
+    inside = Overview.of(shape, PolicyLayout(2, 1, 2), EngineLayout(4), dtype="bfloat16", buffer_gb=0.5, nodes=2)
     assert np.array_equal(found.traffic().sum(axis=0), inside.traffic().sum(axis=0)), (
         "a rank reads what it reads anywhere"
     )
@@ -56,7 +56,7 @@ def test_1024_ranks_and_235b_in_seconds() -> None:
     )  # fmt: skip
     began = time.process_time()  # other processes on the machine do not count
     found = Overview.of(
-        shape, TrainerLayout(4, 2, 64, expert=32, expert_tensor=1), EngineLayout(8, 1, True), dtype="bfloat16",
+        shape, PolicyLayout(4, 2, 64, expert=32, expert_tensor=1), EngineLayout(8, 1, True), dtype="bfloat16",
         buffer_gb=4, nodes=64, params=with_experts(shape, experts=128, ffn=1536),
     )  # fmt: skip
     text = found.text()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grpo_mcore.families import params_of, shape_of
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.plan import GIB, RefitError, RefitPlan, plan_model_refit, plan_refit
 from tests.unit.refit.whole_split import (
     PADDING,
@@ -86,7 +86,7 @@ def test_the_plan_gives_what_splitting_the_whole_tensors_gives(start: int, end: 
 
 def test_a_slice_that_several_ranks_hold_is_sent_by_the_least_loaded() -> None:
     shape = shape_of(QWEN)
-    plan = plan_model_refit(shape, TrainerLayout(2, 1, 4), EngineLayout(2), dtype="bfloat16", buffer_bytes=GIB)
+    plan = plan_model_refit(shape, PolicyLayout(2, 1, 4), EngineLayout(2), dtype="bfloat16", buffer_bytes=GIB)
     loads = [0] * 8
     for block in plan.blocks():
         assert block.source in plan.holders[block.holders]
@@ -97,7 +97,7 @@ def test_a_slice_that_several_ranks_hold_is_sent_by_the_least_loaded() -> None:
 
 def test_pieces_are_as_few_as_possible() -> None:
     shape = shape_of(QWEN)
-    plan = plan_model_refit(shape, TrainerLayout(2), EngineLayout(2), dtype="bfloat16", buffer_bytes=GIB)
+    plan = plan_model_refit(shape, PolicyLayout(2), EngineLayout(2), dtype="bfloat16", buffer_bytes=GIB)
     for block in plan.blocks():
         fused = {"linear_qkv": 3}  # q, k and v: one group on each rank, of whose parts vLLM makes three
         most = 1 if "linear_qkv" not in block.param else fused["linear_qkv"]
@@ -107,7 +107,7 @@ def test_pieces_are_as_few_as_possible() -> None:
     qkv = [block for block in plan.blocks() if "linear_qkv.weight" in block.param]
     assert all(len(block.reads) == 1 for block in qkv)
     # Two groups on one rank: q, q, k, k, v, v of [q k v | q k v]; the queries' and the keys' copies cannot touch.
-    one = plan_model_refit(shape, TrainerLayout(1), EngineLayout(1), dtype="bfloat16", buffer_bytes=GIB)
+    one = plan_model_refit(shape, PolicyLayout(1), EngineLayout(1), dtype="bfloat16", buffer_bytes=GIB)
     pieces = Counter(block.param for block in one.blocks())
     assert {count for name, count in pieces.items() if "layers.5.self_attention.linear_qkv.weight" in name} == {6}
     assert {len(block.reads) for block in one.blocks()} == {1}
@@ -117,12 +117,12 @@ def test_pieces_are_as_few_as_possible() -> None:
 @pytest.mark.parametrize(
     ("trainer", "engine"),
     [
-        (TrainerLayout(2, 4, 2), EngineLayout(4)),
-        (TrainerLayout(1, 8, 1), EngineLayout(2, 4)),
-        (TrainerLayout(2, 1, 4), EngineLayout(8, nodes=2)),
+        (PolicyLayout(2, 4, 2), EngineLayout(4)),
+        (PolicyLayout(1, 8, 1), EngineLayout(2, 4)),
+        (PolicyLayout(2, 1, 4), EngineLayout(8, nodes=2)),
     ],
 )
-def test_all_ranks_are_at_work_in_every_bucket(trainer: TrainerLayout, engine: EngineLayout) -> None:
+def test_all_ranks_are_at_work_in_every_bucket(trainer: PolicyLayout, engine: EngineLayout) -> None:
     """Equal shares: the busiest rank's bytes, summed over the buckets, are hardly more than its part of all bytes."""
     shape = shape_of(QWEN | {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000})
     plan = plan_model_refit(shape, trainer, engine, dtype="bfloat16", buffer_bytes=64 * 2**20)
@@ -145,7 +145,7 @@ def test_all_ranks_are_at_work_in_every_bucket(trainer: TrainerLayout, engine: E
 def test_whoever_reads_a_block_reads_all_of_it_without_gaps() -> None:
     """Row-parallel weights: a reader's columns lie in a block of their own, and no byte is read in vain."""
     shape = shape_of(QWEN)
-    plan = plan_model_refit(shape, TrainerLayout(1), EngineLayout(2), dtype="bfloat16", buffer_bytes=GIB)
+    plan = plan_model_refit(shape, PolicyLayout(1), EngineLayout(2), dtype="bfloat16", buffer_bytes=GIB)
     down = [block for block in plan.blocks() if "layers.0.mlp.linear_fc2" in block.param]
     assert {block.box[1] for block in down} == {(0, 2432), (2432, 4864)}
     read = Counter[int]()
@@ -159,7 +159,7 @@ def test_whoever_reads_a_block_reads_all_of_it_without_gaps() -> None:
 
 def test_a_large_parameter_is_cut_by_rows() -> None:
     shape = shape_of(QWEN)
-    plan = plan_model_refit(shape, TrainerLayout(2), EngineLayout(1), dtype="bfloat16", buffer_bytes=100 * 2**20)
+    plan = plan_model_refit(shape, PolicyLayout(2), EngineLayout(1), dtype="bfloat16", buffer_bytes=100 * 2**20)
     assert plan.buffer_bytes <= 100 * 2**20
     parts = [block for block in plan.blocks() if block.reads[0].param == "model.embed_tokens.weight"]
     assert len(parts) > 2 and all(block.nbytes <= plan.half_bytes <= 50 * 2**20 for block in parts)
@@ -183,7 +183,7 @@ def test_a_plan_survives_json_and_its_digest_sees_every_change() -> None:
 def test_parameters_that_the_engine_must_place_travel_whole() -> None:
     shape = make_shape(num_layers=1)
     params = [replace(param, engine=None) if "qkv" in param.megatron else param for param in params_of(shape)]
-    case = Case(shape, tuple(params), TrainerLayout(2), EngineLayout(2), 0)
+    case = Case(shape, tuple(params), PolicyLayout(2), EngineLayout(2), 0)
     plan = plan_of(case)
     names = [f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kqv"]
     assert plan.fallbacks == tuple(names)
@@ -201,11 +201,11 @@ def test_parameters_that_the_engine_must_place_travel_whole() -> None:
 def test_errors() -> None:
     shape = make_shape(hidden_size=1000)
     with pytest.raises(RefitError, match=r"one row of 'embedding.word_embeddings.weight' has 4,000 bytes and does"):
-        plan_refit(params_of(shape), shape, TrainerLayout(), EngineLayout(), dtype="float32", buffer_bytes=4000)
+        plan_refit(params_of(shape), shape, PolicyLayout(), EngineLayout(), dtype="float32", buffer_bytes=4000)
     with pytest.raises(RefitError, match="no parameters"):
-        plan_refit([], shape, TrainerLayout(), EngineLayout(), dtype="float32", buffer_bytes=GIB)
+        plan_refit([], shape, PolicyLayout(), EngineLayout(), dtype="float32", buffer_bytes=GIB)
     with pytest.raises(RefitError, match="'int7'"):
-        plan_refit(params_of(shape), shape, TrainerLayout(), EngineLayout(), dtype="int7", buffer_bytes=GIB)
+        plan_refit(params_of(shape), shape, PolicyLayout(), EngineLayout(), dtype="int7", buffer_bytes=GIB)
 
 
 def test_the_size_that_the_message_names_is_enough() -> None:
@@ -213,7 +213,7 @@ def test_the_size_that_the_message_names_is_enough() -> None:
 
     def plan(gib: float) -> RefitPlan:
         return plan_refit(
-            params_of(shape), shape, TrainerLayout(), EngineLayout(), dtype="float32", buffer_bytes=int(gib * GIB)
+            params_of(shape), shape, PolicyLayout(), EngineLayout(), dtype="float32", buffer_bytes=int(gib * GIB)
         )
 
     with pytest.raises(RefitError) as caught:
@@ -227,7 +227,7 @@ def test_a_half_billion_model_is_planned_in_50_ms() -> None:
     for engine in (1, 2):
         began = time.process_time()
         plan_refit(
-            params_of(shape_of(QWEN)), shape_of(QWEN), TrainerLayout(2), EngineLayout(engine), dtype="bfloat16",
+            params_of(shape_of(QWEN)), shape_of(QWEN), PolicyLayout(2), EngineLayout(engine), dtype="bfloat16",
             buffer_bytes=GIB // 2,
         )  # fmt: skip
         seconds.append(time.process_time() - began)
@@ -242,7 +242,7 @@ def test_1024_ranks_and_a_235b_model_are_planned_in_seconds() -> None:
     )  # fmt: skip
     params = with_experts(shape, experts=128, ffn=1536)
     assert 234e9 < sum(tensor.numel for param in params for tensor in param.hf) < 236e9
-    trainer = TrainerLayout(tensor=4, pipeline=2, data=64, expert=32, expert_tensor=1)
+    trainer = PolicyLayout(tensor=4, pipeline=2, data=64, expert=32, expert_tensor=1)
     began = time.process_time()
     plan = plan_refit(params, shape, trainer, EngineLayout(8, 1, True), dtype="bfloat16", buffer_bytes=4 * GIB)
     seconds = time.process_time() - began

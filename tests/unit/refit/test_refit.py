@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.board import Seat
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.parts import CALLS_PER_PROCESS, Part
 from grpo_mcore.refit.plan import RefitError, plan_refit
 from grpo_mcore.refit.refit import Refit, RefitState, refit
@@ -25,7 +25,7 @@ PARAMS = [
 
 def make_plan(buckets: int) -> Any:
     plan = plan_refit(
-        PARAMS, SHAPE, TrainerLayout(2), EngineLayout(), dtype="float32", buffer_bytes={2: 384, 3: 224}[buckets],
+        PARAMS, SHAPE, PolicyLayout(2), EngineLayout(), dtype="float32", buffer_bytes={2: 384, 3: 224}[buckets],
         alignment=16,
     )  # fmt: skip
     assert len(plan.buckets) == buckets

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.families import params_of, shape_of
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.board import Seat
 from grpo_mcore.refit.buffer import attach_buffer, block_view
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_refit
 from grpo_mcore.refit.proof import checksum, first_difference, is_checked
@@ -38,9 +38,7 @@ class Source:
 
 
 def plan(size: int = 1, dtype: str = "float32", engine: int = 1) -> RefitPlan:
-    return plan_refit(
-        params_of(SHAPE), SHAPE, TrainerLayout(size), EngineLayout(engine), dtype=dtype, buffer_bytes=8192
-    )
+    return plan_refit(params_of(SHAPE), SHAPE, PolicyLayout(size), EngineLayout(engine), dtype=dtype, buffer_bytes=8192)
 
 
 def open_all(senders: list[RefitSender], plan: RefitPlan) -> list[dict]:

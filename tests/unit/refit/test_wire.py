@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from grpo_mcore.families import params_of
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit import receiver, shared_memory
 from grpo_mcore.refit.board import Mapped, Seat
 from grpo_mcore.refit.buffer import block_view
 from grpo_mcore.refit.delivery import Deliveries
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.network import Network
 from grpo_mcore.refit.parts import Part, parts_of
 from grpo_mcore.refit.plan import Block, RefitError, RefitPlan, plan_refit
@@ -123,7 +123,7 @@ class Setting:
 
     def __init__(self, nodes: int, node_of_rank: Sequence[int] = (), span: int = 1) -> None:
         self.node_of_rank, self.span = node_of_rank, span
-        layout = TrainerLayout(2, 1, 2)
+        layout = PolicyLayout(2, 1, 2)
         self.plan = plan_refit(params_of(SHAPE), SHAPE, layout, EngineLayout(RANKS), dtype="float32", buffer_bytes=8192)
         self.sources = [Source(rank % 2, 2) for rank in range(4)]
         self.senders = [RefitSender(source, rank, run_id="test") for rank, source in enumerate(self.sources)]
@@ -170,7 +170,7 @@ def test_engines_with_gpus_of_their_own_read_what_arrives_from_host_memory(monke
     monkeypatch.setattr(shared_memory, "pin", lambda flat: None)
     monkeypatch.setattr(shared_memory, "unpin", lambda flat: None)
     plan = plan_refit(
-        params_of(SHAPE), SHAPE, TrainerLayout(2, 1, 2), EngineLayout(RANKS), dtype="float32", buffer_bytes=8192
+        params_of(SHAPE), SHAPE, PolicyLayout(2, 1, 2), EngineLayout(RANKS), dtype="float32", buffer_bytes=8192
     )
     node, parts = Node(plan), parts_of(plan, 4, (-1,) * 4, ((0, 1),), (4,))
     opened = node.open_receiver(network, parts.receivers[0], 0, Seat(1, 0, 1, 2, 5.0))

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from grpo_mcore.families import HfTensor, ModelShape, Param, Split, Stage, params_of
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.layout import EngineLayout, PolicyLayout
 
 Weights = dict[str, np.ndarray]
 PADDING = -1
@@ -21,7 +21,7 @@ PADDING = -1
 class Case:
     shape: ModelShape
     params: tuple[Param, ...]
-    trainer: TrainerLayout
+    trainer: PolicyLayout
     engine: EngineLayout
     experts: int
 
@@ -83,8 +83,8 @@ def random_case(seed: int) -> Case:
     pipeline, virtual = pick.choice([1, 1, 2, 3]), pick.choice([1, 1, 1, 2])
     context, data, engine_pp = pick.choice([1, 1, 2]), pick.choice([1, 2, 4]), pick.choice([1, 1, 2, 3])
     experts = pick.choice([0, 0, 4, 8])
-    expert_tensor = pick.choice([1, tp]) if experts else 0
-    room = tp * context * data // (expert_tensor or 1)
+    expert_tensor = pick.choice([1, tp]) if experts else 1
+    room = tp * context * data // expert_tensor
     expert = pick.choice([size for size in (1, 2, 4) if room % size == 0 and experts % size == 0]) if experts else 1
     kv_heads = pick.choice([k for k in (1, 2, 4, 8) if k % tp == 0 and (k % engine_tp == 0 or engine_tp % k == 0)])
     wide = np.lcm(tp, engine_tp)
@@ -97,8 +97,8 @@ def random_case(seed: int) -> Case:
     )  # fmt: skip
     params = params_of(shape)
     if experts:
-        params = with_experts(shape, experts, (expert_tensor or 1) * engine_tp * pick.randint(1, 2))
-    trainer = TrainerLayout(tp, pipeline, data, context, expert, expert_tensor, virtual)
+        params = with_experts(shape, experts, expert_tensor * engine_tp * pick.randint(1, 2))
+    trainer = PolicyLayout(tp, pipeline, data, context, expert, expert_tensor, virtual)
     whole_experts = experts > 0 and experts % engine_tp == 0 and pick.random() < 0.5
     engine = EngineLayout(engine_tp, engine_pp, whole_experts)
     return Case(shape, params, trainer, engine, experts)
@@ -109,9 +109,8 @@ def on_the_policy(case: Case, rank: int) -> Weights:
     layout, shape = case.trainer, case.shape
     stages = np.arange(layout.world_size).reshape(layout.pipeline, layout.data, layout.context, layout.tensor)
     stage, _, _, tp = (int(found[0]) for found in np.nonzero(stages == rank))
-    etp_size = layout.expert_tensor or layout.tensor
-    inside = np.arange(layout.stage_ranks).reshape(-1, layout.expert, etp_size)
-    _, ep, etp = (int(found[0]) for found in np.nonzero(inside == rank % layout.stage_ranks))
+    inside = np.arange(layout.stage_size).reshape(-1, layout.expert, layout.expert_tensor)
+    _, ep, etp = (int(found[0]) for found in np.nonzero(inside == rank % layout.stage_size))
     chunks = np.array_split(np.arange(shape.num_layers), layout.pipeline * layout.virtual)
     mine = {f"{v}:" if layout.virtual > 1 else "": v * layout.pipeline + stage for v in range(layout.virtual)}
     found: Weights = {}
@@ -131,7 +130,7 @@ def on_the_policy(case: Case, rank: int) -> Weights:
                 continue
             layer = chunks[chunk].tolist().index(param.layer) if param.layer is not None else 0
             name = prefix + param.megatron.format(layer=layer, expert=expert)
-            index, size = (etp, etp_size) if param.expert else (tp, layout.tensor)
+            index, size = (etp, layout.expert_tensor) if param.expert else (tp, layout.tensor)
             found[name] = _megatron(param, shape, [case.whole[t.name] for t in param.hf], index, size)
     return found
 

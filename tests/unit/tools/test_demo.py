@@ -9,9 +9,9 @@ import pytest
 
 from grpo_mcore.cli.demo import FOLDERS, make_untrained
 from grpo_mcore.data.arithmetic import make_arithmetic_task, make_base_config
-from grpo_mcore.families import check_fit, read_hf_config, shape_of
+from grpo_mcore.families import check_settings, read_hf_config, shape_of
 from grpo_mcore.families.known import known_config
-from grpo_mcore.recipe import load_recipe
+from grpo_mcore.recipe import layout_findings, load_recipe
 from grpo_mcore.tools.demo import Answers, ask, learned
 
 
@@ -48,5 +48,6 @@ def test_the_untrained_model_fits_its_recipe(tmp_path: Path, recipe: str) -> Non
     shape = shape_of(read_hf_config(tmp_path / "untrained"))
     known = known_config(config.policy.model_name)
     assert known is not None and replace(shape_of(known), max_positions=shape.max_positions) == shape
-    check_fit(shape, config.policy.megatron_cfg)
+    check_settings(shape, config.policy.megatron_cfg)
+    assert not layout_findings(config, shape)
     assert (shape.mamba is not None) == (shape.experts is not None) == (recipe == "grpo-nano-v3-cpu")

@@ -17,11 +17,9 @@ from grpo_mcore.cli.main import main
 from grpo_mcore.families import FamilyError, forward_flops, parameter_count, shape_of
 from grpo_mcore.families.activations import layer_bytes
 from grpo_mcore.families.known import known_configs
-from grpo_mcore.families.shards import chunk_layers
-from grpo_mcore.parallel.layout import Layout
+from grpo_mcore.layout import EngineLayout, LayoutError, PolicyLayout
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.refit.delivery import Deliveries, readers_by_node
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import plan_model_refit
 from grpo_mcore.tools.plan.measured import compare
 from grpo_mcore.tools.plan.memory import optimizer_bytes
@@ -223,8 +221,8 @@ def test_each_node_of_an_engine_gets_the_bytes_that_it_reads() -> None:
     """Compare with the delivery of every block, and with the same engines on nodes four times as large."""
     found = plan(DEEPSEEK)
     load, refit = found.load, found.refit
-    assert refit is not None and (load.engine_span, load.engines) == (4, 8)
-    trainer = TrainerLayout(8, 16, 2, 1, 16, 1, first_layers=4, last_layers=1)
+    assert refit is not None and (load.engine_layout.nodes, load.engines) == (4, 8)
+    trainer = PolicyLayout(8, 16, 2, 1, 16, 1, first_layers=4, last_layers=1)
     engine = EngineLayout(32, expert_parallel=True)
     moved = plan_model_refit(load.shape, trainer, engine, dtype="bfloat16", buffer_bytes=load.refit_buffer)
     node_of_rank = [rank // 8 for rank in range(256)]
@@ -261,7 +259,7 @@ def test_the_search_includes_the_recipes_own_layout() -> None:
     (option, *_) = search(found.load, found.device, nodes=32)
     assert option.own
     again = plan(DEEPSEEK, *option.overrides)
-    assert again.load.layout == found.load.layout and again.load.engine_span == 4 and again.fits
+    assert again.load.layout == found.load.layout and again.load.engine_layout.nodes == 4 and again.fits
 
 
 NOT_FIRST = {  # docs/plan_and_doctor.md has the reasons
@@ -413,8 +411,8 @@ def test_a_config_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("data", [1, 3, 64])
 def test_every_element_is_owned_once(name: str, data: int) -> None:
     shape = shape_of(known_configs()[name])
-    for stage, chunks in enumerate(chunk_layers(shape.num_layers, 4, 1)):
-        found = rank_params(shape, Layout(2, 4, data), stage, chunks, False)
+    for stage, chunks in enumerate(PolicyLayout(pipeline=4).layers(shape.num_layers)):
+        found = rank_params(shape, PolicyLayout(2, 4, data), stage, chunks, False)
         for shard in (*found.common, *found.experts):
             assert sum(shard.owned) == shard.numel <= shard.buffer
             assert shard.most_owned <= shard.buffer / len(shard.owned)
@@ -467,7 +465,7 @@ def test_context_parallel_ranks_share_a_bin() -> None:
 
 
 def test_a_layout_that_the_model_does_not_allow_is_refused() -> None:
-    with pytest.raises(FamilyError, match="tensor_model_parallel_size 8 does not divide num_key_value_heads 4"):
+    with pytest.raises(LayoutError, match="tensor_model_parallel_size: 8 does not divide num_key_value_heads 4"):
         plan(MOE, f"{AT}tensor_model_parallel_size=8")
 
 

@@ -1,4 +1,4 @@
-"""Next to which policy ranks each engine runs, and which engines are refused."""
+"""Next to which policy ranks each engine runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.run_control.checks import SetupError, check_engine_places
 from grpo_mcore.algorithms.setup import engine_ranks
 from grpo_mcore.recipe import MasterConfig, num_engines
 
@@ -50,18 +49,3 @@ def test_engines_on_cpu_take_the_nodes_in_turns() -> None:
         [[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [2, 3]],
     ]  # fmt: skip
     assert ranks(engine_ranks(3, config(1, 2, 4, platform="cpu"), gpu=False)) == [[]]
-
-
-@pytest.mark.parametrize(
-    ("engines", "message"),
-    [
-        (
-            config(3, 8, 12, platform="gpu"),
-            "tensor_parallel_size 12 x pipeline_parallel_size 1 neither divides cluster.gpus_per_node 8 nor",
-        ),
-        (config(1, 8, 16, platform="gpu"), "1 engines of 16 ranks do not fit the 8 GPUs"),
-    ],
-)
-def test_engines_that_do_not_fit_the_devices_are_refused(engines: MasterConfig, message: str) -> None:
-    with pytest.raises(SetupError, match=message):
-        check_engine_places(engines, gpu=True)

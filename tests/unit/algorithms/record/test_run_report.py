@@ -17,8 +17,7 @@ from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.families import forward_flops, shape_of
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.observe import Logger
-from grpo_mcore.parallel.layout import layout_of
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import MasterConfig, policy_layout
 from grpo_mcore.rollout.trajectory import Score
 
 SHAPE = shape_of(next(iter(known_configs().values())))
@@ -47,7 +46,12 @@ def new_report(folder: Path) -> RunReport:
     )
     logger = Logger(config.logger)
     policy: Any = SimpleNamespace(
-        shape=SHAPE, precision="bfloat16", layout=layout_of(config.policy, 2), cluster=None, workers=[], train_times=[]
+        shape=SHAPE,
+        precision="bfloat16",
+        layout=policy_layout(config.policy.megatron_cfg, 2),
+        cluster=None,
+        workers=[],
+        train_times=[],
     )
     engines: Any = SimpleNamespace(colocated=True, workers=[], nodes=lambda: [], places=lambda: [])
     report = RunReport.__new__(RunReport)

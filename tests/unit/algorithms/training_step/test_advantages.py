@@ -10,7 +10,7 @@ import torch
 
 from grpo_mcore.algorithms.training_step.advantages import TargetsError, compute_targets
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, build_step_batch
-from grpo_mcore.parallel.layout import Layout
+from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 from tests.unit.algorithms.training_step.step_cases import config, group
@@ -21,7 +21,7 @@ GROUPS = [group("a", [1, 0, 0, 0]), group("b", [1, 1, None, 0])]
 def targets(
     recipe: MasterConfig, groups: list[Group] | None = None, stats: dict[str, Any] | None = None
 ) -> tuple[TrainTargets, dict[str, float]]:
-    batch = build_step_batch(groups or GROUPS, recipe, Layout(1, 1, 1))
+    batch = build_step_batch(groups or GROUPS, recipe, PolicyLayout(1, 1, 1))
     stats = {name: torch.as_tensor(values, dtype=torch.float64) for name, values in (stats or {}).items()}
     return compute_targets(batch, stats, recipe)
 

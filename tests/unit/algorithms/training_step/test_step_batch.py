@@ -11,12 +11,12 @@ import torch
 from grpo_mcore.algorithms.training_step.advantages import counts
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch, rank_steps
 from grpo_mcore.batching.prefix_trees import prefix_hashes
-from grpo_mcore.parallel.layout import Layout
+from grpo_mcore.layout import PolicyLayout
 from tests.unit.algorithms.training_step.step_cases import config, group
 
 
 def test_every_scored_sample_is_distributed_once() -> None:
-    batch = build_step_batch([group("a", [1, 0, 0, 0]), group("b", [1, 1, None, 0])], config(), Layout(1, 1, 1))
+    batch = build_step_batch([group("a", [1, 0, 0, 0]), group("b", [1, 1, None, 0])], config(), PolicyLayout(1, 1, 1))
     (rank,) = batch.ranks
     dealt = [i for bins in rank.batches for bin in bins for i in bin]
     assert sorted(dealt) == [0, 1, 2, 3, 4, 5, 7]
@@ -29,35 +29,35 @@ def test_every_scored_sample_is_distributed_once() -> None:
 
 def test_ranks_share_the_samples_in_equally_many_bins() -> None:
     groups = [group("a", [1, 0, 0, 1]), group("b", [0, 1, 0, 0])]
-    first, second = build_step_batch(groups, config(), Layout(1, 1, 2)).ranks
+    first, second = build_step_batch(groups, config(), PolicyLayout(1, 1, 2)).ranks
     assert [len(bins) for bins in first.batches] == [len(bins) for bins in second.batches]
     assert not first.trajectories.keys() & second.trajectories.keys()
     assert len(first.trajectories) == len(second.trajectories) == 4
 
 
 def test_a_sample_without_tokens_is_left_out() -> None:
-    batch = build_step_batch([group("a", [1, 0, 0, 1], lengths=[3, 0, 2, 2])], config(), Layout(1, 1, 1))
+    batch = build_step_batch([group("a", [1, 0, 0, 1], lengths=[3, 0, 2, 2])], config(), PolicyLayout(1, 1, 1))
     assert batch.weights.tolist() == [1, 0, 1, 1] and 1 not in batch.ranks[0].trajectories
 
 
 @pytest.mark.parametrize("data_parallel", [1, 2])
 def test_a_step_without_samples_has_no_ranks(data_parallel: int) -> None:
     groups = [group("a", [1, 0, 0, 0], truncated=True), group("b", [1, 0, 1, 0], truncated=True)]
-    batch = build_step_batch(groups, config(overlong_filtering=True), Layout(1, 1, data_parallel))
+    batch = build_step_batch(groups, config(overlong_filtering=True), PolicyLayout(1, 1, data_parallel))
     assert batch.ranks == () and batch.tokens == 0 and batch.weights.sum() == 0
 
 
 def test_filtered_samples_are_processed_if_a_baseline_needs_their_kl() -> None:
     groups = [group("a", [1, 0, 0, 0], truncated=True), group("b", [1, 0, None, 0])]
     recipe = config({"use_kl_in_reward": True}, overlong_filtering=True, normalize_rewards=False)
-    batch = build_step_batch(groups, recipe, Layout(1, 1, 1))
+    batch = build_step_batch(groups, recipe, PolicyLayout(1, 1, 1))
     assert sorted(batch.ranks[0].trajectories) == [0, 1, 2, 3, 4, 5, 7]
     assert batch.weights.tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
 
 
 def test_few_samples_make_fewer_optimizer_steps() -> None:
     groups = [group("a", [1, None, None, None]), group("b", [None, None, 0, None])]
-    batch = build_step_batch(groups, config(), Layout(1, 1, 2))
+    batch = build_step_batch(groups, config(), PolicyLayout(1, 1, 2))
     assert [len(rank.batches) for rank in batch.ranks] == [1, 1]
 
 
@@ -69,7 +69,7 @@ def test_a_step_shares_prefixes_where_they_are_asked_for_and_pay() -> None:
         for number, each in enumerate(groups)
     ]
     for given, asked, shares in ((groups, True, False), (alike, False, False), (alike, True, True)):
-        batch = build_step_batch(given, config(), Layout(1, 1, 1), shares_prefixes=asked)
+        batch = build_step_batch(given, config(), PolicyLayout(1, 1, 1), shares_prefixes=asked)
         assert [rank.shares_prefixes for rank in batch.ranks] == [shares]
         assert batch.plan_metrics["plan/computed_tokens"] == pytest.approx(1 - 6 * 32 / batch.tokens if shares else 1)
 
@@ -89,7 +89,7 @@ def test_only_prefixes_of_min_tokens_are_shared() -> None:
     recipe.policy.sequence_packing.train_mb_tokens, recipe.policy.train_global_batch_size = 1000, 8
     for block, saved in ((32, 7 * 32 + 3 * 32), (64, 3 * 64), (96, 0)):
         recipe.policy.sequence_packing.shared_prefix.min_tokens = block
-        batch = build_step_batch(given, recipe, Layout(1, 1, 1), shares_prefixes=True)
+        batch = build_step_batch(given, recipe, PolicyLayout(1, 1, 1), shares_prefixes=True)
         assert batch.plan_metrics["plan/computed_tokens"] == pytest.approx(1 - saved / (8 * 84))
 
 
@@ -103,7 +103,7 @@ def test_the_answers_of_a_pair_share_their_prompt(answers: list[int], shares: bo
     recipe.policy.sequence_packing.train_mb_tokens = 170
     for given in (prefixes, None):
         plan, (rank,) = rank_steps(
-            trajectories, lengths, recipe, Layout(1, 1, 1), optimizer_steps=1, algorithm="dpo", prefixes=given
+            trajectories, lengths, recipe, PolicyLayout(1, 1, 1), optimizer_steps=1, algorithm="dpo", prefixes=given
         )
         assert rank.shares_prefixes == (shares and given is not None)
         pairs = [sum(lengths[:2]) - 32 * rank.shares_prefixes] * 4

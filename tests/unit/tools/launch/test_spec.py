@@ -84,7 +84,7 @@ WRONG = {
         "slurm",
         ["policy.generation.vllm_cfg.tensor_parallel_size=3"],
         "policy.generation.vllm_cfg.tensor_parallel_size",
-        "not a multiple of 3",
+        "3 ranks of an engine",
     ),
     "policy over nodes": (
         "slurm",

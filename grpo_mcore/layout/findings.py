@@ -1,0 +1,33 @@
+"""What is wrong with values of a recipe, before it is tied to a file and a line, and the error that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+POLICY = "policy.megatron_cfg."
+TENSOR, PIPELINE = POLICY + "tensor_model_parallel_size", POLICY + "pipeline_model_parallel_size"
+CONTEXT, VIRTUAL = POLICY + "context_parallel_size", POLICY + "virtual_pipeline_model_parallel_size"
+EXPERT, EXPERT_TENSOR = POLICY + "expert_model_parallel_size", POLICY + "expert_tensor_parallel_size"
+FIRST, LAST = POLICY + "num_layers_in_first_pipeline_stage", POLICY + "num_layers_in_last_pipeline_stage"
+SEQUENCE = POLICY + "sequence_parallel"
+ENGINE_TENSOR = "policy.generation.vllm_cfg.tensor_parallel_size"
+ENGINE_PIPELINE = "policy.generation.vllm_cfg.pipeline_parallel_size"
+ENGINE_EXPERT = "policy.generation.vllm_cfg.expert_parallel_size"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Values of `keys` (full keys, the one to change first) that are wrong together, not yet tied to a place."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+class LayoutError(ValueError):
+    """A layout that fits neither the ranks nor the model. `args`: the findings, each with its key and message."""
+
+    def __init__(self, *findings: Finding) -> None:
+        super().__init__(*findings)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{finding.keys[0]}: {finding.message}" for finding in self.args)
