@@ -205,6 +205,8 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
         if takes_recipe:
             recipe_help = "the recipe: a YAML file, or the name of one in recipes/"
             sub.add_argument("--config", metavar="RECIPE", help=recipe_help)
+            preset_help = "put an algorithm of recipes/presets/ on the recipe (may be given several times)"
+            sub.add_argument("--preset", metavar="NAME", action="append", default=[], help=preset_help)
         if name == verb:
             chosen = sub
     return parser, chosen
@@ -217,7 +219,8 @@ def _sort_words(args: argparse.Namespace, parser: argparse.ArgumentParser, takes
     if isinstance(resume, str) and (is_override(resume) or resume.endswith((".yaml", ".yml"))):
         words.insert(0, resume)  # the word after `--resume` is not always its path
         args.resume = True
-    args.overrides = [word for word in words if is_override(word)]
+    presets = [f"defaults=presets/{name}" for name in getattr(args, "preset", ())]
+    args.overrides = [*presets, *(word for word in words if is_override(word))]
     others = [word for word in words if not is_override(word)]
     del args.words
     if not takes_recipe:

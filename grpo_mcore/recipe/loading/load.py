@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import grpo_mcore
-from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, in_yaml, joined, nearest_hint
+from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, joined, nearest_hint
 from grpo_mcore.recipe.loading.interpolate import resolve_tree
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
-from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file
+from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file, parse_text
 from grpo_mcore.recipe.master import MasterConfig
 from grpo_mcore.recipe.schema.keys import nearest_key, plain_defaults
 from grpo_mcore.recipe.schema.master import NULL_MEANS, null_means
 from grpo_mcore.recipe.validation.validate import validated
 
 _SUFFIXES = ("", ".yaml", ".yml")
+_PRESET = "defaults="
 # Base recipes of NeMo RL whose algorithm is not supported.
 _UNSUPPORTED = {"rm": "training a reward model"}
 # Keys that name a file. A file that does not exist relative to the working directory is taken from the folder of the
@@ -50,20 +51,35 @@ class Recipe:
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of a YAML file (a path, or a name in recipes/) with the overrides of a command line. Raises
-    RecipeError with all problems."""
+    """Return the recipe of a YAML file (a path, or a name in recipes/) with the overrides of a command line, of which
+    `defaults=NAME` puts another file, such as a preset, on the recipe, below all other overrides. Raises RecipeError
+    with all problems."""
     file = find_recipe(str(path))
     name = shown(file)
     files: list[Path] = []
     problems: list[Problem] = []
     notes: list[Problem] = []
-    tree = apply_overrides(_load(file, files, ()), overrides, problems)
+    tree = _load(file, files, ())
+    for preset in presets_of(overrides):
+        preset_file = _find(preset, [Path(), *recipe_folders()], (COMMAND_LINE, "defaults"), name)
+        tree = merge(tree, _load(preset_file, files, (file,)))
+    tree = apply_overrides(tree, [word for word in overrides if not word.startswith(_PRESET)], problems)
     tree = resolve_tree(tree, _with_defaults, nearest_key, problems)
     config, tree = validated(MasterConfig, tree, name, problems, notes)
     provenance = {
         key: node.source if (node := tree.find(key)) is not None else DEFAULT for key in leaves(config.model_dump())
     }
     return Recipe(config, provenance, file, tuple(reversed(files)), tuple(overrides), tuple(notes))
+
+
+def presets_of(overrides: Sequence[str]) -> list[str]:
+    """Return the names that `defaults=NAME` and `defaults=[NAME, NAME]` give on a command line."""
+    presets = []
+    for word in overrides:
+        if word.startswith(_PRESET):
+            value = parse_text(word.removeprefix(_PRESET), "defaults", COMMAND_LINE)
+            presets += [entry.value for entry in _entries(value, word)]
+    return presets
 
 
 def recipe_folders() -> list[Path]:
@@ -183,7 +199,8 @@ def _find(
                 return file.resolve()
     if (algorithm := _UNSUPPORTED.get(Path(name).stem)) is not None:
         raise RecipeError([Problem(*place, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe)
-    known = sorted({file.stem for folder in folders[1:] if folder.is_dir() for file in folder.glob("*.yaml")})
+    below = Path(name).parent  # such as presets
+    known = sorted({file.stem for folder in folders[1:] for file in (folder / below).glob("*.yaml")})
     places = list(dict.fromkeys(shown(folder.resolve()) for folder in folders if folder.is_dir()))
     message = f"no recipe {in_yaml(name)} in {', '.join(places)}" + nearest_hint(Path(name).stem, known)
     raise RecipeError([Problem(*place, message)], recipe)

@@ -40,7 +40,7 @@ from grpo_mcore.recipe import (  # noqa: E402
 )
 from tests.fused_adam import FusedAdam  # noqa: E402
 
-RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
+RECIPES = sorted(p for p in (Path(__file__).parents[3] / "recipes").rglob("*.yaml") if p.parent.name != "presets")
 PLATFORMS = {
     "cpu": Platform("cpu"),
     "gpu": Platform("gpu", grouped_products=True),

@@ -1,4 +1,4 @@
-"""recipes/variants: one small recipe per algorithm that inherits from the demo and sets only the algorithm's keys."""
+"""recipes/presets: the keys of one algorithm, for any recipe. recipes/variants: the demo with each of them."""
 
 from __future__ import annotations
 
@@ -6,39 +6,101 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from grpo_mcore.recipe import load_recipe
+from grpo_mcore.cli.main import _parsers, _sort_words
+from grpo_mcore.recipe import RecipeError, load_recipe
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "variants"
 VARIANTS = sorted(FOLDER.glob("*.yaml"))
+PRESETS = sorted((FOLDER.parent / "presets").glob("*.yaml"))
+ALGORITHMS = [path for path in PRESETS if path.stem != "async"]  # which goes beside any of them
+DEMO = "grpo-arithmetic-cpu"
+COMMON = {"grpo.adv_estimator", "grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"} | {
+    "grpo.use_dynamic_sampling",
+    "grpo.batch_multiplier",
+} | {
+    f"loss_fn.{key}"
+    for key in (
+        "disable_ppo_ratio",
+        "use_cispo",
+        "token_level_loss",
+        "sequence_level_importance_ratios",
+        "sequence_length_normalizer",
+        "ratio_clip_min",
+        "ratio_clip_max",
+        "reference_policy_kl_penalty",
+        "reference_policy_kl_type",
+        "use_kl_in_reward",
+    )
+}
 NAMES = ["async", "cispo", "dapo", "dr-grpo", "gdpo", "grpo", "gspo", "reinforce-plus-plus", "rloo"]
 OF_AN_ALGORITHM = ("grpo.", "loss_fn.", "policy.train_global_batch_size", "env.math.format_pattern")
 OF_PLACES = {"checkpointing.checkpoint_dir", "logger.log_dir"}
 
 
 def test_each_algorithm_has_a_variant() -> None:
-    assert [path.stem for path in VARIANTS] == NAMES
+    assert [path.stem for path in VARIANTS] == [path.stem for path in PRESETS] == NAMES
 
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
-def test_a_variant_sets_only_its_algorithm(path: Path) -> None:
+def test_a_variant_is_the_demo_with_the_preset_of_its_name(path: Path) -> None:
     recipe = load_recipe(path)
     demo = load_recipe(FOLDER.parent / "grpo-arithmetic-cpu.yaml").config
-    assert [file.stem for file in recipe.files] == [path.stem, "grpo-arithmetic-cpu"]
-    own = {key for key, source in recipe.provenance.items() if source.rpartition(":")[0].endswith(path.name)}
-    assert own >= OF_PLACES
-    assert all(key.startswith(OF_AN_ALGORITHM) for key in own - OF_PLACES)
+    names = [f"{file.parent.name}/{file.stem}" for file in recipe.files]
+    assert names == [f"variants/{path.stem}", f"presets/{path.stem}", "recipes/grpo-arithmetic-cpu"]
+    here = {key for key, source in recipe.provenance.items() if f"/{path.name}:" in source}
+    assert here >= OF_PLACES
+    assert all(key.startswith(OF_AN_ALGORITHM) for key in here - OF_PLACES)
     assert recipe.config.checkpointing.checkpoint_dir == f"results/variants/{path.stem}/checkpoints"
     assert recipe.config.logger.log_dir == f"results/variants/{path.stem}/logs"
     ours, theirs = recipe.config.model_dump(), demo.model_dump()
     assert any(ours[section] != theirs[section] for section in ("grpo", "loss_fn"))
 
 
-@pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
-def test_a_variant_says_what_it_is(path: Path) -> None:
-    head = path.read_text().partition("defaults:")[0].splitlines()
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_holds_only_an_algorithm_and_says_what_it_is(path: Path) -> None:
+    text = path.read_text()
+    assert set(yaml.safe_load(text)) <= {"grpo", "loss_fn"}
+    head = text.partition("\n\n")[0].partition("grpo:")[0].splitlines()
     assert 2 <= len(head) <= 4 and all(line.startswith("# ") for line in head)
     assert re.search(r"arXiv \d{4}\.\d{5}", head[0])
+
+
+@pytest.mark.parametrize("path", ALGORITHMS, ids=lambda path: path.stem)
+def test_of_two_presets_of_algorithms_the_last_decides_alone(path: Path) -> None:
+    """Each sets the same keys, so that nothing of the recipe's own algorithm is left."""
+    keys = {f"{section}.{key}" for section, values in yaml.safe_load(path.read_text()).items() for key in values}
+    for other in ALGORITHMS:
+        after_other = load_recipe(DEMO, [f"defaults=[presets/{other.stem}, presets/{path.stem}]"])
+        alone = load_recipe(DEMO, [f"defaults=presets/{path.stem}"])
+        theirs = yaml.safe_load(other.read_text())
+        common = {f"{section}.{key}" for section, values in theirs.items() for key in values} & keys
+        assert common >= COMMON
+        for key in common:
+            section, name = key.split(".")
+            values = [getattr(getattr(recipe.config, section), name) for recipe in (after_other, alone)]
+            if name in ("adv_estimator", "reward_shaping"):  # of what is off, settings may be left
+                values = [getattr(value, {"adv_estimator": "name"}.get(name, "enabled")) for value in values]
+            assert values[0] == values[1], (key, other.stem)
+
+
+def test_a_preset_is_put_on_any_recipe_below_the_overrides() -> None:
+    options = ["--preset", "gspo", "--preset", "async"]
+    _, verb_parser = _parsers("config")
+    args = verb_parser.parse_args([*options, "grpo-qwen3-8B-1n8g", "loss_fn.ratio_clip_min=0.5"])
+    _sort_words(args, verb_parser, takes_recipe=True)
+    assert args.overrides == ["defaults=presets/gspo", "defaults=presets/async", "loss_fn.ratio_clip_min=0.5"]
+    recipe = load_recipe("grpo-qwen3-8B-1n4g", args.overrides)
+    loss = recipe.config.loss_fn
+    assert (loss.ratio_clip_min, loss.ratio_clip_max, loss.sequence_level_importance_ratios) == (0.5, 4e-4, True)
+    assert recipe.config.grpo.async_grpo.enabled
+    assert recipe.provenance["loss_fn.ratio_clip_max"].startswith("recipes/presets/gspo.yaml:")
+
+
+def test_a_preset_that_is_not_there_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RecipeError, match="command line: defaults: no recipe 'presets/gsp' .*nearest: gspo"):
+        load_recipe(DEMO, ["defaults=presets/gsp"])
 
 
 def test_a_variant_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

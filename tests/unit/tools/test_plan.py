@@ -31,7 +31,9 @@ from grpo_mcore.tools.plan.timing import all_reduce_seconds, pipeline_bubble
 from grpo_mcore.tools.plan.workload import DEVICES
 
 ROOT = Path(__file__).resolve().parents[3]
-RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "presets"
+)
 DEEPSEEK = "recipes/grpo-deepseekv3-32n8g.yaml"
 LLAMA = "recipes/grpo-llama3.1-8B-2n8g.yaml"
 AT = "policy.megatron_cfg."

@@ -18,7 +18,9 @@ from grpo_mcore.tools.launch.slurm import BODY, any_command_script, sbatch_scrip
 
 ROOT = Path(__file__).resolve().parents[4]
 GOLDEN = Path(__file__).parent / "golden"
-ALL = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "recipes").rglob("*.yaml"))
+ALL = sorted(
+    str(file.relative_to(ROOT)) for file in (ROOT / "recipes").rglob("*.yaml") if file.parent.name != "presets"
+)
 RECIPES = [
     f"recipes/{name}.yaml"
     for name in ("eval", "grpo-arithmetic-cpu", "grpo-code-cpu", "grpo-llama3.1-8B-2n8g", "sft", "variants/async")
