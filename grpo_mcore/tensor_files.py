@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_mcore.file_digests import Digest, digest_of
+
 PLAIN_TYPES: tuple[Any, ...] = (
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(decimal.Decimal, fractions.Fraction, frozenset),
@@ -33,8 +35,8 @@ class UnsafeFile(ValueError):
     """A file holds an object of a type that is not expected in it. Nothing of it was executed."""
 
 
-def save(value: Any, path: Path, types: Sequence[Any] = ()) -> None:
-    """Write `value` so that `load` with the same `types` reads it back, and flush it to the disk.
+def save(value: Any, path: Path, types: Sequence[Any] = ()) -> Digest:
+    """Write `value` so that `load` with the same `types` reads it back, and flush it to the disk. Return its digest.
 
     Raises OSError where the disk is full (torch.save would raise another error), and TypeError for a value that `load`
     would refuse: a checkpoint that cannot be read is worse than none.
@@ -49,6 +51,7 @@ def save(value: Any, path: Path, types: Sequence[Any] = ()) -> None:
         file.write(buffer.getbuffer())
         file.flush()
         os.fsync(file.fileno())
+    return digest_of(buffer.getbuffer())
 
 
 def load(path: Path, types: Sequence[Any] = ()) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import (
+    POLICY,
     CheckpointManager,
     GRPOSaveState,
     first_save_state,
@@ -244,6 +245,8 @@ def start_run(prepared: Prepared, cluster: Cluster, log: Logger) -> Run:
         loss = make_loss(config, prepared.algorithm)
     save_state = first_save_state()
     if (folder := checkpointer.resumed_from) is not None:
+        while problem := policy.damage(policy_folder(folder), checkpointer.policy_digests()):
+            folder = checkpointer.pass_over(f"{POLICY}/{problem}")
         save_state = checkpointer.read(folder)[0]
         policy.load(policy_folder(folder))
         policy.updates = save_state["current_step"]

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mcore import tensor_files
+from grpo_mcore.file_digests import PART, leave_digests
 from grpo_mcore.parallel.memory import on_device, on_host
 
 WEIGHTS = "weights and optimizer"
@@ -48,6 +49,7 @@ class BackgroundSave:
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         self._calls = AsyncCallsQueue()
+        self._undigested: Path | None = None  # folder of which the digests are not complete
         filesystem_async._results_queue = _ResultFile()
 
     def start(self, policy: Any, folder: Path, optimizer: bool) -> None:
@@ -68,14 +70,22 @@ class BackgroundSave:
             tensor_files.save(policy.rng_state(), folder / _rng_file())
         # Without this, an error in these functions would be raised on one rank only.
         finish = [_raise_on_all_ranks(WEIGHTS)(function) for function in writing.finalize_fns]
-        write = writing.async_fn and functools.partial(_write_ignoring_signals, writing.async_fn)
+        write = writing.async_fn and functools.partial(_write_ignoring_signals, writing.async_fn, folder)
+        self._undigested = folder
         with _raise_on_all_ranks(WEIGHTS):
             self._calls.schedule_async_request(writing._replace(async_fn=write, finalize_fns=finish))
 
     def done(self, wait: bool) -> bool:
         """Whether all ranks have finished writing. Raises SaveError on all ranks if one of them failed."""
         self._calls.maybe_finalize_async_calls(blocking=wait)
-        return not self._calls.get_num_unfinalized_calls()
+        if self._calls.get_num_unfinalized_calls():
+            return False
+        if self._undigested is not None:
+            with _raise_on_all_ranks("digests"):
+                if torch.distributed.get_rank() == 0:  # of the small files that are not one rank's part
+                    leave_digests(self._undigested, "common", _without_part(self._undigested))
+            self._undigested = None
+        return True
 
     def abort(self) -> None:
         """Kill this rank's writing processes, if any. What they have written is not a checkpoint."""
@@ -112,11 +122,19 @@ class _ResultFile:
             self._file.truncate()
 
 
-def _write_ignoring_signals(write: Callable[..., None], *args: Any) -> None:
-    """Run `write` in the writing process: an orderly end of the run waits for it, and Ctrl-C must not stop it."""
+def _write_ignoring_signals(write: Callable[..., None], folder: Path, *args: Any) -> None:
+    """Run `write` in the writing process, and leave the digests of what it has written: an orderly end of the run waits
+    for it, and Ctrl-C must not stop it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     write(*args)
+    rank = torch.distributed.get_rank()
+    leave_digests(folder, f"{rank:05d}", [path.name for path in folder.glob(f"__{rank}_*")])
+
+
+def _without_part(folder: Path) -> list[str]:
+    """Return the names of the files that are not the part of one rank."""
+    return [path.name for path in folder.iterdir() if not (path.name.startswith("__") or path.match(PART))]
 
 
 @contextlib.contextmanager

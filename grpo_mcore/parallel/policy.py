@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import adapter_shape, check_context_parallel, check_settings, read_hf_config, shape_of
+from grpo_mcore.file_digests import Digest, first_changed
 from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.layout import LayoutError, fits
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
@@ -451,6 +452,10 @@ class Policy:
         """Whether every rank has finished writing. Raises SaveError on all ranks if one of them failed."""
         assert self._saving is not None
         return self._saving.done(wait)
+
+    def damage(self, folder: str, digests: Mapping[str, Digest]) -> str | None:
+        """Return what is wrong with the first of these files of a saved policy; None if they are what was saved."""
+        return first_changed(Path(folder), digests)
 
     def load(self, folder: str | Path) -> bool:
         """Load what `save` wrote. Return whether the optimizer was in it. Raises CheckpointError if it belongs to

@@ -20,6 +20,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
 )
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
+from grpo_mcore.file_digests import Digest
 from grpo_mcore.recipe import MasterConfig
 
 RETRY_S = (1.0, 5.0, 20.0)
@@ -29,10 +30,12 @@ seconds after SIGTERM."""
 
 @dataclass
 class _Unfinished:
-    """A checkpoint being written. `publishing`: the driver's part, once the ranks have written theirs."""
+    """A checkpoint being written. `written`: digests of the driver's files; `publishing`: the last part of it, once the
+    ranks have written theirs."""
 
     step: int
     tmp: Path
+    written: dict[str, Digest]
     publishing: Future[Path] | None = None
 
 
@@ -42,7 +45,7 @@ class _Contents:
 
     step: int
     snapshot: Callable[[], RunSnapshot]
-    write_more: Callable[[Path], None]
+    write_more: Callable[[Path], dict[str, Digest]]
 
 
 class BackgroundCheckpoints:
@@ -71,21 +74,24 @@ class BackgroundCheckpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def start(
-        self, step: int, snapshot: Callable[[], RunSnapshot], write_more: Callable[[Path], None] = lambda folder: None
+        self,
+        step: int,
+        snapshot: Callable[[], RunSnapshot],
+        write_more: Callable[[Path], dict[str, Digest]] = lambda folder: {},
     ) -> None:
-        """Begin to write `step_N`, after the checkpoint before it is complete. `write_more` adds to its folder."""
+        """Begin to write `step_N`, after the checkpoint before it is complete. `write_more` adds to its folder, and
+        returns the digests of its files."""
         self.wait()
         self._last = _Contents(step, snapshot, write_more)
         try:
             with self._manager.writing(step) as tmp:
                 self._manager.make_room(tmp)
-                write_more(tmp)
-                write_driver_files(tmp, snapshot(), self._recipe)
+                written = write_more(tmp) | write_driver_files(tmp, snapshot(), self._recipe)
                 self._policy.start_save(policy_folder(tmp), self._recipe.checkpointing.save_optimizer)
         except NotWritten as error:
             self._on_failure(step, error)
             return
-        self._unfinished = _Unfinished(step, tmp)
+        self._unfinished = _Unfinished(step, tmp, written)
         if not self._recipe.checkpointing.is_async:
             self.wait()
 
@@ -115,7 +121,7 @@ class BackgroundCheckpoints:
                 if current.publishing is None:
                     if not self._policy.is_saved(wait):
                         return
-                    current.publishing = self._thread.submit(self._manager.publish, current.step)
+                    current.publishing = self._thread.submit(self._manager.publish, current.step, current.written)
                 if not wait and not current.publishing.done():
                     return
                 folder = self._published(current, current.publishing)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import json
 import logging
@@ -12,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from grpo_mcore.algorithms.checkpointing.lease import Lease, dead_holder
+from grpo_mcore.file_digests import Digest, collect_digests, digest_file, digest_of, first_changed
 from grpo_mcore.recipe import Change, CheckpointingConfig, MasterConfig, changes
 
 logger = logging.getLogger(__name__)
@@ -32,11 +31,11 @@ INFO = "training_info.json"
 DIGESTS = "digests.json"
 """{"files": {path inside the checkpoint: {"bytes": size, "sha256": hex}}}. Written last."""
 
+POLICY = "policy"
+"""Folder of the ranks' part of a checkpoint. They tell the digests of what they write, and compare what they read."""
+
 MODEL_FOLDERS = ("hf", "hf_step_*")
 """Models in Hugging Face's format beside the checkpoints: of SFT and DPO, and of checkpointing.save_hf."""
-
-THREADS = 8
-"""Files that are read at a time for their digests."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TORCH_WRITER = ("inline_container.cc", "iostream error")
@@ -110,6 +109,7 @@ class CheckpointManager:
         self._lease: Lease | None = None
         self._newest = self.latest()
         self._warned = False
+        self._newest_wanted = False  # the user has not named the checkpoint to resume
         self._undeletable: set[int] = set()  # steps whose deletion has failed, and that was said
 
     def open(self, resume: str | bool | None, *, trains: bool = True, models: Sequence[str] = ()) -> None:
@@ -120,7 +120,8 @@ class CheckpointManager:
         ResumeError for one that another run has left there: it would be replaced."""
         if trains and self.config.enabled:
             dead_holder(self.folder)
-        self.resumed_from = self.find(resume)
+        self.resumed_from = self.find(resume, whole=False)
+        self._newest_wanted = resume is True or resume == AUTO
         self._newest = self.latest()
         if self.config.enabled and self.resumed_from is None and (newest := self.latest()):
             raise ResumeError(
@@ -197,20 +198,26 @@ class CheckpointManager:
         steps = self._steps()
         return self.folder / f"step_{max(steps)}" if steps else None
 
-    def find(self, resume: str | Path | bool | None) -> Path | None:
+    def find(self, resume: str | Path | bool | None, *, whole: bool = True) -> Path | None:
         """Return the checkpoint that `--resume` names: a folder, True for the newest, "auto" for the newest or None if
-        there is none.
+        there is none. `whole`: see `damage`.
 
         A newest checkpoint that is damaged is renamed, and the one before it is returned. Raises ResumeError."""
         if not resume:
             return None
         if resume is not True and resume != AUTO:
-            return _named_checkpoint(Path(resume))
+            return _named_checkpoint(Path(resume), whole)
+        return self._newest_intact(resume, whole, "")
+
+    def _newest_intact(self, resume: str | bool, whole: bool, known: str) -> Path | None:
+        """Return the newest checkpoint that is intact. `known`: what is wrong with the newest one, where that is known
+        already."""
         steps = self._steps()
         while steps:
             candidate = self.folder / f"step_{steps.pop()}"
-            if (problem := damage(candidate)) is None:
+            if (problem := known or damage(candidate, whole)) is None:
                 return candidate
+            known = ""
             message = f"checkpoint {candidate} is damaged: {problem}; {_rename_damaged(candidate)}"
             if not steps:
                 raise ResumeError(f"{message}, and there is no older one: start without --resume")
@@ -218,6 +225,28 @@ class CheckpointManager:
         if resume == AUTO:
             return None
         raise ResumeError(f"--resume: there is no step_N folder in {self.folder}; start without --resume")
+
+    def pass_over(self, problem: str) -> Path:
+        """Give up the checkpoint that this run resumes, whose weights are damaged, and return the one before it. Raises
+        ResumeError if there is none, or if the user has named this one."""
+        damaged = self.resumed_from
+        assert damaged is not None
+        if not self._newest_wanted:
+            raise ResumeError(_is_damaged(damaged, problem))
+        self.resumed_from = self._newest_intact(True, False, problem)
+        assert self.resumed_from is not None
+        return self.resumed_from
+
+    def policy_digests(self) -> dict[str, Digest]:
+        """Return the digests of the ranks' files of the checkpoint that this run resumes, by path inside `policy`."""
+        assert self.resumed_from is not None
+        files = json.loads((self.resumed_from / DIGESTS).read_text())["files"]
+        start = f"{POLICY}/"
+        return {
+            name.removeprefix(start): (saved["bytes"], saved["sha256"])
+            for name, saved in files.items()
+            if name.startswith(start)
+        }
 
     def log_run(self) -> str | None:
         """Return the log folder (exp_NNN) of the run that this one resumes, or None."""
@@ -266,12 +295,12 @@ class CheckpointManager:
         if last := self.latest():
             refuse_full_disk(self.folder, size_of(last))
 
-    def publish(self, step: int) -> Path:
+    def publish(self, step: int, written: Mapping[str, Digest] = {}) -> Path:
         """Write the digests, rename the folder to `step_N`, and delete the checkpoints that keep_top_k leaves out.
         Return the folder. What cannot be deleted is said, and tried again after the next checkpoint: this one is
-        saved."""
+        saved. `written`: see `write_digests`."""
         tmp, final = self.folder / f"tmp_step_{step}", self.folder / f"step_{step}"
-        write_digests(tmp)
+        write_digests(tmp, written)
         if self._lease is not None:
             self._lease.check()
         if final.exists():
@@ -401,31 +430,47 @@ def _step_of(name: str) -> int:
 
 def policy_folder(folder: Path) -> str:
     """Return the absolute path of the ranks' part of a checkpoint, for processes in another working directory."""
-    return str((folder / "policy").resolve())
+    return str((folder / POLICY).resolve())
 
 
-def write_driver_files(folder: Path, snapshot: RunSnapshot, recipe: MasterConfig) -> None:
-    """Write the driver's part of a checkpoint: data.pt, training_info.json and config.yaml."""
+def write_driver_files(folder: Path, snapshot: RunSnapshot, recipe: MasterConfig) -> dict[str, Digest]:
+    """Write the driver's part of a checkpoint: data.pt, training_info.json and config.yaml. Return their digests."""
     import yaml
 
     from grpo_mcore import tensor_files
 
-    tensor_files.save(snapshot.data_state, folder / "data.pt")
     info = {"save_state": snapshot.save_state, "metrics": snapshot.metrics}
-    (folder / INFO).write_text(json.dumps(info, indent=1))
-    (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    recipe_text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    return {
+        "data.pt": tensor_files.save(snapshot.data_state, folder / "data.pt"),
+        INFO: _write_text(folder / INFO, json.dumps(info, indent=1)),
+        "config.yaml": _write_text(folder / "config.yaml", recipe_text),
+    }
+
+
+def _write_text(path: Path, text: str) -> Digest:
+    """Write a file, flush it to the disk, and return its digest."""
+    data = text.encode()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest_of(data)
 
 
 def _read_info(folder: Path) -> dict[str, Any]:
     return json.loads((folder / INFO).read_text())
 
 
-def write_digests(folder: Path) -> None:
-    """Write the digests of all files in `folder`, after flushing these to disk: a folder with digests is complete."""
+def write_digests(folder: Path, written: Mapping[str, Digest]) -> None:
+    """Write the digests of all files in `folder`, after flushing these to disk: a folder with digests is complete.
+    `written`: those of the files that the driver wrote, by path inside the folder. The policy's ranks have left those
+    of theirs; a file of which nobody has told a digest is read."""
+    digests = dict(written)
+    digests |= {f"{POLICY}/{name}": digest for name, digest in collect_digests(folder / POLICY).items()}
     names = _names(folder)
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = list(pool.map(lambda name: _digest(folder / name, sync=True), names))
-    files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in zip(names, digests, strict=True)}
+    digests |= {name: digest_file(folder / name, sync=True) for name in names if name not in digests}
+    files = {name: {"bytes": digests[name][0], "sha256": digests[name][1]} for name in names}
     with (folder / DIGESTS).open("w") as file:
         json.dump({"files": files}, file, indent=1)
         file.flush()
@@ -443,28 +488,32 @@ def sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def damage(folder: Path) -> str | None:
+def damage(folder: Path, whole: bool = True) -> str | None:
     """Return what is wrong with a checkpoint: a file is missing, truncated, unreadable or was changed, or it is a copy
-    of another step. None if it is intact."""
+    of another step. None if it is intact. `whole` False: leave the contents of the ranks' files to the ranks."""
     try:
         files = [(path, path.stat()) for path in sorted(_files(folder.resolve()))]
         stamps = tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in files)
         if not (folder / INFO).is_file():
             return f"{INFO} is missing"
-        return _damage(folder.resolve(), stamps) or _other_step(folder)
+        return _damage(folder.resolve(), stamps, whole) or _other_step(folder)
     except OSError as error:  # EIO of a disk, ESTALE of a network file system, no permission
         return f"it cannot be read: {error}"
 
 
-def _named_checkpoint(folder: Path) -> Path:
+def _named_checkpoint(folder: Path, whole: bool) -> Path:
     """Return the checkpoint that `--resume` names. Raises ResumeError if it is none, or damaged."""
     if not (folder / INFO).is_file() and not (folder / DIGESTS).is_file():
         inside = max(folder.glob(f"step_*/{INFO}"), key=lambda one: one.stat().st_mtime, default=None)
         hint = f"; name one of the checkpoints in it, such as {inside.parent}" if inside else ""
         raise ResumeError(f"--resume: {folder} is no checkpoint: {INFO} is missing{hint}")
-    if (problem := damage(folder)) is not None:
-        raise ResumeError(f"--resume: {folder} is damaged: {problem}; choose another checkpoint, or --resume alone")
+    if (problem := damage(folder, whole)) is not None:
+        raise ResumeError(_is_damaged(folder, problem))
     return folder
+
+
+def _is_damaged(folder: Path, problem: str) -> str:
+    return f"--resume: {folder} is damaged: {problem}; choose another checkpoint, or --resume alone"
 
 
 def _rename_damaged(folder: Path) -> str:
@@ -486,7 +535,7 @@ def _other_step(folder: Path) -> str | None:
 
 
 @cache
-def _damage(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> str | None:
+def _damage(folder: Path, _stamps: tuple[tuple[str, int, int], ...], whole: bool) -> str | None:
     """Read all files and compare their digests. Cached, as long as sizes and times of the files stay the same."""
     if not (folder / DIGESTS).is_file():
         return f"{DIGESTS} is missing"
@@ -500,10 +549,9 @@ def _damage(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> str | No
             return f"{name} is missing"
         if (size := (folder / name).stat().st_size) != saved_size:
             return f"{name} has {size:,} bytes, {saved_size:,} were saved"
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = pool.map(lambda name: _digest(folder / name)[1], files)
-        changed = [name for name, digest in zip(files, digests, strict=True) if digest != files[name][1]]
-    return f"{changed[0]} is not what was saved (its digest differs)" if changed else None
+    return first_changed(
+        folder, {name: saved for name, saved in files.items() if whole or not name.startswith(f"{POLICY}/")}
+    )
 
 
 def size_of(folder: Path) -> int:
@@ -535,11 +583,3 @@ def _names(folder: Path) -> list[str]:
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
-
-
-def _digest(path: Path, sync: bool = False) -> tuple[int, str]:
-    """Return (bytes, SHA-256) of a file. `sync`: flush it to disk first."""
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()

@@ -17,6 +17,7 @@ from grpo_mcore.algorithms.record.run_record import RunRecord
 from grpo_mcore.algorithms.training_step.step_groups import StepGroups
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import DatumSpec
+from grpo_mcore.file_digests import Digest
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
@@ -28,8 +29,9 @@ TYPES = (TrajectoryRef, Trajectory, Turn, turn_of_bytes, Score)
 """Classes, and the function that makes turns, in the files of groups."""
 
 
-def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> None:
-    """Write groups with their trajectories to `folder`/groups."""
+def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> dict[str, Digest]:
+    """Write groups with their trajectories to `folder`/groups. Return the files' digests, by path in `folder`."""
+    digests = {}
     for number, group in enumerate(groups):
         (folder / FOLDER).mkdir(exist_ok=True)
         samples = [
@@ -37,7 +39,9 @@ def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> Non
             for sample in group.samples
         ]  # an agent that failed has left no trajectory
         contents = {"uid": group.uid, "samples": samples, "scores": group.scores}
-        tensor_files.save(contents, folder / FOLDER / f"{number:05d}.pt", TYPES)
+        name = f"{FOLDER}/{number:05d}.pt"
+        digests[name] = tensor_files.save(contents, folder / name, TYPES)
+    return digests
 
 
 def read_groups(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTarget
 from grpo_mcore.algorithms.weight_sync.refit_settings import RefitSettings
 from grpo_mcore.cluster import BackgroundWork, Cluster, Future, Worker, call_all
 from grpo_mcore.families import ModelShape
+from grpo_mcore.file_digests import Digest
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.objective import combine_metrics, step_metrics
 from grpo_mcore.parallel.policy import LossFn, TrainReport
@@ -63,8 +64,8 @@ class PolicyGroup:
 
     def receive(self, steps: Sequence[RankStep]) -> None:
         """Give every rank the samples of its data-parallel rank. `steps`: by data-parallel rank."""
-        version = self.updates + 1
-        shares = [(steps[self.layout.coordinates(rank).data], version) for rank in range(self.layout.world_size)]
+        version, put = self.updates + 1, [self.cluster.store.put(step) for step in steps]
+        shares = [(put[self.layout.coordinates(rank).data], version) for rank in range(self.layout.world_size)]
         call_all(
             self.cluster,
             self.workers,
@@ -89,7 +90,7 @@ class PolicyGroup:
 
     def train(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
         """Run every optimizer step of the step received. Return metrics over all ranks and optimizer steps."""
-        reports = self._all("train", loss_fn, targets, what="training")
+        reports = self._all("train", loss_fn, self.cluster.store.put(targets), what="training")
         self.updates += 1
         self.train_times = [[report.times for report in of_rank] for of_rank in reports]
         return self._combined(reports) | {
@@ -119,7 +120,7 @@ class PolicyGroup:
 
     def evaluate(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
         """Return the metrics of the step received under the current weights, without training."""
-        return self._combined(self._all("evaluate", loss_fn, targets, what="evaluation"))
+        return self._combined(self._all("evaluate", loss_fn, self.cluster.store.put(targets), what="evaluation"))
 
     def _combined(self, reports: Sequence[Sequence[TrainReport]]) -> dict[str, float]:
         """Combine over data-parallel ranks, then over optimizer steps. One rank reports for all with its samples."""
@@ -174,6 +175,16 @@ class PolicyGroup:
     def is_saved(self, wait: bool) -> bool:
         """Return whether every rank has finished what `start_save` began. `wait`: wait until it has."""
         return all(self._all("is_saved", wait, what="writing the policy's checkpoint"))
+
+    def damage(self, folder: str, digests: Mapping[str, Digest]) -> str | None:
+        """Return what is wrong with a saved policy; None if its files are what was saved. `digests`: of its files, each
+        of which one rank reads."""
+        names, size = list(digests), self.layout.world_size
+        shares = [(folder, {name: digests[name] for name in names[rank::size]}) for rank in range(size)]
+        problems = call_all(
+            self.cluster, self.workers, "damage", args_per_worker=shares, what=f"comparing {folder} with its digests"
+        )
+        return next(filter(None, problems), None)
 
     def load(self, folder: str) -> None:
         if not all(self._all("load", folder, what=f"loading the policy from {folder}")):

@@ -58,7 +58,7 @@ class World:
             on_failure=lambda step, error: self.events.extend([str(error), f"not_saved {step}"]),
         )
 
-    def start(self, step: int, write_more: Any = lambda folder: None) -> None:
+    def start(self, step: int, write_more: Any = lambda folder: {}) -> None:
         self.saves.start(step, lambda: RunSnapshot({"current_step": step}, {"place": step}, {}), write_more)
 
     def files(self) -> list[str]:
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_affect_the_next(
         world.ranks.error = WorkerFailed("policy-1", "writing the policy's checkpoint", f"SaveError: {text}")
     if where == "digests":
         monkeypatch.setattr(checkpoints, "write_digests", full)
-    world.start(1, full if where == "driver" else lambda folder: None)
+    world.start(1, full if where == "driver" else lambda folder: {})
     world.saves.wait()
     monkeypatch.undo()
     assert world.files() == []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mcore import file_digests
 from grpo_mcore.algorithms.checkpointing import checkpoints as module
 from grpo_mcore.algorithms.checkpointing.checkpoints import (
     CheckpointManager,
@@ -199,6 +200,29 @@ def test_if_a_checkpoint_is_damaged_the_one_before_is_used(
         checkpoints.find(True)
 
 
+def test_the_ranks_tell_what_they_wrote_and_compare_what_they_read(tmp_path: Path) -> None:
+    """The driver reads none of the ranks' files. If one is damaged, the run goes on from the checkpoint before."""
+
+    def write(folder: str) -> None:
+        write_policy(folder)
+        file_digests.leave_digests(Path(folder), "00000", ["weights"])
+        (Path(folder) / "weights").write_bytes(b"4321")  # as if the disk had changed it since: nobody looks again
+
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+    save_now(checkpoints, 2, write, RunSnapshot({"current_step": 2}, {}, {}), RECIPE)
+    assert [path.name for path in (tmp_path / "step_2" / "policy").iterdir()] == ["weights"]
+    resumed = resuming(tmp_path, True)
+    assert resumed.resumed_from == tmp_path / "step_2"
+    problem = file_digests.first_changed(tmp_path / "step_2" / "policy", resumed.policy_digests())
+    assert problem == "weights is not what was saved (its digest differs)" and module.damage(tmp_path / "step_2")
+    assert resumed.pass_over(problem) == resumed.resumed_from == tmp_path / "step_1"
+    assert file_digests.first_changed(tmp_path / "step_1" / "policy", resumed.policy_digests()) is None
+    assert kept(tmp_path) == ["damaged_step_2", "step_1"]
+    with pytest.raises(ResumeError, match="step_1 is damaged: .*choose another checkpoint"):
+        resuming(tmp_path, str(tmp_path / "step_1")).pass_over(problem)
+
+
 def test_no_random_damage_of_a_checkpoint_passes(tmp_path: Path) -> None:
     """Flip a bit, cut a file, or delete it. A bit of the white space in the digests changes nothing."""
     folder = save(manager(tmp_path), 1)
@@ -242,14 +266,14 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
 ) -> None:
     for step in (1, 2):
         save(manager(tmp_path), step)
-    digest = module._digest
+    digest = file_digests.digest_file
 
     def failing(path: Path, sync: bool = False) -> tuple[int, str]:
         if "step_2" in str(path):
             raise OSError(number, os.strerror(number), str(path))
         return digest(path, sync)
 
-    monkeypatch.setattr(module, "_digest", failing)
+    monkeypatch.setattr(file_digests, "digest_file", failing)
     with pytest.raises(ResumeError, match=f"step_2 is damaged: it cannot be read: .*{os.strerror(number)}"):
         manager(tmp_path).find(str(tmp_path / "step_2"))
     assert manager(tmp_path).find(True) == tmp_path / "step_1"
@@ -301,7 +325,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_costs_nothing(
 def test_the_digests_of_a_checkpoint_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(manager(tmp_path), 1)
     assert manager(tmp_path).find(True) == folder
-    monkeypatch.setattr(module, "_digest", lambda *args: pytest.fail("again"))
+    monkeypatch.setattr(file_digests, "digest_file", lambda *args: pytest.fail("again"))
     assert manager(tmp_path).find(str(folder)) == folder
 
 

@@ -1,0 +1,62 @@
+"""Digests of files: whoever writes a file tells what it wrote, and whoever reads it compares."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+THREADS = 8
+"""Files that are read at a time."""
+
+Digest = tuple[int, str]
+"""(bytes, SHA-256 in hex) of a file."""
+
+PART = "digests-*.json"
+"""Pattern of the files in which processes leave the digests of what they wrote, until somebody collects them."""
+
+
+def digest_of(data: bytes | memoryview) -> Digest:
+    return len(data), hashlib.sha256(data).hexdigest()
+
+
+def digest_file(path: Path, sync: bool = False) -> Digest:
+    """Return the digest of a file. `sync`: flush it to the disk first."""
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_files(folder: Path, names: Iterable[str], sync: bool = False) -> dict[str, Digest]:
+    """Return the digests of files by their paths inside `folder`."""
+    names = list(names)
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: digest_file(folder / name, sync), names), strict=True))
+
+
+def leave_digests(folder: Path, part: str, names: Iterable[str]) -> None:
+    """Write the digests of files in `folder` to its file digests-`part`.json, after flushing them to the disk."""
+    (folder / PART.replace("*", part)).write_text(json.dumps(digest_files(folder, names, sync=True)))
+
+
+def collect_digests(folder: Path) -> dict[str, Digest]:
+    """Return what `leave_digests` has left in `folder`, by file name, and delete it."""
+    digests: dict[str, Digest] = {}
+    for part in sorted(folder.glob(PART)):
+        digests |= {name: (size, digest) for name, (size, digest) in json.loads(part.read_text()).items()}
+        part.unlink()
+    return digests
+
+
+def first_changed(folder: Path, digests: Mapping[str, Digest]) -> str | None:
+    """Return what is wrong with the first file of `folder` that is not what its digest says; None if all are."""
+    try:
+        present = digest_files(folder, digests)
+    except OSError as error:  # EIO of a disk, ESTALE of a network file system, no permission
+        return f"it cannot be read: {error}"
+    changed = [name for name, digest in digests.items() if present[name] != tuple(digest)]
+    return f"{changed[0]} is not what was saved (its digest differs)" if changed else None
