@@ -40,6 +40,32 @@ def prefix_hashes(token_ids: Sequence[int], block: int = BLOCK_TOKENS) -> Prefix
     return tuple(found)
 
 
+def prefix_sketch(token_ids: Sequence[int], block: int = BLOCK_TOKENS) -> str:
+    """Return the hashes of the first 1, 2, 4, 8, ... blocks of tokens and of all whole blocks, each in 8 characters of
+    one byte: what a sample that stays in the store is known by."""
+    hashes = prefix_hashes(token_ids, block)
+    return array("Q", (hashes[count - 1] for count in _sketched(len(hashes)))).tobytes().decode("latin-1")
+
+
+def prefixes_of(sketch: str, length: int, block: int = BLOCK_TOKENS) -> Prefixes:
+    """Return the prefixes of the `length` tokens with this sketch. Two samples have as many in common as their sketches
+    have: all of equal beginnings, and of others at least half of what they have in common."""
+    counts = _sketched(length // block)
+    hashes = array("Q", sketch.encode("latin-1"))
+    starts = [0, *counts]
+    return tuple(
+        known - (count - blocks)  # another one for each number of blocks, known by the next hash of the sketch
+        for start, count, known in zip(starts, counts, hashes, strict=False)
+        for blocks in range(start + 1, count + 1)
+    )
+
+
+def _sketched(blocks: int) -> list[int]:
+    """Return the numbers of blocks whose hashes are in the sketch of so many blocks."""
+    powers = [1 << power for power in range(blocks.bit_length())]
+    return powers if not blocks or powers[-1] == blocks else [*powers, blocks]
+
+
 def in_blocks(prefixes: Prefixes, block: int) -> Prefixes:
     """Return the hashes of blocks of `block` tokens, a multiple of BLOCK_TOKENS, of a sample with these."""
     return prefixes[block // BLOCK_TOKENS - 1 :: block // BLOCK_TOKENS]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_mcore.batching.prefix_trees import Prefixes, prefix_hashes
+from grpo_mcore.batching.prefix_trees import prefix_sketch
 
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
@@ -190,11 +190,12 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrajectoryRef:
-    """A trajectory as the driver holds it: plain numbers, and `ref`, its place in the object store.
+    """A trajectory as the driver holds it: plain numbers, and `ref`, its place in the object store. Its size does not
+    depend on the trajectory's length.
 
     `turns`: those that the policy generated. `truncated`: also where the context had no room for a next turn.
     `cut_turns`: turns after the last one here, for whose branches there was no room; they are not trained on.
-    `prefixes`: hashes of the first blocks of its (first branch's) tokens, by which samples that begin alike are found.
+    `prompt_sketch`: `prefix_sketch` of its prompt, by which samples that begin alike are found.
     """
 
     uid: str
@@ -209,7 +210,7 @@ class TrajectoryRef:
     turns: int = 1
     stop_token: int | None = None
     cut_turns: int = 0
-    prefixes: Prefixes = field(default=(), compare=False, repr=False)
+    prompt_sketch: str = field(default="", compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -236,7 +237,7 @@ class TrajectoryRef:
             ref=ref,
             turns=sum(turn.loss_mask for turn in trajectory.turns),
             stop_token=trajectory.stop_token,
-            prefixes=prefix_hashes(trajectory.token_ids()[: trajectory.sequences[0]].tolist()),
+            prompt_sketch=prefix_sketch(trajectory.token_ids()[: trajectory.prompt_length].tolist()),
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_mcore.batching.packing import PADDED
 from grpo_mcore.batching.plan import StepPlan, plan_step
-from grpo_mcore.batching.prefix_trees import Prefixes, computed_tokens, in_blocks, saves_enough
+from grpo_mcore.batching.prefix_trees import Prefixes, computed_tokens, in_blocks, prefixes_of, saves_enough
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.objective import overlong_filter
 from grpo_mcore.recipe import Algorithm, MasterConfig, bin_tokens, samples_together
@@ -118,11 +118,18 @@ def build_step_batch(
         config,
         layout,
         optimizer_steps=possible,
-        prefixes=[samples[i].prefixes for i in used] if shares_prefixes else None,
+        prefixes=_prefixes([samples[i] for i in used]) if shares_prefixes else None,
     )
     batches = tuple(tuple(used[i] for i in batch.samples) for batch in plan.batches)
     plan_metrics = {f"plan/{name}": value for name, value in plan.report().items()}
     return StepBatch(tuple(groups), rewards, weights, ranks, batches, plan_metrics)
+
+
+def _prefixes(samples: Sequence[TrajectoryRef]) -> list[Prefixes]:
+    """Return the prefixes of the samples' prompts, one object for all samples of a prompt."""
+    sketches = {(sample.prompt_sketch, sample.prompt_length) for sample in samples}
+    known = {sketch: prefixes_of(*sketch) for sketch in sketches}
+    return [known[sample.prompt_sketch, sample.prompt_length] for sample in samples]
 
 
 def optimizer_steps(config: MasterConfig) -> int:

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from grpo_mcore.batching import CostModel, plan_step
 from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows, share_prefixes
-from grpo_mcore.batching.prefix_trees import computed_tokens, in_blocks, make_trees, prefix_hashes
+from grpo_mcore.batching.prefix_trees import (
+    computed_tokens,
+    in_blocks,
+    make_trees,
+    prefix_hashes,
+    prefix_sketch,
+    prefixes_of,
+)
 
 QUICK = settings(deadline=None, max_examples=60)
 SAMPLES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=9)
@@ -92,6 +99,19 @@ def test_a_step_computes_prompts_once_and_stays_balanced(count: int, dp: int, im
 def test_larger_blocks_have_some_of_the_hashes(block: int) -> None:
     ids = list(range(200))
     assert in_blocks(prefix_hashes(ids), block) == prefix_hashes(ids, block)
+
+
+@pytest.mark.parametrize("common", [0, 31, 32, 63, 100, 255, 320])
+def test_a_sketch_tells_what_prompts_have_in_common(common: int) -> None:
+    """All of equal prompts, at least half of others, never more than there is."""
+    first, second = ([1] * common + [start] * (330 - common) for start in (2, 3))
+    prefixes = [prefixes_of(prefix_sketch(ids), len(ids)) for ids in (first, first, second, first[:common])]
+    assert len(prefixes[0]) == len(prefix_hashes(first)) == 10
+    assert computed_tokens([330, 330], prefixes[:2]) == 330 + 10
+    for other, length in ((prefixes[2], 330), (prefixes[3], common)):
+        known = 330 + length - computed_tokens([330, length], [prefixes[0], other])
+        assert common // 32 * 32 / 2 <= known <= common // 32 * 32
+    assert len(prefix_sketch(range(128 * 1024))) <= 8 * 13
 
 
 @pytest.mark.parametrize(("answer", "shares"), [(31, True), (256, True), (257, False)])

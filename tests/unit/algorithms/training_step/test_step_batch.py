@@ -10,7 +10,7 @@ import torch
 
 from grpo_mcore.algorithms.training_step.advantages import counts
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch, rank_steps
-from grpo_mcore.batching.prefix_trees import prefix_hashes
+from grpo_mcore.batching.prefix_trees import prefix_sketch
 from grpo_mcore.layout import PolicyLayout
 from tests.unit.algorithms.training_step.step_cases import config, group
 
@@ -65,9 +65,11 @@ def test_a_step_shares_prefixes_where_they_are_asked_for_and_pay() -> None:
     """Two groups of four samples that have one block of tokens in common."""
     groups = [group(uid, [1, 0, 0, 1], lengths=[44, 50, 56, 60]) for uid in "ab"]
     alike = [
-        replace(each, samples=tuple(replace(sample, prefixes=(number,)) for sample in each.samples))
+        replace(each, samples=tuple(
+            replace(sample, prompt_sketch=prefix_sketch([number] * 32), prompt_length=32) for sample in each.samples
+        ))
         for number, each in enumerate(groups)
-    ]
+    ]  # fmt: skip
     for given, asked, shares in ((groups, True, False), (alike, False, False), (alike, True, True)):
         batch = build_step_batch(given, config(), PolicyLayout(1, 1, 1), shares_prefixes=asked)
         assert [rank.shares_prefixes for rank in batch.ranks] == [shares]
@@ -80,8 +82,8 @@ def test_only_prefixes_of_min_tokens_are_shared() -> None:
     common = {"a": 64, "b": 63}
     given = [
         replace(each, samples=tuple(
-            replace(sample, prefixes=prefix_hashes([1] * common[each.uid] + [i] * (84 - common[each.uid])))
-            for i, sample in enumerate(each.samples, start=2)
+            replace(sample, prompt_sketch=prefix_sketch([1] * common[each.uid]), prompt_length=common[each.uid])
+            for sample in each.samples
         ))
         for each in given
     ]  # fmt: skip
