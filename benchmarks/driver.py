@@ -66,7 +66,9 @@ class InstantEngine:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def stream(self, method: str, requests: Sequence[GenerationRequest], sampling: Sampling, what: str) -> Stream:
+    def stream(
+        self, method: str, requests: Sequence[GenerationRequest], sampling: Sampling, name: str, what: str
+    ) -> Stream:
         stream = Stream(self.name, what, 0)
         for request in requests:
             sample = TrajectoryRef(request.uid, request.generation_index, 9, 3, 8, 1, False, "stop", None, 1)
@@ -94,8 +96,8 @@ class InstantWorld(World):
     def environment(self) -> Any:
         return InstantEnvironment(self)
 
-    def next_ready(self, things: Any, timeout_s: float, what: str, watch: Any = None) -> Any:
-        return things[0]
+    def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
+        return things
 
 
 def rollouts_us(samples: int, engines: int) -> float:

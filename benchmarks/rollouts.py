@@ -69,10 +69,11 @@ class Stream:
     def is_ready(self) -> bool:
         return bool(self.parcels) or not self.missing
 
-    def __next__(self) -> Parcel:
+    def __next__(self) -> list[Parcel]:
         if not self.parcels:
             raise StopIteration
-        return self.parcels.pop(0)
+        parcels, self.parcels = self.parcels, []
+        return parcels
 
 
 class Engine:
@@ -81,12 +82,40 @@ class Engine:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.running: list[tuple[int, int, Stream, TrajectoryRef]] = []
+        self.streams: dict[str, Stream] = {}
         self.joining: list[tuple[int, Stream, TrajectoryRef]] = []
         self.steps = 0
         self.busy = False
 
-    def stream(self, method: str, requests: Sequence[GenerationRequest], sampling: Sampling, what: str) -> Stream:
-        stream = Stream(self.name, what, len(requests))
+    def stream(
+        self, method: str, requests: Sequence[GenerationRequest], sampling: Sampling, name: str, what: str
+    ) -> Stream:
+        stream = self.streams[name] = Stream(self.name, what, 0)
+        self.add(stream, requests)
+        return stream
+
+    def call(self, method: str, *args: Any, what: str) -> Answer:
+        answer = Answer(self.name, getattr(self, method)(*args))
+        answer.is_ready = True
+        self.world.came.append(answer)
+        return answer
+
+    def join(self, name: str, requests: Sequence[GenerationRequest], sampling: Sampling) -> bool:
+        is_open = bool(self.streams[name].missing)
+        if is_open:
+            self.add(self.streams[name], requests)
+        return is_open
+
+    def give_up(self, uids: Sequence[str]) -> None:
+        for entries in (self.running, self.joining):
+            for *_, stream, _sample in [entry for entry in entries if entry[-1].uid in uids]:
+                stream.missing -= 1
+                self.world.came.append(stream)
+            entries[:] = [entry for entry in entries if entry[-1].uid not in uids]  # type: ignore[misc]
+        heapq.heapify(self.running)
+
+    def add(self, stream: Stream, requests: Sequence[GenerationRequest]) -> None:
+        stream.missing += len(requests)
         for request in requests:
             turn = 1 if request.continues is None else request.continues + 1
             tokens = self.world.tokens(request.uid, request.generation_index, turn)
@@ -97,10 +126,6 @@ class Engine:
         if not self.busy:
             self.busy = True
             self.world.at(0.0, self.step)
-        return stream
-
-    def call(self, method: str, *args: Any, **_: Any) -> Answer:
-        raise AssertionError(f"{method}: nothing is dropped here")
 
     def step(self) -> None:
         """Take steps up to the one at which a sample ends, or only one where others may join."""
@@ -119,7 +144,7 @@ class Engine:
             _, _, stream, sample = heapq.heappop(self.running)
             stream.missing -= 1
             stream.parcels.append(Parcel(sample, sample.turns))
-            self.world.ready.append(stream)
+            self.world.came.append(stream)
         self.step()
 
 
@@ -137,7 +162,7 @@ class Environment:
 
     def answered(self, answer: Answer) -> None:
         answer.is_ready = True
-        self.world.ready.append(answer)
+        self.world.came.append(answer)
 
 
 class Tokenizer:
@@ -158,17 +183,19 @@ class Tokenizer:
 class World(LocalCluster):
     """The cluster, and the clock: events by time."""
 
-    def __init__(self, case: Case, seed: int, together: bool, engines: int = ENGINES) -> None:
+    def __init__(
+        self, case: Case, seed: int, together: bool, engines: int = ENGINES, enough: int | None = None
+    ) -> None:
         super().__init__(1e9)
         self.case, self.seed, self.now = case, seed, 0.0
         self.events: list[tuple[float, int, Any]] = []
         self.numbers = itertools.count()
-        self.ready: list[Any] = []  # streams and answers, some of which may have been taken
+        self.came: list[Any] = []  # streams and answers of which something has come, or was taken since
         self.workers = [Engine(self, f"engine-{number}") for number in range(engines)]
         self.engines = EngineGroup(self, self.workers, sleeps=False)  # type: ignore[arg-type]
         tool = EnvironmentWorker(self, self.environment, calls=10**6, timeout_s=1e9)  # type: ignore[arg-type, return-value]
         limits = TurnLimits(case.turns, 10**9, together=together)
-        self.rollouts = Rollouts(self.engines, {"task": tool}, Tokenizer(), limits, seed=seed)
+        self.rollouts = Rollouts(self.engines, {"task": tool}, Tokenizer(), limits, seed=seed, enough_samples=enough)
 
     def environment(self) -> Any:
         return Environment(self)
@@ -188,14 +215,12 @@ class World(LocalCluster):
     def at(self, delay: float, event: Any) -> None:
         heapq.heappush(self.events, (self.now + delay, next(self.numbers), event))
 
-    def next_ready(self, things: Any, timeout_s: float, what: str, watch: Any = None) -> Any:
-        known = {id(thing): thing for thing in things}
+    def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
+        known = {id(thing) for thing in things}
         while True:
-            while self.ready:
-                thing = known.get(id(self.ready[-1]))
-                if thing is not None and thing.is_ready:
-                    return thing
-                self.ready.pop()
+            self.came = list(dict.fromkeys(thing for thing in self.came if id(thing) in known and thing.is_ready))
+            if self.came:
+                return list(self.came)
             self.now, _, event = heapq.heappop(self.events)
             event()
 
@@ -265,12 +290,12 @@ def bound_seconds(case: Case, seed: int, samples: int, age: int, steps: int) -> 
     return ends[-1] / steps
 
 
-def measure(name: str, samples: int, age: int, seeds: int) -> dict[str, Any]:
-    """Return the means over the seeds, and the largest ratio to the bound."""
+def measure(name: str, samples: int, age: int, seeds: int, enough: int | None = None) -> dict[str, Any]:
+    """Return the means over the seeds, and the largest ratio to the bound. `enough`: samples that complete a group."""
     case, steps = CASES[name], 1 if age == 0 else 2 * (1 + age)
     seconds, together, bounds = [], [], []
     for seed in range(seeds):
-        seconds.append(World(case, seed, together=False).run(samples, age, steps))
+        seconds.append(World(case, seed, together=False, enough=enough).run(samples, age, steps))
         together.append(World(case, seed, together=True).run(samples, age, steps))
         bounds.append(bound_seconds(case, seed, samples, age, steps))
     return {
@@ -292,10 +317,11 @@ def main() -> int:
     parser.add_argument("--samples", nargs="+", type=int, default=[512, 2048])
     parser.add_argument("--ages", nargs="+", type=int, default=[0, 1, 4])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--enough", type=int, help="complete a group with so many of its 16 samples")
     options = parser.parse_args()
     worst = 0.0
     for name, samples, age in itertools.product(options.cases, options.samples, options.ages):
-        row = measure(name, samples, age, options.seeds)
+        row = measure(name, samples, age, options.seeds, options.enough)
         worst = max(worst, row["worst_ratio"])
         cells = " ".join(f"{key}={value}" for key, value in row.items())
         print(json.dumps(row) if options.json else cells, flush=True)

@@ -92,7 +92,8 @@ def scored(cluster: RayCluster, url: str, samples: int, keys: dict[str, Any]) ->
             scorer.submit(uid, "task", [{"url": url}], [ref.ref], [ref.generation_index])
     scores: dict[str, list[Score]] = {uid: [] for uid in refs}
     while sum(map(len, scores.values())) < samples:
-        scorer.take(cluster.next_ready(scorer.awaited(), 600.0, "rewards"))
+        for ready in cluster.ready(scorer.awaited(), 600.0, "rewards"):
+            scorer.take(ready)
         while (request := scorer.next()) is not None:
             scores[request.uid] += request.outcomes
     seconds = time.perf_counter() - began

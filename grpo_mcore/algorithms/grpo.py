@@ -149,6 +149,8 @@ def grpo_train(
                 case s.Train() as command:
                     rollouts.drop(record.unfinished(command.surplus))
                     trained, sampled = groups.take(command, record.policy_version)
+                    if queued := rollouts.most_queued():
+                        sampled["num_queued_samples"] = float(queued)
                     metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, report.samples)
                     record.trained(command, trained, metrics | sampled, clock)
 
@@ -219,7 +221,7 @@ def make_rollouts(
     hooks: RolloutHooks,
 ) -> Rollouts:
     """Build the rollouts of a run, which report to its record. `hooks`: those that do not."""
-    ahead = config.grpo.async_grpo
+    ahead, generation = config.grpo.async_grpo, config.policy.generation
     return Rollouts(
         engines,
         as_workers(task_to_env, engines.cluster, config.cluster.platform),
@@ -228,6 +230,7 @@ def make_rollouts(
         seed=config.grpo.seed,
         retries=Retries(ahead.max_generation_failures if ahead.enabled else 0, config.cluster.retry_wait_s),
         enough_samples=ahead.min_samples_per_group if ahead.max_age else None,
+        max_running=generation.max_running or generation.vllm_kwargs.get("max_num_seqs"),
         hooks=replace(hooks, on_sample=record.sample_finished, on_retry=record.retried),
     )
 

@@ -24,7 +24,8 @@ class BackgroundWork(Protocol):
         """Return the futures and streams that it waits for at this moment."""
 
     def take(self, ready: Any) -> None:
-        """Process one of these that has an answer, an item, an end or an error; may start further calls."""
+        """Process one of these that has an answer, an item, an end or an error; may start further calls. Does nothing
+        with one that it has stopped waiting for since."""
 
 
 def call_all(
@@ -68,7 +69,7 @@ def gather(
     the first that failed, with a note on each other that failed or was still at work `grace_s` later.
     """
     results: dict[int, Any] = {}
-    waiting = list(futures)
+    waiting = {id(future): future for future in futures}
     start = time.monotonic()
     deadline = start + timeout_s
     failure: WorkerFailed | None = None
@@ -76,27 +77,28 @@ def gather(
         left = max(deadline - time.monotonic(), 0.0)
         others = background.awaited() if background and left and failure is None else ()
         try:
-            ready: Any = cluster.next_ready([*waiting, *others], left, what, watch)
+            things: list[Any] = [*waiting.values(), *others]
+            ready = cluster.ready(things, left, what, watch, patient=not others)
         except DeadlineExceeded as error:
             if failure is not None:
                 break
-            late = ", ".join(future.whom for future in waiting)
+            late = ", ".join(future.whom for future in waiting.values())
             raise DeadlineExceeded(what, late, timeout_s, error.detail) from None
-        future = next((future for future in waiting if future is ready), None)
-        if future is None:
-            assert background is not None
-            background.take(ready)
-            continue
-        waiting.remove(future)
-        try:
-            results[id(future)] = future.result()
-            on_result(future)
-        except WorkerFailed as error:
-            if failure is None:
-                deadline = min(deadline, time.monotonic() + grace_s)
-            failure = _merged(failure, error)
+        for one in ready:
+            future = waiting.pop(id(one), None)
+            if future is None:
+                if failure is None and background is not None:
+                    background.take(one)
+                continue
+            try:
+                results[id(future)] = future.result()
+                on_result(future)
+            except WorkerFailed as error:
+                if failure is None:
+                    deadline = min(deadline, time.monotonic() + grace_s)
+                failure = _merged(failure, error)
     if failure is not None:
-        for future in waiting:
+        for future in waiting.values():
             failure.add_note(f"{future.whom} was still at work on {future.what} {grace_s:.6g} s later")
         raise failure
     return [results[id(future)] for future in futures]

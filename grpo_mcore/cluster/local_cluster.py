@@ -142,13 +142,19 @@ class LocalCluster(Cluster):
         rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", free_port())
         return [self.spawn(f"{name}-0", cls, rendezvous, *args_per_rank[0], env=env)]
 
-    def next_ready(
-        self, things: Sequence[T], timeout_s: float, what: str, watch: Callable[[], None] = lambda: None
-    ) -> T:
+    def ready(
+        self,
+        things: Sequence[T],
+        timeout_s: float,
+        what: str,
+        watch: Callable[[], None] = lambda: None,
+        *,
+        patient: bool = False,
+    ) -> Sequence[T]:
         if not things:
             raise ValueError(f"{what}: nothing to wait for")
         watch()
-        return things[0]
+        return things[:1]  # a call has run already; a stream runs when it is asked, so only one is
 
     def stop(self, workers: Sequence[Worker]) -> None:
         for worker in reversed(workers):  # a later worker may depend on an earlier one

@@ -35,6 +35,21 @@ class ParcelLabel:
     label: Any
 
 
+@dataclass(frozen=True)
+class ParcelLabels:
+    """The labels of a list of Parcels."""
+
+    labels: list[Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """An argument that is an entry of a list: which of the call's lists, and which entry."""
+
+    whole: int
+    index: int
+
+
 class RemoteFailure(Exception):
     """Carries a worker's exception to the driver: as text, and pickled if it can be."""
 
@@ -126,20 +141,28 @@ class WorkerActor:
             gc.enable()
             self._built.set()
 
-    def call(self, method: str, *args: Any) -> Any:
-        target = self._wait_for_target()
+    def call(self, method: str, num_wholes: int, *args: Any) -> Any:
+        """Call a method. The first `num_wholes` of `args` are lists, of which the `Part`s among the others are
+        entries."""
+        target, wholes = self._wait_for_target(), args[:num_wholes]
+        given = [wholes[arg.whole][arg.index] if isinstance(arg, Part) else arg for arg in args[num_wholes:]]
         try:
-            return getattr(target, method)(*args)
+            return getattr(target, method)(*given)
         except Exception as error:
             raise RemoteFailure.of(error) from None
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
-        """Send each item as two: the content of a Parcel (else None), then its label (else the item). A label that
-        arrives proves that its content was sent; the other way round the content could be the worker's death."""
+        """Send each item as two: the content of a Parcel (else None), then its label (else the item); of a list of
+        Parcels their contents as one object, then their labels. A label that arrives proves that its content was sent;
+        the other way round the content could be the worker's death."""
         target = self._wait_for_target()
         try:
             in_stream.now = True
             for item in getattr(target, method)(*args):  # not `yield from`: Ray sends values into its generators
+                if isinstance(item, list):
+                    yield [parcel.content for parcel in item]
+                    yield ParcelLabels([parcel.label for parcel in item])
+                    continue
                 parcel = isinstance(item, Parcel)
                 yield item.content if parcel else None
                 yield ParcelLabel(item.label) if parcel else item

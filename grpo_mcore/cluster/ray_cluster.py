@@ -134,30 +134,40 @@ class RayCluster(Cluster):
             worker.build(cls, meeting_point, *args, rank=(rank, size, 0 if gpus else local))
         return workers
 
-    def next_ready(
-        self, things: Sequence[T], timeout_s: float, what: str, watch: Callable[[], None] = lambda: None
-    ) -> T:
+    def ready(
+        self,
+        things: Sequence[T],
+        timeout_s: float,
+        what: str,
+        watch: Callable[[], None] = lambda: None,
+        *,
+        patient: bool = False,
+    ) -> Sequence[T]:
         if not things:
             raise ValueError(f"{what}: nothing to wait for")
-        for thing in things:
-            if isinstance(thing, LocalFuture):  # a call of an object of this process: it has run already
-                return thing
-        mine = cast("Sequence[RayFuture | RayStream]", things)
-        handles = [thing.handle for thing in mine]
+        if here := [thing for thing in things if isinstance(thing, LocalFuture)]:
+            return here  # calls of objects of this process: they have run already
+        by_handle = {thing.handle: thing for thing in cast("Sequence[RayFuture | RayStream]", things)}
+        handles = list(by_handle)
         ready: list[ray.ObjectRef] = []
         deadline = time.monotonic() + timeout_s
         while not ready:
             watch()
             left_s = max(deadline - time.monotonic(), 0.0)
-            ready, _ = ray.wait(handles, num_returns=1, timeout=min(left_s, WATCH_S), fetch_local=False)
+            fewest = len(handles) if patient else 1
+            ready, _ = ray.wait(handles, num_returns=fewest, timeout=min(left_s, WATCH_S), fetch_local=False)
             if left_s <= WATCH_S:
                 break
+        if ready and not patient:  # a look at all of them costs little more than each further wait
+            ready, _ = ray.wait(handles, num_returns=len(handles), timeout=0, fetch_local=False)
         if not ready:
-            workers = list({thing.whom: thing.worker for thing in mine}.values())
+            workers = list({thing.whom: thing.worker for thing in by_handle.values()}.values())
             names = ", ".join(worker.name for worker in workers)
             states = "\n".join(worker.state() for worker in workers[:4])
             raise DeadlineExceeded(what, names, timeout_s, states)
-        return things[handles.index(ready[0])]
+        for handle in ready:
+            by_handle[handle].seen = True
+        return cast("list[T]", [by_handle[handle] for handle in ready])
 
     def last_log_line(self, worker: str) -> str:
         log = self.log_dir / f"{worker}.log"

@@ -5,19 +5,30 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from grpo_mcore.cluster.diagnostics import Wait, log_tail, stacks
-from grpo_mcore.cluster.ray_actor import ParcelLabel, RemoteFailure, in_stream
+from grpo_mcore.cluster.ray_actor import ParcelLabel, ParcelLabels, Part, RemoteFailure, in_stream
 from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
+
+
+@dataclass(frozen=True, slots=True)
+class PartRef:
+    """A reference to an entry of a list in the store: a list of parcels is one object there."""
+
+    whole: ray.ObjectRef
+    index: int
 
 
 class _RayCall:
     """A call of an actor. `handle`: Ray's reference to what it answers; `since`: when it was made, or its last item
-    came."""
+    came; `seen`: Ray has said that the answer, or the next item, is there."""
+
+    seen = False
 
     def __init__(self, worker: RayWorker, what: str, handle: Any, timeout_s: float) -> None:
         self.worker, self.whom, self.what = worker, worker.name, what
@@ -36,7 +47,7 @@ class _RayCall:
         return Wait(self.whom, self.what, seconds, seconds >= self._timeout_s)
 
     def _await_answer(self, seconds: float) -> None:
-        if not self.has_answer(seconds):
+        if not (self.seen or self.has_answer(seconds)):
             raise DeadlineExceeded(self.what, self.whom, self._timeout_s, self.worker.state())
 
 
@@ -68,11 +79,13 @@ class RayStream(_RayCall):
             self.worker.fetch(self.what, content)
             raise WorkerFailed(self.whom, self.what, "its stream ended in the middle of an item") from None
         item = self.worker.fetch(self.what, label)
+        if isinstance(item, ParcelLabels):
+            return [Parcel(one, PartRef(content, index)) for index, one in enumerate(item.labels)]
         return Parcel(item.label, content) if isinstance(item, ParcelLabel) else item
 
     def _next_reference(self) -> ray.ObjectRef:
         self._await_answer(self._timeout_s)
-        self.since = time.monotonic()
+        self.since, self.seen = time.monotonic(), False
         try:
             return next(self.handle)
         except StopIteration:
@@ -122,7 +135,10 @@ class RayWorker:
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayFuture:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        future = RayFuture(self, what or method, self.actor.call.remote(method, *args), timeout_s)
+        wholes = list(dict.fromkeys(arg.whole for arg in args if isinstance(arg, PartRef)))
+        given = [Part(wholes.index(arg.whole), arg.index) if isinstance(arg, PartRef) else arg for arg in args]
+        answer = self.actor.call.remote(method, len(wholes), *wholes, *given)
+        future = RayFuture(self, what or method, answer, timeout_s)
         self._calls.add(future)
         return future
 
@@ -192,7 +208,9 @@ class RayStore:
     def fetch_many(self, refs: Sequence[Ref]) -> list[Any]:
         what = f"fetch of {len(refs)} objects"
         try:
-            return ray.get(list(refs), timeout=self._timeout_s)
+            wholes = list(dict.fromkeys(ref.whole if isinstance(ref, PartRef) else ref for ref in refs))
+            objects = dict(zip(wholes, ray.get(wholes, timeout=self._timeout_s), strict=True))
+            return [objects[ref.whole][ref.index] if isinstance(ref, PartRef) else objects[ref] for ref in refs]
         except GetTimeoutError:
             raise DeadlineExceeded(what, "the object store", self._timeout_s) from None
         except RayError as error:

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,19 @@ class EngineError(RuntimeError):
     """An engine cannot do what it was asked for; the message names the engine."""
 
 
+class _StreamEnded(Exception):
+    """A stream has ended before a request could be added to it."""
+
+
+@dataclass(eq=False)
+class _OpenStream:
+    """A stream of samples under way. `requests`, `engine_ids` (vLLM's): of the unfinished ones, by request id."""
+
+    caller: Caller = field(default_factory=Caller)
+    requests: dict[str, GenerationRequest] = field(default_factory=dict)
+    engine_ids: dict[str, str] = field(default_factory=dict)
+
+
 class Engine:
     """One engine with its tensor-parallel ranks, in process or as a Ray actor. If it spans several nodes, an
     EngineFollower runs the ranks on each further node. Several threads may call it: each `generate` gets its own
@@ -65,7 +79,8 @@ class Engine:
         self._lock = EngineLock(REFIT_TIMEOUT_S)
         self._steps = SharedSteps(self._take_step, REFIT_TIMEOUT_S, lambda: self._lock.paused)
         self._callers = itertools.count()
-        self._requests: dict[str, GenerationRequest] = {}  # by request id, of all callers
+        self._requests: dict[str, GenerationRequest] = {}  # unfinished ones by request id, of all callers
+        self._streams: dict[str, _OpenStream] = {}  # those that others may join, by name
         self._asleep: list[str] = []  # vLLM's tags of the memory that was given away
         self._cache_number = 0  # of the prefix cache's contents; a request reuses only what has its own number
         self._others: list[Lifeline] = []  # the engine's other nodes
@@ -122,41 +137,90 @@ class Engine:
 
         Raises EngineError if there are no valid weights, ValueError if a prompt exceeds the context.
         """
+        for samples in self.generate_together(requests, sampling):
+            yield from samples
+
+    def generate_together(
+        self, requests: list[GenerationRequest], sampling: Sampling, name: str | None = None
+    ) -> Iterator[list[Trajectory]]:
+        """Generate as `generate` does, and yield the samples that have finished since the last time: those of a step,
+        mostly. Until it has ended, `join` adds requests to the stream `name`."""
+        from grpo_mcore.generation.samples import to_trajectory
+
+        stream, tokenizer = _OpenStream(), self._llm_engine.get_tokenizer()
+        if name is not None:
+            self._streams[name] = stream
+        try:
+            self._add(stream, requests, sampling)
+            while outputs := self._steps.next(stream.caller):
+                samples = []
+                for output in outputs:
+                    key = output.request_id
+                    engine_id, request = stream.engine_ids.pop(key), stream.requests.pop(key)
+                    del self._requests[key]
+                    if self._records_routes:
+                        output.outputs[0].routed_experts = self._routes([engine_id])[0]
+                    samples.append(to_trajectory(request, output, tokenizer))
+                yield samples
+        finally:
+            if name is not None:
+                del self._streams[name]
+            self._steps.close(stream.caller)
+            self._forget(stream, list(stream.requests))
+
+    def join(self, name: str, requests: list[GenerationRequest], sampling: Sampling) -> bool:
+        """Add requests to a stream of `generate_together`. Return False if it has ended; raises what that does. In both
+        cases none of them is generated."""
+        if (stream := self._streams.get(name)) is None:
+            return False
+        with self._steps.held_open(stream.caller) as is_open:
+            return is_open and self._add(stream, requests, sampling)
+
+    def _add(self, stream: _OpenStream, requests: list[GenerationRequest], sampling: Sampling) -> bool:
+        """Add requests to a stream, all or, where it raises or returns False as the stream has ended, none."""
         from vllm.inputs.engine import tokens_input
         from vllm.lora.request import LoRARequest
 
-        from grpo_mcore.generation.samples import sampling_params, to_trajectory
+        from grpo_mcore.generation.samples import sampling_params
 
-        number = next(self._callers)
+        number, room = next(self._callers), self._max_model_len
         asked = {f"{number}-{index}": request for index, request in enumerate(requests)}
-        room = self._max_model_len
         params = {key: sampling_params(request, sampling, room) for key, request in asked.items()}
-        engine, tokenizer = self._llm_engine, self._llm_engine.get_tokenizer()
         # Before the first refit there are no adapters. The path is not read: the refit has registered them.
         adapted = self.config.adapter_rank is not None and bool(self.weight_version)
         adapter = LoRARequest("policy", ENGINE_ADAPTER, "from a refit") if adapted else None
-        caller, engine_ids = Caller(), {}
         self._requests |= asked
         try:
             for key, request in asked.items():
                 tokens = request.token_ids().tolist()
                 with self._lock.call():
                     self._refuse_to_generate()
+                    if stream.caller.closed:
+                        raise _StreamEnded
                     prompt = tokens_input(tokens, cache_salt=str(self._cache_number))
-                    engine_ids[key] = engine.add_request(key, prompt, params[key], lora_request=adapter)
-                    self._steps.add(caller, key, engine_ids[key])
-            while (output := self._steps.next(caller)) is not None:
-                if self._records_routes:
-                    output.outputs[0].routed_experts = self._routes([engine_ids.pop(output.request_id)])[0]
-                yield to_trajectory(asked[output.request_id], output, tokenizer)
-        finally:
-            with self._lock.call():
-                if (unfinished := self._steps.drop(caller)) and self._llm_engine is not None:
-                    engine.abort_request(unfinished, internal=True)
-                if self._records_routes and engine_ids and self._llm_engine is not None:
-                    self._routes(list(engine_ids.values()))  # nobody asks for them any more
-                for key in asked:
-                    del self._requests[key]
+                    engine_id = self._llm_engine.add_request(key, prompt, params[key], lora_request=adapter)
+                    stream.engine_ids[key], stream.requests[key] = engine_id, request
+                    self._steps.add(stream.caller, key, engine_id)
+        except _StreamEnded:
+            self._forget(stream, list(asked))
+            return False
+        except BaseException:
+            self._forget(stream, list(asked))
+            raise
+        return True
+
+    def _forget(self, stream: _OpenStream, keys: list[str]) -> None:
+        """Abort those of these requests of a stream that are unfinished, and forget them all."""
+        with self._lock.call():
+            unfinished = self._steps.give_up(keys)
+            if unfinished and self._llm_engine is not None:
+                self._llm_engine.abort_request(unfinished, internal=True)
+            engine_ids = [stream.engine_ids.pop(key) for key in keys if key in stream.engine_ids]
+            if self._records_routes and engine_ids and self._llm_engine is not None:
+                self._routes(engine_ids)  # nobody asks for them any more
+            for key in keys:
+                stream.requests.pop(key, None)
+                self._requests.pop(key, None)
 
     @property
     def _records_routes(self) -> bool:

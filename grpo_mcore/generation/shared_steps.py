@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(eq=False)
 class Caller:
-    """A thread that waits for samples. `running`: request id -> the engine's id; `finished`: outputs not yet taken."""
+    """A thread that waits for samples. `running`: request id -> the engine's id; `finished`: outputs not yet taken;
+    `joining`: number of threads that are about to add requests; `closed`: it takes no more requests."""
 
     running: dict[str, str] = field(default_factory=dict)
-    finished: deque[Any] = field(default_factory=deque)
+    finished: list[Any] = field(default_factory=list)
+    joining: int = 0
+    closed: bool = False
     error: Exception | None = None
 
 
 class SharedSteps:
-    """Shares the engine's steps: `add` requests, then call `next` until it returns None. A step's error reaches every
-    waiting caller."""
+    """Shares the engine's steps: `add` requests, then call `next` until it returns nothing. Another thread may add
+    requests meanwhile, see `held_open`. A step's error reaches every waiting caller."""
 
     def __init__(
         self,
@@ -51,14 +54,26 @@ class SharedSteps:
         with self._changed:
             caller.running[request_id] = engine_id
             self._owners[request_id] = caller
+            if caller.joining:
+                self._changed.notify_all()  # it may have had nothing to wait for
 
-    def drop(self, caller: Caller) -> list[str]:
-        """Remove a caller. Returns the engine's ids of its unfinished requests, whose outputs are discarded."""
+    @contextmanager
+    def held_open(self, caller: Caller) -> Iterator[bool]:
+        """Keep a caller from running out of requests inside the context. Yield False if it takes no more of them."""
         with self._changed:
-            for request_id in caller.running:
-                del self._owners[request_id]
-            unfinished, caller.running = list(caller.running.values()), {}
-            return unfinished
+            is_open = not caller.closed
+            caller.joining += 1
+        try:
+            yield is_open
+        finally:
+            with self._changed:
+                caller.joining -= 1
+                self._changed.notify_all()
+
+    def close(self, caller: Caller) -> None:
+        """Let a caller take no more requests."""
+        with self._changed:
+            caller.closed = True
 
     def give_up(self, request_ids: Iterable[str]) -> list[str]:
         """Remove requests of any caller. Returns the engine's ids of the unfinished ones."""
@@ -74,15 +89,16 @@ class SharedSteps:
         """Restart the timeout of waiting callers after a pause."""
         self._stepped_at = time.monotonic()
 
-    def next(self, caller: Caller) -> Any:
-        """Return the caller's next finished output, or None if none is left.
+    def next(self, caller: Caller) -> list[Any]:
+        """Wait, and return the caller's finished outputs, at least one; none if it has no request left. It then takes
+        no more requests.
 
         Raises the error of its own step, a RuntimeError caused by the error of another caller's step, or TimeoutError
         if another caller's step does not end.
         """
         while not caller.finished:
-            if not caller.running:
-                return None
+            if not self._wait_for_requests(caller):
+                return []
             if self._wait_to_lead(caller):
                 try:
                     while caller.running and not caller.finished:
@@ -97,7 +113,16 @@ class SharedSteps:
                     with self._changed:
                         self._leading = False
                         self._changed.notify_all()
-        return caller.finished.popleft()
+        with self._changed:
+            outputs, caller.finished = caller.finished, []
+        return outputs
+
+    def _wait_for_requests(self, caller: Caller) -> bool:
+        """Return whether the caller has a request, after those that are being added. Otherwise close it."""
+        with self._changed:
+            self._changed.wait_for(lambda: caller.running or caller.finished or not caller.joining)
+            caller.closed = not (caller.running or caller.finished)
+            return not caller.closed
 
     def _wait_to_lead(self, caller: Caller) -> bool:
         """Wait. Return True if this caller must run the steps, False if it has an output or nothing to wait for."""

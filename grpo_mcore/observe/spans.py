@@ -26,6 +26,7 @@ class SpanFile:
     begin      time, devices (name -> processes on it), colocated, algorithm ("grpo", "sft", "dpo"): written when a run
                starts, and when it resumes
     restart    time, process, why
+    tail       step, samples: the last ones to end, see `step_groups.tail`
     all others process, start (unix seconds), seconds, step (the one that is being trained; 0 in the start)
 
     "train" of a policy rank also has `parts`: the seconds of each micro-batch and, last, of the update.
@@ -69,6 +70,10 @@ class SpanFile:
         if self._open is not None:
             self.span(DRIVER, *self._open)
             self._open = None
+
+    def tail(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Record the samples that held the step that is being trained."""
+        self._write(what="tail", step=self._step(), samples=list(samples))
 
     def restarted(self, process: str, why: str) -> None:
         self._write(what="restart", process=process, why=why, time=round(time.time(), 3))

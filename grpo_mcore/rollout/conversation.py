@@ -32,7 +32,7 @@ class Conversation:
     """A sample under way. Its turn is generated and scored; then it is `over`, or its next turn is requested.
 
     `metadata` and `stop_strings`: of the turn under way. `sample`: up to the last generated turn. `score`: over the
-    turns judged so far, rewards added up.
+    turns judged so far, rewards added up. `ended_at`: when it was over, by time.perf_counter.
     """
 
     metadata: dict[str, Any]
@@ -40,6 +40,7 @@ class Conversation:
     sample: TrajectoryRef | None = None
     score: Score | None = None
     over: bool = False
+    ended_at: float = 0.0
 
     def judged(self, outcome: Outcome, limits: TurnLimits) -> bool:
         """Add the verdict on the last turn. Return whether the sample goes on.

@@ -225,6 +225,7 @@ class TrajectoryRef:
 
     @classmethod
     def of(cls, trajectory: Trajectory, ref: Any) -> TrajectoryRef:
+        prompt = trajectory.token_ids()[: min(trajectory.prompt_length, trajectory.sequences[0])]
         return cls(
             uid=trajectory.uid,
             generation_index=trajectory.generation_index,
@@ -237,7 +238,7 @@ class TrajectoryRef:
             ref=ref,
             turns=sum(turn.loss_mask for turn in trajectory.turns),
             stop_token=trajectory.stop_token,
-            prompt_sketch=prefix_sketch(trajectory.token_ids()[: trajectory.prompt_length].tolist()),
+            prompt_sketch=prefix_sketch(prompt.tolist()),
         )
 
 

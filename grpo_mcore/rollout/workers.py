@@ -95,7 +95,8 @@ class Rendezvous:
 @dataclass(frozen=True)
 class Parcel:
     """An item of a stream whose content stays in the store: a worker yields `Parcel(label, content)`, its caller
-    receives `Parcel(label, reference to the content)`, and only the label is copied. Keep labels small."""
+    receives `Parcel(label, reference to the content)`, and only the label is copied. Keep labels small. An item may
+    also be a list of parcels: it costs as much as one."""
 
     label: Any
     content: Any
@@ -214,11 +215,18 @@ class Cluster(Protocol):
         consecutive ranks on a node. `cpus` and `gpus` are for each rank. `concurrency`, `streams`: as in `spawn`.
         `colocate_with`: the workers on whose node each rank runs; overrides `nodes`. `cls` may be a function."""
 
-    def next_ready(
-        self, things: Sequence[T], timeout_s: float, what: str, watch: Callable[[], None] = lambda: None
-    ) -> T:
-        """Wait for the first of `things` that has an answer, an item, an end or an error, and return it. `watch` is
-        called several times a second meanwhile; what it raises ends the wait."""
+    def ready(
+        self,
+        things: Sequence[T],
+        timeout_s: float,
+        what: str,
+        watch: Callable[[], None] = lambda: None,
+        *,
+        patient: bool = False,
+    ) -> Sequence[T]:
+        """Wait until one of `things` has an answer, an item, an end or an error, and return all that have one then.
+        `patient`: until all of them have one, if that takes a fraction of a second. `watch` is called several times a
+        second meanwhile; what it raises ends the wait."""
 
     def last_log_line(self, worker: str) -> str:
         """Return the last line that a worker has printed; a text that says so where it cannot be read here."""

@@ -176,11 +176,11 @@ def test_items_of_a_stream_come_while_it_runs(abacus, tmp_path):
         next(stream)
 
 
-def test_next_ready_gives_the_first_that_has_something(cluster, abacus, second, tmp_path):
+def test_those_that_have_something_are_ready(cluster, abacus, second, tmp_path):
     slow, stream = abacus.call("nap_in_the_middle", str(tmp_path / "gate")), second.stream("count", 3)
     waiting, got = [slow, stream], []
     while waiting:
-        thing = cluster.next_ready(waiting, 20, "the race")
+        thing = cluster.ready(waiting, 20, "the race")[0]
         if thing is slow:
             got.append(slow.result())
             waiting.remove(slow)
@@ -230,7 +230,7 @@ def test_an_exceeded_deadline_names_the_worker_the_call_and_the_line(abacus, tmp
 
 def test_an_answer_in_time_can_be_asked_for_later(abacus, cluster):
     pending = abacus.call("add", 0, timeout_s=2.0)
-    cluster.next_ready([pending], 20, "the answer")
+    cluster.ready([pending], 20, "the answer")
     time.sleep(2.1)
     assert pending.result() == 13
 
@@ -258,7 +258,7 @@ def test_a_late_item_and_a_late_group_are_named(cluster, abacus, second, tmp_pat
         next(stream)
     things = [abacus.call("nap_in_the_middle", gate), second.call("nap_in_the_middle", gate)]
     with pytest.raises(DeadlineExceeded, match="the crowd: no answer from abacus, second within 0.2 s"):
-        cluster.next_ready(things, 0.2, "the crowd")
+        cluster.ready(things, 0.2, "the crowd")
     Path(gate).touch()
     gather(cluster, things, timeout_s=20, what="the crowd")
 
@@ -296,7 +296,8 @@ def test_concurrent_calls_share_one_object(cluster, tmp_path):
     pair = cluster.spawn("pair", Abacus, 5, None, cpus=0.1, concurrency=2)
     pair.ready().result()  # an actor's start has its own, long deadline
     nap, count = pair.call("nap_in_the_middle", str(tmp_path / "gate")), pair.call("add", 1)
-    assert cluster.next_ready([nap, count], 60, "the quick one") is count
+    assert cluster.ready([nap, count], 60, "the quick one") == [count]
+    assert cluster.ready([count, nap], 60, "both", patient=True) == [count]
     (tmp_path / "gate").touch()
     assert (count.result(), nap.result()) == (6, "awake")
     cluster.stop([pair])

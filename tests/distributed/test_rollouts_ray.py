@@ -20,6 +20,7 @@ from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker, as_workers
 from grpo_mcore.cluster import Parcel
 from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.cluster.ray_worker import PartRef
 from grpo_mcore.data import load_tokenizer
 from grpo_mcore.environments.nemo_gym import NemoGymEnvironment
 from grpo_mcore.generation.chat.endpoint import Endpoint
@@ -61,14 +62,14 @@ def misbehave(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
 class LongEngine:
     """An engine whose samples all have the maximum number of tokens."""
 
-    def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
+    def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling, name: str) -> Iterator[list[Parcel]]:
         for request in requests:
             count = sampling.max_new_tokens
             turn = Turn("assistant", torch.ones(count, dtype=torch.int64), torch.zeros(count), loss_mask=True, text="")
             trajectory = Trajectory(
                 request.uid, request.generation_index, (*request.turns, turn), ((1, 0, count),), "stop", False, None
             )
-            yield Parcel(TrajectoryRef.of(trajectory, None), trajectory)
+            yield [Parcel(TrajectoryRef.of(trajectory, None), trajectory)]
 
 
 class Rank:
@@ -113,7 +114,7 @@ def test_turns_over_ray(cluster: RayCluster) -> None:
             number = group.prompt["extra_env_info"]["number"]
             for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
                 turns = 1 + (index + number) % 3
-                assert isinstance(sample.ref, ray.ObjectRef)
+                assert isinstance(sample.ref, PartRef) and isinstance(sample.ref.whole, ray.ObjectRef)
                 trajectory = cluster.store.fetch(sample.ref)
                 assert (sample.turns, score.reward, sample.length) == (turns, turns, trajectory.length)
                 generated = [turn for turn in trajectory.turns if turn.loss_mask]

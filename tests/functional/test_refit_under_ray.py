@@ -98,7 +98,8 @@ class Traffic:
                     asked = [request(6 * next(number) + k, 0 if k else CONTEXT - 4) for k in range(6)]
                     stream = self._engine.stream("generate_refs", asked, LONG, timeout_s=DEADLINE_S)
                     streams[id(stream)] = (stream, {one.uid for one in asked})
-                ready = self._cluster.next_ready([stream for stream, _ in streams.values()], DEADLINE_S, "samples")
+                waiting = [stream for stream, _ in streams.values()]
+                ready = self._cluster.ready(waiting, DEADLINE_S, "samples")[0]
                 open_uids = streams[id(ready)][1]
                 parcel = next(ready, None)
                 if parcel is None:

@@ -30,6 +30,8 @@ from grpo_mcore.refit.receiver import RefitReceiver
 from grpo_mcore.refit.refit import EngineNodes
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 
+PARCELS = 32
+"""Maximum number of samples that are one object in the store: whoever needs one of them fetches all."""
 HEALTH_S = 60.0
 """Seconds in which a living engine answers a health check: one step of generation at most."""
 
@@ -83,10 +85,17 @@ class EngineWorker(_RefitReceiverMixin, Engine):
             self.receive_refit()
         return super().stage_refit()
 
-    def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
-        """Run `generate`, and yield each trajectory as Parcel(TrajectoryRef without its ref, trajectory)."""
-        for trajectory in self.generate(with_trajectories(requests, self._store), sampling):
-            yield Parcel(TrajectoryRef.of(trajectory, None), trajectory)
+    def generate_refs(
+        self, requests: list[GenerationRequest], sampling: Sampling, name: str | None = None
+    ) -> Iterator[list[Parcel]]:
+        """Run `generate_together`, and yield its trajectories as Parcel(TrajectoryRef without its ref, trajectory)."""
+        for samples in self.generate_together(with_trajectories(requests, self._store), sampling, name):
+            for first in range(0, len(samples), PARCELS):
+                few = samples[first : first + PARCELS]
+                yield [Parcel(TrajectoryRef.of(trajectory, None), trajectory) for trajectory in few]
+
+    def join(self, name: str, requests: list[GenerationRequest], sampling: Sampling) -> bool:
+        return super().join(name, with_trajectories(requests, self._store), sampling)
 
 
 def node_of_engine(

@@ -17,6 +17,7 @@ from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.training_step.step_groups import tail
 from grpo_mcore.families import ModelShape, forward_flops, parameter_count
 from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
 from grpo_mcore.observe.alarms import StepAlarms
@@ -183,7 +184,10 @@ class RunReport:
                 self.spans.optimizer_step(worker.name, times)
         self.spans.flush()
         self._tokens += int(metrics["tokens"])
-        metrics = metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
+        tail_metrics, last_samples = tail(groups)
+        if last_samples:
+            self.spans.tail(last_samples)
+        metrics = metrics | tail_metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
         metrics["tokens_per_second"] = metrics["tokens"] / seconds["total"]
         metrics |= self._throughput(groups, metrics, seconds)
         if self._refit is not None:
@@ -219,7 +223,7 @@ class RunReport:
                 tokens_per_second=metrics["tokens_per_second"],
                 computed_tokens=metrics.get("plan/computed_tokens"),
                 seconds=seconds,
-                notes=scoring_notes(groups),
+                notes=[*scoring_notes(groups), *_queued_note(metrics)],
             )
         )
         for alarm in self.alarms.of_step(step, metrics):
@@ -452,6 +456,14 @@ def _results(metrics: Mapping[str, Any]) -> dict[str, float]:
 def _before_and_after(name: str, course: Mapping[int, float]) -> dict[str, float | None]:
     """Return a summary's two entries of a validation metric: before the first step, and at the last validation."""
     return {f"{name}_before": course.get(0), f"{name}_after": course[max(course)] if course else None}
+
+
+def _queued_note(metrics: Mapping[str, float]) -> list[str]:
+    """Return the line that says how many samples waited for room on their engines, if any did."""
+    queued = int(metrics.get("num_queued_samples", 0))
+    return (
+        [f"up to {queued} samples waited for room on their engines (policy.generation.max_running)"] if queued else []
+    )
 
 
 def _left_out(metrics: dict[str, float]) -> str:

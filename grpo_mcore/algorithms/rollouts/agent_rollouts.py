@@ -3,6 +3,7 @@ collects the samples as they come."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -58,7 +59,7 @@ class AgentBatch:
 class _OpenGroup:
     prompt: DatumSpec
     generations: int
-    samples: dict[int, tuple[TrajectoryRef, Score]] = field(default_factory=dict)  # by generation index
+    samples: dict[int, tuple[TrajectoryRef, Score, float]] = field(default_factory=dict)  # by generation index
 
 
 class AgentRollouts:
@@ -185,8 +186,8 @@ class AgentRollouts:
         if self._on_outcome is not None:
             self._on_outcome(outcome)
         group = self._open[outcome.uid]
-        group.samples[outcome.generation_index] = sample, outcome.score
+        group.samples[outcome.generation_index] = sample, outcome.score, time.perf_counter()
         if len(group.samples) == group.generations:
             del self._open[outcome.uid]
-            samples, scores = zip(*(group.samples[index] for index in range(group.generations)), strict=True)
-            self._on_group(Group(group.prompt, samples, scores))
+            columns = zip(*(group.samples[index] for index in range(group.generations)), strict=True)
+            self._on_group(Group(group.prompt, *columns))

@@ -9,8 +9,9 @@ The life of a sample, turn by turn:
       +-------------+            +------> queued    the environment has answered: the next turn
        its engine failed: the same request again
 
-queued: its request waits for its engine. generating: it is in a stream of its engine. scoring: its turn waits for its
-environment, or is with it. A sample of a dropped prompt leaves from any state. With `grpo.turns: free` no sample waits
+queued: its request waits for room on its engine. generating: it is in a stream of its engine, or on its way to one
+that is open. scoring: its turn waits for its environment, or is with it. A sample of a dropped prompt leaves from any
+state. With `grpo.turns: free` no sample waits
 for another one; with `together` those of one step on one engine take their turns in step, and groups are scored whole.
 """
 
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import copy
 import heapq
+import secrets
+import sys
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -37,9 +40,17 @@ from grpo_mcore.rollout.conversation import Conversation, TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, TrajectoryRef, Turn, sample_seed
 
-MAX_CALLS = 48
-"""Maximum number of generation calls of one engine under way. Each holds a thread of it; the requests of further turns
-wait until one has ended, and are then sent in one call."""
+STREAMS = 4
+"""Number of streams that are opened on an engine, each of which holds a thread of it; further requests join one of
+them. With several, the engine goes on stepping while the samples of one are handed over."""
+MAX_STREAMS = 48
+"""Maximum number of streams of an engine where none can be joined."""
+REMEMBERED = 100_000
+"""Number of prompts whose mean length is remembered."""
+
+
+_Urgency = tuple[bool, float, int]
+"""(it is a first turn, minus the tokens that are expected of it, number)."""
 
 
 @dataclass
@@ -62,18 +73,31 @@ class _OpenGroup:
         return len(self.conversations) * (self.prompt["length"] + self.sampling.max_new_tokens)
 
 
-@dataclass
+@dataclass(eq=False)
 class _EngineCall:
-    """A generation call under way. `expected`: (prompt uid, generation index) -> request, of samples still to come.
-    `number`: calls are numbered in the order in which they were made."""
+    """A stream of an engine under way. `name`: under which the engine knows it; `step`: of the requests with which it
+    was opened. `expected`: (prompt uid, generation index) -> request, of samples still to come. `closed`: nothing joins
+    it any more. `number`: calls are numbered in the order in which they were made."""
 
     number: int
     engine: int
+    name: str
     step: int
-    sampling: Sampling
     stream: Stream
     expected: dict[tuple[str, int], GenerationRequest]
+    closed: bool = False
     since: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(eq=False)
+class _Join:
+    """Requests that were sent to an open stream, which may have ended before they reached it. They are among the
+    `expected` of its call."""
+
+    number: int
+    call: _EngineCall
+    answer: Future
+    requests: dict[tuple[str, int], GenerationRequest]
 
 
 @dataclass(frozen=True)
@@ -132,17 +156,20 @@ class Rollouts:
         seed: int,
         retries: Retries | None = None,
         enough_samples: int | None = None,
+        max_running: int | None = None,
         hooks: RolloutHooks = RolloutHooks(),
     ) -> None:
         """`environments`: by task name. `retries`: limit for calls that fail while their engine is alive.
         `enough_samples`: a group is complete with this many samples and its other samples are aborted; None: with all
-        of them. If turns are taken together, only for samples of one turn.
+        of them. If turns are taken together, only for samples of one turn. `max_running`: samples that an engine
+        generates at a time, unless turns are taken together; None: all of them.
 
         Raises DataError if samples may have several turns and the tokenizer's chat template cannot hold them.
         """
         self.engines, self.environments, self.limits, self.seed = engines, environments, limits, seed
         self.cluster: Cluster = engines.cluster
-        self._hooks, self._enough_samples = hooks, enough_samples
+        self._hooks, self._enough_samples, self._max_running = hooks, enough_samples, max_running
+        self._name = secrets.token_hex(4)  # its streams have other names than those of other rollouts
         self._faults = EngineFaults(engines, retries or Retries(0, 0.0), hooks.restore_engines, hooks.on_restart)
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         agents = {
@@ -164,18 +191,26 @@ class Rollouts:
         self._scorer = RewardScorer(scored, self.cluster, hooks.on_restart, hooks.on_span, joins=not limits.together)
         self._groups: dict[str, _OpenGroup] = {}  # by uid
         self._calls: dict[int, _EngineCall] = {}  # by id of the stream
+        self._joins: dict[int, _Join] = {}  # not answered yet, by id of the answer
         self._calls_made = 0
-        self._calls_of: Counter[int] = Counter()  # engine -> calls under way
+        self._calls_of: dict[int, list[_EngineCall]] = defaultdict(list)  # by engine, in the order of their numbers
         self._failed_at: dict[int, int] = {}  # engine -> calls that had been made when one of its calls last failed
         self._load: Counter[int] = Counter()  # engine -> sum of its groups' loads
         self._aborts: dict[int, tuple[Future, int]] = {}  # not answered yet, by id, with the number of the engine
-        # (engine, step, sampling) -> requests not sent yet: of a next turn, or of a lost engine when there is no other
-        self._queued: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
+        # (engine, step, sampling) -> requests not sent yet: a heap each, first what is sent first
+        self._queued: dict[tuple[int, int, Sampling], list[tuple[_Urgency, GenerationRequest]]] = defaultdict(list)
+        self._queued_ever = self._most_queued = 0
+        self._lengths: OrderedDict[str, tuple[int, float]] = OrderedDict()  # prompt -> samples, their mean tokens
 
     @property
     def generating(self) -> bool:
         """Whether samples are still being generated; otherwise only rewards are waited for."""
-        return bool(self._calls or self._without_engine() or self._agents.awaited())
+        return bool(self._calls or self._joins or self._without_engine() or self._agents.awaited())
+
+    def most_queued(self) -> int:
+        """Return the largest number of samples that waited for room on their engines since the last call."""
+        most, self._most_queued = self._most_queued, 0
+        return most
 
     def _without_engine(self) -> int:
         """Return the number of requests that wait for a lost engine."""
@@ -205,7 +240,12 @@ class Rollouts:
             requests[engine] += self._open_group(prompt, sampling, generations, step, engine)
             heapq.heapreplace(by_load, (self._load[engine], engine))
         for engine in sorted(requests):
-            self._send(engine, step, sampling, requests[engine], f"samples of step {step}")
+            if self.limits.together:
+                self._send(engine, step, sampling, requests[engine])
+            else:
+                self._queue(engine, step, sampling, requests[engine])
+        if not self.limits.together:
+            self._send_queued()
         self._agents.dispatch(for_agents, sampling, generations=generations, step=step)
 
     def _open_group(
@@ -233,10 +273,11 @@ class Rollouts:
         """Drop these prompts and abort their samples. They may be dispatched again."""
         self._scorer.drop(uids)
         self._finished = deque(group for group in self._finished if group.uid not in uids)
-        for requests in self._queued.values():
-            requests[:] = [request for request in requests if request.uid not in uids]
+        self._forget_queued(uids)
         self._agents.drop(uids)
         engines = self._forget_expected(uids)
+        for call in self._calls.values():  # their samples may still come, and must not pass for those of a new dispatch
+            call.closed |= call.engine in engines
         for uid in uids:
             self._forget_group(uid)
         aborts = [(self._abort_on_engine(engine, uids), engine) for engine in sorted(engines)]
@@ -248,8 +289,17 @@ class Rollouts:
             self._load[group.engine] -= group.load
         return group
 
+    def _forget_queued(self, uids: Collection[str]) -> None:
+        for entries in self._queued.values():
+            entries[:] = [entry for entry in entries if entry[1].uid not in uids]
+            heapq.heapify(entries)
+
     def _forget_expected(self, uids: Collection[str]) -> set[int]:
         """Expect no more samples of these prompts. Return the engines that were generating some."""
+        for join in [join for join in self._joins.values() if any(uid in uids for uid, _ in join.requests)]:
+            del self._joins[id(join.answer)]
+            self._take_join(join)  # an abort that overtakes its requests would miss them
+        self._forget_queued(uids)
         engines = set()
         for call in self._calls.values():
             if unwanted := [key for key in call.expected if key[0] in uids]:
@@ -290,14 +340,12 @@ class Rollouts:
         if waiting or (self._agents.awaited() and not self.engines.reachable()):
             self._faults.restore(waiting)
             self._send_queued()
-        ready = self._wait()
-        if ready is None:
-            self._advance_scored()
-        else:
+        for ready in self._wait():
             self.take(ready)
+        self._advance_scored()
 
-    def _wait(self) -> Future | Stream | None:
-        """Return the first of `awaited` that is ready; None if an environment or an engine exceeded its deadline."""
+    def _wait(self) -> Sequence[Future | Stream]:
+        """Return those of `awaited` that are ready; none if an environment or an engine exceeded its deadline."""
         timeout_s = self.cluster.call_timeout_s
         left_s = min(self._scorer.seconds_left(), self._faults.seconds_left())
         things = self.awaited()
@@ -305,53 +353,74 @@ class Rollouts:
             self._scorer.flush()
             things = self.awaited()
         try:
-            return self.cluster.next_ready(things, min(left_s, timeout_s), "samples and verdicts", self._hooks.watch)
+            return self.cluster.ready(things, min(left_s, timeout_s), "samples and verdicts", self._hooks.watch)
         except DeadlineExceeded as error:
             if (late := self._faults.late_engine()) is not None:
                 name = self.engines.workers[late].name
                 self._handle_failure(late, DeadlineExceeded("samples", name, timeout_s, error.detail))
             elif left_s == timeout_s:
                 raise
-            return None
+            return ()
 
     def awaited(self) -> list[Future | Stream]:
         """Return all calls and streams under way."""
+        answers = [*(join.answer for join in self._joins.values()), *(answer for answer, _ in self._aborts.values())]
         streams = [call.stream for call in self._calls.values()]
-        aborts = [answer for answer, _ in self._aborts.values()]
-        return [*self._scorer.awaited(), *streams, *aborts, *self._agents.awaited()]
+        return [*self._scorer.awaited(), *answers, *streams, *self._agents.awaited()]
 
     def take(self, ready: Future | Stream) -> None:
-        """Process one of `awaited` that is ready. Raises what it raises."""
-        if abort := self._aborts.pop(id(ready), None):
+        """Process one of `awaited` that is ready; nothing if it is not awaited any more. Raises what it raises."""
+        if call := self._calls.get(id(ready)):
+            self._take_samples(call)
+        elif join := self._joins.pop(id(ready), None):
+            self._take_join(join)
+        elif abort := self._aborts.pop(id(ready), None):
             self._confirm_abort(*abort)
-        elif not (self._agents.take(ready) or self._scorer.take(ready)):
-            self._take_sample(self._calls[id(ready)])
+        elif not self._scorer.take(ready):
+            self._agents.take(ready)
         self._advance_scored()
 
-    def _take_sample(self, call: _EngineCall) -> None:
-        """Take the next sample of a generation call, its end or its failure."""
+    def _take_samples(self, call: _EngineCall) -> None:
+        """Take the next samples of a stream, its end or its failure."""
         stream = call.stream
         try:
-            parcel = next(stream, None)
+            parcels = next(stream, None)
         except (WorkerFailed, DeadlineExceeded) as error:
             self._handle_failure(call.engine, error, call)
             return
         self._faults.mark_active(call.engine)
-        if parcel is None:
-            missing = len(call.expected)
-            if not missing:  # its last samples were aborted
+        if parcels is None:
+            on_their_way = [join.requests for join in self._joins.values() if join.call is call]
+            missing = len(call.expected) - sum(map(len, on_their_way))
+            if not missing:  # its last samples were aborted, or came too late: their answers say so
                 self._end_call(call)
                 return
             name, why = self.engines.workers[call.engine].name, f"its stream ended without {missing} samples"
             self._handle_failure(call.engine, WorkerFailed(name, stream.what, why), call)
             return
-        key = (parcel.label.uid, parcel.label.generation_index)
-        if call.expected.pop(key, None) is None:  # the sample finished before its abort arrived
-            return
-        self._record_sample(replace(parcel.label, ref=parcel.content))
+        for parcel in parcels:
+            key = (parcel.label.uid, parcel.label.generation_index)
+            if call.expected.pop(key, None) is not None:  # else it finished before its abort arrived
+                self._record_sample(replace(parcel.label, ref=parcel.content))
         if not call.expected:
             self._faults.reset()
             self._take_end(call)
+
+    def _take_join(self, join: _Join) -> None:
+        """Take an engine's answer to further requests. Those of a stream that has ended are queued again."""
+        engine = join.call.engine
+        self._mark_if_idle(engine)
+        try:
+            if join.answer.result() and join.call in self._calls_of[engine]:
+                return
+        except (WorkerFailed, DeadlineExceeded) as error:
+            self._handle_failure(engine, error, join)
+            return
+        join.call.closed = True
+        for key, request in join.requests.items():
+            if join.call.expected.pop(key, None) is not None:  # else it was dropped meanwhile
+                group = self._groups[request.uid]
+                self._queue(group.engine, group.step, group.sampling, [request])
 
     def _take_end(self, call: _EngineCall) -> None:
         """Take the end of a call whose samples have all come, or one that was aborted and comes all the same. The
@@ -364,10 +433,13 @@ class Rollouts:
 
     def _end_call(self, call: _EngineCall) -> None:
         del self._calls[id(call.stream)]
-        self._calls_of[call.engine] -= 1
-        if not self._calls_of[call.engine]:
-            self._faults.mark_idle(call.engine)
+        self._calls_of[call.engine].remove(call)
+        self._mark_if_idle(call.engine)
         self._hooks.on_span(self.engines.workers[call.engine].name, "generate", call.since, time.perf_counter())
+
+    def _mark_if_idle(self, engine: int) -> None:
+        if not self._calls_of[engine] and all(join.call.engine != engine for join in self._joins.values()):
+            self._faults.mark_idle(engine)
 
     def _record_sample(self, sample: TrajectoryRef) -> None:
         """Add a generated turn to its group, and request its reward: at once, or when it is the group's last one."""
@@ -393,6 +465,8 @@ class Rollouts:
         """Record that a sample's last turn is generated. If its group has enough samples now, drop the others."""
         group.ended.add(index)
         self._hooks.on_sample()
+        if (sample := group.conversations[index].sample) is not None:
+            self._remember_length(sample)
         if len(group.ended) == self._enough_samples and len(group.ended) < len(group.conversations):
             self._drop_unfinished(group, index)
 
@@ -408,8 +482,6 @@ class Rollouts:
         else:
             group.unfinished -= len(others)
             self._scorer.drop([uid], others)
-        for requests in self._queued.values():
-            requests[:] = [request for request in requests if request.uid != uid]
         for engine in self._forget_expected([uid]):
             answer = self._abort_on_engine(engine, [uid])
             self._aborts[id(answer)] = answer, engine
@@ -437,14 +509,37 @@ class Rollouts:
                 seed = sample_seed(self.seed, group.step, sample.uid, sample.generation_index, sample.turns)
                 request = conversation.next_request(said, seed, self.limits)
             if request is not None:
-                self._queued[group.engine, group.step, group.sampling].append(request)
+                self._queue(group.engine, group.step, group.sampling, [request])
                 group.unfinished += 1
-            elif sample.turns < self.limits.max_turns:
+                continue
+            conversation.ended_at = time.perf_counter()
+            if sample.turns < self.limits.max_turns:
                 self._record_end(group, index)
+
+    def _queue(self, engine: int, step: int, sampling: Sampling, requests: Sequence[GenerationRequest]) -> None:
+        """Let requests wait for their engine. Next turns come first, as their environment and the engine's cache hold
+        what they continue; then those of which most tokens are expected, so that they are not the step's last ones."""
+        entries = self._queued[engine, step, sampling]
+        for request in requests:
+            self._queued_ever += 1
+            urgency = (request.continues is None, -self._expected_tokens(request.uid), self._queued_ever)
+            heapq.heappush(entries, (urgency, request))
+
+    def _expected_tokens(self, uid: str) -> float:
+        """Return the mean tokens of the prompt's samples so far, in earlier epochs too; 0 where there are none."""
+        return self._lengths.get(uid.partition("@")[0], (0, 0.0))[1]
+
+    def _remember_length(self, sample: TrajectoryRef) -> None:
+        prompt = sample.uid.partition("@")[0]
+        count, mean = self._lengths.pop(prompt, (0, 0.0))
+        self._lengths[prompt] = count + 1, mean + (sample.generated_length - mean) / (count + 1)
+        if len(self._lengths) > REMEMBERED:
+            self._lengths.popitem(last=False)
 
     def _send_queued(self) -> None:
         """Send the queued requests of each engine that can take them. If turns are taken together: when nothing of
-        that engine and step is being generated or scored."""
+        that engine and step is being generated or scored. Otherwise as many as the engine has room for, oldest step
+        first, in a stream of their own or to one that is open."""
         if not self._queued:
             return
         if self.limits.together:
@@ -452,61 +547,111 @@ class Rollouts:
             busy |= {(group.engine, group.step) for group in map(self._groups.__getitem__, self._scorer.uids())}
             ready = [key for key in self._queued if key[:2] not in busy]
         else:
-            ready = [key for key in self._queued if self._calls_of[key[0]] < MAX_CALLS]
+            ready = sorted(self._queued, key=lambda key: key[1])
         for key in ready:
-            if key[0] not in self.engines.lost and (requests := self._queued.pop(key)):
-                self._send(*key, requests, f"{len(requests)} samples")
+            engine, entries = key[0], self._queued[key]
+            if engine not in self.engines.lost and (count := min(len(entries), self._room(engine))):
+                self._send(*key, [heapq.heappop(entries)[1] for _ in range(count)], self._open_stream(engine))
+            if not entries:
+                del self._queued[key]
+        self._most_queued = max(self._most_queued, sum(map(len, self._queued.values())))
+
+    def _room(self, engine: int) -> int:
+        """Return how many requests can be sent to an engine now."""
+        calls = self._calls_of[engine]
+        if self.limits.together or (self._max_running is None and len(calls) < STREAMS):
+            return sys.maxsize
+        joining = any(join.call.engine == engine for join in self._joins.values())  # what comes meanwhile goes together
+        if len(calls) >= STREAMS and (joining or (len(calls) >= MAX_STREAMS and self._open_stream(engine) is None)):
+            return 0
+        running = sum(len(call.expected) for call in calls)
+        return sys.maxsize if self._max_running is None else max(0, self._max_running - running)
+
+    def _open_stream(self, engine: int) -> _EngineCall | None:
+        """Return the stream of an engine that further requests join; None: they get a stream of their own."""
+        calls = self._calls_of[engine]
+        if self.limits.together or len(calls) < STREAMS:
+            return None
+        return max((c for c in calls if c.expected and not c.closed), key=lambda call: len(call.expected), default=None)
 
     def _close_group(self, uid: str) -> Group:
         group = self._forget_group(uid)
         assert group is not None
-        finished = [(each.sample, each.score) for each in group.conversations if each.sample and each.score]
-        return Group(group.prompt, tuple(sample for sample, _ in finished), tuple(score for _, score in finished))
+        finished = [
+            (each.sample, each.score, each.ended_at) for each in group.conversations if each.sample and each.score
+        ]
+        samples, scores, ended_at = zip(*finished, strict=True)
+        return Group(group.prompt, samples, scores, ended_at)
 
-    def _send(self, engine: int, step: int, sampling: Sampling, requests: list[GenerationRequest], what: str) -> None:
+    def _send(
+        self,
+        engine: int,
+        step: int,
+        sampling: Sampling,
+        requests: list[GenerationRequest],
+        joined: _EngineCall | None = None,
+    ) -> None:
+        """Send requests to an engine, in a stream of their own or to an open one, `joined`."""
         if engine in self.engines.lost:
-            self._queued[engine, step, sampling] += requests
+            self._queue(engine, step, sampling, requests)
             return
-        stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
+        worker, what = self.engines.workers[engine], f"{len(requests)} samples of step {step}"
         expected = {(request.uid, request.generation_index): request for request in requests}
+        if joined is not None:
+            answer = worker.call("join", joined.name, requests, sampling, what=what)
+            joined.expected |= expected
+            self._joins[id(answer)] = _Join(self._calls_made, joined, answer, expected)
+            return
+        self._calls_made += 1
+        name = f"{self._name}-{self._calls_made}"
+        stream = worker.stream("generate_refs", requests, sampling, name, what=what)
         if not self._calls_of[engine]:
             self._faults.mark_active(engine)
-        self._calls_of[engine] += 1
-        self._calls_made += 1
-        self._calls[id(stream)] = _EngineCall(self._calls_made, engine, step, sampling, stream, expected)
+        call = self._calls[id(stream)] = _EngineCall(self._calls_made, engine, name, step, stream, expected)
+        self._calls_of[engine].append(call)
 
     def _handle_failure(
-        self, engine: int, error: WorkerFailed | DeadlineExceeded, failed_call: _EngineCall | None = None
+        self, engine: int, error: WorkerFailed | DeadlineExceeded, failed: _EngineCall | _Join | None = None
     ) -> None:
         """Repeat what a failed call, or a lost engine with all its calls, did not finish. May raise `error`."""
         name, lost = self.engines.workers[engine].name, False
-        if not self._is_counted(engine, error, failed_call):
+        if not self._is_counted(engine, error, failed):
             lost = self._faults.handle(error, engine)
             self._failed_at[engine] = self._calls_made
         target = self._faults.next_engine(engine)
-        for call in [call for call in self._calls.values() if call.engine == engine and (lost or call is failed_call)]:
+        calls = [call for call in self._calls_of[engine] if lost or call is failed]
+        joins = [join for join in self._joins.values() if join.call in calls or (lost and join.call.engine == engine)]
+        unfinished: dict[tuple[str, int], GenerationRequest] = {}
+        for join in [*joins, *([failed] if isinstance(failed, _Join) else [])]:
+            self._joins.pop(id(join.answer), None)
+            unfinished |= {key: request for key, request in join.requests.items() if join.call.expected.pop(key, None)}
+        for call in calls:
             self._end_call(call)
-            self._repeat(call, target, f"{name}: {cause(error)}", error)
+            unfinished |= call.expected
+        self._repeat(list(unfinished.values()), target, f"{name}: {cause(error)}", error)
         if lost:
             self._aborts = {key: abort for key, abort in self._aborts.items() if abort[1] != engine}
             self._move_groups(engine, target)
 
-    def _is_counted(self, engine: int, error: Exception, failed_call: _EngineCall | None) -> bool:
+    def _is_counted(self, engine: int, error: Exception, failed: _EngineCall | _Join | None) -> bool:
         """Whether the failure was counted before: a step of an engine that fails ends all its calls, one by one."""
-        if failed_call is None or isinstance(error, WorkerDied | DeadlineExceeded):
+        if failed is None or isinstance(error, WorkerDied | DeadlineExceeded):
             return False
-        return failed_call.number <= self._failed_at.get(engine, 0) and not isinstance(error.__cause__, ValueError)
+        return failed.number <= self._failed_at.get(engine, 0) and not isinstance(error.__cause__, ValueError)
 
-    def _repeat(self, failed: _EngineCall, engine: int, why: str, error: Exception) -> None:
-        """Generate the unfinished samples of a failed call again: the turn under way, or, if the turns before are lost,
-        all of them."""
-        requests, from_start = list(failed.expected.values()), _has_lost_objects(error)
+    def _repeat(self, requests: list[GenerationRequest], engine: int, why: str, error: Exception) -> None:
+        """Generate samples of a failed call again: the turn under way, or, if the turns before are lost, all of
+        them."""
         for uid in dict.fromkeys(request.uid for request in requests):
             self._hooks.on_retry(uid, why)
-        if from_start:
+        if _has_lost_objects(error):
             requests = [self._start_again(request) for request in requests]
-        if requests:
-            self._send(engine, failed.step, failed.sampling, requests, f"{len(requests)} samples again")
+        by_step: dict[tuple[int, Sampling], list[GenerationRequest]] = defaultdict(list)
+        for request in requests:
+            group = self._groups[request.uid]
+            by_step[group.step, group.sampling].append(request)
+        for (step, sampling), few in by_step.items():
+            self._send(engine, step, sampling, few)
 
     def _start_again(self, request: GenerationRequest) -> GenerationRequest:
         group, index = self._groups[request.uid], request.generation_index
@@ -520,7 +665,9 @@ class Rollouts:
         moved = self._load.pop(lost, 0)
         self._load[target] += moved
         for key in [key for key in self._queued if key[0] == lost and lost != target]:
-            self._queued[target, *key[1:]] += self._queued.pop(key)
+            entries = self._queued[target, *key[1:]]
+            entries += self._queued.pop(key)
+            heapq.heapify(entries)
 
 
 def _prompt_turns(prompt: DatumSpec) -> tuple[Turn, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,30 @@ from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.schedule import Train
 from grpo_mcore.rollout.trajectory import Score, accuracy
+
+TAIL = (1, 5, 10)
+"""Percentages of a step's samples, the last ones to end, whose wait is measured."""
+LAST_SAMPLES = 5
+"""Number of a step's last samples that are named."""
+
+
+def tail(groups: Sequence[Group]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return (metrics, last samples) of the long tail of a step. `tail/last_5_percent`: seconds from when all but the
+    last 5 % of its samples had ended until the last one had. The last samples: uid, generation, turns, tokens
+    (generated), and the seconds after which each ended once 90 % of them had."""
+    ends = sorted(
+        (end, group.uid, sample.generation_index, sample.turns, sample.generated_length)
+        for group in groups
+        for sample, end in zip(group.samples, group.ended_at, strict=False)
+    )
+    before = {percent: len(ends) - math.ceil(len(ends) * percent / 100) - 1 for percent in TAIL}
+    if not ends or before[TAIL[-1]] < 0:
+        return {}, []
+    metrics = {f"tail/last_{percent}_percent": ends[-1][0] - ends[at][0] for percent, at in before.items()}
+    names = ("uid", "generation", "turns", "tokens")
+    start = ends[before[TAIL[-1]]][0]
+    last = [dict(zip(names, rest, strict=True)) | {"seconds": round(end - start, 3)} for end, *rest in ends[::-1]]
+    return metrics, last[:LAST_SAMPLES]
 
 
 class StepGroups:

@@ -83,7 +83,7 @@ def measure_parity(policy: PolicyGroup, engines: EngineGroup, check: ParityCheck
         worker.stream("generate_refs", requests, sampling, what="samples to compare engine and policy by")
         for worker in engines.workers
     ]
-    by_engine = [[parcel.content for parcel in stream] for stream in streams]
+    by_engine = [[parcel.content for parcels in stream for parcel in parcels] for stream in streams]
     engines.release()
     policy.onload()
     results = [

@@ -109,6 +109,11 @@ class GenerationConfig(Section):
     """The inference engine."""
     num_engines: Positive | None = None
     """Number of engines. null: as many as fit their accelerators; on CPU 1, or as many as fit their own pool."""
+    max_running: Positive | None = None
+    """Maximum number of samples that an engine is given at a time, with `grpo.turns: free`. The others wait in the
+    driver: next turns go first, then samples of prompts whose answers have been long so far. null:
+    vllm_kwargs.max_num_seqs; without that all samples are sent, and wait in vLLM in the order of their arrival. Read by
+    algorithms/."""
     max_new_tokens: Derived[Positive] = NULL
     """Maximum length of an answer, in tokens. null: policy.max_total_sequence_length."""
     temperature: PositiveFloat = 1.0

@@ -39,6 +39,8 @@ def build_page(
     any case. `beside`: folder, relative to the page, that has the samples of all steps (`write_shards`)."""
     seconds = device_seconds(run.events)
     timelines = step_spans(run.events)
+    shown = _spread(list(timelines), SPAN_STEPS)
+    tails = {event["step"]: event["samples"] for event in run.events if event["what"] == "tail"}
     data = {
         "runs": [_curves(run), *([_curves(compare)] if compare else [])],
         "state": _state(run),
@@ -50,7 +52,8 @@ def build_page(
             "steps": {step: seconds.by_step[step] for step in _spread(list(seconds.by_step), SPAN_STEPS)},
         },
         "floor": (run.summary or {}).get("predicted_against_measured"),
-        "timelines": {step: timelines[step] for step in _spread(list(timelines), SPAN_STEPS)},
+        "timelines": {step: timelines[step] for step in shown},
+        "tails": {step: tails[step] for step in shown if step in tails},
         "tokens": run.token_texts,
         "shards": {kind: list(run.samples[kind]) for kind in KINDS},
         "beside": beside,

@@ -54,8 +54,8 @@ class Node:
         self.events.append(f"spawn {name}" + (", built later" if arguments[0][-1] is True else ""))
         return [self.worker(f"{name}-{rank}") for rank in range(len(arguments))]
 
-    def next_ready(self, things: list[Any], timeout_s: float, what: str, watch: Any = None) -> Any:
-        return things[0]
+    def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
+        return things[:1]
 
     def stop(self, workers: list[Any]) -> None:
         self.events += [f"stop {worker.name}" for worker in workers]
@@ -99,13 +99,13 @@ def test_the_start_tells_who_is_ready_and_what_the_late_ones_do(
     node.last_log_line = lambda worker: f"{worker} loads shard 3 of 8"  # type: ignore[attr-defined]
     monkeypatch.setattr("grpo_mcore.algorithms.setup.time.monotonic", lambda: now[0])
 
-    def next_ready(things: list[Any], timeout_s: float, what: str, watch: Any = None) -> Any:
+    def ready(things: list[Any], timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
         for _ in range(25):
             now[0] += 1
             watch()
-        return things[0]
+        return things[:1]
 
-    monkeypatch.setattr(node, "next_ready", next_ready)
+    monkeypatch.setattr(node, "ready", ready)
     workers = [node.worker(name) for name in ("policy-0", "policy-1", "engine-0")]
     with caplog.at_level("INFO", "grpo_mcore"):
         wait_until_ready(config(), node, workers)  # type: ignore[arg-type]

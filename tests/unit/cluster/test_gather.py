@@ -23,19 +23,21 @@ class Answer:
 
 
 class Script:
-    """A cluster that has only next_ready."""
+    """A cluster that has only `ready`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
-    def next_ready(self, things: Sequence[Answer], timeout_s: float, what: str, watch: Any = None) -> Answer:
+    def ready(
+        self, things: Sequence[Answer], timeout_s: float, what: str, watch: Any = None, *, patient: bool = False
+    ) -> list[Answer]:
         first = min(things, key=lambda thing: thing.at)
         if first.at > self.now + timeout_s:
             self.now += timeout_s
             raise DeadlineExceeded(what, ", ".join(thing.whom for thing in things), timeout_s, "stacks")
         self.now = max(self.now, first.at)
-        return first
+        return [first]
 
 
 def failed(whom: str, cause: str) -> WorkerFailed:

@@ -127,12 +127,12 @@ def test_references_are_the_objects(cluster):
     assert parcel.label == "three" and cluster.store.fetch(parcel.content) == [0, 1, 2]
 
 
-def test_next_ready_takes_the_first(cluster):
+def test_only_the_first_is_ready(cluster):
     worker = cluster.spawn("abacus", Abacus, 0)
     things = [worker.call("add", 1), worker.call("add", 1)]
-    assert cluster.next_ready(things, 0.0, "both") is things[0]
+    assert cluster.ready(things, 0.0, "both") == things[:1]
     with pytest.raises(ValueError, match="both: nothing to wait for"):
-        cluster.next_ready([], 0.0, "both")
+        cluster.ready([], 0.0, "both")
     assert gather(cluster, things, timeout_s=1, what="both") == [1, 2]
 
 

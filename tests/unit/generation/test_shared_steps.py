@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -40,22 +41,33 @@ class Machine:
         return caller
 
 
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
+
+
+def ids(outputs: list[Any]) -> list[str]:
+    return [output.request_id for output in outputs]
+
+
 def test_one_caller_steps_on_its_own_thread_until_its_outputs_are_there() -> None:
     machine, threads = Machine(), set()
     machine.before_step = lambda: threads.add(threading.get_ident())
     caller = machine.ask("a", 3, 1, 3)
-    assert [machine.steps.next(caller).request_id for _ in range(3)] == ["a-1", "a-0", "a-2"]
+    assert [ids(machine.steps.next(caller)) for _ in range(3)] == [["a-1"], ["a-0", "a-2"], []]
     assert threads == {threading.get_ident()} and not machine.steps.generating
 
 
 def test_outputs_of_other_callers_are_kept_for_them() -> None:
     machine = Machine()
     first, second = machine.ask("a", 5), machine.ask("b", 2, 9)
-    assert machine.steps.next(first).request_id == "a-0"
+    assert ids(machine.steps.next(first)) == ["a-0"]
     assert machine.left == {"b-1": 4}
-    assert machine.steps.next(second).request_id == "b-0"
+    assert ids(machine.steps.next(second)) == ["b-0"]
     assert machine.left == {"b-1": 4}, "the output was already there: no step"
-    assert machine.steps.next(second).request_id == "b-1"
+    assert ids(machine.steps.next(second)) == ["b-1"]
 
 
 def test_each_of_many_threads_gets_its_own_outputs() -> None:
@@ -63,8 +75,8 @@ def test_each_of_many_threads_gets_its_own_outputs() -> None:
     callers = {f"c{number}": machine.ask(f"c{number}", *range(1, 40)) for number in range(8)}
 
     def collect(name: str) -> None:
-        for _ in range(39):
-            got[name, machine.steps.next(callers[name]).request_id.partition("-")[0]] += 1
+        while outputs := machine.steps.next(callers[name]):
+            got.update((name, output.request_id.partition("-")[0]) for output in outputs)
 
     threads = [threading.Thread(target=collect, args=(name,)) for name in callers]
     for thread in threads:
@@ -74,14 +86,35 @@ def test_each_of_many_threads_gets_its_own_outputs() -> None:
     assert got == {(name, name): 39 for name in callers}
 
 
-def test_a_caller_that_stops_early_drops_only_its_own_requests() -> None:
+def test_a_caller_that_has_run_out_of_requests_takes_no_more() -> None:
     machine = Machine()
-    first, second = machine.ask("a", 1, 7), machine.ask("b", 7)
-    machine.steps.next(first)
-    assert machine.steps.drop(first) == ["engine a-1"]
-    assert machine.steps.drop(first) == []
-    assert machine.steps.next(second).request_id == "b-0"
-    assert not first.finished and not machine.steps.generating
+    caller = machine.ask("a", 1)
+    with machine.steps.held_open(caller) as is_open:
+        assert is_open
+    assert ids(machine.steps.next(caller)) == ["a-0"] and not caller.closed
+    assert machine.steps.next(caller) == [] and caller.closed
+    with machine.steps.held_open(caller) as is_open:
+        assert not is_open
+
+
+def test_a_caller_waits_for_the_requests_that_are_about_to_join() -> None:
+    machine = Machine()
+    caller, got = machine.ask("a", 1), list[list[str]]()
+
+    def collect() -> None:
+        while outputs := machine.steps.next(caller):
+            got.append(ids(outputs))
+
+    with machine.steps.held_open(caller) as is_open:
+        thread = threading.Thread(target=collect)
+        thread.start()
+        assert is_open and eventually(lambda: got == [["a-0"]])
+        machine.left["b"] = 2
+        machine.steps.add(caller, "b", "engine b")
+        assert eventually(lambda: got == [["a-0"], ["b"]])
+        assert thread.is_alive(), "others may still join"
+    thread.join(60)
+    assert not thread.is_alive() and caller.closed
 
 
 def test_the_error_of_a_step_reaches_every_waiting_caller() -> None:
@@ -114,8 +147,8 @@ def test_the_error_of_a_step_reaches_every_waiting_caller() -> None:
 
     machine.before_step = lambda: None  # later callers do not see the error
     for caller in callers:
-        machine.steps.drop(caller)
-    assert machine.steps.next(machine.ask("d", 1)).request_id == "d-0"
+        machine.steps.give_up(list(caller.running))
+    assert ids(machine.steps.next(machine.ask("d", 1))) == ["d-0"]
 
 
 def test_a_step_that_does_not_end_is_not_waited_for_forever() -> None:
@@ -130,15 +163,15 @@ def test_a_step_that_does_not_end_is_not_waited_for_forever() -> None:
         machine.steps.next(second)
     go.set()
     thread.join(60)
-    assert machine.steps.next(second).request_id == "b-0", "the output arrived in the meantime"
+    assert ids(machine.steps.next(second)) == ["b-0"], "the output arrived in the meantime"
 
 
 def test_nobody_waits_for_requests_that_were_given_up() -> None:
     machine = Machine()
     first, second = machine.ask("a", 2, 9), machine.ask("b", 9)
     assert machine.steps.give_up(["a-1", "b-0", "gone"]) == ["engine a-1", "engine b-0"]
-    assert machine.steps.next(second) is None
-    assert machine.steps.next(first).request_id == "a-0" and machine.steps.next(first) is None
+    assert machine.steps.next(second) == []
+    assert ids(machine.steps.next(first)) == ["a-0"] and machine.steps.next(first) == []
     assert not machine.steps.generating
 
 
@@ -146,7 +179,7 @@ def test_the_leader_stops_when_all_its_requests_are_given_up() -> None:
     machine = Machine()
     caller = machine.ask("a", 10**9)
     machine.before_step = lambda: machine.steps.give_up(["a-0"]) and None
-    assert machine.steps.next(caller) is None
+    assert machine.steps.next(caller) == []
 
 
 def test_a_pause_does_not_time_out() -> None:
@@ -159,12 +192,12 @@ def test_a_pause_does_not_time_out() -> None:
     leading = threading.Thread(target=machine.steps.next, args=(leader,))
     leading.start()
     assert inside.wait(10)
-    found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(machine.steps.next(other)))
+    got: list[Any] = []
+    waiting = threading.Thread(target=lambda: got.extend(machine.steps.next(other)))
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive(), "the caller keeps waiting through the pause"
     go_on.set()
     leading.join(10)
     waiting.join(10)
-    assert found[0].request_id == "b-0"
+    assert ids(got) == ["b-0"]

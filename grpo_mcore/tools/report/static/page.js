@@ -177,6 +177,10 @@ function showTimeline() {
     });
   });
   el("timeline").innerHTML = `<svg height="${high}" viewBox="0 0 ${wide} ${high}">${parts.join("")}</svg>`;
+  const last = data.tails[step] || [];
+  el("timeline-tail").textContent = last.length
+    ? "Ended last, after nine tenths of the samples: " + last.map((s) => `${s.uid}#${s.generation} +${short(s.seconds)} s (${s.turns} turn${s.turns > 1 ? "s" : ""}, ${s.tokens} tokens)`).join(", ")
+    : "";
   el("timeline-text").textContent = `${short(end)} s; the policy's ranks do what the driver waits for in train, logprobs, prepare and refit`;
 }
 

@@ -102,7 +102,7 @@ def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
     to which retries, restarts and refits are added."""
     entries: list[str] = []
     worker = world.engines.workers[0]
-    generate, next_ready = worker.target.generate_refs, world.cluster.next_ready
+    generate, ready = worker.target.generate_refs, world.cluster.ready
     hung: set[Any] = set()
 
     def generate_refs(*args: Any) -> Any:
@@ -115,7 +115,7 @@ def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
     def awake(things: Any, timeout_s: float, what: str, watch: Any = None) -> Any:
         if not (left := [thing for thing in things if thing not in hung]):
             raise DeadlineExceeded(what, "all of them", timeout_s)
-        return next_ready(left, timeout_s, what)
+        return ready(left, timeout_s, what)
 
     def start(number: int) -> list[LocalWorker]:
         starts.append(number)
@@ -125,7 +125,7 @@ def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
         worker.name, FakeEngine(world.cluster.store, lambda request: 3, 9, {}, world.cluster.store.put)
     )
     world.cluster._workers.append(worker)  # as if it had spawned it
-    world.cluster.next_ready = awake  # type: ignore[method-assign]
+    world.cluster.ready = awake  # type: ignore[method-assign]
     world.cluster.call_timeout_s = 0.0 if hangs else 30.0
     worker.target.generate_refs = generate_refs
     world.engines.start, world.engines.restarts = start, Retries(1, 0.0)
@@ -148,7 +148,7 @@ def test_the_successor_of_a_lost_engine_gets_its_groups_after_a_refit() -> None:
     groups = world.run(range(3))
     assert starts == [0] and len(groups) == 3
     assert entries == [
-        "engine-0: samples of step 1: Broken: its process ended",
+        "engine-0: 9 samples of step 1: Broken: its process ended",
         "p0 anew",
         "p1 anew",
         "p2 anew",
@@ -190,7 +190,7 @@ def test_prompts_given_up_while_waiting_for_an_engine_are_not_generated(unwanted
     entries = dying(world, starts=starts)
     world.rollouts.dispatch([prompt(number) for number in range(3)], SAMPLING, generations=3, step=1)
     while awaited := world.rollouts.awaited():  # its first sample, then its death
-        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "samples"))
+        world.rollouts.take(world.cluster.ready(awaited, 1.0, "samples")[0])
     assert starts == [0] and world.rollouts.generating
     world.rollouts.drop(unwanted)
     wanted = {"p0", "p1", "p2"} - set(unwanted)
@@ -276,12 +276,12 @@ def test_a_sample_whose_earlier_turns_are_lost_starts_from_the_beginning() -> No
     target = world.engines.workers[0].target
     generate, lost = target.generate_refs, [True]
 
-    def generate_refs(requests: Any, sampling: Any) -> Any:
+    def generate_refs(requests: Any, sampling: Any, name: str) -> Any:
         if requests[0].continues is not None and lost:
             lost.clear()
 
             raise ObjectLost("engine-0", "the turns before", "its node is gone")
-        yield from generate(requests, sampling)
+        yield from generate(requests, sampling, name)
 
     target.generate_refs = generate_refs
     (group,), (same,) = world.run(range(1)).values(), undisturbed.run(range(1)).values()

@@ -66,7 +66,7 @@ def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool, comput
     logger = report.logger
     logger.machines, logger.peak_flops = lambda: {"node.0.cpu.util": 7.0}, 1e12
     samples = [SimpleNamespace(length=length, cut_turns=0) for length in (10, 30)]
-    groups: Any = [SimpleNamespace(samples=samples, scores=[Score(1.0, None, "", 0.0)] * 2)]
+    groups: Any = [SimpleNamespace(samples=samples, ended_at=(), scores=[Score(1.0, None, "", 0.0)] * 2)]
     clock: Any = SimpleNamespace(take=lambda: {"total": 8.0, "train": 2.0})
     metrics = STEP | {"tokens": 40.0} | ({"loss": 0.1, "plan/computed_tokens": computed} if trained else {})
     report.step(1, groups, metrics, clock)
@@ -86,7 +86,7 @@ def test_a_steps_line_says_which_attempts_to_score_failed(tmp_path: Path, capsys
         Score(0.0, None, "", 0.0),
     ]
     samples = [SimpleNamespace(uid="p0", generation_index=n, cut_turns=0, length=3) for n in range(4)]
-    groups: Any = [SimpleNamespace(samples=samples, scores=scores)]
+    groups: Any = [SimpleNamespace(samples=samples, ended_at=(), scores=scores)]
     report = new_report(tmp_path)
     clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
     metrics = report.step(1, groups, STEP | {"tokens": 4.0, "loss": 0.1}, clock)

@@ -46,10 +46,10 @@ class Shuffling(LocalCluster):
         self.store: Any = Handles()
         self._draw = random.Random(seed)
 
-    def next_ready(self, things: Any, timeout_s: float, what: str, watch: Any = None) -> Any:
+    def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
         first = {thing.whom: thing for thing in reversed(things) if isinstance(thing, LocalStream)}
         answers = [thing for thing in things if not isinstance(thing, LocalStream)]
-        return self._draw.choice([*answers, *first.values()])
+        return [self._draw.choice([*answers, *first.values()])]
 
 
 @dataclass
@@ -64,22 +64,34 @@ class FakeEngine:
     calls: list[tuple[list[GenerationRequest], Sampling]] = field(default_factory=list)
     running: bool = False
     unwanted: set[str] = field(default_factory=set)
+    finished: list[Trajectory] = field(default_factory=list)  # not handed over yet
+    open: str = ""  # name of the stream under way
 
     def give_up(self, uids: Sequence[str]) -> None:
         """Abort these prompts in the call under way."""
         self.unwanted |= set(uids) if self.running else set()
 
-    def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
+    def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling, name: str) -> Iterator[list[Parcel]]:
         assert not self.running, "one call at a time"
-        self.running = True
-        self.calls.append((requests, sampling))
-        finished = [self._generate(request) for request in with_trajectories(requests, self.store)]
-        random.Random(self.seed + len(self.calls)).shuffle(finished)
-        for trajectory in finished:
+        self.running, self.open, self.finished = True, name, []
+        self._add(requests, sampling)
+        while self.finished:
+            trajectory = self.finished.pop()
             if trajectory.uid not in self.unwanted:
-                yield Parcel(TrajectoryRef.of(trajectory, None), self.keep(trajectory))
+                yield [Parcel(TrajectoryRef.of(trajectory, None), self.keep(trajectory))]
         self.running = False
         self.unwanted.clear()
+
+    def join(self, name: str, requests: list[GenerationRequest], sampling: Sampling) -> bool:
+        is_open = self.running and self.open == name
+        if is_open:
+            self._add(requests, sampling)
+        return is_open
+
+    def _add(self, requests: list[GenerationRequest], sampling: Sampling) -> None:
+        self.calls.append((requests, sampling))
+        self.finished += [self._generate(request) for request in with_trajectories(requests, self.store)]
+        random.Random(self.seed + len(self.calls)).shuffle(self.finished)
 
     def _generate(self, request: GenerationRequest) -> Trajectory:
         turn = sum(turn.loss_mask for turn in request.turns) + 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
+from grpo_mcore.algorithms.rollouts import rollouts as rollouts_module
 from grpo_mcore.algorithms.rollouts import scoring
 from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
@@ -82,8 +84,8 @@ class Answer:
 class Stream:
     """A generation call: one sample after the other, then its end."""
 
-    def __init__(self, engine: Engine, requests: Sequence[GenerationRequest], what: str) -> None:
-        self.engine, self.whom, self.what = engine, engine.name, what
+    def __init__(self, engine: Engine, requests: Sequence[GenerationRequest], name: str, what: str) -> None:
+        self.engine, self.whom, self.name, self.what = engine, engine.name, name, what
         self.left = list(requests)
         self.over = False
 
@@ -110,7 +112,7 @@ class Stream:
         sample = TrajectoryRef(
             request.uid, request.generation_index, 9 * turn, 3, 2, 1, False, "stop", None, turn, stop_token=END
         )
-        return Parcel(sample, (request.uid, request.generation_index, turn))
+        return [Parcel(sample, (request.uid, request.generation_index, turn))]
 
 
 class Engine:
@@ -121,6 +123,9 @@ class Engine:
         self.streams: list[Stream] = []
 
     def call(self, method: str, *args: Any, **_: Any) -> Answer:
+        if method == "join":
+            return self.join(*args)
+
         def find() -> None:
             if self.dead or method == "health" and self in self.world.hung:
                 raise WorkerDied(self.name, method, "its process ended")
@@ -132,10 +137,39 @@ class Engine:
 
         return Answer(self.name, find)
 
-    def stream(self, method: str, requests: Any, sampling: Any, what: str) -> Stream:
+    def join(self, name: str, requests: Sequence[GenerationRequest], sampling: Any) -> Answer:
+        """The requests reach the stream at once, or when the answer is read. One without samples may have ended."""
+
+        def find() -> bool:
+            if self.dead:
+                raise WorkerDied(self.name, "join", "its process ended")
+            if self in self.world.hung:
+                raise DeadlineExceeded("join", self.name, TIMEOUT_S)
+            if self.world.accident("refuses"):
+                raise WorkerFailed(self.name, "join", "it is in a refit")
+            stream = next(stream for stream in self.streams if stream.name == name)
+            if stream.over or not (stream.left or self.world.choose([True, False])):
+                stream.over = True
+                return False
+            stream.left += requests
+            return True
+
+        if self.world.choose([False, True]) and not self.dead:
+            try:
+                joined = find()
+            except (WorkerFailed, DeadlineExceeded) as error:
+                return Answer(self.name, partial(raise_, error))
+            return Answer(self.name, lambda: joined)
+        return Answer(self.name, find)
+
+    def stream(self, method: str, requests: Any, sampling: Any, name: str, what: str) -> Stream:
         assert self in self.world.engines.workers, "it was replaced"
-        self.streams.append(Stream(self, requests, what))
+        self.streams.append(Stream(self, requests, name, what))
         return self.streams[-1]
+
+
+def raise_(error: Exception) -> None:
+    raise error
 
 
 class Environment:
@@ -181,6 +215,7 @@ class World(LocalCluster):
     generations: int = 2
     enough: int | None = None
     together: bool = True
+    at_once: bool = False  # all that is ready comes at once, what was chosen first
     now: float = 0.0
     hung: set[Any] = field(default_factory=set)
     lost_rewards: int = 0
@@ -215,7 +250,7 @@ class World(LocalCluster):
         self.lost_rewards += kind in ("dies", "raises")  # of an environment: at most one sample's
         return kind
 
-    def next_ready(self, things: Any, timeout_s: float, what: str, watch: Any = None) -> Any:
+    def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
         """Choose what is ready: of each engine its first stream, any answer. Or something hangs from now on."""
         assert things, "it waits for something that nobody produces"
         first: dict[Any, Any] = {}
@@ -228,21 +263,24 @@ class World(LocalCluster):
             options += [("hangs", source) for source in first]
         chosen = self.choose(options) if options else ("hangs", None)
         if not isinstance(chosen, tuple):
-            return chosen
+            return [chosen, *(thing for thing in options if self.at_once and thing is not chosen)]
         if chosen[1] is not None:
             self.accidents -= 1
             self.lost_rewards += 1
             self.hung.add(chosen[1])
             if len(first) > 1:
-                return self.next_ready(things, timeout_s, what)
+                return self.ready(things, timeout_s, what)
         self.now += timeout_s
         raise DeadlineExceeded(what, "somebody", timeout_s)
 
     def check(self) -> None:
         """Somebody produces what each open group misses, and only once."""
         rollouts = self.rollouts
-        generated = [key for call in rollouts._calls.values() for key in call.expected]
-        queued = [(request.uid, request.generation_index) for keys in rollouts._queued.values() for request in keys]
+        calls = {*rollouts._calls.values(), *(join.call for join in rollouts._joins.values())}
+        generated = [key for call in calls for key in call.expected]
+        queued = [
+            (entry[1].uid, entry[1].generation_index) for entries in rollouts._queued.values() for entry in entries
+        ]
         if self.together:
             calls = [{uid for uid, _ in call.expected} for call in rollouts._calls.values()]
             producers = [
@@ -270,7 +308,8 @@ class World(LocalCluster):
             load[group.engine] += group.load
         assert +rollouts._load == load
         active = rollouts._faults._last_active
-        assert set(active) == {call.engine for call in rollouts._calls.values()}, "busy engines"
+        calls = [*rollouts._calls.values(), *(join.call for join in rollouts._joins.values())]
+        assert set(active) == {call.engine for call in calls}, "busy engines"
         assert list(active.values()) == sorted(active.values())
 
 
@@ -299,7 +338,8 @@ def run(world: World, prompts: int, surprises: int) -> None:
                 surprises -= 1
                 if things := rollouts.awaited():
                     try:
-                        rollouts.take(world.next_ready(things, TIMEOUT_S, "training"))
+                        for ready in world.ready(things, TIMEOUT_S, "training"):
+                            rollouts.take(ready)
                     except DeadlineExceeded:
                         break  # the policy's own deadline, which ends the run
             case _, uid:
@@ -331,6 +371,9 @@ FREE = {
     "free-one-engine": (1, 1, {"accidents": 1, "together": False}, 100),
     "free-asleep": (1, 1, {"accidents": 1, "sleeps": True, "obeys": False, "together": False}, 100),
     "free-two-turns": (1, 0, {"accidents": 1, "turns": 2, "together": False}, 150),
+    "free-joins": (1, 0, {"turns": 2, "accidents": 1, "together": False}, 300),
+    "free-joins-dropped": (1, 1, {"turns": 2, "accidents": 0, "together": False}, 100),
+    "free-at-once": (2, 1, {"turns": 2, "accidents": 0, "together": False, "at_once": True}, 100),
     "free-two-engines": (2, 0, {"accidents": 1, "num_engines": 2, "generations": 1, "together": False}, 100),
     "free-enough": (
         1,
@@ -358,6 +401,7 @@ def test_every_interleaving_keeps_the_laws(case: str, monkeypatch: pytest.Monkey
     clock = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: 0.0)
     monkeypatch.setattr(scoring, "time", clock)
     monkeypatch.setattr(scoring.logger, "disabled", True)
+    monkeypatch.setattr(rollouts_module, "STREAMS", 1 if "joins" in case else 4)
 
     def one(choose: Choices) -> None:
         world = World(choose, **sizes)  # type: ignore[arg-type]

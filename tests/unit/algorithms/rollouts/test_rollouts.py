@@ -241,7 +241,7 @@ def test_rollouts_go_on_while_the_driver_waits_for_something_else() -> None:
     world = World(engines=2, seed=1)
     world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=3, step=1)
     while awaited := world.rollouts.awaited():
-        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "work"))
+        world.rollouts.take(world.cluster.ready(awaited, 1.0, "work")[0])
     assert len(world.finished) == 12 and not world.rollouts.generating
     calls = len(world.calls())
     groups = [world.rollouts.next_group() for _ in range(4)]
@@ -263,14 +263,14 @@ def test_time_without_generation_is_not_called_generation(seed: int) -> None:
 
     world = World(seed=seed)
     world.rollouts._hooks = RolloutHooks(phase=phase)
-    next_ready = world.cluster.next_ready
+    ready = world.cluster.ready
 
     def watched(things: Any, *args: Any) -> Any:
         generating = any(isinstance(thing, LocalStream) for thing in things)
         assert open_phases == ["generate" if generating else "reward"]
-        return next_ready(things, *args)
+        return ready(things, *args)
 
-    world.cluster.next_ready = watched  # type: ignore[method-assign]
+    world.cluster.ready = watched  # type: ignore[method-assign]
     world.run(range(4))
     assert set(phases) == {"generate", "reward"}
 
@@ -315,7 +315,7 @@ def test_given_up_prompts_do_not_come_back_and_may_be_dispatched_again(engines: 
     groups |= {group.uid: group for group in (world.rollouts.next_group() for _ in range(6 - taken))}
     assert len(groups) == 6
     while awaited := world.rollouts.awaited():  # streams whose last samples were given up
-        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
+        world.rollouts.take(world.cluster.ready(awaited, 1.0, "ends")[0])
     assert not world.rollouts.generating
     undisturbed = World(engines=engines, seed=seed)
     first, anew = undisturbed.run(range(6)), undisturbed.run(range(6), step=2)
@@ -343,7 +343,7 @@ def test_a_group_may_be_complete_without_its_last_samples(engines: int, seed: in
                 trajectory = world.cluster.store.fetch(sample.ref)
                 assert trajectory == undisturbed.trajectory(whole[group.uid], sample.generation_index)
     while awaited := world.rollouts.awaited():
-        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
+        world.rollouts.take(world.cluster.ready(awaited, 1.0, "ends")[0])
     assert sum(map(len, world.environment.calls)) == 2 * 4 * 3, "samples given up are not scored"
 
 
@@ -367,7 +367,7 @@ def test_a_group_of_several_turns_may_be_complete_without_its_last_samples(engin
                 assert trajectory == undisturbed.trajectory(whole[group.uid], sample.generation_index)
                 assert score == whole[group.uid].scores[sample.generation_index] and score.terminated
     while awaited := world.rollouts.awaited():
-        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
+        world.rollouts.take(world.cluster.ready(awaited, 1.0, "ends")[0])
     assert not world.rollouts.generating
 
 

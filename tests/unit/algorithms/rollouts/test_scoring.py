@@ -82,7 +82,7 @@ class World:
     def stop(self, workers: Sequence[FakeWorker]) -> None:
         self.stopped += workers
 
-    def next_ready(self, things: Sequence[Answer], timeout_s: float, what: str) -> Answer:
+    def ready(self, things: Sequence[Answer], timeout_s: float, what: str) -> Answer:
         for thing in things:
             if thing.is_there():
                 return thing
@@ -101,7 +101,7 @@ class World:
                 scored[request.uid] = request.outcomes
                 continue
             try:
-                ready = self.next_ready(self.scorer.awaited(), self.scorer.seconds_left(), "verdicts")
+                ready = self.ready(self.scorer.awaited(), self.scorer.seconds_left(), "verdicts")
             except DeadlineExceeded:
                 continue
             assert self.scorer.take(ready)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_mcore.algorithms.record.run_record import schedule_config
-from grpo_mcore.algorithms.training_step.step_groups import StepGroups, is_informative
+from grpo_mcore.algorithms.training_step.step_groups import StepGroups, is_informative, tail
 from grpo_mcore.rollout.schedule import Train
 from tests.unit.algorithms.training_step.step_cases import config, group
 
@@ -125,3 +125,16 @@ def test_the_schedule_gets_the_size_of_a_generation_batch() -> None:
     grpo = {"use_dynamic_sampling": True, "batch_multiplier": 1.25, "dynamic_sampling_max_gen_batches": 4}
     dynamic = schedule_config(config(**grpo), validates=False)
     assert (dynamic.num_prompts, dynamic.prompts_per_dispatch, dynamic.max_gen_batches) == (2, 3, 4)
+
+
+def test_the_tail_of_a_step_is_measured_and_its_last_samples_are_named() -> None:
+    ends = [float(second) for second in range(1, 20)] + [50.0]
+    groups = [replace(group(uid, [1.0] * 10), ended_at=tuple(ends[first::2])) for first, uid in enumerate("ab")]
+    metrics, last = tail(groups)
+    assert metrics == {"tail/last_1_percent": 31.0, "tail/last_5_percent": 31.0, "tail/last_10_percent": 32.0}
+    assert [(sample["uid"], sample["generation"], sample["seconds"]) for sample in last[:2]] == [
+        ("b", 9, 32.0),
+        ("a", 9, 1.0),
+    ]
+    assert len(last) == 5 and set(last[0]) == {"uid", "generation", "turns", "tokens", "seconds"}
+    assert tail([replace(groups[0], ended_at=())]) == ({}, []), "restored groups do not know"

@@ -40,7 +40,7 @@ class Worker:
     def stream(self, method: str, requests: list[Any], sampling: Any, what: str) -> Any:
         assert method == "generate_refs"
         self.asked = requests, sampling
-        return iter([Parcel(request.uid, f"{self.name} {request.uid}") for request in requests])
+        return iter([[Parcel(request.uid, f"{self.name} {request.uid}")] for request in requests])
 
 
 def measure(data: int, max_length: int = 64) -> tuple[Policy, list[Worker], Parity]:
