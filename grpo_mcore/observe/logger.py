@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -188,17 +189,23 @@ def read_metrics(path: Path, prefix: str) -> list[dict[str, Any]]:
     A line that a crash has cut off is left out with a warning.
     """
     by_step: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            log.warning("%s:%d is left out, it is not JSON: %s", path, number, error)
-            continue
-        if isinstance(row, dict) and row.get("prefix") == prefix and "step" in row:
-            by_step[row["step"]] = by_step.get(row["step"], {}) | row
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not (line := line.rstrip("\n")):
+                continue
+            try:
+                row = json.loads(line, object_pairs_hook=_with_shared_names)
+            except json.JSONDecodeError as error:
+                log.warning("%s:%d is left out, it is not JSON: %s", path, number, error)
+                continue
+            if isinstance(row, dict) and row.get("prefix") == prefix and "step" in row:
+                by_step[row["step"]] = by_step.get(row["step"], {}) | row
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _with_shared_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Every line has the same names: they are held once."""
+    return {sys.intern(name): value for name, value in pairs}
 
 
 def _flat(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int | None]]:

@@ -96,9 +96,17 @@ def parts_of(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         start += seconds
 
 
-def read_events(run: Path) -> list[dict[str, Any]]:
-    """Return the events of a run's log folder, without a last line that a kill has cut off."""
-    path = run / EVENTS_FILE
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+class EventFile:
+    """The events of a run's log folder, without a last line that a kill has cut off. A long run has millions: each
+    iteration reads the file again, and holds one."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / EVENTS_FILE
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        with self._path.open(encoding="utf-8", newline="\n") as lines:
+            for line in lines:
+                if line.endswith("\n"):
+                    yield json.loads(line)

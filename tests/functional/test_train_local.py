@@ -25,7 +25,7 @@ from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.observe.samples import read_samples, sample_steps
-from grpo_mcore.observe.spans import read_events
+from grpo_mcore.observe.spans import EventFile
 from grpo_mcore.recipe import load_recipe
 from tests.functional.runs import (
     Run,
@@ -181,7 +181,7 @@ def test_every_sample_is_on_disk_with_its_log_probs(whole: tuple[Run, Inside]) -
             pairs = zip(logprobs, sample["policy_logprobs"][-len(tokens) :], strict=True)
             errors += [math.exp(abs(engine - policy)) for engine, policy in pairs]
         assert sum(errors) / len(errors) == pytest.approx(line["token_mult_prob_error"], abs=1e-6)
-    events = read_events(run.logs)
+    events = list(EventFile(run.logs))
     stages = {"refit/open", "refit/stage", "refit/commit"}
     assert {event["what"] for event in events} >= {"begin", "generate", "reward", "train", "validation", *stages}
     micro_batches = [len(event["parts"]) - 1 for event in events if "parts" in event]

@@ -111,7 +111,7 @@ def _of_validation(lines: Sequence[Mapping[str, float | None]]) -> Iterator[Alar
 
 
 def _of_run(run: RunFiles) -> Iterator[Alarm]:
-    restarts = [event for event in run.events if event["what"] == "restart"]
+    restarts = [event for event in run.marks if event["what"] == "restart"]
     if restarts:
         last = restarts[-1]
         yield Alarm(

@@ -6,9 +6,12 @@ time on one device, the first in ORDER counts.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from grpo_mcore.observe.spans import DRIVER, parts_of
@@ -36,6 +39,8 @@ JOINED_ABOVE = 60
 
 Span = tuple[float, float, str, int]
 """(start, end, what, step)."""
+_Edge = tuple[float, int, int, str, int]
+"""(moment, 1 where a span begins and -1 where it ends, place in ORDER, what, step)."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +57,21 @@ class DeviceSeconds:
         return {what: seconds for what, seconds in sums.items() if seconds}
 
 
-def device_seconds(events: Sequence[Mapping[str, Any]]) -> DeviceSeconds:
+def device_seconds(events: Iterable[Mapping[str, Any]]) -> DeviceSeconds:
     """Account for the time from each start of the run to its last event."""
     wall, by_device, by_step = 0.0, defaultdict(lambda: defaultdict(float)), defaultdict(lambda: defaultdict(float))  # type: ignore[var-annotated]
-    for begin, spans in _starts(events):
-        if not spans:
+    for begin, by_process in _starts(events):
+        if not by_process:
             continue
-        start, end = begin["time"], max(span["start"] + span["seconds"] for span in spans)
+        start, end = begin["time"], max(spans.end for spans in by_process.values())
         wall += end - start
+        driver = by_process.get(DRIVER, _Spans())
+        of_driver = cache(lambda trains, generates, driver=driver: _edges(_of_driver(driver, trains, generates)))
         for device, processes in begin["devices"].items():
-            for first, last, what, step in covered(start, end, _of_device(processes, spans)):
+            trains = any(name.startswith("policy") for name in processes)
+            generates = any(not name.startswith("policy") for name in processes)
+            own = _edges(span for name in processes if name in by_process for span in by_process[name])
+            for first, last, what, step in _covered(start, end, sorted([*of_driver(trains, generates), *own])):
                 by_device[device][what] += last - first
                 by_step[step][what] += last - first
     return DeviceSeconds(wall, {name: dict(value) for name, value in by_device.items()}, _plain(by_step))
@@ -71,42 +81,74 @@ def _plain(by_step: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, fl
     return {step: dict(by_step[step]) for step in sorted(by_step)}
 
 
-def _starts(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
-    """Yield each start of the run with its spans."""
-    begins = [index for index, event in enumerate(events) if event["what"] == "begin"]
-    for index, following in zip(begins, [*begins, len(events)][1:], strict=True):
-        yield events[index], [event for event in events[index + 1 : following] if "seconds" in event]
+class _Spans:
+    """The spans of one process: a long run has millions."""
+
+    def __init__(self) -> None:
+        self._starts, self._ends, self._steps = array("d"), array("d"), array("q")
+        self._what: list[str] = []  # the same few texts
+        self.end = 0.0
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        last = event["start"] + event["seconds"]
+        self._starts.append(event["start"])
+        self._ends.append(last)
+        self._steps.append(event["step"])
+        self._what.append(sys.intern(event["what"]))
+        self.end = max(self.end, last)
+
+    def __iter__(self) -> Iterator[Span]:
+        return zip(self._starts, self._ends, self._what, self._steps, strict=True)
 
 
-def _of_device(processes: Sequence[str], spans: Iterable[Mapping[str, Any]]) -> Iterator[Span]:
-    """Yield what the spans say about a device with these processes."""
-    trains = any(name.startswith("policy") for name in processes)
-    generates = any(not name.startswith("policy") for name in processes)
-    for span in spans:
-        what, first = span["what"], span["start"]
-        last, step = first + span["seconds"], span["step"]
-        if span["process"] in processes:
-            yield first, last, what, step
-        elif span["process"] == DRIVER:
-            if what in OF_ALL:
-                yield first, last, OF_ALL[what], step
-            elif trains and what in OF_POLICY:
-                yield first, last, OF_POLICY[what], step
-            elif trains and what in WAIT_OF_POLICY:
-                yield first, last, WAIT_OF_POLICY[what], step
-            elif generates and what in WAIT_OF_ENGINE:
-                yield first, last, WAIT_OF_ENGINE[what], step
+def _starts(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], dict[str, _Spans]]]:
+    """Yield each start of the run with its spans by process."""
+    begin: Mapping[str, Any] | None = None
+    by_process: dict[str, _Spans] = defaultdict(_Spans)
+    for event in events:
+        if event["what"] == "begin":
+            if begin is not None:
+                yield begin, by_process
+            begin, by_process = event, defaultdict(_Spans)
+        elif "seconds" in event:
+            by_process[event["process"]].add(event)
+    if begin is not None:
+        yield begin, by_process
+
+
+def _of_driver(spans: Iterable[Span], trains: bool, generates: bool) -> Iterator[Span]:
+    """Yield what the driver's spans say about a device that trains, generates, or both."""
+    for first, last, what, step in spans:
+        if what in OF_ALL:
+            yield first, last, OF_ALL[what], step
+        elif trains and what in OF_POLICY:
+            yield first, last, OF_POLICY[what], step
+        elif trains and what in WAIT_OF_POLICY:
+            yield first, last, WAIT_OF_POLICY[what], step
+        elif generates and what in WAIT_OF_ENGINE:
+            yield first, last, WAIT_OF_ENGINE[what], step
+
+
+def _edges(spans: Iterable[Span]) -> list[_Edge]:
+    """Return the sorted beginnings and ends of spans."""
+    ranks = {what: rank for rank, what in enumerate(ORDER)}
+    return sorted(
+        (moment, opens, ranks[what], what, step)
+        for first, last, what, step in spans
+        if last > first
+        for moment, opens in ((first, 1), (last, -1))
+    )
 
 
 def covered(start: float, end: float, spans: Iterable[Span]) -> Iterator[Span]:
     """Cover [start, end] without gap or overlap: at each moment the open span that is first in ORDER, else "other" of
     the step that comes next."""
-    edges = sorted(
-        (moment, opens, ORDER.index(what), what, step)
-        for first, last, what, step in spans
-        if last > first
-        for moment, opens in ((max(first, start), 1), (min(last, end), -1))
-    )
+    return _covered(start, end, _edges(spans))
+
+
+def _covered(start: float, end: float, edges: Sequence[_Edge]) -> Iterator[Span]:
+    """Yield what `covered` does, from sorted edges. Those outside count as at the border."""
+    edges = [(min(max(moment, start), end), *rest) for moment, *rest in edges]  # type: ignore[misc]
     steps = [(moment, step) for moment, opens, _, _, step in edges if opens == 1]
     open_now: dict[tuple[int, str, int], int] = defaultdict(int)
     at, upcoming = start, 0
@@ -127,12 +169,13 @@ def covered(start: float, end: float, spans: Iterable[Span]) -> Iterator[Span]:
                 del open_now[key]
 
 
-def step_spans(events: Sequence[Mapping[str, Any]]) -> dict[int, list[list[Any]]]:
-    """Return the spans of each step as [process, what, start, seconds], relative to the step's first one. Spans of a
+def step_spans(events: Iterable[Mapping[str, Any]], steps: Collection[int]) -> dict[int, list[list[Any]]]:
+    """Return the spans of these steps as [process, what, start, seconds], relative to the step's first one. Spans of a
     process that are equal and near each other are joined where there are more than JOINED_ABOVE of them."""
     by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    wanted = set(steps)
     for event in events:
-        if "seconds" in event:
+        if "seconds" in event and event["step"] in wanted:
             by_step[event["step"]] += [event, *parts_of(event)]
     return {step: _joined(by_step[step]) for step in sorted(by_step)}
 

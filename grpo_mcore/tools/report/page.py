@@ -38,9 +38,8 @@ def build_page(
     """Return the page. `compare`: a run whose curves are drawn too. `wanted`: steps whose samples are in the page in
     any case. `beside`: folder, relative to the page, that has the samples of all steps (`write_shards`)."""
     seconds = device_seconds(run.events)
-    timelines = step_spans(run.events)
-    shown = _spread(list(timelines), SPAN_STEPS)
-    tails = {event["step"]: event["samples"] for event in run.events if event["what"] == "tail"}
+    timelines = step_spans(run.events, _spread(list(seconds.by_step), SPAN_STEPS))
+    tails = {event["step"]: event["samples"] for event in run.marks if event["what"] == "tail"}
     data = {
         "runs": [_curves(run), *([_curves(compare)] if compare else [])],
         "state": _state(run),
@@ -52,8 +51,8 @@ def build_page(
             "steps": {step: seconds.by_step[step] for step in _spread(list(seconds.by_step), SPAN_STEPS)},
         },
         "floor": (run.summary or {}).get("predicted_against_measured"),
-        "timelines": {step: timelines[step] for step in shown},
-        "tails": {step: tails[step] for step in shown if step in tails},
+        "timelines": timelines,
+        "tails": {step: tails[step] for step in timelines if step in tails},
         "tokens": run.token_texts,
         "shards": {kind: list(run.samples[kind]) for kind in KINDS},
         "beside": beside,

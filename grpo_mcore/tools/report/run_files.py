@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from grpo_mcore.observe import read_metrics
 from grpo_mcore.observe.logger import HYPERPARAMS_FILE, METRICS_FILE
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, Kind, read_token_texts, sample_steps
-from grpo_mcore.observe.spans import read_events
+from grpo_mcore.observe.spans import EventFile
 
 PLACES = ("", "exp_*/", "logs/exp_*/", "*/exp_*/", "*/logs/exp_*/")
 """Where the log folder of a run may be, below the folder that a user names."""
@@ -23,15 +24,18 @@ class NoRun(FileNotFoundError):
 @dataclass(frozen=True)
 class RunFiles:
     """The files of a run. `metrics`: lines by prefix ("train", "validation", "machine"); `samples`: files by kind and
-    step; `summary`: None until the run is over."""
+    step; `summary`: None until the run is over. `events`: read again by each iteration; `marks`: the starts,
+    restarts and tails among them; `last_event`: unix time at which the last one ended, 0 without any."""
 
     folder: Path
     metrics: dict[str, list[dict[str, Any]]]
-    events: list[dict[str, Any]]
+    events: Iterable[dict[str, Any]]
     recipe: dict[str, Any]
     summary: dict[str, Any] | None
     samples: dict[Kind, dict[int, Path]] = field(default_factory=dict)
     token_texts: dict[int, str] = field(default_factory=dict)
+    marks: list[dict[str, Any]] = field(default_factory=list)
+    last_event: float = 0.0
 
     @property
     def name(self) -> str:
@@ -47,7 +51,7 @@ class RunFiles:
     @property
     def algorithm(self) -> str:
         """Return the algorithm of the run: "grpo", "sft" or "dpo"."""
-        begun = [event for event in self.events if event["what"] == "begin"]
+        begun = [event for event in self.marks if event["what"] == "begin"]
         return begun[-1].get("algorithm", "grpo") if begun else "grpo"
 
     @property
@@ -78,9 +82,7 @@ class RunFiles:
     def last_written(self) -> float:
         """Unix time of the last line that the run wrote, or of its start."""
         times = [line["unix_time"] for lines in self.metrics.values() for line in lines]
-        times += [event["start"] + event["seconds"] for event in self.events if "seconds" in event]
-        times += [event["time"] for event in self.events if "time" in event]
-        return max(times, default=self.folder.stat().st_mtime)
+        return max([*times, *filter(None, [self.last_event])], default=self.folder.stat().st_mtime)
 
 
 def find_run(folder: Path) -> Path:
@@ -99,15 +101,24 @@ def read_run(folder: Path) -> RunFiles:
     path = run / METRICS_FILE
     prefixes = ("train", "validation", "machine")
     metrics = {prefix: read_metrics(path, prefix) if path.exists() else [] for prefix in prefixes}
+    events, marks, last_event = EventFile(run), list[dict[str, Any]](), 0.0
+    for event in events:
+        if "seconds" in event:
+            last_event = max(last_event, event["start"] + event["seconds"])
+        else:
+            marks.append(event)
+            last_event = max(last_event, event.get("time", 0.0))
     samples: dict[Kind, dict[int, Path]] = {kind: sample_steps(run, kind) for kind in ("train", "validation")}
     return RunFiles(
         run,
         metrics,
-        read_events(run),
+        events,
         _json(run / HYPERPARAMS_FILE) or {},
         _json(run / "summary.json"),
         samples,
         read_token_texts(run / SAMPLES_FOLDER),
+        marks,
+        last_event,
     )
 
 

@@ -15,7 +15,7 @@ PROFILE_PID = 1000
 """Number of the first process of the first profile; each profile has a range of as many."""
 
 
-def chrome_trace(events: Sequence[Mapping[str, Any]], profiles: Iterable[Path] = ()) -> str:
+def chrome_trace(events: Iterable[Mapping[str, Any]], profiles: Iterable[Path] = ()) -> str:
     """Return the trace as JSON: one row for each process of the run, times in microseconds since its start.
     `profiles`: traces of torch's profiler, which follow as processes of their own on the same clock."""
     spans = [part for event in events if "seconds" in event for part in (event, *parts_of(event))]

@@ -94,7 +94,7 @@ def _head(run: RunFiles, width: int, now: float) -> list[Text]:
 
 def _current(run: RunFiles, step: int) -> tuple[int, str]:
     """Return how many prompts of a step are scored, and what the driver did last."""
-    here = [event for event in run.events if event.get("step") == step]
+    here = [event for event in run.events if event.get("step") == step and "seconds" in event]
     phases = [event["what"] for event in here if event["process"] == DRIVER]
     validated = max((index for index, event in enumerate(here) if event["what"] == "validation"), default=-1)
     scored = sum(event["what"] == "reward" and event["process"] != DRIVER for event in here[validated + 1 :])
@@ -148,7 +148,7 @@ def _devices(run: RunFiles, devices: DeviceSeconds, width: int) -> list[Text]:
         bar.append("█" * (round(at / total * width) - before), style=COLOURS.get(what, "grey50"))
         words.append(f"{what} {sums[what] / total:.0%}  ", style=COLOURS.get(what, "grey50"))
     words.truncate(width, overflow="ellipsis")
-    restarts = sum(event["what"] == "restart" for event in run.events)
+    restarts = sum(event["what"] == "restart" for event in run.marks)
     names = ", ".join(list(devices.by_device)[:4]) + (" ..." if len(devices.by_device) > 4 else "")
     health = Text(f"devices: {names}; restarts of workers: {restarts}", style="bold red" if restarts else "grey50")
     health.truncate(width, overflow="ellipsis")

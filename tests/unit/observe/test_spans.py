@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.observe import Timeline
-from grpo_mcore.observe.spans import SpanFile, parts_of, read_events
+from grpo_mcore.observe.spans import EventFile, SpanFile, parts_of
 from tests.unit.observe.test_timeline import Clock
 
 
@@ -28,7 +28,7 @@ def test_phases_and_calls_are_events(tmp_path: Path) -> None:
     spans.close()
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"what": "tr')  # a kill
-    begin, *events = read_events(tmp_path)
+    begin, *events = EventFile(tmp_path)
     (restart,) = (event for event in events if event["what"] == "restart")
     found = sorted((event for event in events if event is not restart), key=lambda event: event["process"])
     assert begin["devices"] == {"policy-0": ["policy-0", "engine-0"]} and restart["why"] == "died"

@@ -107,7 +107,7 @@ def test_engines_with_devices_of_their_own_wait_for_training() -> None:
 
 def test_many_spans_of_a_step_are_joined() -> None:
     calls = [{"process": "env", "what": "reward", "start": 0.01 * i, "seconds": 0.005, "step": 1} for i in range(1000)]
-    (joined,) = step_spans([*calls])[1]
+    (joined,) = step_spans([*calls], [1])[1]
     assert joined[:3] == ["env", "reward", 0.0] and joined[3] == pytest.approx(9.995)
 
 
@@ -158,7 +158,7 @@ def test_alarms_name_what_went_wrong(tmp_path: Path) -> None:
     for line in lines[-5:]:
         line |= {"num_failed_samples": 3.0, "num_samples": 4.0, "truncation_rate": 0.5, "grad_norm": None}
     run.metrics["train"][:] = lines
-    run.events.append({"what": "restart", "process": "engine-0", "why": "it died", "time": 120.0})
+    run.marks.append({"what": "restart", "process": "engine-0", "why": "it died", "time": 120.0})
     found = alarms(run, DeviceSeconds(10.0, {"gpu": {"wait for samples": 6.0, "train": 4.0}}, {}))
     words = "\n".join(alarm.what for alarm in found)
     for expected in (
