@@ -9,15 +9,18 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
+from ray._private import services
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from grpo_mcore.addresses import split_port
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
-from grpo_mcore.cluster.orphan_reaper import OrphanReaper, end_marked
+from grpo_mcore.cluster.orphan_reaper import OrphanReaper
 from grpo_mcore.rollout.workers import DeadlineExceeded
 
 LONGEST_TEMPORARY = 28
@@ -27,8 +30,8 @@ have 107 in all."""
 KNOCK_S = 10.0
 """Seconds that the machine of a running Ray gets to accept a connection."""
 
-TOO_SLOW = "timed out during startup"
-"""Part of Ray's message when its processes did not start in time."""
+NOTE_S = 20.0
+"""Seconds between two messages about a start that takes long."""
 
 TOKEN_PATH, TOKEN = "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 """Variables in which Ray looks for the token that its processes ask for."""
@@ -78,28 +81,17 @@ class RaySession:
             raise
 
     def _start(self, timeout_s: float, num_cpus: int | None, num_gpus: int | None) -> None:
-        """Start Ray. Retry if its processes miss Ray's deadline of 30 s, as they may where programs share few cores."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                ray.init(
-                    address="local",
-                    num_cpus=num_cpus,
-                    num_gpus=num_gpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    _temp_dir=str(self.reaper.folder / RAYS_OWN),
-                )
-                return
-            except Exception as error:
-                if TOO_SLOW not in str(error):
-                    raise
-                ray.shutdown()
-                end_marked(self.reaper.mark)
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded("start of Ray", "its processes", timeout_s) from error
-                logger.warning("Ray's processes were not up within 30 s; starting them again")
+        """Start Ray, once, with as much patience as the recipe has."""
+        with _patience(timeout_s):
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(self.reaper.folder / RAYS_OWN),
+            )
 
     @property
     def address(self) -> str:
@@ -132,6 +124,39 @@ class RaySession:
             to.chmod(0o700)
         except OSError as error:  # such as a full disk: the death is the news
             logger.warning("Ray's logs cannot be copied to %s: %s", to, error)
+
+
+@contextmanager
+def _patience(timeout_s: float) -> Iterator[None]:
+    """Let a start of Ray inside the context take up to `timeout_s`, and say what it waits for.
+
+    Ray gives its node process 30 seconds to register, which it may miss where programs share few cores, and has no
+    setting for it. It asks again and again whether the node is there (`services.get_node`): here each answer waits.
+    """
+    get_node, began = services.get_node, time.monotonic()
+    said = began
+
+    def wait_for_node(*args: Any, **kwargs: Any) -> Any:
+        nonlocal said
+        while True:
+            try:
+                return get_node(*args, **kwargs)
+            except RuntimeError as error:
+                waited = time.monotonic() - began
+                if waited > timeout_s:
+                    raise DeadlineExceeded("start of Ray", "its node process (raylet)", timeout_s) from error
+            if time.monotonic() - said > NOTE_S:
+                said = time.monotonic()
+                logger.info(
+                    "  Ray is still starting after %.0f s: its node process (raylet) has not registered", waited
+                )
+            time.sleep(0.5)
+
+    services.get_node = wait_for_node
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def _attach(address: str) -> None:
