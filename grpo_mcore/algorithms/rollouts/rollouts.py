@@ -401,7 +401,8 @@ class Rollouts:
         for parcel in parcels:
             key = (parcel.label.uid, parcel.label.generation_index)
             if call.expected.pop(key, None) is not None:  # else it finished before its abort arrived
-                self._record_sample(replace(parcel.label, ref=parcel.content))
+                sketch = sys.intern(parcel.label.prompt_sketch)  # one object for all samples of a prompt
+                self._record_sample(replace(parcel.label, ref=parcel.content, prompt_sketch=sketch))
         if not call.expected:
             self._faults.reset()
             self._take_end(call)

@@ -1,0 +1,127 @@
+"""The driver under real Ray: processor time of a round of worker calls and of a sample, and its memory of a sample.
+
+Engines and environment answer at once, so samples come in batches of an engine's step. Processor time is that of the
+driver's whole process, Ray's own threads included. Memory is what Python holds of the samples of a step (tracemalloc),
+with prompts of 1/8 of the tokens.
+
+    python -m benchmarks.driver_ray --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.driver import exponent
+from benchmarks.rollouts import Tokenizer
+from grpo_mcore.algorithms.engines.engine_group import PARCELS, EngineGroup
+from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
+from grpo_mcore.cluster import Parcel, call_all
+from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
+
+GENERATIONS, ENGINES, CALLED = 16, 2, 2
+
+
+class Engine:
+    """Hands over samples of `max_new_tokens` tokens, `together` at a time."""
+
+    def __init__(self, together: int) -> None:
+        self.together = together
+
+    def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling, name: str) -> Iterator[list[Parcel]]:
+        count = sampling.max_new_tokens
+        said = Turn("assistant", torch.arange(count), torch.zeros(count), loss_mask=True, text="")
+        for first in range(0, len(requests), self.together):
+            samples = [
+                Trajectory(one.uid, one.generation_index, (*one.turns, said), ((1, 0, 1),), "stop", False, 7)
+                for one in requests[first : first + self.together]
+            ]
+            yield [Parcel(TrajectoryRef.of(sample, None), sample) for sample in samples]
+
+
+class Environment:
+    def advance(self, metadata: Any, *trajectories: Any) -> list[Outcome]:
+        return [Outcome(1.0, None, "", 0.0) for _ in trajectories]
+
+    def nothing(self) -> None:
+        pass
+
+
+def run_step(rollouts: Rollouts, samples: int, tokens: int, step: int) -> list[Group]:
+    message = {"role": "user", "content": "?", "token_ids": torch.arange(max(1, tokens // 8))}
+    rows: Any = [
+        {"uid": f"{step}-{n}", "task_name": "task", "length": 3, "extra_env_info": {}, "message_log": [message]}
+        for n in range(samples // GENERATIONS)
+    ]
+    rollouts.dispatch(rows, Sampling(max_new_tokens=tokens), generations=GENERATIONS, step=step)
+    return [rollouts.next_group() for _ in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--samples", nargs="+", type=int, default=[1024, 4096])
+    parser.add_argument("--together", nargs="+", type=int, default=[1, 8, PARCELS])
+    parser.add_argument("--rounds", nargs="+", type=int, default=[64, 256, 1024, 4096])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 128 * 1024])
+    options = parser.parse_args()
+
+    def show(row: dict[str, Any]) -> None:
+        print(json.dumps(row) if options.json else " ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+
+    with RayCluster(Path(tempfile.mkdtemp()), num_cpus=8, start_timeout_s=600.0) as cluster:
+
+        def start() -> Any:
+            return cluster.spawn("environment", Environment, cpus=0.1, concurrency=CALLED)
+
+        environment = EnvironmentWorker(cluster, start, calls=CALLED, timeout_s=600.0)
+        call_all(cluster, [environment] * 64, "nothing")
+        costs = []
+        for calls in options.rounds:
+            began = time.process_time()
+            call_all(cluster, [environment] * calls, "nothing")
+            costs.append((time.process_time() - began) / calls * 1e6)
+        rounded = dict(zip(options.rounds, (round(cost, 1) for cost in costs), strict=True))
+        show({"what": "rounds", "us_a_call": rounded, "exponent": round(exponent(options.rounds, costs), 3)})
+
+        def rollouts(together: int) -> Rollouts:
+            engines = [
+                cluster.spawn(f"engine-{together}-{number}", Engine, together, cpus=0.1, streams=8)
+                for number in range(ENGINES)
+            ]
+            limits = TurnLimits(1, 10**9, together=False)
+            group = EngineGroup(cluster, engines, sleeps=False)
+            made = Rollouts(group, {"task": environment}, Tokenizer(), limits, seed=0)
+            run_step(made, 256, 8, 0)
+            return made
+
+        for together in options.together:
+            made, us = rollouts(together), []
+            for step, samples in enumerate(options.samples, start=1):
+                began = time.process_time()
+                run_step(made, samples, 100, step)
+                us.append((time.process_time() - began) / samples * 1e6)
+            show({"what": "samples", "together": together, "us_a_sample": [round(one, 1) for one in us]})
+        for tokens in options.tokens:
+            tracemalloc.start()
+            before = tracemalloc.get_traced_memory()[0]
+            groups: Sequence[Group] = run_step(made, 64, tokens, tokens)
+            held = tracemalloc.get_traced_memory()[0] - before
+            tracemalloc.stop()
+            show({"what": "memory", "tokens": tokens, "bytes_a_sample": round(held / 64), "groups": len(groups)})
+
+
+if __name__ == "__main__":
+    main()
