@@ -60,16 +60,17 @@ def misbehave(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
 
 
 class LongEngine:
-    """An engine whose samples all have the maximum number of tokens."""
+    """An engine whose samples all have the maximum number of tokens, and are handed over together."""
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling, name: str) -> Iterator[list[Parcel]]:
+        trajectories, count = [], sampling.max_new_tokens
         for request in requests:
-            count = sampling.max_new_tokens
             turn = Turn("assistant", torch.ones(count, dtype=torch.int64), torch.zeros(count), loss_mask=True, text="")
             trajectory = Trajectory(
                 request.uid, request.generation_index, (*request.turns, turn), ((1, 0, count),), "stop", False, None
             )
-            yield [Parcel(TrajectoryRef.of(trajectory, None), trajectory)]
+            trajectories.append(trajectory)
+        yield [Parcel(TrajectoryRef.of(trajectory, None), trajectory) for trajectory in trajectories]
 
 
 class Rank:

@@ -114,7 +114,8 @@ def tokens(engine: Engine) -> dict[str, list[int]]:
 
 def tokens_of(cluster: RayCluster, engines: EngineGroup) -> dict[str, list[int]]:
     stream = engines.workers[0].stream("generate_refs", REQUESTS, SAMPLING, timeout_s=DEADLINE_S)
-    return {parcel.label.uid: cluster.store.fetch(parcel.content).token_ids().tolist() for parcel in stream}
+    parcels = [parcel for parcels in stream for parcel in parcels]
+    return {parcel.label.uid: cluster.store.fetch(parcel.content).token_ids().tolist() for parcel in parcels}
 
 
 def ranks_of(host: Any) -> list[psutil.Process]:

@@ -152,6 +152,23 @@ def test_samples_that_nobody_wants_any_more_are_given_up(engine: Engine) -> None
     assert len(generate(engine, asked)) == 6
 
 
+def test_requests_join_an_open_stream(engine: Engine) -> None:
+    """They generate what they generate alone; a stream that has ended takes none."""
+    long, short, wrong = request(3), request(1, length=CONTEXT - 1), request(2, seed=-1)
+    alone, sampling = generate(engine, [long, request(4)]), Sampling(max_new_tokens=100)
+    assert not engine.join("open", [long], sampling), "there is no such stream"
+    stream = engine.generate_together([short, long], sampling, "open")
+    assert [sample.uid for sample in next(stream)] == [short.uid]
+    with pytest.raises(ValueError, match="seed -1"):
+        engine.join("open", [request(5), wrong], sampling)
+    assert engine.health()["requests"] == 1
+    assert engine.join("open", [request(4)], sampling) and engine.health()["requests"] == 2
+    samples = {sample.uid: sample for few in stream for sample in few}
+    assert samples.keys() == alone.keys()
+    assert all(torch.equal(samples[uid].token_ids(), alone[uid].token_ids()) for uid in alone)
+    assert not engine.join("open", [long], sampling) and engine.health()["requests"] == 0
+
+
 def test_several_callers_share_the_steps(engine: Engine) -> None:
     groups = [[request(10 * caller + number) for number in range(6)] for caller in range(4)]
     alone = generate(engine, [asked for group in groups for asked in group])

@@ -172,14 +172,14 @@ def test_versions_of_a_trajectory_that_outlives_a_refit(tmp_path: Path) -> None:
         worker = cluster.spawn("engine-0", EngineWorker, engine_cases.config(folder), cluster.store)
         request = engine_cases.request(1, length=10)
         sampling = Sampling(max_new_tokens=5)
-        trajectory = next(worker.target.generate_refs([request], sampling)).content
+        trajectory = next(worker.target.generate_refs([request], sampling))[0].content
         for version, length in ((0, 20), (1, 30), (1, 40)):
             if version != worker.target.weight_version:
                 policy.change(version)
                 policy.refit(worker.target, version)
             said = Turn("user", torch.arange(5) + 2)
             request = GenerationRequest(trajectory.uid, 0, (said,), 7, continues=trajectory)
-            before, trajectory = trajectory, next(worker.target.generate_refs([request], sampling)).content
+            before, trajectory = trajectory, next(worker.target.generate_refs([request], sampling))[0].content
             assert trajectory.turns[:-2] == before.turns and trajectory.length == length + 5
         assert trajectory.weight_versions == ((0, 0, 25), (1, 25, 45))
         assert trajectory.weight_version == 0

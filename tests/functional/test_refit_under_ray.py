@@ -101,16 +101,17 @@ class Traffic:
                 waiting = [stream for stream, _ in streams.values()]
                 ready = self._cluster.ready(waiting, DEADLINE_S, "samples")[0]
                 open_uids = streams[id(ready)][1]
-                parcel = next(ready, None)
-                if parcel is None:
+                parcels = next(ready, None)
+                if parcels is None:
                     assert not open_uids, f"the stream ended without {open_uids}"
                     del streams[id(ready)]
                     continue
-                open_uids.remove(parcel.label.uid)  # KeyError: another stream's sample
-                with self._changed:
-                    self.samples.append(self._cluster.store.fetch(parcel.content))
-                    self.begun += len(open_uids) == 5
-                    self._changed.notify_all()
+                for parcel in parcels:
+                    open_uids.remove(parcel.label.uid)  # KeyError: another stream's sample
+                    with self._changed:
+                        self.samples.append(self._cluster.store.fetch(parcel.content))
+                        self.begun += len(open_uids) == 5
+                        self._changed.notify_all()
         except BaseException as error:
             with self._changed:
                 self._error = error

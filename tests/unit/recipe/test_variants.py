@@ -16,24 +16,28 @@ VARIANTS = sorted(FOLDER.glob("*.yaml"))
 PRESETS = sorted((FOLDER.parent / "presets").glob("*.yaml"))
 ALGORITHMS = [path for path in PRESETS if path.stem != "async"]  # which goes beside any of them
 DEMO = "grpo-arithmetic-cpu"
-COMMON = {"grpo.adv_estimator", "grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"} | {
-    "grpo.use_dynamic_sampling",
-    "grpo.batch_multiplier",
-} | {
-    f"loss_fn.{key}"
-    for key in (
-        "disable_ppo_ratio",
-        "use_cispo",
-        "token_level_loss",
-        "sequence_level_importance_ratios",
-        "sequence_length_normalizer",
-        "ratio_clip_min",
-        "ratio_clip_max",
-        "reference_policy_kl_penalty",
-        "reference_policy_kl_type",
-        "use_kl_in_reward",
-    )
-}
+COMMON = (
+    {"grpo.adv_estimator", "grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"}
+    | {
+        "grpo.use_dynamic_sampling",
+        "grpo.batch_multiplier",
+    }
+    | {
+        f"loss_fn.{key}"
+        for key in (
+            "disable_ppo_ratio",
+            "use_cispo",
+            "token_level_loss",
+            "sequence_level_importance_ratios",
+            "sequence_length_normalizer",
+            "ratio_clip_min",
+            "ratio_clip_max",
+            "reference_policy_kl_penalty",
+            "reference_policy_kl_type",
+            "use_kl_in_reward",
+        )
+    }
+)
 NAMES = ["async", "cispo", "dapo", "dr-grpo", "gdpo", "grpo", "gspo", "reinforce-plus-plus", "rloo"]
 OF_AN_ALGORITHM = ("grpo.", "loss_fn.", "policy.train_global_batch_size", "env.math.format_pattern")
 OF_PLACES = {"checkpointing.checkpoint_dir", "logger.log_dir"}
