@@ -155,7 +155,8 @@ def test_samples_that_nobody_wants_any_more_are_given_up(engine: Engine) -> None
 def test_requests_join_an_open_stream(engine: Engine) -> None:
     """They generate what they generate alone; a stream that has ended takes none."""
     long, short, wrong = request(3), request(1, length=CONTEXT - 1), request(2, seed=-1)
-    alone, sampling = generate(engine, [long, request(4)]), Sampling(max_new_tokens=100)
+    sampling = Sampling(max_new_tokens=100)
+    alone = generate(engine, [long, request(4)], sampling)
     assert not engine.join("open", [long], sampling), "there is no such stream"
     stream = engine.generate_together([short, long], sampling, "open")
     assert [sample.uid for sample in next(stream)] == [short.uid]
