@@ -156,7 +156,7 @@ def test_requests_join_an_open_stream(engine: Engine) -> None:
     """They generate what they generate alone; a stream that has ended takes none."""
     long, short, wrong = request(3), request(1, length=CONTEXT - 1), request(2, seed=-1)
     sampling = Sampling(max_new_tokens=100)
-    alone = generate(engine, [long, request(4)], sampling)
+    alone = generate(engine, [long, request(4)], max_new_tokens=100)
     assert not engine.join("open", [long], sampling), "there is no such stream"
     stream = engine.generate_together([short, long], sampling, "open")
     assert [sample.uid for sample in next(stream)] == [short.uid]
