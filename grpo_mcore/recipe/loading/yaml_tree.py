@@ -168,8 +168,10 @@ class _Conversion:
         if any(node is outer for outer in self._around):
             raise RecipeError([Problem(source, key, "an alias (*name) stands inside of what it names")], self._name)
         self._around.append(node)
-        convert = self._mapping if isinstance(node, yaml.MappingNode) else self._list
-        converted = convert(node, source, key)
+        if isinstance(node, yaml.MappingNode):
+            converted = self._mapping(node, source, key)
+        else:
+            converted = self._list(node, source, key)
         self._around.pop()
         return converted
 
