@@ -37,8 +37,10 @@ VERBS = {
     "refit": ("show how a refit moves the weights of a recipe, or check one: refit plan, refit verify", False),
     "parity": ("compare the policy on several layouts, and an engine, with transformers", False),
     "launch": ("run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
+    "sweep": ("train a recipe with each combination of some values and seeds: key=a,b,c --seeds 3", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),
     "report": ("write a page that shows a run: curves, device-seconds, timeline, samples", False),
+    "runs": ("list the runs below a folder: state, step, score, and which settings differ", False),
     "watch": ("show a run in the terminal, while it goes on or afterwards", False),
     "replay": ("compute a recorded step again, on any layout, and say where it differs", False),
     "ledger": ("audit a run: did every prompt have exactly one end", False),
@@ -46,7 +48,7 @@ VERBS = {
 }
 
 
-RUNS = {"train", "sft", "dpo", "eval", "demo"}
+RUNS = {"train", "sft", "dpo", "eval", "demo", "sweep"}
 """Verbs whose work goes on where nobody can read what they print."""
 
 

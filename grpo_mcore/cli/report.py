@@ -1,4 +1,5 @@
-"""`grpo-mcore report RUN`: a page that shows a run, finished, running or killed, or a trace for Perfetto."""
+"""`grpo-mcore report RUN [RUN ...]`: a page that shows a run, finished, running or killed, beside others, or a trace
+for Perfetto."""
 
 from __future__ import annotations
 
@@ -13,10 +14,20 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="grpo-mcore report",
         description="Write one page that shows a run and needs no network: alarms, curves, device-seconds, a timeline "
-        "of each step, samples with every token.",
+        "of each step, samples with every token. Of several runs: a table, best first, of where each stands and which "
+        "settings differ, the curves of all, and the rest of the first.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it")
-    parser.add_argument("--compare", type=Path, metavar="RUN2", help="draw the curves of this run too")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it"
+    )
+    parser.add_argument(
+        "--compare", type=Path, metavar="RUN", action="append", default=[], help="another run, as a further RUN"
+    )
+    parser.add_argument(
+        "--group-by",
+        metavar="KEY[,KEY]",
+        help="runs with equal values of these keys of the recipe share a curve: their mean, with a band around it",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the log folder")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a Chrome trace for Perfetto instead of a page"
@@ -31,15 +42,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page or the trace, and say where. Return 1 if there is no run."""
+    from grpo_mcore.tools.report.comparison import runs_by
     from grpo_mcore.tools.report.page import build_page, write_shards
     from grpo_mcore.tools.report.run_files import NoRun, read_run
     from grpo_mcore.tools.report.trace import chrome_trace
 
     try:
-        shown = read_run(args.run)
-        other = read_run(args.compare) if args.compare else None
-        if other and other.folder.resolve() == shown.folder.resolve():
-            raise NoRun(f"RUN and --compare are both {shown.folder}; name the log folder (exp_NNN) of another run")
+        shown, *others = runs = [read_run(folder) for folder in [*args.runs, *args.compare]]
+        places = [run.folder.resolve() for run in runs]
+        if twice := next((place for place in places if places.count(place) > 1), None):
+            raise NoRun(f"two of the runs are {twice}; name the log folder (exp_NNN) of another run")
+        settings = runs_by(runs, args.group_by) if args.group_by else None
         wanted = _steps(args.samples or "")
     except (NoRun, ValueError) as error:
         print(f"grpo-mcore report: {error}", file=sys.stderr)
@@ -53,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.all_samples:
         beside = f"{output.stem}_samples"
         print(f"{write_shards(shown, output.parent / beside)} files of samples in {output.parent / beside}")
-    output.write_text(build_page(shown, other, wanted=wanted, beside=beside))
+    output.write_text(build_page(shown, others, settings=settings, wanted=wanted, beside=beside))
     print(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0
 

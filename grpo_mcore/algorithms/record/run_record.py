@@ -212,8 +212,7 @@ class RunRecord:
         schedule = self.schedule
         self.ledger.write("ended", why=reason, data_ended=schedule.data_ended and not schedule.in_flight)
         early = reason == schedule.asked
-        return self.report.finish(reason) | {
-            "stopped_early": early,
+        return self.report.finish(reason, early=early) | {
             "terminated": early and stop.at_once,
             "unsaved": unsaved,
         }

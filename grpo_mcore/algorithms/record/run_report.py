@@ -304,7 +304,7 @@ class RunReport:
     def not_saved(self, error: Exception) -> None:
         self.console.note(str(error))
 
-    def finish(self, reason: str) -> dict[str, Any]:
+    def finish(self, reason: str, *, early: bool = False) -> dict[str, Any]:
         """Write summary.json and the reward curve, print where everything lies, and return the summary.
 
         A resumed run that had no step left to do keeps the files of the run before it.
@@ -331,6 +331,7 @@ class RunReport:
             "tokens_per_second": round(self._tokens / seconds, 1),
             "max_token_mult_prob_error": worst if worst is not None and math.isfinite(worst) else None,
             "end": reason,
+            "stopped_early": early,
         }
         if self.alarms.raised:
             values["alarms"] = [asdict(alarm) for alarm in self.alarms.raised]

@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_mcore.observe.samples import Kind, read_samples
 from grpo_mcore.tools.report.alarms import alarms
+from grpo_mcore.tools.report.comparison import band, names, standings
 from grpo_mcore.tools.report.device_seconds import ORDER, device_seconds, step_spans
 from grpo_mcore.tools.report.run_files import RunFiles, duration
 
@@ -33,15 +34,26 @@ Shard = tuple[Kind, int]
 
 
 def build_page(
-    run: RunFiles, compare: RunFiles | None = None, *, wanted: Collection[int] = (), beside: str | None = None
+    run: RunFiles,
+    others: Sequence[RunFiles] = (),
+    *,
+    settings: Mapping[str, Sequence[RunFiles]] | None = None,
+    wanted: Collection[int] = (),
+    beside: str | None = None,
 ) -> str:
-    """Return the page. `compare`: a run whose curves are drawn too. `wanted`: steps whose samples are in the page in
-    any case. `beside`: folder, relative to the page, that has the samples of all steps (`write_shards`)."""
+    """Return the page of a run. `others`: runs with which it is compared, in a table and by their curves. `settings`:
+    the runs by what they have in common; those of one setting share a curve, their mean, with a band from the lowest to
+    the highest. `wanted`: steps whose samples are in the page in any case. `beside`: folder, relative to the page, that
+    has the samples of all steps (`write_shards`)."""
+    runs = [run, *others]
     seconds = device_seconds(run.events)
     timelines = step_spans(run.events, _spread(list(seconds.by_step), SPAN_STEPS))
     tails = {event["step"]: event["samples"] for event in run.marks if event["what"] == "tail"}
     data = {
-        "runs": [_curves(run), *([_curves(compare)] if compare else [])],
+        "runs": _setting_curves(settings)
+        if settings
+        else [{"name": name, "curves": _curves(each)} for name, each in zip(names(runs), runs, strict=True)],
+        "standings": [asdict(line) for line in standings(runs)] if others else [],
         "state": _state(run),
         "alarms": [asdict(alarm) for alarm in alarms(run, seconds)],
         "ledger": {
@@ -113,7 +125,7 @@ def _spread(steps: Sequence[int], most: int) -> list[int]:
     return sorted({*steps[::stride], *steps[-1:]})
 
 
-def _curves(run: RunFiles) -> dict[str, Any]:
+def _curves(run: RunFiles) -> dict[str, list[list[Any]]]:
     """Return every metric of a run by its full name as [steps, values]."""
     curves: dict[str, list[list[Any]]] = {}
     for prefix, lines in run.metrics.items():
@@ -125,7 +137,15 @@ def _curves(run: RunFiles) -> dict[str, Any]:
                         steps, values = curves.setdefault(f"{prefix}/{name}", [[], []])
                         steps.append(line["step"])
                         values.append(_short(value))
-    return {"name": run.name, "curves": curves}
+    return curves
+
+
+def _setting_curves(settings: Mapping[str, Sequence[RunFiles]]) -> list[dict[str, Any]]:
+    """Return, for the runs of each setting, every metric as [steps, means, lowest, highest]."""
+    return [
+        {"name": f"{name} ({len(runs)} run{'s' * (len(runs) > 1)})", "curves": band([_curves(run) for run in runs])}
+        for name, runs in settings.items()
+    ]
 
 
 def _state(run: RunFiles) -> dict[str, Any]:

@@ -95,6 +95,14 @@ def find_run(folder: Path) -> Path:
     return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.json*")))
 
 
+def find_runs(folder: Path) -> list[Path]:
+    """Return the log folders of all runs anywhere below `folder`, by name. Raises NoRun."""
+    runs = sorted({path.parent for path in folder.rglob(HYPERPARAMS_FILE)})
+    if not runs:
+        raise NoRun(f"{folder} holds no run: there is no {HYPERPARAMS_FILE} below it")
+    return runs
+
+
 def read_run(folder: Path) -> RunFiles:
     """Read the run that `folder` is or holds. Samples are not read, only found. Raises NoRun."""
     run = find_run(folder)

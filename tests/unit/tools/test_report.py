@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from grpo_mcore.cli.main import main
 from grpo_mcore.observe.samples import SampleFiles
 from grpo_mcore.tools.report import page
 from grpo_mcore.tools.report.alarms import alarms
+from grpo_mcore.tools.report.comparison import standings
 from grpo_mcore.tools.report.device_seconds import DeviceSeconds, covered, device_seconds, step_spans
 from grpo_mcore.tools.report.run_files import read_run
 from grpo_mcore.tools.report.watch import screen, sparkline
@@ -243,8 +245,78 @@ def test_what_is_wrong_is_said(tmp_path: Path, words: tuple[str, ...], said: str
 def test_a_run_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path)
     assert main(["report", str(tmp_path), "--compare", str(run)]) == 1
-    assert f"grpo-mcore report: RUN and --compare are both {run}; name the log folder" in capsys.readouterr().err
+    assert f"grpo-mcore report: two of the runs are {run}; name the log folder" in capsys.readouterr().err
     assert not (run / "report.html").exists()
+
+
+@pytest.fixture
+def six(tmp_path: Path) -> Path:
+    """Return a folder with runs of two settings and three seeds: reward and accuracy tell them apart."""
+    for clip in (0.2, 0.3):
+        for seed in (1, 2, 3):
+            run = write_run(tmp_path / f"clip{clip}" / f"seed{seed}")
+            recipe = {"grpo": {"seed": seed, "max_num_steps": 3}, "loss_fn": {"ratio_clip_max": clip}}
+            recipe |= {"logger": {"log_dir": str(run)}}
+            (run / "hyperparams.json").write_text(json.dumps(recipe))
+            lines = [
+                {"step": step, "prefix": "train", "unix_time": 100.0 + step, "reward": clip * step + seed / 100}
+                for step in (1, 2, 3)
+            ] + [{"step": 3, "prefix": "validation", "unix_time": 3700.0, "accuracy": clip + seed / 10}]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "clip0.2" / "seed1" / "logs" / "exp_001" / "summary.json").write_text(
+        json.dumps({"end": "all steps are done", "seconds": 7200})
+    )
+    return tmp_path
+
+
+def test_runs_are_listed_best_first_with_what_differs(six: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(six), "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    order = [(line["settings"]["loss_fn.ratio_clip_max"], line["settings"]["grpo.seed"]) for line in lines]
+    assert order == [("0.3", "3"), ("0.2", "3"), ("0.3", "2"), ("0.2", "2"), ("0.3", "1"), ("0.2", "1")]
+    assert set(lines[0]["settings"]) == {"loss_fn.ratio_clip_max", "grpo.seed"}
+    assert (lines[0]["metric"], lines[0]["score"]) == ("validation/accuracy", 0.6)
+    assert lines[0]["hours"] == pytest.approx((3700 - 101) / 3600)
+    assert [line["name"] for line in lines[:2]] == ["clip0.3/seed3", "clip0.2/seed3"]
+    assert (lines[-1]["state"], lines[-1]["hours"]) == ("all steps are done", 2.0)
+    assert main(["runs", str(six)]) == 0
+    text = capsys.readouterr().out
+    assert "ratio_clip_max" in text and "3/3" in text and "not over, silent for" in text
+    assert len(text.splitlines()) == 7
+
+
+def test_a_folder_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(tmp_path)]) == 1
+    assert f"grpo-mcore runs: {tmp_path} holds no run" in capsys.readouterr().err
+
+
+def test_runs_without_validation_rank_by_their_last_rewards_or_losses(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / str(steps), steps=steps)) for steps in (3, 20)]
+    lines = [{"step": 1, "loss": loss, "unix_time": 1.0} for loss in (0.5, 0.25)]
+    by_loss = [replace(runs[0], metrics=runs[0].metrics | {"train": [line]}) for line in lines]
+    nothing = replace(runs[0], metrics={"train": [], "validation": [], "machine": []})
+    assert [(line.metric, line.score) for line in standings([*by_loss, nothing])] == [
+        ("train/loss", 0.25), ("train/loss", 0.5), ("", None),
+    ]  # fmt: skip
+    assert [line.score for line in standings(runs)] == [1.0, pytest.approx((19 / 20 + 1) / 2)]
+
+
+def test_a_page_of_several_runs_has_a_band_for_each_setting(six: Path, tmp_path: Path) -> None:
+    folders = [str(path) for path in sorted(six.glob("clip*/seed*"))]
+    assert main(["report", *folders, "--group-by", "loss_fn.ratio_clip_max", "--output", str(tmp_path / "p.html")]) == 0
+    data = data_of((tmp_path / "p.html").read_text())
+    assert [run["name"] for run in data["runs"]] == ["ratio_clip_max 0.2 (3 runs)", "ratio_clip_max 0.3 (3 runs)"]
+    steps, means, lowest, highest = data["runs"][1]["curves"]["train/reward"]
+    assert steps == [1, 2, 3]
+    for values, seed in ((means, 2), (lowest, 1), (highest, 3)):
+        assert values == pytest.approx([0.3 * step + seed / 100 for step in steps])
+    assert [line["settings"]["grpo.seed"] for line in data["standings"]] == ["3", "3", "2", "2", "1", "1"]
+
+
+def test_a_key_to_group_by_that_no_recipe_has_is_refused(six: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [str(path) for path in sorted(six.glob("clip*/seed1"))]
+    assert main(["report", *folders, "--group-by", "loss_fn.clip"]) == 1
+    assert "--group-by: no recipe of these runs has the key loss_fn.clip" in capsys.readouterr().err
 
 
 def shown(run: Path, width: int, height: int) -> list[str]:

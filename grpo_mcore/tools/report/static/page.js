@@ -13,7 +13,7 @@ const COLOURS = {
   other: "#6b7280", reward: "#c9606b", logprobs: "#e8b04a",
 };
 const colourOf = (what) => COLOURS[what] || COLOURS[what.split("/")[0]] || "#6b7280";
-const LINES = ["#2f7fd6", "#e07b2c"];
+const LINES = ["#2f7fd6", "#e07b2c", "#3f9a5f", "#b0456f", "#7d5bbf", "#8a6a3a", "#4aa3a0", "#6b7280"];
 const MAIN = [
   ["train/reward", "validation/reward"], ["validation/accuracy", "train/accuracy"], ["train/generated_length"],
   ["train/entropy", "train/approx_entropy"], ["train/kl_penalty", "train/kl_in_reward", "train/gen_kl_error"],
@@ -54,6 +54,17 @@ function showHead() {
     : `<li class="none">None: ${s.rewarded ? "rewards, entropy, mismatch, gradients" : "loss, gradients"} and devices look as they should.</li>`;
 }
 
+// The runs beside each other, best first.
+function showStandings() {
+  const lines = data.standings;
+  if (!lines.length) return;
+  const keys = Object.keys(lines[0].settings);
+  const cells = (line) => [line.name, line.state, `${line.step}${line.max_steps ? "/" + line.max_steps : ""}`, short(line.score), line.metric, line.hours.toFixed(2), ...keys.map((key) => line.settings[key])];
+  const row = (tag, values) => `<tr>${values.map((value) => `<${tag}>${escaped(value)}</${tag}>`).join("")}</tr>`;
+  el("standings").innerHTML = "<table>" + row("th", ["run", "state", "step", "score", "of", "hours", ...keys]) +
+    lines.map((line) => row("td", cells(line))).join("") + "</table>";
+}
+
 // Curves.
 function smoothed(values, weight) {
   let total = 0, sum = 0;
@@ -81,26 +92,29 @@ function drawChart(name) {
   const last = data.runs[0].curves[name];
   box.innerHTML = `<h4>${escaped(name.replace("train/", ""))} <span>${last ? "last " + short(last[1].at(-1)) : ""}</span></h4>`;
   const steps = [...new Set(sets.flatMap((set) => set[0]))].sort((a, b) => a - b);
-  const rows = data.runs.map((run) => {
-    const set = run.curves[name];
-    const at = new Map(set ? set[0].map((step, i) => [step, set[1][i]]) : []);
+  const along = (set, which) => {
+    const at = new Map(set ? set[0].map((step, i) => [step, set[which][i]]) : []);
     return steps.map((step) => (at.has(step) ? at.get(step) : null));
-  });
+  };
+  const rows = data.runs.map((run) => along(run.curves[name], 1));
+  // Of several runs with one curve: the highest and the lowest, with a band between them.
+  const edges = data.runs.map((run) => (run.curves[name]?.length === 4 ? [along(run.curves[name], 3), along(run.curves[name], 2)] : []));
   const sparse = steps.length < 30; // a few points are not smoothed
-  const weight = sparse ? 0 : +el("smooth").value;
-  const columns = [steps], series = [{ label: "step" }];
-  rows.forEach((row, i) => {
-    const label = data.runs.length > 1 ? data.runs[i].name : "value";
-    columns.push(row, smoothed(row, weight));
-    series.push({ label, stroke: faded(LINES[i]), width: 1, points: { show: sparse, size: 4, stroke: LINES[i] }, spanGaps: true });
-    series.push({ label: "smoothed", stroke: LINES[i], width: 2, points: { show: false }, spanGaps: true });
+  const columns = (weight) => [steps, ...rows.flatMap((row, i) => [row, ...[row, ...edges[i]].map((line) => smoothed(line, weight))])];
+  const series = [{ label: "step" }], bands = [];
+  rows.forEach((_, i) => {
+    const label = data.runs.length > 1 ? data.runs[i].name : "value", colour = LINES[i % LINES.length];
+    series.push({ label, stroke: faded(colour), width: 1, points: { show: sparse, size: 4, stroke: colour }, spanGaps: true });
+    series.push({ label: "smoothed", stroke: colour, width: 2, points: { show: false }, spanGaps: true });
+    edges[i].forEach((_, which) => series.push({ label: which ? "lowest" : "highest", width: 0, points: { show: false }, spanGaps: true }));
+    if (edges[i].length) bands.push({ series: [series.length - 2, series.length - 1], fill: colour + "33" });
   });
   const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") }, font: "11px system-ui" };
   const values = (_, ticks) => ticks.map((tick) => short(tick));
-  charts.push({ sparse, rows, plot: new uPlot({
-    width: box.clientWidth - 12, height: 190, series, scales: { x: { time: false }, y: { range: around } }, cursor: { sync: { key: "steps" } },
+  charts.push({ sparse, columns, plot: new uPlot({
+    width: box.clientWidth - 12, height: 190, series, bands, scales: { x: { time: false }, y: { range: around } }, cursor: { sync: { key: "steps" } },
     axes: [{ ...axis, size: 30 }, { ...axis, size: 60, values }], legend: { live: true },
-  }, columns, box) });
+  }, columns(sparse ? 0 : +el("smooth").value), box) });
 }
 
 function drawCharts() {
@@ -346,6 +360,7 @@ async function start() {
   theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   data = await unpack(el("data").textContent);
   showHead();
+  showStandings();
   el("metric-names").innerHTML = Object.keys(data.runs[0].curves).map((name) => `<option value="${escaped(name)}">`).join("");
   drawCharts();
   showLedger();
@@ -356,7 +371,7 @@ async function start() {
   if (!data.state.rewarded) el("colour").value = "surprise"; // examples have one log-prob a token, the policy's
   fillSteps();
   el("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-  el("smooth").oninput = () => charts.filter((chart) => !chart.sparse).forEach(({ plot, rows }) => plot.setData([plot.data[0], ...rows.flatMap((row) => [row, smoothed(row, +el("smooth").value)])]));
+  el("smooth").oninput = () => charts.filter((chart) => !chart.sparse).forEach(({ plot, columns }) => plot.setData(columns(+el("smooth").value)));
   el("metric-search").oninput = drawCharts;
   el("timeline-step").onchange = showTimeline;
   el("step-back").onclick = () => moveStep(-1);

@@ -52,8 +52,8 @@ class Report:
         self.told.append("step")
         return metrics | {"tokens_per_second": 7.0}
 
-    def finish(self, reason: str) -> dict[str, Any]:
-        return {"end": reason}
+    def finish(self, reason: str, *, early: bool) -> dict[str, Any]:
+        return {"end": reason, "stopped_early": early}
 
 
 def record_in(folder: Path, *, report: Report | None = None, position: SavedPosition | None = None) -> RunRecord:

@@ -1,0 +1,41 @@
+"""`grpo-mcore runs FOLDER`: every run below a folder in a table, best first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line after `grpo-mcore runs`."""
+    parser = argparse.ArgumentParser(
+        prog="grpo-mcore runs",
+        description="List every run below a folder, best first: its state, step, score, hours, and the settings in "
+        "which the runs differ. `grpo-mcore report RUN RUN ...` draws them.",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder with runs anywhere below it")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    return parser.parse_args(list(words))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table. Return 1 if there is no run."""
+    from rich.console import Console
+
+    from grpo_mcore.tools.report.comparison import standings, table
+    from grpo_mcore.tools.report.run_files import NoRun, find_runs, read_run
+
+    try:
+        lines = standings([read_run(folder) for folder in find_runs(args.folder)])
+    except NoRun as error:
+        print(f"grpo-mcore runs: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps([asdict(line) for line in lines], indent=1))
+        return 0
+    Console(width=None if sys.stdout.isatty() else 200).print(table(lines))
+    return 0

@@ -1,0 +1,124 @@
+"""`grpo-mcore sweep RECIPE key=a,b,c --seeds 3`: a run for each combination of values and seeds, in one folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_mcore.cli.train import STOPPED_EARLY, TERMINATED, VERBS
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a run that Ctrl-C ended at once."""
+
+if TYPE_CHECKING:
+    from grpo_mcore.tools.sweep import SweepRun
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    parser.usage = "grpo-mcore sweep RECIPE key=a,b,c [key=x,y] [--seeds N] [options] [key=value ...]"
+    parser.description = (
+        "Train a recipe with each combination of the values given, one run after the other or each as a job. "
+        "preset=gspo,dapo compares algorithms. The same command again goes on: finished runs are left as they are."
+    )
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each combination (1)")
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="default: results/sweeps/RECIPE")
+    parser.add_argument("--algorithm", choices=tuple(VERBS), default="grpo", help="which command trains (grpo)")
+    parser.add_argument(
+        "--jobs",
+        choices=("local", "slurm", "k8s"),
+        default="local",
+        help="local: here, one after the other (default); else each run as a job of a cluster",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what is not finished, then print the table and write the page. Return 0 if every run is finished, 75 if a run
+    was stopped on request, else 1."""
+    from grpo_mcore.tools.sweep import claim_folder, state, sweep_runs
+
+    folder = args.folder or Path("results/sweeps") / Path(args.recipe).stem
+    if args.jobs != "local":
+        if args.algorithm != "grpo":
+            print("grpo-mcore sweep: jobs train with GRPO; run sft and dpo with --jobs local", file=sys.stderr)
+            return 2
+        command = ["launch", args.jobs, args.recipe]
+    else:
+        command = [VERBS[args.algorithm], args.recipe, "--resume", "auto"]
+    runs = sweep_runs(args.recipe, args.overrides, args.seeds, folder, args.algorithm)
+    if not args.dry_run:
+        claim_folder(folder, args.recipe, runs)
+    failed = []
+    for number, each in enumerate(runs, 1):
+        before = state(each, time.time())
+        if before == "running" and args.jobs == "local":  # by whom? `train` refuses a folder that another run holds
+            before = "interrupted"
+        if before in ("finished", "running"):
+            print(f"{number}/{len(runs)} {each.name}: {before}, left as it is", flush=True)
+            continue
+        words = [*command, *each.words]
+        if args.dry_run:
+            print("grpo-mcore " + " ".join(words))
+            continue
+        output = each.folder / "output.txt"
+        try:
+            print(f"{number}/{len(runs)} {each.name}: {before}; its output is in {output}", flush=True)
+            code = _run(words, output)
+        except KeyboardInterrupt:  # before the run's process was there
+            code = INTERRUPTED
+        if code in (STOPPED_EARLY, TERMINATED, INTERRUPTED, -signal.SIGINT):
+            print(f"stopped in {each.name}; the same command goes on from there", flush=True)
+            return STOPPED_EARLY
+        if code:
+            failed.append(each.name)
+            print(f"  failed with exit code {code}: {_last_line(output)}", flush=True)
+    if not args.dry_run:
+        _show(runs, folder)
+    if failed:
+        print(f"grpo-mcore sweep: {len(failed)} of {len(runs)} runs failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _run(words: list[str], output: Path) -> int:
+    """Run a command with its output in a file, which is continued. A Ctrl-C reaches it too: it saves and ends first."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("a") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "grpo_mcore.cli.main", *words],
+            stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                print("stopping the run; a second Ctrl-C ends it at once", flush=True)
+
+
+def _last_line(output: Path) -> str:
+    lines = output.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it printed nothing"
+
+
+def _show(runs: Sequence[SweepRun], folder: Path) -> None:
+    from rich.console import Console
+
+    from grpo_mcore.tools.report.comparison import standings, table
+    from grpo_mcore.tools.report.page import build_page
+    from grpo_mcore.tools.sweep import by_setting
+
+    settings = by_setting(runs)
+    if not (written := [files for group in settings.values() for files in group]):
+        print(f"no run has written anything yet; `grpo-mcore runs {folder}` shows the table later")
+        return
+    Console(width=None if sys.stdout.isatty() else 200).print(table(standings(written)))
+    page = folder / "report.html"
+    page.write_text(build_page(written[0], written[1:], settings=settings))
+    print(f"{page}: open it in a browser")

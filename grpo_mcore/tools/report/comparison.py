@@ -1,0 +1,162 @@
+"""Several runs side by side: where each stands, in which settings they differ, and curves with bands over seeds."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_mcore.recipe.errors import joined
+from grpo_mcore.text import escaped as printable
+from grpo_mcore.tools.report.run_files import RunFiles, duration
+
+PLACES = ("logger.log_dir", "logger.run_name", "checkpointing.checkpoint_dir")
+"""Keys in which any two runs differ."""
+LAST = 0.1
+"""Share of the training steps, the last ones, over which a metric of training is averaged."""
+
+Curve = list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands. `score`: its best validation, or the mean over its last training steps, of `metric`; None
+    before there is one. `higher`: whether more of it is better. `settings`: the values, as text, of the keys in which
+    the runs differ."""
+
+    name: str
+    state: str
+    step: int
+    max_steps: int | None
+    metric: str
+    score: float | None
+    higher: bool
+    hours: float
+    settings: dict[str, str]
+
+
+def standings(runs: Sequence[RunFiles]) -> list[Standing]:
+    """Return a line for each run, best first; runs without a score come last."""
+    settings = differing_settings([run.recipe for run in runs])
+    lines = []
+    for run, name, values in zip(runs, names(runs), settings, strict=True):
+        step = run.steps[-1] if run.steps else 0
+        lines.append(Standing(name, state_of(run), step, run.max_steps, *_score(run), _hours(run), values))
+    return sorted(lines, key=lambda line: (line.score is None, (-1 if line.higher else 1) * (line.score or 0.0)))
+
+
+def names(runs: Sequence[RunFiles]) -> list[str]:
+    """Return a name for each run: of its folder what the folders do not all begin or end with."""
+    parts = [list(run.folder.resolve().parts) for run in runs]
+    if len(parts) == 1:
+        return [runs[0].name]
+    for end in (0, -1):
+        while min(map(len, parts)) > 1 and len({folder[end] for folder in parts}) == 1:
+            for folder in parts:
+                folder.pop(end)
+    return ["/".join(folder) for folder in parts]
+
+
+def table(lines: Sequence[Standing]) -> Table:
+    """Return standings as a table for a terminal."""
+    keys = list(lines[0].settings) if lines else []
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("run", "state", "step", "score", "of", "hours", *(key.rpartition(".")[2] for key in keys)):
+        shown.add_column(heading, justify="right" if heading in ("step", "score", "hours") else "left", overflow="fold")
+    for line in lines:
+        step = str(line.step) if line.max_steps is None else f"{line.step}/{line.max_steps}"
+        score = "" if line.score is None else f"{line.score:.4g}"
+        cells = [line.name, line.state, step, score, line.metric, f"{line.hours:.2f}", *line.settings.values()]
+        shown.add_row(*(escape(printable(cell)) for cell in cells))
+    return shown
+
+
+def state_of(run: RunFiles) -> str:
+    """Return whether a run is over, and how it ended, or how long it has been silent."""
+    if run.summary is not None:
+        return str(run.summary.get("end"))
+    return f"not over, silent for {duration(time.time() - run.last_written)}"
+
+
+def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return for each recipe its values, as text, of the keys whose values are not the same in all. Places of files,
+    which always differ, are left out."""
+    flat = [dict(_leaves(recipe)) for recipe in recipes]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    differing = [key for key in keys if key not in PLACES and len({_text(values.get(key)) for values in flat}) > 1]
+    return [{key: _text(values.get(key)) for key in differing} for values in flat]
+
+
+def runs_by(runs: Sequence[RunFiles], by: str) -> dict[str, list[RunFiles]]:
+    """Return the runs by their values of the recipe's key `by`, such as "loss_fn.ratio_clip_max" or, with commas, of
+    several keys. Raises ValueError with a key that no recipe has."""
+    keys = by.split(",")
+    flat = [dict(_leaves(run.recipe)) for run in runs]
+    for key in keys:
+        if not any(key in values for values in flat):
+            raise ValueError(f"--group-by: no recipe of these runs has the key {key}")
+    grouped: dict[str, list[RunFiles]] = defaultdict(list)
+    for run, values in zip(runs, flat, strict=True):
+        grouped[", ".join(f"{key.rpartition('.')[2]} {_text(values.get(key))}" for key in keys)].append(run)
+    return dict(grouped)
+
+
+def band(curves: Sequence[Mapping[str, Curve]]) -> dict[str, Curve]:
+    """Return, for each metric of some runs' curves ([steps, values]), [steps, means, lowest, highest] over the runs
+    that have the step."""
+    names = dict.fromkeys(name for run in curves for name in run)
+    bands: dict[str, Curve] = {}
+    for name in names:
+        at: dict[int, list[float]] = defaultdict(list)
+        for run in curves:
+            for step, value in zip(*run.get(name, ([], [])), strict=True):
+                at[step].append(value)
+        steps = sorted(at)
+        bands[name] = [
+            steps, [fmean(at[step]) for step in steps], [min(at[step]) for step in steps],
+            [max(at[step]) for step in steps],
+        ]  # fmt: skip
+    return bands
+
+
+def _score(run: RunFiles) -> tuple[str, float | None, bool]:
+    """Return the metric that ranks a run, its value, and whether more is better: the metric of the recipe's
+    checkpoints where the run has it, else the reward or the loss of training."""
+    checkpointing = run.recipe.get("checkpointing") or {}
+    prefix, _, name = (checkpointing.get("metric_name") or "val:accuracy").partition(":")
+    higher = bool(checkpointing.get("higher_is_better", True))
+    validated = [line[name] for line in run.metrics["validation"] if line.get(name) is not None]
+    if prefix == "val" and validated:
+        return f"validation/{name}", max(validated) if higher else min(validated), higher
+    for metric, rises in ((name, higher), ("reward", True), ("loss", False)):
+        values = [line[metric] for line in run.metrics["train"] if line.get(metric) is not None]
+        if values:
+            return f"train/{metric}", fmean(values[-max(1, round(LAST * len(values))) :]), rises
+    return "", None, True
+
+
+def _hours(run: RunFiles) -> float:
+    if run.summary is not None and "seconds" in run.summary:
+        return float(run.summary["seconds"]) / 3600
+    times = [line["unix_time"] for lines in run.metrics.values() for line in lines]
+    return (max(times) - min(times)) / 3600 if times else 0.0
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full key and value of everything in nested dicts that is not a dict."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _leaves(item, joined(path, str(name)))
+    else:
+        yield path, value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,137 @@
+"""Runs of a recipe with each combination of some values and seeds, each an ordinary run in a folder of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.recipe import Algorithm, load_recipe
+from grpo_mcore.tools.report.run_files import NoRun, RunFiles, find_run, read_run
+
+SWEEP_FILE = "sweep.json"
+RUNNING_S = 600
+"""A run that wrote something in the last seconds, this many, is taken to be running."""
+
+
+class SweepError(ValueError):
+    """The words do not name a sweep, or its folder holds another one."""
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """A run of a sweep. `setting`: the swept values, without the seed, such as "preset=gspo,ratio_clip_max=0.3".
+    `folder`: of its logs and checkpoints. `words`: the overrides of its command line."""
+
+    setting: str
+    seed: int | None
+    folder: Path
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def files(self) -> RunFiles | None:
+        """Return what the run has written, or None before it has."""
+        try:
+            return read_run(find_run(self.folder / "logs"))
+        except NoRun:
+            return None
+
+
+def split_values(text: str) -> list[str]:
+    """Return the values of "a,b,c". Commas within brackets, braces or quotes do not separate."""
+    parts, depth, quote, start = [], 0, "", 0
+    for place, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in "[{(":
+            depth += 1
+        elif letter in "]})":
+            depth -= 1
+        elif letter == "," and depth == 0:
+            parts.append(text[start:place])
+            start = place + 1
+    return [*parts, text[start:]]
+
+
+def sweep_runs(
+    recipe: str, words: Sequence[str], seeds: int, folder: Path, algorithm: Algorithm = "grpo"
+) -> list[SweepRun]:
+    """Return the runs of a sweep: all combinations of the values of `words`, each with `seeds` seeds from the recipe's
+    own on. Of words with one value all runs have it; `preset=a,b` names files of recipes/presets/.
+
+    Raises SweepError if nothing varies, RecipeError, before anything starts, if one of the recipes is wrong.
+    """
+    fixed, varied = [], []
+    for word in words:
+        key, sign, value = word.partition("=")
+        values = split_values(value) if sign and not key.startswith(("+", "~")) else [value]
+        if len(values) > 1:
+            varied.append([(key, each) for each in values])
+        else:
+            fixed.append(_override(key, value) if sign else word)
+    if not varied and seeds == 1:
+        raise SweepError("nothing varies: give a key several values, key=a,b,c, or --seeds a number above 1")
+    last_parts = [values[0][0].rpartition(".")[2] for values in varied]
+    shorten = len(set(last_parts)) == len(last_parts)
+    runs = []
+    for chosen in itertools.product(*varied):
+        setting = ",".join(f"{key.rpartition('.')[2] if shorten else key}={value}" for key, value in chosen)
+        own = [*fixed, *(_override(key, value) for key, value in chosen)]
+        first = getattr(load_recipe(recipe, own).config, algorithm).seed if seeds > 1 else 0
+        for seed in range(first, first + seeds) if seeds > 1 else [None]:
+            name = ",".join(filter(None, [setting, "" if seed is None else f"seed={seed}"]))
+            place = folder / re.sub(r"[^\w.,=+-]+", "_", name)
+            own_words = [*own, *([] if seed is None else [f"{algorithm}.seed={seed}"])]
+            own_words += [f"logger.log_dir={place / 'logs'}", f"checkpointing.checkpoint_dir={place / 'checkpoints'}"]
+            load_recipe(recipe, own_words)
+            runs.append(SweepRun(setting or "all", seed, place, tuple(own_words)))
+    if len({run.folder for run in runs}) < len(runs):
+        raise SweepError(f"two runs would share a folder: {', '.join(run.name for run in runs)}")
+    return runs
+
+
+def claim_folder(folder: Path, recipe: str, runs: Sequence[SweepRun]) -> None:
+    """Note in the folder which sweep it holds. Raises SweepError if it holds another one."""
+    file = folder / SWEEP_FILE
+    sweep: dict[str, Any] = {"recipe": recipe, "runs": {run.name: list(run.words) for run in runs}}
+    if file.exists():
+        held = json.loads(file.read_text())
+        if held != sweep:
+            other = sorted(held["runs"].keys() ^ sweep["runs"].keys())
+            what = f"other runs ({', '.join(other[:3])})" if other else "the same runs with other settings"
+            raise SweepError(f"{folder} holds another sweep, of {held['recipe']} with {what}; choose another --folder")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(sweep, indent=1))
+
+
+def state(run: SweepRun, now: float) -> str:
+    """Return "finished", "running", "interrupted" or "not begun". `now`: unix time."""
+    files = run.files()
+    if files is None:
+        return "not begun"
+    if files.summary is not None:
+        return "interrupted" if files.summary.get("stopped_early") else "finished"
+    return "running" if now - files.last_written < RUNNING_S else "interrupted"
+
+
+def by_setting(runs: Sequence[SweepRun]) -> dict[str, list[RunFiles]]:
+    """Return what the runs of each setting have written."""
+    settings: dict[str, list[RunFiles]] = {}
+    for run in runs:
+        if (files := run.files()) is not None:
+            settings.setdefault(run.setting, []).append(files)
+    return settings
+
+
+def _override(key: str, value: str) -> str:
+    return f"defaults=presets/{value}" if key == "preset" else f"{key}={value}"

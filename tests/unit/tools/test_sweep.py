@@ -1,0 +1,98 @@
+"""A sweep is planned as ordinary runs, and knows which of them are finished."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.cli.main import main
+from grpo_mcore.recipe import RecipeError, load_recipe
+from grpo_mcore.tools.sweep import SweepError, SweepRun, by_setting, claim_folder, split_values, state, sweep_runs
+
+DEMO = "grpo-arithmetic-cpu"
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1", ["1"]),
+        ("0.2,0.28", ["0.2", "0.28"]),
+        ("[1,2],[3]", ["[1,2]", "[3]"]),
+        ("{a: 1, b: 2},null", ["{a: 1, b: 2}", "null"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ("${mul:2,3},7", ["${mul:2,3}", "7"]),
+    ],
+)
+def test_commas_separate_values_outside_of_brackets(text: str, values: list[str]) -> None:
+    assert split_values(text) == values
+
+
+def test_each_combination_and_seed_is_a_run_of_its_own(tmp_path: Path) -> None:
+    words = ["preset=grpo,gspo", "loss_fn.kl_input_clamp_value=5,6", "grpo.max_num_steps=3"]
+    runs = sweep_runs(DEMO, words, 3, tmp_path)
+    assert len(runs) == 12 and len({run.folder for run in runs}) == 12
+    assert runs[0].name == "preset=grpo,kl_input_clamp_value=5,seed=1"
+    configs = [load_recipe(DEMO, run.words).config for run in runs]
+    assert [config.grpo.seed for config in configs[:4]] == [1, 2, 3, 1]  # the recipe's own, and the next ones
+    assert [config.loss_fn.sequence_level_importance_ratios for config in configs] == [False] * 6 + [True] * 6
+    assert {config.loss_fn.kl_input_clamp_value for config in configs} == {5.0, 6.0}
+    assert {config.grpo.max_num_steps for config in configs} == {3}
+    for run, config in zip(runs, configs, strict=True):
+        assert config.logger.log_dir == str(run.folder / "logs")
+        assert config.checkpointing.checkpoint_dir == str(run.folder / "checkpoints")
+
+
+def test_keys_of_the_same_last_part_are_written_in_full(tmp_path: Path) -> None:
+    words = ["policy.megatron_cfg.optimizer.lr=1e-5,2e-5", "policy.megatron_cfg.optimizer.min_lr=0,1e-6"]
+    assert sweep_runs(DEMO, words, 1, tmp_path)[0].name == "lr=1e-5,min_lr=0"
+    words = ["data.train.data_path=a,b", "data.validation.data_path=a,b"]
+    assert sweep_runs(DEMO, words, 1, tmp_path)[0].name == "data.train.data_path=a,data.validation.data_path=a"
+
+
+def test_a_sweep_without_values_or_with_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SweepError, match="nothing varies: give a key several values"):
+        sweep_runs(DEMO, ["grpo.max_num_steps=3"], 1, tmp_path)
+    with pytest.raises(RecipeError, match="loss_fn.ratio_clip_min"):
+        sweep_runs(DEMO, ["loss_fn.ratio_clip_min=0.1,much"], 1, tmp_path)
+    with pytest.raises(SweepError, match="two runs would share a folder"):
+        sweep_runs(DEMO, ["grpo.max_num_steps=3,3"], 1, tmp_path)
+
+
+def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
+    claim_folder(tmp_path, DEMO, sweep_runs(DEMO, ["grpo.max_num_steps=3,4"], 1, tmp_path))
+    claim_folder(tmp_path, DEMO, sweep_runs(DEMO, ["grpo.max_num_steps=3,4"], 1, tmp_path))
+    for words, what in (
+        (["grpo.max_num_steps=3,5"], r"other runs \(max_num_steps=4, max_num_steps=5\)"),
+        (["grpo.max_num_steps=3,4", "grpo.val_period=7"], "the same runs with other settings"),
+    ):
+        with pytest.raises(SweepError, match=f"holds another sweep, of {DEMO} with {what}; choose another --folder"):
+            claim_folder(tmp_path, DEMO, sweep_runs(DEMO, words, 1, tmp_path))
+
+
+def test_the_state_of_a_run_is_read_from_its_files(tmp_path: Path) -> None:
+    run = SweepRun("lr=1", 1, tmp_path / "lr=1,seed=1", ())
+    assert state(run, 0.0) == "not begun" and by_setting([run]) == {}
+    logs = run.folder / "logs" / "exp_001"
+    logs.mkdir(parents=True)
+    (logs / "hyperparams.json").write_text("{}")
+    (logs / "metrics.jsonl").write_text('{"step": 1, "prefix": "train", "unix_time": 1000, "reward": 0}\n')
+    assert state(run, 1100.0) == "running"
+    assert state(run, 9000.0) == "interrupted"
+    for early, expected in ((True, "interrupted"), (False, "finished")):
+        (logs / "summary.json").write_text(json.dumps({"end": "it says", "stopped_early": early}))
+        assert state(run, time.time()) == expected
+    assert [files.steps for files in by_setting([run])["lr=1"]] == [[1]]
+
+
+def test_a_dry_run_prints_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["grpo.max_num_steps=3,4", "--folder", str(tmp_path / "s"), "--dry-run"]
+    assert main(["sweep", DEMO, *words]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"grpo-mcore train {DEMO} --resume auto grpo.max_num_steps=3 logger.log_dir=")
+    assert main(["sweep", DEMO, *words, "--jobs", "slurm"]) == 0
+    assert capsys.readouterr().out.startswith(f"grpo-mcore launch slurm {DEMO} grpo.max_num_steps=3 ")
+    assert not (tmp_path / "s").exists()
+    assert main(["sweep", DEMO, *words, "--jobs", "k8s", "--algorithm", "sft"]) == 2
