@@ -30,9 +30,11 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# Tests send Ctrl-C. Programs started by nohup or in the background of a shell ignore it, and so do their children.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Tests send Ctrl-C and SIGHUP. Programs started by nohup or in the background of a shell ignore these, and so do their
+# children.
+for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _handler)
 
 # Without bytecode files, each of some hundred processes would compile torch, vLLM and Ray again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
