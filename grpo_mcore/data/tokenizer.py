@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.data.bounded import try_template
 from grpo_mcore.data.interfaces import DataError
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ def load_tokenizer(
         tokenizer.chat_template = template_text(chat_template)
     if tokenizer.chat_template is None:
         raise DataError(f"the tokenizer {name!r} has no chat template; set policy.tokenizer.chat_template")
+    try_template(tokenizer, name)
     if chat_template_kwargs:
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **chat_template_kwargs)
     return tokenizer
