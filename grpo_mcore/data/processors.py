@@ -7,9 +7,10 @@ path. None of them truncates: a prompt that does not fit gets loss_multiplier 0,
 from __future__ import annotations
 
 import inspect
-from os.path import commonprefix
 from typing import Any
 
+from grpo_mcore.data.answers import Chat, trained_spans
+from grpo_mcore.data.bounded import in_time
 from grpo_mcore.data.interfaces import (
     RESERVED_KEYS,
     DataError,
@@ -19,9 +20,9 @@ from grpo_mcore.data.interfaces import (
     TrainOn,
     uid_text,
 )
-from grpo_mcore.data.turn_tokens import answer_end, first_mark
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.rollout.chat_form import chat_form
 from grpo_mcore.rollout.datum import DatumSpec, Message
 
 SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:sliding_puzzle_processor"
@@ -145,20 +146,26 @@ def _answered_log(
     An answer begins where a generation would begin. With `all`, earlier answers are trained on as the template shows
     them once later turns follow: Qwen3 and DeepSeek leave out their thoughts then.
     """
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    form = chat_form(tokenizer)
+    prompt = form.messages(messages[:first])
+    messages = [*prompt, *form.messages(messages[first:])]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= len(prompt)]
     if not answers:
         raise RowError(uid, "it has no assistant message, so there is nothing to train on")
-    whole = _render(tokenizer, messages[: answers[-1] + 1], uid, row, add_generation_prompt=False)
-    end = answer_end(tokenizer, "tool" if messages[answers[-1]].get("tool_calls") else "user")
-    if not whole.endswith(end):  # the template has no end of its own
-        whole += end
-    spans = [_answer_span(messages, i, whole, end, uid, row, tokenizer) for i in answers[-1:] * (train_on == "last")]
-    spans = spans or [_answer_span(messages, i, whole, end, uid, row, tokenizer) for i in answers]
+
+    def render(shown: Chat, add_generation_prompt: bool) -> str:
+        return _shown(tokenizer, shown, uid, row, add_generation_prompt=add_generation_prompt)
+
+    answers = answers[-1:] if train_on == "last" else answers
+    try:
+        whole, spans = trained_spans(render, messages, answers, tokenizer)
+    except RowError:
+        raise
+    except DataError as error:
+        raise RowError(uid, str(error)) from error
     turns: list[tuple[str, str]] = []
     done = 0
     for start, stop in spans:
-        if not done <= start < stop:
-            raise RowError(uid, "the chat template shows an answer before one that it follows, or not at all")
         turns += [("user", whole[done:start]), ("assistant", whole[start:stop])]
         done = stop
     import torch  # heavy, and not needed where rows are only checked
@@ -167,56 +174,6 @@ def _answered_log(
     for turn in log:
         turn["token_loss_mask"] = torch.full_like(turn["token_ids"], turn["role"] == "assistant")
     return log
-
-
-def _answer_span(
-    messages: list[dict[str, Any]], index: int, whole: str, end: str, uid: str, row: dict[str, Any], tokenizer: Any
-) -> tuple[int, int]:
-    """Return where an answer begins and ends in `whole`, the text of a conversation. It begins after as much of the
-    generation prompt as `whole` has, and its `end` belongs to it."""
-    prompt = _render(tokenizer, messages[:index], uid, row, add_generation_prompt=True)
-    if whole.startswith(prompt):
-        start = len(prompt)
-    else:  # the template shows earlier turns otherwise by now, or an answer without the thought that its prompt begins
-        start = _start_of_changed(messages, index, prompt, whole, uid, row, tokenizer)
-    if index == max(i for i, message in enumerate(messages) if message["role"] == "assistant"):
-        return start, len(whole)
-    marked = [*messages[:index], {"role": "assistant", "content": _MARK}, *messages[index + 1 :]]
-    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    other = _render(tokenizer, marked[: last + 1], uid, row, add_generation_prompt=False)
-    behind = other.rpartition(_MARK)[2]  # what follows the answer, with the end that the template puts there
-    behind += end if not behind.endswith(end) else ""
-    if not whole.endswith(behind):
-        raise RowError(uid, "the chat template shows what follows an answer differently for another answer")
-    stop = len(whole) - len(behind)
-    if not behind.startswith(end):  # an answer in the middle ends otherwise, as in gpt-oss
-        mark = first_mark(behind, tokenizer) or ""
-        end = behind[: behind.index(mark) + len(mark)]
-    return start, stop + len(end)
-
-
-def _start_of_changed(
-    messages: list[dict[str, Any]], index: int, prompt: str, whole: str, uid: str, row: dict[str, Any], tokenizer: Any
-) -> int:
-    """Return where an answer begins in a text that does not go on from its generation prompt."""
-    before = _render(tokenizer, messages[:index], uid, row, add_generation_prompt=False)
-    header = prompt[len(before) :] if prompt.startswith(before) else ""
-    marked = [*messages[:index], {"role": "assistant", "content": _MARK}, *messages[index + 1 :]]
-    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    shown = _render(tokenizer, marked[: last + 1], uid, row, add_generation_prompt=False)
-    at = shown.find(_MARK)
-    differs = len(commonprefix([shown[:at], whole])) if at >= 0 else -1
-    if not header or differs < 0:
-        raise RowError(uid, f"the chat template does not show where the answer of message {index} begins")
-    # The header as it is shown here: whole, or without the beginning of a thought that this answer lacks.
-    for length in range(len(header), 0, -1):
-        if (found := whole.rfind(header[:length], 0, differs)) >= 0 and header[:length].strip():
-            return found + length
-    raise RowError(uid, f"the chat template does not show where the answer of message {index} begins")
-
-
-_MARK = "@@answer@@"
-"""Stands for an answer where a conversation is rendered to see what surrounds it."""
 
 
 PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
@@ -329,12 +286,18 @@ def _with_task_prompts(messages: list[dict[str, Any]], spec: TaskDataSpec) -> li
 def _render(
     tokenizer: Any, messages: list[dict[str, Any]], uid: str, row: dict[str, Any], *, add_generation_prompt: bool
 ) -> str:
-    """Return the messages, with the row's `tools` if any, as the chat template writes them."""
+    """Return the messages in the form that the chat template takes, as it writes them, with the row's `tools`."""
+    shown = chat_form(tokenizer).messages(messages)
+    return _shown(tokenizer, shown, uid, row, add_generation_prompt=add_generation_prompt)
+
+
+def _shown(tokenizer: Any, messages: Chat, uid: str, row: dict[str, Any], *, add_generation_prompt: bool) -> str:
     tools = {"tools": row["tools"]} if row.get("tools") else {}
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **tools
-        )
+        with in_time():
+            return tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **tools
+            )
     except Exception as error:  # a template is code of the model's author and may raise anything
         raise RowError(uid, f"the chat template rejects it: {type(error).__name__}: {error}") from error
 

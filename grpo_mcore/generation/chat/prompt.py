@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.rollout.chat_form import chat_form
 from grpo_mcore.rollout.turn_end import marks_of, said_already
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
@@ -30,6 +31,7 @@ class ChatPrompts:
         self._options = dict(config.chat_template_kwargs)
         if config.chat_template:
             self._options["chat_template"] = config.chat_template
+        self._form = chat_form(tokenizer, config.chat_template)
         self._variables = _template_variables(tokenizer, self._options.get("chat_template"))
         self._marks = marks_of(tokenizer)
         self._stop_token_ids = {*self._marks, *config.samplings[0].stop_token_ids}
@@ -85,7 +87,11 @@ class ChatPrompts:
         tools = request.tools if request.tools and request.tool_choice != "none" else None
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=request.add_generation_prompt, **options
+                self._form.messages(messages),
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=request.add_generation_prompt,
+                **options,
             )
         except Exception as error:  # a template may raise anything
             raise RequestError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error

@@ -153,7 +153,7 @@ def test_a_template_that_leaves_earlier_answers_out_is_rejected(tokenizer, monke
     )
     monkeypatch.setattr(tokenizer, "chat_template", forgetful)
     sft_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)
-    with pytest.raises(DataError, match="sums:7: the chat template does not show where the answer of message 1 begins"):
+    with pytest.raises(DataError, match="sums:7: the chat template does not show message 1"):
         sft_processor({**ROW, "messages": ROW["messages"] * 2}, TaskDataSpec(), tokenizer, 64, 0)
 
 
@@ -209,8 +209,10 @@ def trained_texts(log, tokenizer) -> list[str]:
 
 
 def test_a_call_ends_with_the_token_that_begins_its_result():
-    tokenizer = tokenizer_of(GLM)
-    asked, called = {"role": "user", "content": "1"}, {"role": "assistant", "content": "f", "tool_calls": [{}]}
+    shown_call = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments|tojson }}{% endfor %}"
+    tokenizer = tokenizer_of(GLM.replace("{% endif %}{% endfor %}", shown_call + "{% endif %}{% endfor %}"))
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    asked, called = {"role": "user", "content": "1"}, {"role": "assistant", "content": "f", "tool_calls": [call]}
     answer = {"role": "assistant", "content": "2"}
     for messages, ends in (
         ([asked, called], ["<|observation|>"]),

@@ -1,0 +1,163 @@
+"""How a conversation with tools must be written for one chat template, found out by trying it, and a conversation
+brought into that form: for SFT and DPO, for prompts, and for the endpoint, so that all show the same text.
+
+Templates disagree about a message that calls tools: most want a call's arguments as an object, DeepSeek as JSON text;
+DeepSeek shows calls only beside a text that is null; Llama 3.1 allows one call a message. Llama 3 and Gemma 3 know no
+calls at all: there they become text of the message, and results messages of the user, as in a rollout of several turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+_NAME, _VALUE, _RESULT = "probe_name", "@@value@@", "@@result@@"
+_TEXT, _THOUGHT = "@@text@@", "@@thought@@"
+_QUESTION = {"role": "user", "content": "question"}
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """The form that a template takes. Without `calls`, they are written into the text."""
+
+    calls: bool = True
+    json_arguments: bool = False
+    """Arguments are JSON text."""
+    null_text: bool = False
+    """The text of a message that only calls is null."""
+    one_call: bool = False
+    """Several calls of one message are written as messages of their own, each with its result."""
+    results: bool = True
+    """There is a role `tool`."""
+    alternate: bool = False
+    """Neighbouring messages of one role are joined."""
+    thought: str = "reasoning_content"
+    """The field of a message's thought: gpt-oss has `thinking`."""
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages in this form. Arguments that are no JSON object stay as they are."""
+        shown = [dict(message) for message in messages]
+        if self.one_call:
+            shown = _one_call_each(shown)
+        shown = [self._message(message) for message in shown]
+        return _joined(shown) if self.alternate else shown
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message.get("role") == "tool" and not self.results:
+            return {"role": "user", "content": message.get("content")}
+        calls = message.get("tool_calls")
+        if self.thought != "reasoning_content" and (thought := message.pop("reasoning_content", None)):
+            # gpt-oss refuses a thought and a text in one message with calls.
+            beside = message["content"] if calls and message.get("content") else None
+            message |= {self.thought: thought if beside is None else f"{thought}\n{beside}"}
+            message |= {} if beside is None else {"content": ""}
+        if not calls:
+            return {key: value for key, value in message.items() if key != "tool_calls"}
+        if not self.calls:
+            texts = [message.get("content") or "", *map(_call_text, calls)]
+            left = {key: value for key, value in message.items() if key != "tool_calls"}
+            return {**left, "content": "\n".join(text for text in texts if text)}
+        text = message.get("content") or (None if self.null_text else "")
+        return {**message, "content": text, "tool_calls": [self._call(call) for call in calls]}
+
+    def _call(self, call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not self.json_arguments or not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def chat_form(tokenizer: Any, chat_template: str | None = None) -> ChatForm:
+    """Return the form that the tokenizer's chat template takes, or another one given in its place."""
+    return _chat_form(tokenizer, str(chat_template or getattr(tokenizer, "chat_template", None)), chat_template)
+
+
+@lru_cache(maxsize=4)
+def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatForm:
+    def shows(form: ChatForm, messages: list[dict[str, Any]], *expected: str) -> bool:
+        try:
+            text = tokenizer.apply_chat_template(form.messages(messages), tokenize=False, **given)
+        except Exception:  # a template is code of the model's author
+            return False
+        twice = "{'probe_key'" in text or '\\"probe_key' in text  # an object as Python writes it, or JSON in JSON
+        return not twice and all(part in text for part in expected)
+
+    given = {"chat_template": chat_template} if chat_template else {}
+    answer = {"role": "assistant", "content": _TEXT}
+    alternate = not shows(ChatForm(), [_QUESTION, _QUESTION, answer], _TEXT)
+    called = [_QUESTION, _calling(1), _result(0)]
+    thoughts = ("reasoning_content", "thinking", "reasoning")
+    thought = next(
+        (key for key in thoughts if shows(ChatForm(), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT)), None
+    )
+    common: dict[str, Any] = {"alternate": alternate, "thought": thought or "reasoning_content"}
+    results = "'tool'" in source or '"tool"' in source
+    for json_arguments in (False, True):
+        for null_text in (False, True):
+            form = ChatForm(True, json_arguments, null_text, **common)
+            if shows(form, [*called, answer], _NAME, _VALUE, _RESULT, _TEXT):
+                two = [_QUESTION, _calling(2), _result(0), _result(1)]
+                return replace(form, one_call=not shows(form, [*two, answer], f"{_NAME}1"))
+    form = ChatForm(False, results=results, **common)
+    return form if shows(form, [*called, answer], _RESULT) else replace(form, results=False)
+
+
+def _calling(calls: int) -> dict[str, Any]:
+    functions = [{"name": f"{_NAME}{number}", "arguments": {"probe_key": _VALUE}} for number in range(calls)]
+    made = [{"id": f"call{i}", "type": "function", "function": function} for i, function in enumerate(functions)]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def _result(number: int) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"call{number}", "name": f"{_NAME}{number}", "content": _RESULT}
+
+
+def _call_text(call: Any) -> str:
+    function = call.get("function", call) if isinstance(call, dict) else call
+    named = isinstance(function, dict)
+    said = {key: function.get(key) for key in ("name", "arguments")} if named else function
+    return f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>"
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with each call of a message followed by its result: by its id, else in order."""
+    shown: list[dict[str, Any]] = []
+    position = 0
+    while position < len(messages):
+        message = messages[position]
+        position += 1
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            shown.append(message)
+            continue
+        results = []
+        while position < len(messages) and messages[position].get("role") == "tool":
+            results.append(messages[position])
+            position += 1
+        ids = [call.get("id") if isinstance(call, dict) else None for call in calls]
+        for number, call in enumerate(calls):
+            first = {**message, "tool_calls": [call]}
+            later = {"role": message["role"], "content": "", "tool_calls": [call]}
+            shown.append(later if number else first)
+            mine = [one for one in results if ids[number] is not None and one.get("tool_call_id") == ids[number]]
+            mine = mine or [one for one in results[:1] if one.get("tool_call_id") not in ids]
+            shown += mine[:1]
+            results = [one for one in results if one is not (mine[0] if mine else None)]
+        shown += results
+    return shown
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with neighbours of one role as one."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        before = shown[-1] if shown else {}
+        if before.get("role") == message["role"] and not (before.get("tool_calls") or message.get("tool_calls")):
+            texts = [part for part in (before.get("content"), message.get("content")) if part]
+            shown[-1] = {**before, **message, "content": "\n\n".join(texts)}
+        else:
+            shown.append(message)
+    return shown
