@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, rows_of_file
-from grpo_mcore.data.datasets.jsonl import parse
+from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, rows_of_file, table_options
+from grpo_mcore.data.datasets.jsonl import is_json, is_list, parse
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, name_of, setting
-from grpo_mcore.data.datasets.source import Source
+from grpo_mcore.data.datasets.source import Source, open_source
 from grpo_mcore.data.gym.files import read_lines
 from grpo_mcore.data.gym.summary import Histogram
 from grpo_mcore.data.interfaces import DataError
@@ -37,8 +38,10 @@ class CheckReport:
 
     file: str
     read_as: str = ""
+    unit: str = "line"
+    """What numbers count: line, row of a table, or object of a JSON list."""
     rows: int = 0
-    """Lines that are not blank."""
+    """Rows of a table, or lines that are not blank."""
     usable_rows: int = 0
     fields: Counter[str] = field(default_factory=Counter)
     problems: dict[str, list[str]] = field(default_factory=dict)
@@ -53,7 +56,7 @@ class CheckReport:
     with_other_answers: int = 0
     """Prompts that occur with different answers."""
     first_repeated: list[int] = field(default_factory=list)
-    """Lines of the first prompt that is repeated."""
+    """Numbers of the rows of the first prompt that is repeated."""
     rewards: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     samples: list[str] = field(default_factory=list)
 
@@ -78,8 +81,9 @@ class CheckReport:
         lines += self._length_lines()
         if self.repeated:
             lines.append(
-                f"repeated: {self.repeated:,} rows have the prompt of an earlier row, the first of them in lines "
-                f"{', '.join(map(str, self.first_repeated))}; {self.with_other_answers:,} prompts have several answers"
+                f"repeated: {self.repeated:,} rows have the prompt of an earlier row, the first of them in "
+                f"{self.unit}s {', '.join(map(str, self.first_repeated))}; {self.with_other_answers:,} prompts have "
+                "several answers"
             )
         for name, rewards in self.rewards.items():
             lines.append(f"{name}: {rewards.low:.4g} to {rewards.high:.4g}, mean {rewards.mean:.4g}")
@@ -130,32 +134,32 @@ def check_file(
     """(line, hash of the answer) of every usable row, by the hash of its prompt."""
     infos: list[tuple[int, Row]] = []
     """(line, what the environment gets) of every usable row that it would score."""
-    for number, line in read_lines(path):
-        if line is not None and not line.strip():
-            continue
+    unit, rows = _rows_of(path, config)
+    report.unit = unit
+    for number, read in rows:
         report.rows += 1
         try:
-            row = _parsed(line, f"line {number}")
+            row = read()
             report.fields.update(row.keys())
             check = check or _RowCheck(path, config, row, report)
             _count_rewards(row, report)
             prompt, answer, shown = check(row, number)
         except Unusable as problem:
             kind, details = problem.args
-            report.add_problem(kind, f"line {number}: {details}")
+            report.add_problem(kind, f"{unit} {number}: {details}")
         else:
             report.usable_rows += 1
             seen[prompt].append((number, answer))
             if check.info is not None:
                 infos.append((number, check.info))
             if len(report.samples) < samples:
-                report.samples.append(f"line {number}\n{shown()}")
+                report.samples.append(f"{unit} {number}\n{shown()}")
     if truths is not None and check is not None and infos:
         problems = truths(check.env_name, [info for _, info in infos])
         for (number, _), why in zip(infos, problems, strict=True):
             if why is not None:
                 report.usable_rows -= 1
-                report.add_problem("no answer could be right", f"line {number}: {why}")
+                report.add_problem("no answer could be right", f"{unit} {number}: {why}")
     repeated = [rows for rows in seen.values() if len(rows) > 1]  # in the order of their first lines
     report.repeated = sum(len(rows) - 1 for rows in repeated)
     report.with_other_answers = sum(len({answer for _, answer in rows}) > 1 for rows in repeated)
@@ -188,7 +192,7 @@ class _RowCheck:
         self._numbers = [0]
         self._data = MappedDataset(
             entry,
-            Source(self._rows, self._numbers, lambda _: f"line {self._numbers[0]}"),
+            Source(self._rows, self._numbers, lambda _: f"{report.unit} {self._numbers[0]}"),
             rows_of_file(entry, name),
             task_name=name_of(str(path)),
             default_processor="sft_processor" if self._trains_on_answers else DEFAULT_PROCESSOR,
@@ -215,7 +219,9 @@ class _RowCheck:
         try:
             chat = self._data.dataset[0]
         except DataError as error:
-            raise Unusable("no conversation can be made of it", str(error).removeprefix(f"line {number}: ")) from error
+            raise Unusable(
+                "no conversation can be made of it", str(error).removeprefix(f"{self._report.unit} {number}: ")
+            ) from error
         if "unusable" in chat:
             raise Unusable("the dataset leaves it out", chat["unusable"])
         if self._pairs:
@@ -253,12 +259,32 @@ class _RowCheck:
             raise Unusable("the processor fails", f"{type(error).__name__}: {error}") from error
 
 
+def _rows_of(path: Path, config: MasterConfig | None) -> tuple[str, Iterator[tuple[int, Callable[[], Row]]]]:
+    """Return what numbers count, and (number, a function that returns the row) of each row, as a run reads them: from
+    a table, or from a file of JSON, where a line that cannot be parsed is Unusable and others are read on."""
+    if is_json(str(path)) and not is_list(path):
+        return "line", _lines(path)
+    named = [entry for _, entry in _entries(config) if _is_file(path, entry.data_path)]
+    source = open_source(str(path), **(table_options(named[0]) if named else {}))
+    unit = "object" if is_json(str(path)) else "row"
+    return unit, ((number, partial(source.rows.__getitem__, i)) for i, number in enumerate(source.numbers))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Callable[[], Row]]]:
+    for number, line in read_lines(path):
+        if line is None or line.strip():
+            yield number, partial(_parsed, line, f"line {number}")
+
+
+def _entries(config: MasterConfig | None) -> list[tuple[str, DatasetEntry]]:
+    """Return (place, entry) of all datasets of a recipe."""
+    parts = () if config is None else (("train", config.data.train), ("validation", config.data.validation))
+    return [(f"data.{part}[{index}]", entry) for part, entries in parts for index, entry in enumerate(entries)]
+
+
 def _entry(path: Path, config: MasterConfig | None, first: Row) -> tuple[Entry, str, str]:
     """Return (the entry with which the file is read, its kind of dataset, the place that says so)."""
-    entries: list[tuple[str, DatasetEntry]] = []
-    if config is not None:
-        for part, found in (("train", config.data.train), ("validation", config.data.validation)):
-            entries += [(f"data.{part}[{index}]", entry) for index, entry in enumerate(found)]
+    entries = _entries(config)
     named = [(place, entry) for place, entry in entries if _is_file(path, entry.data_path)]
     pairs = not named and {"chosen", "rejected"} <= first.keys()
     if pairs or not entries:
@@ -284,7 +310,7 @@ def _kind(first: Row, pairs: bool) -> str:
 
 
 def _is_file(path: Path, named: str | None) -> bool:
-    return named is not None and Path(named).exists() and path.samefile(named)
+    return named is not None and (str(path) == named or Path(named).exists() and path.samefile(named))
 
 
 def _parsed(line: bytes | None, place: str) -> Row:

@@ -11,5 +11,6 @@ from grpo_mcore.data.datasets.registry import (
     load_preference_dataset,
     load_response_dataset,
     rows_of_file,
+    table_options,
 )
 from grpo_mcore.data.datasets.source import Source

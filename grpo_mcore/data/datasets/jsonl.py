@@ -28,19 +28,27 @@ def is_json(path: str) -> bool:
     return path.endswith(SUFFIXES)
 
 
-def read_json(path: Path, check: Check) -> tuple[Sequence[dict[str, Any]], Sequence[int]]:
+def read_json(path: Path) -> tuple[Sequence[dict[str, Any]], Sequence[int]]:
     """Return the objects of a file and the line of each (from 1), or its index where the file is one list of objects.
 
     A file has one object a line, or is one list of objects; blank lines are skipped. Raises DataError for a missing or
-    empty file, and for the first row that is not a JSON object or that `check` rejects.
+    empty file, and for the first row that is not a JSON object.
     """
     if not path.is_file():
         raise DataError(f"data file not found: {path}" + ("" if path.is_absolute() else f" in {Path.cwd()}"))
     with _open(path) as file:
-        rows, numbers = _read_list(file, path, check) if _is_list(file) else _index(file, path, check)
+        rows, numbers = _read_list(file, path) if _is_list(file) else _index(file, path)
     if not rows:
         raise DataError(f"{path}: the dataset is empty")
     return rows, numbers
+
+
+def is_list(path: Path) -> bool:
+    """Return whether a JSON file is one list of objects."""
+    if not path.is_file():
+        return False
+    with _open(path) as file:
+        return _is_list(file)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -65,24 +73,21 @@ def _is_list(file: IO[bytes]) -> bool:
     return head.startswith(b"[") and head[1:].lstrip()[:1] in (b"{", b"]", b"")
 
 
-def _read_list(file: IO[bytes], path: Path, check: Check) -> tuple[list[dict[str, Any]], Sequence[int]]:
+def _read_list(file: IO[bytes], path: Path) -> tuple[list[dict[str, Any]], Sequence[int]]:
     rows = parse(file.read().removeprefix(_BOM), str(path), kind=list)
     for number, row in enumerate(rows):
-        where = f"{path}, object {number}"
         if not isinstance(row, dict):
-            raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
-        check(row, where)
+            raise DataError(f"{path}, object {number}: expected a JSON object, got {type(row).__name__}")
     return rows, range(len(rows))
 
 
-def _index(file: IO[bytes], path: Path, check: Check) -> tuple[JsonLines, array[int]]:
+def _index(file: IO[bytes], path: Path) -> tuple[JsonLines, array[int]]:
     starts, lengths, numbers = array("Q"), array("Q"), array("Q")
     start = 0
     for number, line in enumerate(file, start=1):
         text = line.removeprefix(_BOM) if number == 1 else line
         if text.strip():
-            where = f"{path}:{number}"
-            check(parse(text, where), where)
+            parse(text, f"{path}:{number}")
             starts.append(start + len(line) - len(text))
             lengths.append(len(text))
             numbers.append(number)

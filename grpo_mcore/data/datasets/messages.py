@@ -41,10 +41,12 @@ def _message(message: Any, place: str) -> ChatMessage:
     calls = message.get("tool_calls")
     if message.get("content") is None and not calls:
         raise DataError(f"{place} has no content")
-    clean = {**message, "content": _text(message.get("content"), place)}
-    if calls:
-        clean["tool_calls"] = [_tool_call(call) for call in calls]
-    return clean
+    if calls and not isinstance(calls, list):
+        raise DataError(f"{place}: 'tool_calls' must be a list, got {type(calls).__name__}")
+    # A template may look at a field's presence alone, so one that is null is none.
+    clean = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    calls = [_tool_call(call, place) for call in calls or ()]
+    return {**clean, "content": _text(message.get("content"), place), **({"tool_calls": calls} if calls else {})}
 
 
 def _text(content: Any, place: str) -> str:
@@ -62,22 +64,44 @@ def _text(content: Any, place: str) -> str:
     return "".join(texts)
 
 
-def _tool_call(call: Any) -> Any:
+def _tool_call(call: Any, place: str) -> ChatMessage:
     """Return the call with its arguments as an object: the API has JSON text, but chat templates write the JSON
-    themselves."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+    themselves. Arguments that are not JSON stay what the model wrote."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{place}: a call must have the name of its function")
+    arguments = function.get("arguments")
     try:
-        arguments = json.loads(function["arguments"])
+        parsed = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
     except ValueError:
-        return call  # not JSON: keep what the model wrote
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+        parsed = arguments
+    function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
+    return {"type": "function", **call, "function": function} if "function" in call else function
 
 
-def without_nulls(value: Any) -> Any:
-    """Return `value` without fields that are null. In a table every row has the fields of all rows, null where it had
-    none itself; a chat template would show them."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+def as_json(value: Any, key: str, kind: str) -> Any:
+    """Return a list, which a file may hold as JSON text (a table's cells often do). `kind`: of what, for DataError."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"{key!r} is text that is not JSON ({error})") from error
+    if value and not isinstance(value, list):
+        raise DataError(f"{key!r} must be a list of {kind}, got {type(value).__name__}")
+    return value
+
+
+def tools_of(value: Any, key: str) -> list[ChatMessage]:
+    """Return the tools that a conversation may call: a list of objects, each or all of which may be JSON text."""
+    tools = [as_object(tool, key) for tool in as_json(value, key, "tools") or ()]
+    if wrong := [tool for tool in tools if not isinstance(tool, dict)]:
+        raise DataError(f"{key!r} must be a list of tools, got a list with {type(wrong[0]).__name__}")
+    return tools
+
+
+def as_object(value: Any, key: str) -> Any:
+    """Return an object, which may be JSON text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f"{key!r} has text that is not JSON ({error})") from error

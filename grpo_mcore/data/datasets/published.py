@@ -14,7 +14,7 @@ from typing import Any
 from grpo_mcore.data.datasets.benchmarks import gpqa, human_eval, ifeval, math500, mbpp, mmlu_pro
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, as_chat, setting, unusable
 from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, user
-from grpo_mcore.data.datasets.source import Source, joined, missing, open_source
+from grpo_mcore.data.datasets.source import Source, Table, field_of, joined, missing, open_source, required
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.recipe import UNSET_KEYS
 
@@ -40,14 +40,20 @@ class Columns:
                 return unusable(f"marked by the dataset ({column} is {row[column]!r})")
         if self.answer == self.truth and row.get("question_type") == "proof":
             return unusable("a proof, which has no answer to check")
-        question, answer, truth = row[self.question], self._text(row[self.answer]), self._text(row[self.truth])
+        question = required(row, self.question)
+        answer, truth = self._text(self._value(row, self.answer)), self._text(self._value(row, self.truth))
         if answer is None:
-            return unusable(f"without an answer ({self.answer} is {row[self.answer]!r})")
+            return unusable(f"without an answer ({self.answer} is {field_of(row, self.answer)!r})")
         return {
             "messages": [*as_messages(question, self.question), assistant(answer)],
             **({} if truth is None else {"ground_truth": truth}),
             **{column: row[column] for column in self.kept},
         }
+
+    @staticmethod
+    def _value(row: Row, column: str) -> Any:
+        """Return a value, which may be null but not missing."""
+        return row[column] if column in row or "." not in column else required(row, column)
 
     def _text(self, value: Any) -> str | None:
         text = "" if value is None else str(value).strip()
@@ -179,8 +185,8 @@ def _columns(source: Source) -> list[list[Any]]:
     for name in _TREE_COLUMNS:
         if name not in first:
             raise DataError(f"{source.place(0)}: {missing(first, name)}")
-    if source.columns is not None:
-        table = source.rows.select_columns(list(_TREE_COLUMNS))  # type: ignore[attr-defined]
+    if isinstance(source.rows, Table):
+        table = source.rows.table.select_columns(list(_TREE_COLUMNS))
         return [list(table[name]) for name in _TREE_COLUMNS]
     return [[row.get(name) for row in source.rows] for name in _TREE_COLUMNS]
 
@@ -210,7 +216,6 @@ class PublishedDataset(MappedDataset):
         parts = [
             open_source(
                 own or published.path,
-                partial(as_chat, to_chat) if published.view is None else lambda _row, _place: None,
                 subset=part,
                 split=setting(entry, "split") or published.split,
                 download_dir=setting(entry, "download_dir"),
@@ -219,6 +224,7 @@ class PublishedDataset(MappedDataset):
         ]
         source = joined(parts)
         source = source if published.view is None else published.view(source)
+        source.refuse_if_none_passes(partial(as_chat, to_chat))
         super().__init__(entry, source, to_chat, task_name=name, default_processor=default_processor)
 
 

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from grpo_mcore.data.datasets.files import gym_task, openai_row, preference_pair, question_and_answer
-from grpo_mcore.data.datasets.jsonl import is_json
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_chat, name_of, setting
 from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
 from grpo_mcore.data.datasets.rows import Rows
-from grpo_mcore.data.datasets.source import open_source
+from grpo_mcore.data.datasets.source import Table, open_source, plain
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec, check_uids
 from grpo_mcore.data.processors import find_processor
 from grpo_mcore.imports import import_by_path
@@ -113,11 +112,20 @@ def completed(data: Any, entry: Entry, default_processor: str) -> ResponseData:
 
     def named(rows: Any, part: str) -> Rows:
         check_uids(rows, f"{data.task_name}{part}")
-        return Rows(rows, lambda row, at: {"uid": f"{data.task_name}{part}:{at}", **row, "task_name": data.task_name})
+        task = f"{data.task_name}{part}"
+        rows = Table(rows) if hasattr(rows, "column_names") else rows
+        return Rows(
+            rows, lambda row, at: {"uid": f"{task}:{at}", **plain(row, nulls=True), "task_name": data.task_name}
+        )
 
     data.dataset = named(data.dataset, "")
     data.val_dataset = None if data.val_dataset is None else named(data.val_dataset, "-validation")
     return data
+
+
+def table_options(entry: Entry) -> dict[str, Any]:
+    """Return the keys of an entry that say how its table is read."""
+    return {key: setting(entry, key) for key in ("subset", "split", "download_dir", "separator")}
 
 
 def rows_of_file(entry: Entry, name: str) -> ToChat:
@@ -129,7 +137,6 @@ def rows_of_file(entry: Entry, name: str) -> ToChat:
             tools=setting(entry, "tool_key", "tools"),
             system_key=setting(entry, "system_key"),
             system_prompt=setting(entry, "system_prompt"),
-            from_table=not is_json(setting(entry, "data_path", "")),
         )
     if name == "NemoGymDataset":
         return gym_task
@@ -151,8 +158,8 @@ class FileDataset(MappedDataset):
         if not path:
             raise DataError("data_path is missing: name a JSONL file or a Hugging Face dataset")
         to_chat = rows_of_file(entry, name)
-        options = {key: setting(entry, key) for key in ("subset", "split", "download_dir")}
-        source = open_source(path, partial(as_chat, to_chat), **options)
+        source = open_source(path, **table_options(entry))
+        source.refuse_if_none_passes(partial(as_chat, to_chat))
         super().__init__(entry, source, to_chat, task_name=name_of(path), default_processor=default_processor)
         if name == "NemoGymDataset":
             self.processor = find_processor("nemo_gym_data_processor")  # data.default is for other datasets

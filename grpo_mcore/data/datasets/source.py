@@ -6,17 +6,24 @@ disk until they are read.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
+
+import numpy as np
 
 from grpo_mcore.data.datasets.jsonl import SUFFIXES, Check, is_json, read_json
 from grpo_mcore.data.datasets.rows import Joined
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.recipe import nearest
 
-_FILE_TYPES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+_FILE_TYPES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+_TRIED_ROWS = 1_000
 
 
 @dataclass(frozen=True)
@@ -28,28 +35,67 @@ class Source:
     numbers: Sequence[int]
     place: Callable[[int], str]
     """Index -> "train.jsonl:17" or "gsm8k, row 3", for error messages."""
-    columns: tuple[str, ...] | None = None
-    """Columns of a table; None for a JSON file, whose rows may differ."""
+
+    def refuse_if_none_passes(self, check: Check) -> None:
+        """Raise the error of the first row if none of the first rows passes: a wrong key is said at once. Other rows
+        that do not pass cost themselves when they are read."""
+        first: DataError | None = None
+        for index in range(min(len(self.rows), _TRIED_ROWS)):
+            try:
+                check(self.rows[index], self.place(index))
+            except DataError as error:
+                first = first or error
+            else:
+                return
+        if first is not None:
+            raise first
 
 
 def open_source(
     path: str,
-    check: Check,
     *,
     subset: str | None = None,
     split: str | None = None,
     download_dir: str | None = None,
+    separator: str | None = None,
 ) -> Source:
-    """Open a JSONL or JSON file and check all its rows, or open a table and check its first row. Raises DataError."""
+    """Open a JSONL or JSON file and parse all its rows, or open a table. Raises DataError."""
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     if is_local(path) and is_json(path):
         if split is not None and not split.isidentifier():
             raise DataError(f"{path}: split {split!r} is for tables; a JSON file is read whole")
-        rows, numbers = read_json(Path(path), check)
+        rows, numbers = read_json(Path(path))
         return Source(rows, numbers, lambda index: f"{path}:{numbers[index]}")
-    table = load_table(path, subset, split, download_dir)
-    check(table[0], f"{path}, row 0")
-    return Source(table, range(len(table)), lambda index: f"{path}, row {index}", tuple(table.column_names))
+    table = load_table(path, subset, split, download_dir, separator)
+    return Source(Table(table), range(len(table)), lambda index: f"{path}, row {index}")
+
+
+class Table(Sequence[dict[str, Any]]):
+    """The rows of a `datasets.Dataset` as plain values."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        return {name: plain(value) for name, value in self.table[index].items()}
+
+
+def plain(value: Any, *, nulls: bool = False) -> Any:
+    """Return a table's value as JSON has it: arrays as lists, dates and decimal numbers as text, and records without
+    the fields that are null, unless `nulls` are to stay. In a table every record has the fields of all, and a chat
+    template would show them."""
+    if isinstance(value, dict):
+        return {key: plain(item, nulls=nulls) for key, item in value.items() if nulls or item is not None}
+    if isinstance(value, list):
+        return [plain(item, nulls=nulls) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist(), nulls=nulls)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal | timedelta | UUID) else value
 
 
 def joined(sources: Sequence[Source]) -> Source:
@@ -60,16 +106,44 @@ def joined(sources: Sequence[Source]) -> Source:
         part, at = rows.locate(index)
         return sources[part].place(at)
 
-    return sources[0] if len(sources) == 1 else Source(rows, range(len(rows)), place, sources[0].columns)
+    return sources[0] if len(sources) == 1 else Source(rows, range(len(rows)), place)
+
+
+def field_of(row: dict[str, Any], key: str) -> Any:
+    """Return the value of a field, None where there is none. Dots lead into records and lists, unless a field has
+    that very name: `reward_model.ground_truth`, `answers.0`."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if isinstance(value, dict):
+            value = value.get(part)
+        else:
+            value = value[int(part)] if isinstance(value, list) and part.isdigit() and int(part) < len(value) else None
+    return value
+
+
+def required(row: dict[str, Any], key: str) -> Any:
+    """Return the value of a field. Raises DataError where there is none."""
+    value = field_of(row, key)
+    if value is None:
+        raise missing(row, key)
+    return value
 
 
 def missing(row: dict[str, Any], key: str) -> DataError:
     """Return the error for a row that lacks a field."""
-    if key in row:
-        return DataError(f"{key!r} is null")
-    near = nearest(key, row)
-    hint = f"; nearest: {near!r}" if near else ""
-    return DataError(f"no {key!r} in it; it has {sorted(row)}{hint}")
+    inside, where, part = row, "it", key
+    for part in [key] if key in row else key.split("."):
+        if part not in inside:
+            near = nearest(part, inside)
+            hint = f"; nearest: {near!r}" if near else ""
+            return DataError(f"no {part!r} in {where}; it has {sorted(inside)}{hint}")
+        if not isinstance(inside[part], dict):
+            break
+        inside, where = inside[part], repr(part)
+    null = isinstance(inside, dict) and inside.get(part) is None
+    return DataError(f"{key!r} is null" if null else f"{key!r} leads to nothing")
 
 
 def is_local(path: str) -> bool:
@@ -82,7 +156,9 @@ def is_local(path: str) -> bool:
     )
 
 
-def load_table(path: str, subset: str | None, split: str | None, download_dir: str | None) -> Any:
+def load_table(
+    path: str, subset: str | None, split: str | None, download_dir: str | None, separator: str | None = None
+) -> Any:
     """Load a `datasets.Dataset`. `split` may be part of a split, such as `train[:5%]`; None takes the only split, or
     "train" where there are several.
 
@@ -98,10 +174,11 @@ def load_table(path: str, subset: str | None, split: str | None, download_dir: s
             found = datasets.load_from_disk(path)
         elif local and Path(path).is_file():
             kind = _FILE_TYPES.get(Path(path).suffix)
+            options = _csv_options(path, separator) if kind == "csv" else {}
             if kind is None:
                 known = ", ".join((*SUFFIXES, *_FILE_TYPES))
                 raise DataError(f"{path}: unknown kind of file; known are {known}")
-            rows = datasets.load_dataset(kind, data_files=path, cache_dir=download_dir)
+            rows = datasets.load_dataset(kind, data_files=path, cache_dir=download_dir, **options)
             name = split if split and split.isidentifier() else "train"  # a file is whatever split was asked for
             found = {name: rows["train"]}
         else:
@@ -116,6 +193,20 @@ def load_table(path: str, subset: str | None, split: str | None, download_dir: s
     if len(table) == 0:
         raise DataError(f"{path}: the dataset is empty")
     return table
+
+
+def _csv_options(path: str, separator: str | None) -> dict[str, Any]:
+    """Return how `datasets` reads a CSV file: each cell as the text that it holds (007, NA and 0.50 are no numbers or
+    nulls), an empty one as null. Raises DataError for a header that names a column twice."""
+    separator = separator or ("\t" if path.endswith(".tsv") else ",")
+    with Path(path).open(encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file, delimiter=separator), [])
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"{path}: the column {twice[0]!r} occurs twice in its first line")
+    from datasets import Features, Value
+
+    text = Features({name: Value("string") for name in names})
+    return {"sep": separator, "features": text, "keep_default_na": False, "na_values": [""], "encoding": "utf-8-sig"}
 
 
 def _choose_split(found: dict[str, Any], split: str | None, path: str) -> Any:

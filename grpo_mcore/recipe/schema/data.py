@@ -72,8 +72,10 @@ class DatasetEntry(Section):
     dataset_name: str = "ResponseDataset"
     """Name of a known dataset, ResponseDataset for a file of your own, or the import path of a dataset class."""
     data_path: str | None = None
-    """A JSON, JSONL, CSV or Parquet file, or organisation/name of a Hugging Face dataset. For a known dataset: a copy
-    of it."""
+    """A JSON, JSONL, CSV, TSV, Parquet or Arrow file, or organisation/name of a Hugging Face dataset. For a known
+    dataset: a copy of it."""
+    separator: str | None = Field(default=None, min_length=1, max_length=1)
+    """Character between the cells of a CSV file. null: a comma; in a TSV file a tab."""
     task_name: str | None = None
     """Name of the dataset in metrics and logs. null: the name of the dataset or of its file."""
     subset: str | None = None
@@ -83,9 +85,11 @@ class DatasetEntry(Section):
     download_dir: str | None = None
     """Folder for downloaded data. null: the Hugging Face cache."""
     input_key: str = "input"
-    """Field of a row that holds the question. At the default, a known dataset uses its own field."""
+    """Field of a row that holds the question; dots lead into it (`extra.question`). At the default, a known dataset
+    uses its own field."""
     output_key: str = "output"
-    """Field of a row that holds the answer. At the default, a known dataset uses its own field."""
+    """Field of a row that holds the answer; dots lead into it (`reward_model.ground_truth`). At the default, a known
+    dataset uses its own field."""
     chat_key: str = "messages"
     """Field of a row that holds the messages. Only for openai_format."""
     system_key: str | None = None

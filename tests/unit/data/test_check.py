@@ -134,7 +134,8 @@ def test_conversations_with_calls(check: Check, recipe: Path) -> None:
         {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [called]}]},
         {"messages": [asked]},
     ]
-    report = check(rows, "++data.train.dataset_name=openai_format")
+    room = "policy.max_total_sequence_length=200"  # this template shows calls as text
+    report = check(rows, "++data.train.dataset_name=openai_format", room)
     assert report.counts == {"no answer": 1} and report.read_as == "data.train[0]: openai_format"
 
 
@@ -280,3 +281,11 @@ def test_a_truth_that_its_own_verifier_does_not_accept_is_named(
     capsys.readouterr()
     assert main(["data", "check", "train.jsonl", "--recipe", "r.yaml", *choices]) == 1
     assert "line 1: english_multichoice fails on the ground truth '2'" in capsys.readouterr().out
+
+
+def test_what_a_terminal_would_obey_is_shown(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows come from outside: an escape had moved the reader's cursor."""
+    Path("evil.jsonl").write_text(json.dumps({"input": "1\x1b[2J\u2028+1=", "output": "2"}) + "\n")
+    assert main(["data", "check", "evil.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert "1\\x1b[2J\\u2028+1=" in out and "\x1b" not in out

@@ -137,6 +137,10 @@ def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):
         ),
         ({"messages": ONE, "tools": "{"}, "'tools' is text that is not JSON"),
         ({"messages": ONE, "tools": {"a": 1}}, "'tools' must be a list of tools, got dict"),
+        ({"messages": ONE, "tools": [1]}, "'tools' must be a list of tools, got a list with int"),
+        ({"messages": ONE, "tools": ["{"]}, "'tools' has text that is not JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]}, "'tool_calls' must be a list, got dict"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, "a call must have the name"),
         ({"message": ONE}, r"no 'messages' in it; .*; nearest: 'message'"),
     ],
 )
@@ -248,8 +252,8 @@ def test_a_file_is_its_own_split(tmp_path):
             r"a\.jsonl:3: not JSON \(Expecting property name.*column 2",
         ),
         (
-            ['{"input": "1", "output": "2"}', '{"output": "2"}'],
-            r"a\.jsonl:2: no 'input' in it; it has \['output'\]",
+            ['{"output": "1"}', '{"output": "2"}'],
+            r"a\.jsonl:1: no 'input' in it; it has \['output'\]",
         ),
         (['{"input": "1"}'], r"a\.jsonl:1: no 'output' in it; it has \['input'\]"),
         (['{"input": null, "output": "2"}'], r"a\.jsonl:1: 'input' is null"),

@@ -15,12 +15,9 @@ from grpo_mcore.data import DataError
 from grpo_mcore.data.datasets.jsonl import read_json
 
 
-def no_check(_row, _place) -> None: ...
-
-
 def read(path: Path, data: bytes) -> tuple[list, list]:
     path.write_bytes(data)
-    rows, numbers = read_json(path, no_check)
+    rows, numbers = read_json(path)
     return list(rows), list(numbers)
 
 
@@ -42,7 +39,7 @@ LINES = [json.dumps(row, ensure_ascii=False).encode() for row in ROWS]
 def test_rows_and_their_lines(tmp_path, name, data, numbers) -> None:
     assert read(tmp_path / name, data) == (ROWS, numbers)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(data))
-    rows, lines = read_json(tmp_path / f"{name}.gz", no_check)
+    rows, lines = read_json(tmp_path / f"{name}.gz")
     assert (list(rows), list(lines), rows[1]) == (ROWS, numbers, ROWS[1])
 
 
@@ -73,12 +70,12 @@ def test_complete_surrogate_pairs_are_text(tmp_path) -> None:
 def test_a_truncated_gzip_file(tmp_path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(LINES * 100))[:-20])
     with pytest.raises(DataError, match=r"a\.jsonl\.gz: not a whole gzip file"):
-        read_json(tmp_path / "a.jsonl.gz", no_check)
+        read_json(tmp_path / "a.jsonl.gz")
 
 
 def test_the_file_is_closed_with_its_rows(tmp_path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    rows, _ = read_json(_written(tmp_path, 3), no_check)
+    rows, _ = read_json(_written(tmp_path, 3))
     assert rows[2]["n"] == 2
     del rows
     assert len(os.listdir("/proc/self/fd")) == before
@@ -89,7 +86,7 @@ import resource, sys
 from pathlib import Path
 from grpo_mcore.data.datasets.jsonl import read_json
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-rows, _ = read_json(Path(sys.argv[1]), lambda row, place: None)
+rows, _ = read_json(Path(sys.argv[1]))
 assert rows[len(rows) - 1]["n"] == len(rows) - 1
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """

@@ -1,0 +1,192 @@
+"""Tables and lists as files: what a run reads, and that `data check` reads the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import datasets as hf_datasets
+import numpy as np
+import pytest
+
+from grpo_mcore.cli.main import main
+from grpo_mcore.data import DataError, build_task_data, load_preference_dataset, load_response_dataset
+from grpo_mcore.data.check import check_file
+from tests.unit.data.conftest import sums
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Return a function table(name, content) -> entry. The content is rows, or the bytes of a CSV file."""
+    monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def write(name: str, content: list[dict[str, Any]] | bytes, **keys: Any) -> dict[str, Any]:
+        path = tmp_path / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif path.suffix == ".parquet":
+            hf_datasets.Dataset.from_list(content).to_parquet(str(path))
+        elif path.suffix == ".arrow":
+            hf_datasets.Dataset.from_list(content).save_to_disk(str(tmp_path / "saved"))
+            next((tmp_path / "saved").glob("*.arrow")).rename(path)
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(content, indent=1))
+        else:
+            hf_datasets.Dataset.from_list(content).save_to_disk(str(path))
+        return {"data_path": str(path), "task_name": "t", "download_dir": str(tmp_path / "cache"), **keys}
+
+    return write
+
+
+def read(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(load_response_dataset(entry).dataset)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.json", "saved_table"])
+def test_check_and_run_read_the_same(table: Callable[..., dict[str, Any]], name: str, tokenizer: Any) -> None:
+    rows = [*sums(40), {"input": None, "output": "2"}]
+    entry = table(name, rows)
+    report = check_file(Path(entry["data_path"]))
+    data = build_task_data([entry], [], tokenizer, 32).train
+    assert (report.rows, report.usable_rows, data.excluded.count) == (41, 40, 1)
+    place = {"a.json": "object"}.get(name, "row")
+    assert report.problems == {"no conversation can be made of it": [f"{place} 40: 'input' is null"]}
+    assert data.excluded.reasons == {"'input' is null": 1}
+
+
+def test_a_first_row_that_cannot_be_used_costs_itself(table: Callable[..., dict[str, Any]], tokenizer: Any) -> None:
+    entry = table("a.parquet", [{"input": None, "output": "2"}, *sums(40)])
+    data = build_task_data([entry], [], tokenizer, 32).train
+    assert [data.usable(index) for index in (0, 1)] == [False, True]
+    with pytest.raises(DataError, match=r"a\.parquet, row 0: no 'question' in it"):
+        load_response_dataset({**entry, "input_key": "question"})
+
+
+def test_a_line_of_a_json_file_that_is_no_row_costs_itself(write_jsonl: Any, tokenizer: Any) -> None:
+    path = write_jsonl("a.jsonl", [*sums(40), {"output": "2"}])
+    data = build_task_data([{"data_path": path}], [], tokenizer, 32).train
+    assert data.excluded.reasons == {"no 'input' in it; it has ['output']": 1} and not data.usable(40)
+
+
+CSV = b'input,output,note\r\n1+1=,2,NA\r\n007,0.50,None\r\n"a,""b""\r\nc",null,\r\n'
+CELLS = [("1+1=", "2", "NA"), ("007", "0.50", "None"), ('a,"b"\r\nc', "null", None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "keys"),
+    [
+        ("a.csv", CSV, {}),
+        ("a.csv", b"\xef\xbb\xbf" + CSV, {}),
+        ("a.csv", CSV.replace(b",", b";").replace(b"a;", b"a,"), {"separator": ";"}),
+        ("a.tsv", CSV.replace(b",", b"\t").replace(b"a\t", b"a,"), {}),
+        ("a.tsv", CSV.replace(b",", b"|").replace(b"a|", b"a,"), {"separator": "|"}),
+    ],
+)
+def test_cells_of_csv_files_are_the_text_that_they_hold(
+    table: Callable[..., dict[str, Any]], name: str, text: bytes, keys: dict[str, str]
+) -> None:
+    entry = table(name, text, **keys)
+    rows = read(entry)
+    assert [(row["messages"][0]["content"], row["messages"][1]["content"], row["note"]) for row in rows] == CELLS
+
+
+def test_a_csv_file_as_the_check_sees_it(table: Callable[..., dict[str, Any]], capsys: Any) -> None:
+    entry = table("a.csv", CSV)
+    assert main(["data", "check", entry["data_path"]]) == 0
+    out = capsys.readouterr().out
+    assert "3 rows, 3 usable" in out and "row 0\n" in out
+
+
+def test_a_column_that_occurs_twice_is_refused(table: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(DataError, match=r"a\.csv: the column 'output' occurs twice in its first line"):
+        read(table("a.csv", b"input,output,output\n1,2,3\n"))
+
+
+VERL = {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule", "ground_truth": "2"}}
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.json"])
+def test_dotted_keys_lead_into_records(table: Callable[..., dict[str, Any]], name: str) -> None:
+    keys = {"input_key": "prompt", "output_key": "reward_model.ground_truth"}
+    (row,) = read(table(name, [VERL], **keys))
+    assert row["messages"] == [*VERL["prompt"], {"role": "assistant", "content": "2"}]
+    assert row["reward_model"] == VERL["reward_model"]
+    with pytest.raises(DataError, match=r"no 'ground_truht' in 'reward_model'; it has .*; nearest: 'ground_truth'"):
+        read(table(name, [VERL], **{**keys, "output_key": "reward_model.ground_truht"}))
+
+
+def test_a_key_may_have_dots_in_its_name_and_lead_into_lists(table: Callable[..., dict[str, Any]]) -> None:
+    row = {"a.b": "1+1=", "answers": {"text": ["2", "two"]}}
+    (read_row,) = read(table("a.json", [row], input_key="a.b", output_key="answers.text.0"))
+    assert [message["content"] for message in read_row["messages"]] == ["1+1=", "2"]
+    with pytest.raises(DataError, match="'answers.text.5' leads to nothing"):
+        read(table("a.json", [row], input_key="a.b", output_key="answers.text.5"))
+
+
+def test_nulls_of_tables_reach_no_template(table: Callable[..., dict[str, Any]]) -> None:
+    asked = {"role": "user", "content": "1+1=", "tool_calls": None, "name": None}
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    said = {"role": "assistant", "content": "2", "tool_calls": []}
+    for name in ("a.parquet", "a.json"):
+        (row,) = read(table(name, [{"input": [asked, called], "output": "2"}]))
+        assert [sorted(message) for message in row["messages"]] == [
+            ["content", "role"], ["content", "role", "tool_calls"], ["content", "role"]
+        ]  # fmt: skip
+        pair = table(name, [{"prompt": [asked], "chosen": [said], "rejected": "3"}])
+        (row,) = load_preference_dataset(pair).dataset
+        assert row["messages"] == [{"role": "user", "content": "1+1="}]
+        assert row["chosen"] == [{"role": "assistant", "content": "2"}]
+
+
+def test_conversations_and_tools_may_be_json_text(table: Callable[..., dict[str, Any]]) -> None:
+    messages, tools = [{"role": "user", "content": "1+1="}], [{"type": "function", "function": {"name": "add"}}]
+    text = {"messages": json.dumps(messages), "tools": json.dumps(tools)}
+    each = {**text, "tools": [json.dumps(tool) for tool in tools]}
+    for row in (text, each):
+        (chat,) = read(table("a.parquet", [row], dataset_name="openai_format"))
+        assert (chat["messages"], chat["tools"]) == (messages, tools)
+    (chat,) = read(table("b.parquet", [{"input": "1", "output": "2", "tools": text["tools"]}]))
+    assert chat["tools"] == tools
+
+
+def test_values_of_tables_are_as_in_json(table: Callable[..., dict[str, Any]]) -> None:
+    values = {
+        "day": date(2026, 1, 2),
+        "moment": datetime(2026, 1, 2, 3),
+        "lasted": timedelta(seconds=90),
+        "price": Decimal("1.50"),
+        "data": b"\x00\xff",
+        "large": 2**63 - 1,
+        "nested": {"a": None, "b": [{"c": None, "d": 1}]},
+        "empty": None,
+    }
+    (row,) = read(table("a.parquet", [{"input": "1", "output": "2", **values}]))
+    assert {key: row[key] for key in values} == {
+        **values,
+        "day": "2026-01-02", "moment": "2026-01-02T03:00:00", "lasted": "0:01:30", "price": "1.50",
+        "nested": {"b": [{"d": 1}]},
+    }  # fmt: skip
+
+
+class Custom:
+    """A dataset class whose rows hold values of numpy and nulls."""
+
+    def __init__(self, entry: Any) -> None:
+        self.task_name = "own"
+        rows = [{"messages": [{"role": "user", "content": "1"}], "n": np.int64(3), "a": np.ones(2), "none": None}]
+        self.dataset = hf_datasets.Dataset.from_list([{"messages": rows[0]["messages"], "n": 3}]) if entry else rows
+
+
+def test_values_of_numpy_in_custom_datasets_become_plain() -> None:
+    data = load_response_dataset({"dataset_name": f"{__name__}:Custom", "task_name": "x"})
+    assert data.dataset[0]["messages"][0]["content"] == "1"
+    from grpo_mcore.data.datasets.registry import completed
+
+    (row,) = completed(Custom({}), {}, "sft_processor").dataset
+    assert (row["n"], row["a"], row["none"], type(row["n"])) == (3, [1.0, 1.0], None, int)
