@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.recipe import is_override
+from grpo_mcore.text import escaped
 
 if TYPE_CHECKING:
     from grpo_mcore.data.gym import Summary
@@ -111,7 +112,12 @@ def _dpo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="data, JSONL, may be gzip; or a recipe: all its files")
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="data: JSON, JSONL (may be gzip), Parquet, Arrow, CSV, TSV; or a recipe: all its files",
+    )
     parser.add_argument(
         "--recipe",
         metavar="RECIPE",
@@ -137,7 +143,7 @@ def _collect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _print(text: object) -> None:
     try:
-        print(text, flush=True)
+        print(escaped(str(text)), flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

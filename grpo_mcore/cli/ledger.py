@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_mcore.text import escaped
+
 SHOWN = 20
 
 
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if ages:
         print(f"trained on: {ages}")
     for flaw in found.flaws[:SHOWN]:
-        print(f"wrong: {flaw}")
+        print(f"wrong: {escaped(str(flaw))}")
     if len(found.flaws) > SHOWN:
         print(f"... and {len(found.flaws) - SHOWN} more")
     print("nothing is lost, nothing was done twice" if not found.flaws else f"{len(found.flaws)} flaws")

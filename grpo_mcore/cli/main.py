@@ -138,7 +138,7 @@ def _guarded(verb: str, work: Callable[[], int]) -> int:
 
 
 def _print_error(verb: str, message: str) -> None:
-    print(f"{painted(f'grpo-mcore {verb}:', 'red', sys.stderr)} {message}", file=sys.stderr)
+    print(f"{painted(f'grpo-mcore {verb}:', 'red', sys.stderr)} {escaped(message)}", file=sys.stderr)
 
 
 class _Console(logging.Handler):
