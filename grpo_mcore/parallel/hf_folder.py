@@ -156,14 +156,15 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         ) from error
 
 
-def check_weights(folder: Path, shape: ModelShape) -> None:
+def check_weights(folder: Path, shape: ModelShape, *, required: bool = True) -> None:
     """Check the weights of a model's folder as a whole against what its family declares, without reading a value.
 
     Raises WeightsError for a tensor that is missing, has another shape than config.json gives it, or a number format
-    that needs a conversion. A warning names tensors that nobody reads. A folder with a config alone passes: a
-    recipe can be checked before the weights are there. Loading refuses it.
+    that needs a conversion. A warning names tensors that nobody reads. A folder with a config alone passes
+    where its weights are not `required`: they can be planned before they are there.
     """
-    if not any(path.name.endswith((".safetensors", INDEX, *OTHER_WEIGHTS)) for path in folder.iterdir()):
+    weights = (".safetensors", INDEX, *OTHER_WEIGHTS)
+    if not required and not any(path.name.endswith(weights) for path in folder.iterdir()):
         return
     tensors = stored_tensors(folder)
     read, missing = set[str](), list[str]()

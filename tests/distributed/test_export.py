@@ -18,6 +18,7 @@ from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
 from grpo_mcore.recipe import MasterConfig, MegatronConfig
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config, sequences
 from tests.distributed.adapter_cases import PEFT
+from tests.distributed.awkward import make_awkward
 
 CASES = "tests.distributed.export_cases"
 TP1 = LayoutCase("TP1")
@@ -34,19 +35,28 @@ Checkpoint = tuple[Path, dict[int, Tensor]]
 
 
 def checkpoint(
-    ranks: RankPool, folder: Path, model: Path, case: LayoutCase, peft: dict[str, Any] | None = None
+    ranks: RankPool,
+    folder: Path,
+    model: Path,
+    case: LayoutCase,
+    peft: dict[str, Any] | None = None,
+    tokenizer: Path | None = None,
 ) -> Checkpoint:
     """Train a step on a layout and save it as a run would: (the checkpoint's folder, the policy's log-probs)."""
-    target = driver_files(folder, model, case, peft)
+    target = driver_files(folder, model, case, peft, tokenizer)
     results = ranks.run(
         case.world_size, f"{CASES}:train_and_save", str(model), case, str(target / "policy"), peft
     )  # fmt: skip
     return target, {i: values for result in results for i, values in result.items()}
 
 
-def driver_files(folder: Path, model: Path, case: LayoutCase, peft: dict[str, Any] | None = None) -> Path:
+def driver_files(
+    folder: Path, model: Path, case: LayoutCase, peft: dict[str, Any] | None = None, tokenizer: Path | None = None
+) -> Path:
     """Write the files of a checkpoint that the driver writes."""
     policy = policy_config(model, case)
+    if tokenizer is not None:
+        policy.tokenizer.name, policy.tokenizer.chat_template = str(tokenizer), TEMPLATE
     policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler = (
         MegatronConfig().optimizer,
         MegatronConfig().scheduler,
@@ -102,6 +112,44 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+TEMPLATE = "{% for m in messages %}w9 {{ m.content }} w7 {% endfor %}{% if add_generation_prompt %}w9 {% endif %}"
+
+
+def move_tokenizer(model: Path, folder: Path) -> Path:
+    """Move a model's tokenizer into a folder of its own, with the word w7 as a special token that ends an answer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["w7"]})
+    tokenizer.save_pretrained(folder)
+    for path in model.glob("*token*"):
+        path.unlink()
+    return folder
+
+
+def answer_ends_where_training_ends_it(out: Path, words: Path) -> None:
+    """The export has the tokenizer and the template that trained; transformers ends an answer by the same tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def likely(end: int) -> Any:
+        def choose(tokens: Tensor, scores: Tensor) -> Tensor:
+            chosen = end if tokens.shape[1] == 5 else 11
+            return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([chosen]), 0.0)
+
+        return choose
+
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(words).get_vocab()
+    shown = [{"role": "user", "content": "w2"}, {"role": "assistant", "content": "w3"}]
+    assert tokenizer.apply_chat_template(shown, tokenize=False) == "w9 w2 w7 w9 w3 w7 "
+    network = AutoModelForCausalLM.from_pretrained(out)
+    for end in (1, 7):  # <eos> and w7
+        tokens = network.generate(
+            torch.tensor([[2, 3, 4]]), max_new_tokens=9, do_sample=False, logits_processor=[likely(end)]
+        )
+        assert tokens.tolist() == [[2, 3, 4, 11, 11, end]]
+
+
 EXPORTS: dict[str, tuple[LayoutCase, dict[str, Any] | None]] = dict.fromkeys(TINY, (TP2, None)) | {
     "qwen3": (TP2_PP2, None),
     "qwen2": (TP2_PP2, None),
@@ -118,16 +166,21 @@ EXPORTS: dict[str, tuple[LayoutCase, dict[str, Any] | None]] = dict.fromkeys(TIN
 
 @pytest.mark.parametrize("family", EXPORTS)
 def test_transformers_on_the_export_equals_the_policy(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    """From a folder that is awkward on purpose, with a tokenizer of another name; no layout divides the vocabulary."""
     case, peft = EXPORTS[family]
     model = make_tiny_model(family, tmp_path / "model", words=True, tie_word_embeddings=family in ("qwen3", "gemma3"))
-    folder, expected = checkpoint(ranks, tmp_path, model, case, peft)
+    make_awkward(model)
+    words = move_tokenizer(model, tmp_path / "words")
+    folder, expected = checkpoint(ranks, tmp_path, model, case, peft, words)
     out = tmp_path / "out"
     (loaded,) = ranks.run(1, f"{CASES}:export_here", str(folder), str(out), {"shard_bytes": 100_000})
     assert not loaded, "an export starts no engine and no Ray"
+    answer_ends_where_training_ends_it(out, words)
     assert furthest(logprobs_of_transformers(out), expected) < LIMITS.get(family, LIMIT)
     assert tensors_in(out).keys() == tensors_in(model).keys()
     assert len(list(out.glob("*.safetensors"))) > 1
-    names = {path.name for path in model.iterdir()} - {"model.safetensors"}
+    names = {path.name for path in (*model.iterdir(), *words.iterdir()) if ".safetensors" not in path.name}
+    names -= {"original"}
     assert names <= {path.name for path in out.iterdir()}
     card = (out / "README.md").read_text()
     assert "step 1" in card and "| val:accuracy | 0.25 |" in card and str(model) in card

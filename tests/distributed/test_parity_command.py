@@ -7,13 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.parallel import rank_pool
 from grpo_mcore.parallel.rank_pool import RankPool
+from tests.distributed.awkward import make_awkward
 
 
 def test_every_layout_packed_and_not(
@@ -46,18 +45,7 @@ def test_a_folder_that_is_awkward_on_purpose(
     """Two shards of different types, a stale shard beside their index, other forms of weights, and a vocabulary that TP
     does not divide: the policy sees the model that transformers sees."""
     folder = make_tiny_model(family, tmp_path, vocab_size=139, tie_word_embeddings=tied)
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    where: dict[str, str] = {}
-    for number, dtype in enumerate((torch.bfloat16, torch.float32)):
-        names, file = sorted(tensors)[number::2], f"model-{number + 1:05d}-of-00002.safetensors"
-        save_file({name: tensors[name].to(dtype) for name in names}, folder / file)
-        where |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    stale = {name: torch.full_like(tensor, 0.3) for name, tensor in tensors.items()}
-    (folder / "original").mkdir()
-    for name in ("model-00003-of-00003", "consolidated", "original/model"):
-        save_file(stale, folder / f"{name}.safetensors")
+    make_awkward(folder)
     monkeypatch.setattr(rank_pool, "RankPool", lambda _: SimpleNamespace(run=ranks.run, close=lambda: None))
     code = main(["parity", str(folder), "--layouts", layout, "--json"])
     cases = json.loads(capsys.readouterr().out)["cases"]

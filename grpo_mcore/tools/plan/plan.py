@@ -122,7 +122,7 @@ def plan_config(config: MasterConfig, config_json: str | Path | None = None) -> 
         if any(Path(name).glob("*.safetensors")):  # a folder with its config.json alone can be planned too
             from grpo_mcore.parallel.hf_folder import check_weights  # imports torch
 
-            check_weights(Path(name), shape_of(settings))
+            check_weights(Path(name), shape_of(settings), required=False)
         return settings
     if (known := known_config(name)) is None:
         raise PlanError(
