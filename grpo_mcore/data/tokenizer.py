@@ -31,8 +31,8 @@ def load_tokenizer(
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # else it would ask in a terminal
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot load the tokenizer {name!r}: {error}") from error
+    except Exception as error:  # its library raises many kinds for files that are cut off or another program's
+        raise DataError(f"cannot load the tokenizer {name!r}: {type(error).__name__}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer {name!r} has no end-of-sequence token, so no answer could end")
     if tokenizer.pad_token_id is None:
@@ -72,7 +72,7 @@ def say_other_ends(tokenizer: Any, folder: Path) -> None:
     for file in ("config.json", "generation_config.json"):
         if not (folder / file).is_file():
             continue
-        settings = json.loads((folder / file).read_text(encoding="utf-8"))
+        settings = _settings(folder / file)
         for key in ("eos_token_id", "pad_token_id"):
             value, mine = settings.get(key, settings.get("text_config", {}).get(key)), getattr(tokenizer, key)
             numbers = value if isinstance(value, list) else [] if value is None else [value]
@@ -82,6 +82,16 @@ def say_other_ends(tokenizer: Any, folder: Path) -> None:
                     *(key, folder / file, value, mine, tokenizer.convert_ids_to_tokens(mine)),
                     "answers end with any of them" if key == "eos_token_id" else "the tokenizer's is used",
                 )
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON ({error}); copy or download the model again") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} must hold an object, got {type(settings).__name__}")
+    return settings
 
 
 def template_text(chat_template: str) -> str:

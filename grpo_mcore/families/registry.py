@@ -55,7 +55,13 @@ def read_hf_config(folder: str | Path, overrides: Mapping[str, Any] = MappingPro
         raise FamilyError(
             f"policy.model_name: {folder} holds no config.json; give a Hugging Face folder, or a name of the hub"
         )
-    return with_overrides(json.loads(path.read_text()), overrides)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FamilyError(f"policy.model_name: {path} is no JSON ({error}); copy or download the model again") from error
+    if not isinstance(config, dict):
+        raise FamilyError(f"policy.model_name: {path} must hold an object, got {type(config).__name__}")
+    return with_overrides(config, overrides)
 
 
 def with_overrides(
@@ -164,16 +170,29 @@ def engine_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     return {key: value for key, value in changed.items() if key not in ROPE_KEYS} | {"rope_parameters": settings}
 
 
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
 def shape_of(config: dict[str, Any]) -> ModelShape:
-    """Return the shape that a Hugging Face config describes. Raises FamilyError if its model type is not supported or
-    it lacks a key."""
-    family = FAMILIES.get(config.get("model_type", ""))
+    """Return the shape that a Hugging Face config describes. Raises FamilyError if its model type is not supported, or
+    it lacks a key, or has a value that cannot be meant."""
+    family = FAMILIES.get(str(config.get("model_type", "")))
     if family is None:
         raise FamilyError(f"model_type {config.get('model_type')!r} is not supported; choose one of {sorted(FAMILIES)}")
+    text = config.get("text_config", config)
+    for key in SIZES if isinstance(text, dict) else ():
+        if key in text and (type(text[key]) is not int or text[key] < 1):
+            raise FamilyError(f"config.json of a {config['model_type']} model: {key} is {text[key]!r}")
     try:
         return family.shape(config)
+    except FamilyError:
+        raise
     except KeyError as error:
         raise FamilyError(f"config.json of a {config['model_type']} model lacks {error.args[0]}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise FamilyError(
+            f"config.json of a {config['model_type']} model has a value that cannot be meant: {error}"
+        ) from error
 
 
 @lru_cache(maxsize=8)  # DeepSeek-V3 has 45,000

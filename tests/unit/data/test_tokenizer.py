@@ -61,3 +61,34 @@ def test_other_ends_of_the_model_are_said(tmp_path: Path, package_log: pytest.Lo
     ends, padding = package_log.messages
     assert f"eos_token_id of {tmp_path / 'config.json'} is 9, that of the tokenizer {eos} ('<eos>')" in ends
     assert f"pad_token_id of {tmp_path / 'generation_config.json'} is 9, that of the tokenizer {pad}" in padding
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["version https://git-lfs.github.com/spec/v1", "{}", "[]", ""])
+def test_files_that_are_no_tokenizer_are_refused_by_name(tmp_path: Path, file: str, content: str) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(DataError, match=f"the tokenizer '{tmp_path}'"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(("content", "why"), [("{", "is no JSON"), ("[1]", "must hold an object, got list")])
+def test_settings_of_generation_that_are_no_object_are_refused(tmp_path: Path, content: str, why: str) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(DataError, match=f"generation_config.json {why}"):
+        say_other_ends(load_tokenizer(str(tmp_path)), tmp_path)
+
+
+def test_a_template_may_lie_in_a_file_or_be_one_of_several(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    question = [{"role": "user", "content": "1"}]
+    (tmp_path / "chat_template.jinja").write_text("{{ 'of the file' }}")
+    assert load_tokenizer(str(tmp_path)).apply_chat_template(question, tokenize=False) == "of the file"
+    (tmp_path / "chat_template.jinja").unlink()
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": "{{ 'default' }}"}, {"name": "tool_use", "template": "{{ 'tools' }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.apply_chat_template(question, tokenize=False) == "default"
+    assert tokenizer.apply_chat_template(question, tokenize=False, tools=[{"type": "function"}]) == "tools"

@@ -20,6 +20,7 @@ from grpo_mcore.families import (
     read_hf_config,
     shape_of,
 )
+from grpo_mcore.families.known import known_configs
 
 QWEN3 = {
     "model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -215,3 +216,29 @@ def test_another_gate_of_qwen3_5_is_rejected(change: dict) -> None:
     assert shape_of(config | {"attn_output_gate": True, "output_gate_type": "swish"}).output_gate
     with pytest.raises(FamilyError, match=f"{next(iter(change))} .* is not supported for qwen3_5_text models"):
         shape_of(config | change)
+
+
+@pytest.mark.parametrize("family", sorted(known_configs()))
+def test_values_that_cannot_be_meant_are_one_message(family: str) -> None:
+    config = known_configs()[family]
+    for key in (*config, "text_config"):
+        for value in ("x", -1, 0, [1], None, 0.5, {}):
+            try:
+                shape_of(config | {key: value})
+            except FamilyError as error:
+                assert str(error)  # nothing else is raised; a wrong value that fits is found beside the weights
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        inner = config.get("text_config", config)
+        wrong = inner | {key: "64"}
+        with pytest.raises(FamilyError, match=f"{key} is '64'"):
+            shape_of({**config, "text_config": wrong} if "text_config" in config else wrong)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("version https://git-lfs.github.com/spec/v1", "is no JSON"), ("[]", "must hold an object, got list")],
+)
+def test_a_config_that_is_no_object_is_refused_by_name(tmp_path: Path, content: str, why: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(FamilyError, match=f"config.json {why}"):
+        read_hf_config(tmp_path)
