@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_mcore.text import escaped
+
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the command line after `grpo-mcore replay`."""
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
                 + ("equal within the limits" if difference.ok else "DIFFERS")
             )
             if difference.first:
-                print(f"    first in {difference.first}")
+                print(escaped(f"    first in {difference.first}"))
         others.append(found)
     if args.save:
         tensor_files.save(vars(others[-1]), args.save)

@@ -58,7 +58,9 @@ def read_hf_config(folder: str | Path, overrides: Mapping[str, Any] = MappingPro
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise FamilyError(f"policy.model_name: {path} is no JSON ({error}); copy or download the model again") from error
+        raise FamilyError(
+            f"policy.model_name: {path} is no JSON ({error}); copy or download the model again"
+        ) from error
     if not isinstance(config, dict):
         raise FamilyError(f"policy.model_name: {path} must hold an object, got {type(config).__name__}")
     return with_overrides(config, overrides)

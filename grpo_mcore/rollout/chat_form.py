@@ -94,14 +94,13 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
         (key for key in thoughts if shows(ChatForm(), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT)), None
     )
     common: dict[str, Any] = {"alternate": alternate, "thought": thought or "reasoning_content"}
-    results = "'tool'" in source or '"tool"' in source
     for json_arguments in (False, True):
         for null_text in (False, True):
             form = ChatForm(True, json_arguments, null_text, **common)
             if shows(form, [*called, answer], _NAME, _VALUE, _RESULT, _TEXT):
                 two = [_QUESTION, _calling(2), _result(0), _result(1)]
                 return replace(form, one_call=not shows(form, [*two, answer], f"{_NAME}1"))
-    form = ChatForm(False, results=results, **common)
+    form = ChatForm(False, **common)
     return form if shows(form, [*called, answer], _RESULT) else replace(form, results=False)
 
 

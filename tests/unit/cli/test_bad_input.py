@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from grpo_mcore.algorithms import setup
 from grpo_mcore.cli.main import main
 from grpo_mcore.data.arithmetic import make_tokenizer
-from grpo_mcore.families import params_of, shape_of
+from grpo_mcore.families import FamilyError, params_of, shape_of
 
 CONFIG = {
     "model_type": "qwen3",
@@ -37,12 +38,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def lay_weights(model: Path) -> None:
+    """Write weights for the config that the model has now, unless it has others or none could fit."""
+    ours, config = model / "zeros.safetensors", model / "config.json"
+    if not config.exists() or {path.suffix for path in model.iterdir() if path != ours} & {".safetensors", ".bin"}:
+        return
+    with contextlib.suppress(FamilyError):
+        params = params_of(shape_of(json.loads(config.read_text())))
+        save_file({tensor.name: torch.zeros(tensor.shape) for param in params for tensor in param.hf}, ours)
+
+
 @pytest.fixture
 def refuse(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Refuse:
     """Runs `grpo-mcore VERB r.yaml` with these overrides, and gives what it says after its name. The recipe is right:
-    its model has config.json but no weights."""
+    its model has the weights that its config.json describes, all zero."""
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a cluster was started")
@@ -62,6 +73,7 @@ def refuse(
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
 
     def run(*words: str, code: int, verb: str = "train") -> str:
+        lay_weights(Path("model"))
         assert main([verb, "r.yaml", *words]) == code
         out, err = capsys.readouterr()
         assert err.startswith(f"grpo-mcore {verb}: ") and "Traceback" not in out + err
@@ -121,7 +133,11 @@ def test_checkpoints_that_nobody_can_want(refuse: Refuse, word: str, message: st
         ("", "data.jsonl: the dataset is empty"),
         ('{"input": "1", "output": "1"}\n\n{"input": 1 2}', "data.jsonl:3: not JSON (Expecting ',' delimiter"),
         ('{"input": "1", "output": "1"}\n[1]\n', "data.jsonl:2: expected a JSON object, got list"),
-        ('{"input": "1", "output": "1"}\n{"question": "1"}\n', "data.jsonl:2: no 'input' in it; it has ['question']"),
+        (
+            '{"input": "1", "output": "1"}\n{"question": "1"}\n',
+            "1 of 2 rows cannot be used, more than data.max_unusable_share (0.05) allows: data.jsonl:2: no 'input'",
+        ),
+        ('{"question": "1"}\n' * 8, "data.jsonl:1: no 'input' in it; it has ['question']"),
     ],
 )
 def test_wrong_data(refuse: Refuse, verb: str, text: str | None, message: str) -> None:
@@ -160,6 +176,7 @@ def test_tensor_parallel_size_that_does_not_divide_the_heads(refuse: Refuse) -> 
 
 
 def test_a_model_that_is_right_passes_the_check(refuse: Refuse, capsys: pytest.CaptureFixture[str]) -> None:
+    lay_weights(Path("model"))
     assert main(["train", "r.yaml", "--check", "grpo.max_num_steps=3"]) == 0
     assert capsys.readouterr().out.endswith("all checks passed; 3 steps are left, nothing was started\n")
 
@@ -388,3 +405,10 @@ def test_a_truth_that_no_answer_can_match_is_refused(refuse: Refuse, truth: obje
     """verl's rows had trained on the text of a dict, with reward 0 and exit code 0."""
     Path("data.jsonl").write_text(f"{json.dumps({'input': '1+1=', 'output': truth})}\n" * 8)
     assert re.search(message, refuse("--check", code=1))
+
+
+@pytest.mark.parametrize("verb", ["train", "sft"])
+def test_a_model_without_weights(refuse: Refuse, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """It had passed, and was refused only when the policy loaded it."""
+    monkeypatch.setattr(f"{__name__}.lay_weights", lambda _: None)
+    assert refuse("--check", code=1, verb=verb) == "policy.model_name: model contains no .safetensors file"

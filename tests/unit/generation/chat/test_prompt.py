@@ -100,11 +100,12 @@ def test_a_template_that_hides_earlier_answers_renders_the_whole_prompt(tokenize
 
 def test_the_template_gets_the_arguments_of_calls_as_objects(tokenizer: Any) -> None:
     template = (
-        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{% for value in c.function.arguments.values() %}{{ value }}{% endfor %}{% endfor %}{% endfor %}"
     )
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": "yes"})}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert prompts(tokenizer, template).tokens(request(USER, message)) == ids(tokenizer, "yes")
+    assert prompts(tokenizer, template).tokens(request(USER, message)) == ids(tokenizer, "abfyes")
 
 
 @pytest.mark.parametrize(
