@@ -28,7 +28,7 @@ EP2 = LayoutCase("EP2", data=2, expert=2)
 EP2_TP2 = LayoutCase("EP2xTP2-SP", tensor=2, data=2, sequence_parallel=True, expert=2)
 EP2_PP2 = LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2)
 LIMIT = 1e-5  # largest difference of a log-prob in float32 from one of transformers in float64
-# Transformers computes the delta rule in float32 in any case; in this model it makes roundings larger.
+# Transformers computes the delta rule in float32 in any case; in these models it makes roundings larger.
 LIMITS = {"qwen3_next": 4e-5, "qwen3_5_moe_text": 4e-5}
 
 Checkpoint = tuple[Path, dict[int, Tensor]]
