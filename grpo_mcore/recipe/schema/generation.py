@@ -15,6 +15,7 @@ from grpo_mcore.recipe.schema.section import (
     PositiveFloat,
     PositiveShare,
     Section,
+    VariableText,
 )
 
 
@@ -91,7 +92,7 @@ class VllmConfig(Section):
     """Python file that registers more tool parsers with vLLM. null: none."""
     reasoning_parser_plugin: str | None = None
     """Python file that registers more reasoning parsers with vLLM. null: none."""
-    env_vars: Annotated[dict[str, str], OffWhenNull] = Field(default_factory=dict)
+    env_vars: Annotated[dict[str, VariableText], OffWhenNull] = Field(default_factory=dict)
     """Environment variables of the engines, with their values. Read by algorithms/."""
     enable_return_routed_experts: bool = False
     """Record the experts chosen for each token. policy.router_replay.enabled implies it."""

@@ -17,6 +17,7 @@ from grpo_mcore.recipe.schema.section import (
     Positive,
     PositiveFloat,
     Section,
+    VariableText,
 )
 
 RecomputedPart = Literal["core_attn", "mlp", "moe", "shared_experts"]
@@ -194,7 +195,7 @@ class MegatronConfig(Section):
     """Write the optimizer state as whole parameters, so that a run resumes on any layout: for this every rank gathers
     the state of its copy of the model in host memory. false: each rank writes and reads its own part, for large models;
     such a checkpoint resumes only with the same TP, PP, EP and ETP. Weights load on any layout."""
-    env_vars: Annotated[dict[str, str], OffWhenNull] = Field(default_factory=dict)
+    env_vars: Annotated[dict[str, VariableText], OffWhenNull] = Field(default_factory=dict)
     """Environment variables of the policy's ranks, such as {NCCL_NVLS_ENABLE: "0"}. With TP above 1 on GPUs the ranks
     have CUDA_DEVICE_MAX_CONNECTIONS: "1" too, unless it is set here. Not for secrets. Read by algorithms/."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

@@ -22,6 +22,9 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 OffWhenNull = BeforeValidator(lambda value: {} if value is None else value)
 
 
+VariableText = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+"""The value of an environment variable, for which a recipe may write a whole number."""
+
 T = TypeVar("T")
 Derived = Annotated[T, WrapValidator(lambda value, validate: None if value is None else validate(value))]
 """A value that a recipe may leave null: MasterConfig then derives it from others, so code reads it as set."""

@@ -25,7 +25,7 @@ def key_tables() -> dict[str, dict[str, Any]]:
 def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
     """Return the tree without the keys of the tables. Those that would change something are added to `problems`, and
     what became of the others to `notes`."""
-    tree, tables = tree.copy(), key_tables()
+    tree, tables = apply_async_rl(tree.copy(), problems, notes), key_tables()
     for path, entry in tables["mapped"].items():
         _move(tree, path, entry, problems, notes)
     for path, entry in tables["values"].items():
@@ -124,6 +124,53 @@ def _switched_on(node: Node) -> Node:
         if not is_off(child.plain()):
             return _switched_on(child)
     return node
+
+
+SAMPLERS = {"in_order": "in_order", "weight_fifo": "oldest_first", "windowed": "oldest_first",
+            "ready_first": "oldest_first"}  # fmt: skip
+"""What NeMo RL's asynchronous controller calls its samplers, and our grpo.async_grpo.group_order."""
+
+
+def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
+    """Return the tree with `async_rl`, the section of NeMo RL's asynchronous controller, as `grpo.async_grpo`."""
+    section = tree.find("async_rl")
+    rest = {name: node for name, node in tree.value.items() if name != "async_rl"}
+    if section is None or not section.is_mapping or not section.value:
+        return Node(rest, tree.source, tree.key, tree.replaces)
+    theirs = dict(section.value)
+    sampler = dict(theirs.pop("sampler", Node({}, section.source, "async_rl.sampler")).children())
+    name = sampler.pop("name", Node("in_order", section.source, "async_rl.sampler.name"))
+    if name.value not in SAMPLERS:
+        message = f"expected {', '.join(SAMPLERS)}, got {in_yaml(name.plain())}; custom samplers are not supported"
+        problems.append(Problem(name.source, name.key, message))
+        return Node(rest, tree.source, tree.key, tree.replaces)
+    freshest = sampler.pop("sample_freshest_first", None)
+    order = "freshest_first" if freshest is not None and freshest.value is True else SAMPLERS[name.value]
+    ours = {
+        "enabled": Node(True, section.source, "async_rl"),
+        "in_flight_weight_updates": Node(True, section.source, "async_rl"),
+        "group_order": Node(order, name.source, name.key),
+    }
+    _note(notes, name, f"used as grpo.async_grpo.group_order: {order}, with enabled and in_flight_weight_updates")
+    mapped = {
+        "max_lookahead_versions": "max_trajectory_age_steps",
+        "max_staleness_versions": "max_trajectory_age_steps",
+        "max_inflight_prompts": "max_groups_in_flight",
+        "recompute_kv_cache_after_weight_updates": "recompute_kv_cache_after_weight_updates",
+    }
+    for key, node in (sampler | theirs).items():
+        if key in mapped:
+            ours[mapped[key]] = node
+            _note(notes, node, f"used as grpo.async_grpo.{mapped[key]}")
+        else:
+            _note(notes, node, "dropped: lost engines, environments and samples are handled as docs/faults.md says")
+    grpo = tree.find("grpo") or Node({}, section.source, "grpo")
+    there = grpo.value.get("async_grpo")
+    if there is not None and there.value:
+        problems.append(Problem(section.source, "async_rl", f"contradicts grpo.async_grpo ({there.source})"))
+    there = Node(ours, section.source, "grpo.async_grpo")
+    rest["grpo"] = Node({**grpo.value, "async_grpo": there}, grpo.source, grpo.key, grpo.replaces)
+    return Node(rest, tree.source, tree.key, tree.replaces)
 
 
 def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:

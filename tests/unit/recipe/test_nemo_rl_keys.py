@@ -167,14 +167,56 @@ def test_a_whole_file_loads(load) -> None:
             "data.train.num_frames: a key of NeMo RL; images, audio and video are not supported; remove the key",
         ),
         (
-            "async_rl={sampler: {name: in_order}}",
-            "async_rl.sampler.name: a key of NeMo RL; use grpo.async_grpo",
+            "async_rl={sampler: {name: mine.Sampler}}",
+            "async_rl.sampler.name: expected in_order, weight_fifo, windowed, ready_first, got 'mine.Sampler'; custom "
+            "samplers are not supported",
         ),
         ("rm={}", "rm: a key of NeMo RL; this algorithm is not supported yet; remove the section"),
     ],
 )
 def test_keys_with_an_effect_are_rejected(problems, text: str, line: str) -> None:
     assert problems(MINIMAL, text) == [f"command line: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "order", "age"),
+    [
+        ("{name: in_order, max_lookahead_versions: 2}", "in_order", 2),
+        ("{name: windowed, max_staleness_versions: 3, sample_freshest_first: true}", "freshest_first", 3),
+        ("{name: windowed, max_staleness_versions: 3}", "oldest_first", 3),
+        ("{name: ready_first}", "oldest_first", 1),
+        ("{}", "in_order", 1),
+    ],
+)
+def test_the_asynchronous_controllers_section_is_used(load, sampler: str, order: str, age: int) -> None:
+    section = f"async_rl={{sampler: {sampler}, max_inflight_prompts: 64, stall_watchdog: {{interval: 30}}}}"
+    recipe = load(MINIMAL, section, "loss_fn.use_importance_sampling_correction=true")
+    ours = recipe.config.grpo.async_grpo
+    assert (ours.enabled, ours.in_flight_weight_updates, ours.group_order) == (True, True, order)
+    assert (ours.max_trajectory_age_steps, ours.max_groups_in_flight) == (age, 64)
+    notes = "\n".join(map(str, recipe.imported))
+    assert "async_rl.max_inflight_prompts: used as grpo.async_grpo.max_groups_in_flight" in notes
+    assert "async_rl.stall_watchdog: dropped: lost engines" in notes
+
+
+def test_the_asynchronous_controllers_section_beside_ours_is_refused(problems) -> None:
+    words = ("async_rl={sampler: {name: in_order}}", "grpo.async_grpo={enabled: true}")
+    assert any("async_rl: contradicts grpo.async_grpo" in line for line in problems(MINIMAL, *words))
+
+
+def test_a_transport_is_dropped_with_a_note_and_variables_may_be_numbers(load) -> None:
+    recipe = load(
+        MINIMAL,
+        "policy.generation.refit_transport=nixl",
+        "policy.generation.refit_cfg={nixl: {device: cuda}}",
+        "policy.megatron_cfg.env_vars={NCCL_NVLS_ENABLE: 0}",
+    )
+    assert recipe.config.policy.megatron_cfg.env_vars == {"NCCL_NVLS_ENABLE": "0"}
+    assert [str(note).partition(": ")[2] for note in recipe.imported] == [
+        "policy.generation.refit_transport: dropped: the transport follows from the devices of policy and engines",
+        "policy.generation.refit_cfg: dropped: the transport follows from the devices; policy.refit_buffer_size_gb "
+        "bounds its buffer",
+    ]
 
 
 def test_other_engines_are_rejected(problems) -> None:
@@ -229,12 +271,6 @@ def test_every_other_key_exists() -> None:
             "policy.megatron_cfg.optimizer.optimizer",
             "adam",
             "policy.optimizer: dropped: policy.megatron_cfg.optimizer is used",
-        ),
-        (
-            ["policy.generation.refit_cfg={nixl: {device: cuda}}"],
-            "policy.refit_buffer_size_gb",
-            0.5,
-            "policy.generation.refit_cfg: dropped: tunes a transport that is not chosen",
         ),
         (
             ["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
