@@ -104,10 +104,10 @@ def check_model(config: MasterConfig) -> Model:
     """
     folder = model_folder(config.policy.model_name)
     shape = shape_of(read_hf_config(folder, config.policy.hf_config_overrides))
-    check_weights(Path(folder), shape)
     platform = Platform.detect(config.cluster.platform)
     if findings := layout_findings(config, shape, gpu=platform.on_gpu):
         raise LayoutError(*findings)
+    check_weights(Path(folder), shape)
     layout = policy_layout(config.policy.megatron_cfg, world_size(config))
     check_settings(shape, config.policy.megatron_cfg)
     check_length(shape, config.policy.max_total_sequence_length)
