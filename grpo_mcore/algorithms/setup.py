@@ -137,6 +137,7 @@ def rank_environment(config: MasterConfig, ranks: int, *, gpu: bool) -> dict[str
     return {
         "OMP_NUM_THREADS": str(rank_threads(config, ranks)),
         "OMP_WAIT_POLICY": "PASSIVE",
+        "TORCH_FR_BUFFER_SIZE": "2000",  # the flight recorder: collectives that `grpo-mcore inspect` tells of
         **Platform("gpu" if gpu else "cpu").environment(settings.tensor_model_parallel_size),
         **settings.env_vars,
     }

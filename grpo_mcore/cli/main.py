@@ -11,6 +11,7 @@ import logging
 import os
 import select
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -42,11 +43,16 @@ VERBS = {
     "report": ("write a page that shows a run: curves, device-seconds, timeline, samples", False),
     "runs": ("list the runs below a folder: state, step, score, and which settings differ", False),
     "watch": ("show a run in the terminal, while it goes on or afterwards", False),
+    "inspect": ("say what every process of a run is doing, and whom the others wait for", False),
     "replay": ("compute a recorded step again, on any layout, and say where it differs", False),
     "ledger": ("audit a run: did every prompt have exactly one end", False),
     "data": ("make training data of NeMo Gym rollouts, check training data", False),
 }
 
+
+LOST = 69
+"""Exit code of a run that lost a process, a machine, a device or a connection, and that may reach its end when resumed
+(EX_UNAVAILABLE)."""
 
 RUNS = {"train", "sft", "dpo", "eval", "demo", "sweep"}
 """Verbs whose work goes on where nobody can read what they print."""
@@ -131,10 +137,16 @@ def _guarded(verb: str, work: Callable[[], int]) -> int:
         print("\n".join([ended, *_notes(interrupt)]), file=sys.stderr)
         return getattr(interrupt, "exit_code", 130)
     except Exception as error:
-        if not _is_ours(error):
+        from grpo_mcore.rollout.workers import is_fault
+
+        lost = verb in RUNS and is_fault(error)
+        if _is_ours(error):
+            _print_error(verb, _message(error))
+        elif lost:
+            traceback.print_exception(error)
+        else:
             raise
-        _print_error(verb, _message(error))
-        return 1
+        return LOST if lost else 1
 
 
 def _print_error(verb: str, message: str) -> None:

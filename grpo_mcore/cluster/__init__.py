@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # every worker process imports this file
 def open_cluster(config: ClusterConfig, log_dir: Path) -> Cluster:
     """Return the cluster that the recipe's section `cluster` asks for. Workers print to `log_dir`/NAME.log."""
     if config.backend == "local":
-        return LocalCluster(call_timeout_s=config.step_timeout_s)
+        return LocalCluster(config.step_timeout_s, log_dir)
     from grpo_mcore.cluster.ray_cluster import RayCluster  # Ray takes half a second to import
 
     return RayCluster(

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from grpo_mcore.cluster.inspection import Answering, current_frames, own_frames
 from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import Cluster, ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
 
@@ -89,14 +91,20 @@ class LocalStore:
 
 
 class LocalCluster(Cluster):
-    """The Cluster interface without other processes. A failing constructor raises from spawn."""
+    """The Cluster interface without other processes. A failing constructor raises from spawn. `log_dir`: by which
+    `grpo-mcore inspect` asks for this process."""
 
-    def __init__(self, call_timeout_s: float = 3600.0) -> None:
+    def __init__(self, call_timeout_s: float = 3600.0, log_dir: Path | None = None) -> None:
         self.store: ObjectStore = LocalStore()
         self.call_timeout_s = call_timeout_s
         self.address = "127.0.0.1"
         self._workers: list[LocalWorker] = []
         self._environment_before: dict[str, str | None] = {}
+        self._answering = None if log_dir is None else Answering(log_dir, self.inspect)
+
+    def inspect(self) -> str:
+        """Return what this process, which is all of the run, is doing."""
+        return f"process {os.getpid()}, all of the run, is at, innermost first:\n{own_frames(current_frames())}\n"
 
     def spawn(
         self,
@@ -163,6 +171,8 @@ class LocalCluster(Cluster):
             getattr(worker.target, "shutdown", lambda: None)()
 
     def shutdown(self) -> None:
+        if self._answering is not None:
+            self._answering.close()
         self.stop(list(self._workers))
         for key, value in self._environment_before.items():
             if value is None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.cluster.environment import is_allowed
+from grpo_mcore.cluster.inspection import Answering, report_here
 from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import Parcel, Place, Rendezvous
 
@@ -98,7 +99,8 @@ class WorkerActor:
         package.setLevel(logging.INFO)
         package.propagate = False
         faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver asks what a late worker is doing
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # for inspections, where no thread can answer
+        self._answering = Answering(log, report_here)
         gc.disable()  # until the object is built: garbage collection takes a fifth of the time of imports
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from grpo_mcore.cluster.diagnostics import frames_here, last_line, wait_graph
+from grpo_mcore.cluster.diagnostics import last_line, wait_graph
 from grpo_mcore.cluster.environment import chosen
+from grpo_mcore.cluster.inspection import Answering, Collector, Report, current_frames, own_frames, reports_here
 from grpo_mcore.cluster.local_cluster import LocalFuture
 from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
@@ -33,7 +35,14 @@ WATCH_S = 0.2
 would become a SystemError at its end."""
 
 ASK_S = 30.0
-"""Seconds that the other nodes get to say what their workers are doing: each starts a process for it."""
+"""Seconds that the other nodes get to say what their workers are doing."""
+
+INSPECT_AT, INSPECT_S = 0.1, 30.0
+"""An inspection is made and kept when a call has taken this part of its deadline, but not before so many seconds, and
+again after as long."""
+
+KEPT = 10
+"""Number of inspections that are kept; a later one replaces the oldest."""
 
 STREAMS = "streams"
 """Name of the concurrency group of an actor's streams."""
@@ -75,9 +84,13 @@ class RayCluster(Cluster):
         self._session: RaySession | None = RaySession(
             address or os.environ.get("RAY_ADDRESS"), num_cpus, num_gpus, start_timeout_s
         )
-        self.address = self._session.address
+        self.address, self._node = self._session.address, ray.get_runtime_context().get_node_id()
         # Nobody starts a new node for a Ray that was started here: it has this machine alone.
         self._wait_for_nodes_s = 0.0 if self._session.started_here else start_timeout_s
+        self._collectors: dict[str, Any] = {}
+        self._inspection = threading.Thread()
+        self._inspections, self._next_inspection = 0, 0.0
+        self._answering = Answering(self.log_dir, self.inspect)
         atexit.register(self.shutdown)
 
     def spawn(
@@ -153,6 +166,7 @@ class RayCluster(Cluster):
         deadline = time.monotonic() + timeout_s
         while not ready:
             watch()
+            self._inspect_late(mine)
             left_s = max(deadline - time.monotonic(), 0.0)
             fewest = len(handles) if patient else 1
             ready, _ = ray.wait(handles, num_returns=fewest, timeout=min(left_s, WATCH_S), fetch_local=False)
@@ -195,6 +209,9 @@ class RayCluster(Cluster):
             return
         session, self._session = self._session, None
         atexit.unregister(self.shutdown)
+        self._answering.close()
+        if self._inspection.is_alive():
+            self._inspection.join(CLOSE_S)
         with _abandoned_calls_fail_silently():
             try:
                 self.stop(list(self._workers.values()))
@@ -215,6 +232,8 @@ class RayCluster(Cluster):
             raise ValueError(f"there is a worker called {name} already")
         # Ray writes a runtime environment to its logs, but not an actor's arguments, which may have secrets.
         assert self._session is not None
+        for node in {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {self._node}:
+            self._collector(node)
         given = {**chosen(os.environ, self._env_vars), **env}
         remote: Any = ray.remote  # its types do not know concurrency groups
         make = remote(concurrency_groups={STREAMS: streams})(WorkerActor) if streams else remote(WorkerActor)
@@ -243,31 +262,68 @@ class RayCluster(Cluster):
         waits = [wait for worker in self._workers.values() for wait in worker.waits()]
         ending = {worker.name for worker in workers}
         if any(wait.late and wait.whom in ending for wait in waits):
-            logger.error("%s", wait_graph(waits, self._frames({wait.whom for wait in waits})))
+            logger.error("%s", wait_graph(waits, self._reports({wait.whom for wait in waits})))
 
-    def _frames(self, names: Collection[str]) -> dict[str, str | None]:
+    def inspect(self) -> str:
+        """Return what the driver and every worker are doing, and whom the others wait for. For any thread."""
+        names = list(self._workers)
+        waits = [wait for name in names for wait in self._workers[name].waits()]
+        driver = own_frames(current_frames())
+        told = wait_graph(waits, self._reports(names), names)
+        return f"the driver (process {os.getpid()}) is at, innermost first:\n{driver}\n{told}\n"
+
+    def _inspect_late(self, calls: Sequence[RayFuture | RayStream]) -> None:
+        """Keep an inspection, made by another thread, if one of `calls` has taken a tenth of its deadline."""
+        now = time.monotonic()
+        if now < self._next_inspection or self._inspection.is_alive():
+            return
+        late = next((c for c in calls if now - c.since >= max(c.timeout_s * INSPECT_AT, INSPECT_S)), None)
+        self._next_inspection = now + (WATCH_S if late is None else max(late.timeout_s * INSPECT_AT, INSPECT_S))
+        if late is not None:
+            text = f"{late.whom}: {late.what} has taken {now - late.since:.0f} of at most {late.timeout_s:.0f} s"
+            self._inspection = threading.Thread(target=self._keep_inspection, args=(text,), daemon=True)
+            self._inspection.start()
+
+    def _keep_inspection(self, why: str) -> None:
+        path = self.log_dir / f"inspection_{self._inspections % KEPT}.txt"
+        self._inspections += 1
+        try:
+            told = self.inspect()
+            path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {why}\n{told}")
+        except Exception as error:  # the run goes on without it
+            logger.warning("%s; what each process does could not be found out: %s", why, error)
+            return
+        last = told.rstrip().rpartition("\n")[2]
+        odd = f"; {last}" if not last.startswith(" ") else ""
+        logger.info("%s; what each process does: %s%s", why, path, odd)
+
+    def _reports(self, names: Collection[str]) -> dict[str, Report]:
         """Return what these workers are doing, each asked on its own node; see `wait_graph`. Those whose node does not
         answer in time are left out."""
         by_node: dict[str, dict[str, Place]] = {}
         for name in names:
             if (place := self._workers[name].known_place()) is not None:
                 by_node.setdefault(place.node, {})[name] = place
-        here = by_node.pop(ray.get_runtime_context().get_node_id(), {})
-        ask = ray.remote(num_cpus=0, max_retries=0)(frames_here)
-        asked = [
-            ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(places)
-            for node, places in by_node.items()
-        ]
-        frames = frames_here(here)
+        here = by_node.pop(self._node, {})
+        asked = [self._collector(node).reports.remote(places) for node, places in by_node.items()]
+        reports = reports_here(here)
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=ASK_S) if asked else ([], [])
         for answer in ready:
             try:
-                frames |= ray.get(answer)
+                reports |= ray.get(answer)
             except RayError as error:  # the node is gone: what its workers do is not known
                 logger.warning(
                     "a node could not be asked what its workers are doing: %s", str(error).partition("\n")[0]
                 )
-        return frames
+        return reports
+
+    def _collector(self, node: str) -> Any:
+        """Return the collector of a node. It is started before it is needed: a node in trouble starts nothing."""
+        if node not in self._collectors:
+            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            collector = ray.remote(Collector).options(num_cpus=0, max_restarts=-1, scheduling_strategy=where)
+            self._collectors[node] = collector.remote()
+        return self._collectors[node]
 
     def _save_ray_logs(self) -> None:
         if self._session is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ class _RayCall:
         self.worker, self.whom, self.what = worker, worker.name, what
         self.handle = handle
         self.since = time.monotonic()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def has_answer(self, timeout_s: float = 0.0) -> bool:
         return bool(ray.wait([self.handle], timeout=timeout_s, fetch_local=False)[0])
@@ -44,11 +45,11 @@ class _RayCall:
         if self.has_answer():
             return None
         seconds = time.monotonic() - self.since
-        return Wait(self.whom, self.what, seconds, seconds >= self._timeout_s)
+        return Wait(self.whom, self.what, seconds, seconds >= self.timeout_s)
 
     def _await_answer(self, seconds: float) -> None:
         if not (self.seen or self.has_answer(seconds)):
-            raise DeadlineExceeded(self.what, self.whom, self._timeout_s, self.worker.state())
+            raise DeadlineExceeded(self.what, self.whom, self.timeout_s, self.worker.state())
 
 
 class RayFuture(_RayCall):
@@ -56,7 +57,7 @@ class RayFuture(_RayCall):
 
     def result(self) -> Any:
         """Return the answer. One that came in time is returned however late it is asked for."""
-        self._await_answer(max(self.since + self._timeout_s - time.monotonic(), 0.0))
+        self._await_answer(max(self.since + self.timeout_s - time.monotonic(), 0.0))
         return self.worker.fetch(self.what, self.handle)
 
 
@@ -84,7 +85,7 @@ class RayStream(_RayCall):
         return Parcel(item.label, content) if isinstance(item, ParcelLabel) else item
 
     def _next_reference(self) -> ray.ObjectRef:
-        self._await_answer(self._timeout_s)
+        self._await_answer(self.timeout_s)
         self.since, self.seen = time.monotonic(), False
         try:
             return next(self.handle)
@@ -120,6 +121,7 @@ class RayWorker:
         self._start_timeout_s = start_timeout_s
         self._ready: RayFuture | None = None
         self._calls: weakref.WeakSet[RayFuture | RayStream] = weakref.WeakSet()
+        self._lock = threading.Lock()  # an inspection, on another thread, reads them
 
     def build(self, cls: Callable[..., Any], *args: Any, rank: tuple[int, int, int] | None = None) -> None:
         """Start the constructor. `rank`: see WorkerActor.build."""
@@ -139,19 +141,23 @@ class RayWorker:
         given = [Part(wholes.index(arg.whole), arg.index) if isinstance(arg, PartRef) else arg for arg in args]
         answer = self.actor.call.remote(method, len(wholes), *wholes, *given)
         future = RayFuture(self, what or method, answer, timeout_s)
-        self._calls.add(future)
+        with self._lock:
+            self._calls.add(future)
         return future
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayStream:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
         handle = self.actor.stream.options(num_returns="streaming", **self._stream_options).remote(method, *args)
         stream = RayStream(self, what or method, handle, timeout_s)
-        self._calls.add(stream)
+        with self._lock:
+            self._calls.add(stream)
         return stream
 
     def waits(self) -> list[Wait]:
         """Return the calls without an answer."""
-        return [wait for call in self._calls if (wait := call.wait()) is not None]
+        with self._lock:
+            calls = list(self._calls)
+        return [wait for call in calls if (wait := call.wait()) is not None]
 
     def known_place(self) -> Place | None:
         """Return its place if the process is up, without waiting."""
@@ -215,7 +221,9 @@ class RayStore:
             raise DeadlineExceeded(what, "the object store", self._timeout_s) from None
         except RayError as error:
             cause, detail, original = _explain(error)
-            raise ObjectLost("the object store", what, cause, detail) from original
+            # A RayTaskError is what was to be stored: the call that should have made it failed.
+            failed = WorkerFailed if isinstance(error, RayTaskError) else ObjectLost
+            raise failed("the object store", what, cause, detail) from original
 
 
 def _explain(error: RayError) -> tuple[str, str, BaseException | None]:

@@ -440,8 +440,8 @@ NODES = """
         assert beside.place().node != first.place().node, "one on each node"
         waiting = [worker.call("nap_in_the_middle", "/nowhere") for worker in (first, beside)]
         time.sleep(1.0)
-        asked = cluster._frames(["first", "beside"])
-        print("> asked on its node:", sorted(name for name, frames in asked.items() if "in wait_at" in frames))
+        asked = cluster._reports(["first", "beside"])
+        print("> asked on its node:", sorted(name for name, report in asked.items() if "in wait_at" in report.frames))
         try:
             cluster.spawn("huge", Abacus, cpus=64)
         except NotEnoughResources as error:

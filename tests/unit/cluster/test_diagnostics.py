@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.cluster.diagnostics import Wait, last_line, listed, log_tail, own_frames, stacks, wait_graph
+from grpo_mcore.cluster.diagnostics import Wait, last_line, listed, log_tail, stacks, wait_graph
+from grpo_mcore.cluster.inspection import Collective, Report, own_frames
 from grpo_mcore.rollout.workers import Place
 
 DUMP = """\
@@ -30,11 +31,11 @@ Current thread 0x00007f60b3450b80 (most recent call first):
 
 def test_stacks_show_what_is_ours():
     assert own_frames(DUMP) == (
-        '  File "/venv/lib/site-packages/vllm/engine.py", line 5 in poll\n'
-        '  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap\n'
-        "  another thread:\n"
         '  File "/venv/lib/site-packages/torch/distributed/distributed_c10d.py", line 97 in barrier\n'
-        '  File "/src/policy.py", line 7 in train'
+        '  File "/src/policy.py", line 7 in train\n'
+        "  another thread:\n"
+        '  File "/venv/lib/site-packages/vllm/engine.py", line 5 in poll\n'
+        '  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap'
     )
     assert own_frames("") == ""
 
@@ -56,11 +57,11 @@ def test_the_end_of_a_log(tmp_path):
     assert log_tail(str(log), lines=2) == f"end of its log, {log}:\n    line 4998\n    line 4999"
 
 
-IN_REDUCE = """  File "/lib/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
+IN_REDUCE = Report("""  File "/lib/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
   File "/lib/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/app/policy.py", line 12 in train_step"""
-AT_WORK = """  File "/app/data.py", line 7 in read
-  File "/app/policy_worker.py", line 40 in receive"""
+  File "/app/policy.py", line 12 in train_step""")
+AT_WORK = Report("""  File "/app/data.py", line 7 in read
+  File "/app/policy_worker.py", line 40 in receive""")
 
 
 def test_the_rank_that_is_not_in_the_collective_is_the_culprit() -> None:
@@ -69,14 +70,14 @@ def test_the_rank_that_is_not_in_the_collective_is_the_culprit() -> None:
         Wait("policy-0", "training", 61.0, late=True),
         Wait("policy-1", "training", 61.0, late=True),
     ]
-    told = wait_graph(waits, {"policy-0": IN_REDUCE, "policy-1": AT_WORK, "engine-0": ""})
+    told = wait_graph(waits, {"policy-0": IN_REDUCE, "policy-1": AT_WORK, "engine-0": Report()})
     assert told.splitlines() == [
         "who waits for whom:",
         "  the driver waits for policy-0, policy-1: training, for 61 s, past its deadline",
         "  the driver waits for engine-0: samples of step 3, for 4 s",
+        "  policy-1 is at /app/data.py:7 in read",
         "  engine-0 runs no Python of its own",
         "  policy-0 waits for its group in wrapper",
-        "  policy-1 is at /app/data.py:7 in read",
         "culprit: policy-1",
     ]
 
@@ -88,7 +89,10 @@ def test_where_all_are_in_a_collective_none_is_accused() -> None:
 
 
 def test_a_process_that_is_gone_is_the_culprit() -> None:
-    told = wait_graph([Wait("engine-0", "health", 60, late=True)], {"engine-0": None})
+    told = wait_graph(
+        [Wait("engine-0", "health", 60, late=True)],
+        {"engine-0": Report(state="has ended: there is no such process any more")},
+    )
     assert "engine-0 has ended: there is no such process any more" in told and told.endswith("culprit: engine-0")
 
 
@@ -107,6 +111,31 @@ def test_a_worker_that_could_not_be_asked_is_accused_of_nothing() -> None:
     assert found.splitlines()[2] == "  policy-77 is at /app/data.py:7 in read"
     assert found.splitlines()[3].startswith("  policy-0 to policy-76, policy-78 to policy-255 (255) waits")
     assert found.endswith("culprit: policy-77")
+
+
+def test_an_inspection_shows_equal_ranks_once_with_their_stack_and_collective() -> None:
+    def waits(number: int, waits: bool = True) -> Report:
+        return Report(IN_REDUCE.frames if waits else AT_WORK.frames, (
+            Collective("DATA", "3", tuple(range(16)), number, "all_reduce", waits),))  # fmt: skip
+
+    reports = {f"policy-{rank}": waits(16, waits=False) if rank == 5 else waits(17) for rank in range(16)}
+    names = [*reports, "engine-0"]
+    told = wait_graph([], reports, names).splitlines()
+    assert told[:4] == [
+        "who waits for whom:",
+        "  policy-5 is at /app/data.py:7 in read",
+        '      File "/app/data.py", line 7 in read',
+        '      File "/app/policy_worker.py", line 40 in receive',
+    ]
+    assert "  engine-0 could not be asked: unknown" in told
+    assert (
+        "  policy-0 to policy-4, policy-6 to policy-15 (15) waits for its group in all_reduce, number 17 of DATA"
+        in told
+    )
+    assert told[-1] == "the others wait for: policy-5"
+    del reports["policy-5"]  # it could not be asked: it is not accused, and nor is anybody else
+    told = wait_graph([], reports, names).splitlines()
+    assert told[-1] == "culprit: unknown; policy-5, engine-0 could not be asked"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""`grpo-mcore inspect RUN`: what every process of a run is doing, and whom the others wait for."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ANSWER_S = 90.0
+"""Seconds that the driver gets to ask all nodes."""
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line after `grpo-mcore inspect`."""
+    parser = argparse.ArgumentParser(
+        prog="grpo-mcore inspect",
+        description="Ask the processes of a run what they are doing: stacks, collectives and their numbers, equal ones "
+        "together, those that the others wait for first. On the machine of the driver. The run goes on.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it")
+    return parser.parse_args(list(words))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the run's processes are doing. Return 1 if none of them is on this machine."""
+    from grpo_mcore.cluster.diagnostics import wait_graph
+    from grpo_mcore.cluster.inspection import ask, reports_here, workers_here
+    from grpo_mcore.tools.report.run_files import NoRun, find_run
+
+    try:
+        logs = find_run(args.run) / "workers"
+    except NoRun as error:
+        print(f"grpo-mcore inspect: {error}", file=sys.stderr)
+        return 1
+    if (told := ask(logs, ANSWER_S)) is not None:
+        print(told, end="")
+        return 0
+    here = socket.gethostname()
+    places = workers_here(logs)
+    if not places:
+        print(
+            f"grpo-mcore inspect: no process of the run in {logs.parent} is on this machine ({here}): it is over, or "
+            "runs elsewhere; in_use.json in its checkpoint folder names the machine of its driver",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"the driver does not answer on this machine ({here}); the run's workers on it:")
+    print(wait_graph([], reports_here(places), sorted(places)))
+    return 0

@@ -1,0 +1,274 @@
+"""What processes are doing, and which of them the others wait for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.cli import inspect as inspect_command
+from grpo_mcore.cluster import inspection
+from grpo_mcore.cluster.inspection import Answering, Collective, Report, ask, odd_ones, reports_here, workers_here
+from grpo_mcore.cluster.local_cluster import LocalCluster
+from grpo_mcore.rollout.workers import Place
+
+TP, PP, DP = 4, 4, 16
+STUCK_AT = 'File "/app/data.py", line 7 in read'
+IN_RECEIVE = 'File "/lib/torch/distributed/distributed_c10d.py", line 9 in recv'
+
+
+def rank_of(dp: int, pp: int, tp: int) -> int:
+    return (dp * PP + pp) * TP + tp
+
+
+def program(rank: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return what a rank does in a step of training: (kind, group, ranks), twice each way."""
+    dp, pp, tp = rank // (PP * TP), rank // TP % PP, rank % TP
+    tensor = "collective", f"tp{dp}-{pp}", tuple(rank_of(dp, pp, other) for other in range(TP))
+    data = "collective", f"dp{pp}-{tp}", tuple(rank_of(other, pp, tp) for other in range(DP))
+    stage = {step: (rank_of(dp, pp + step, tp),) for step in (-1, 1)}
+    words: list[tuple[str, str, tuple[int, ...]]] = [("collective", "world", tuple(range(TP * PP * DP)))]
+    for _ in range(2):
+        words += [("receive", "", stage[-1])] if pp > 0 else []
+        words += [tensor, tensor]
+        words += [("send", "", stage[1])] if pp < PP - 1 else []
+    for _ in range(2):
+        words += [("receive", "", stage[1])] if pp < PP - 1 else []
+        words += [tensor, tensor]
+        words += [("send", "", stage[-1])] if pp > 0 else []
+    return [*words, data, ("collective", "world", tuple(range(TP * PP * DP)))]
+
+
+PROGRAMS = [program(rank) for rank in range(TP * PP * DP)]
+
+
+def stalled(stuck: int, before: int) -> dict[str, Report]:
+    """Return what each rank says once all stand still, where one never begins its `before`-th operation."""
+    at = [0] * len(PROGRAMS)
+    numbers: list[dict[str, int]] = [{} for _ in PROGRAMS]  # of the last collective entered in each group
+    waits: list[str | None] = [None] * len(PROGRAMS)  # the group whose collective a rank is in
+    arrived: Counter[tuple[str, int]] = Counter()
+    messages: Counter[tuple[int, int]] = Counter()
+    ready = set(range(len(PROGRAMS)))
+    while ready:
+        rank = ready.pop()
+        while at[rank] < len(PROGRAMS[rank]) and not (rank == stuck and at[rank] >= before):
+            kind, group, peers = PROGRAMS[rank][at[rank]]
+            if kind == "send":
+                messages[rank, peers[0]] += 1
+                ready.add(peers[0])
+            elif kind == "receive":
+                if not messages[peers[0], rank]:
+                    break
+                messages[peers[0], rank] -= 1
+            else:
+                if waits[rank] is None:
+                    number = numbers[rank][group] = numbers[rank].get(group, 0) + 1
+                    waits[rank] = group
+                    arrived[group, number] += 1
+                    if arrived[group, number] == len(peers):
+                        ready |= set(peers)
+                if arrived[group, numbers[rank][group]] < len(peers):
+                    break
+                waits[rank] = None
+            at[rank] += 1
+    reports = {}
+    for rank, entered in enumerate(numbers):
+        peers_of = {group: peers for _, group, peers in PROGRAMS[rank]}
+        collectives = tuple(
+            Collective(group[:2], group, peers_of[group], number, "all_reduce", waits[rank] == group)
+            for group, number in entered.items()
+        )
+        receives = rank != stuck and waits[rank] is None and at[rank] < len(PROGRAMS[rank])
+        frames = IN_RECEIVE if receives else "" if waits[rank] else STUCK_AT
+        reports[f"policy-{rank}"] = Report(frames, collectives)
+    return reports
+
+
+@pytest.mark.parametrize("before", [0, 2, 5, -2, -1], ids=["start", "tensor", "pipeline", "data", "world"])
+def test_of_256_ranks_the_one_that_is_stuck_is_named_and_only_it(before: int) -> None:
+    """In the pipeline every rank of a mesh of 4 x 4 x 16 in turn, else every fifth; the others wait where they must."""
+    for stuck in range(0, len(PROGRAMS), 1 if before == 5 else 5):
+        reports = stalled(stuck, before % len(PROGRAMS[stuck]))
+        assert odd_ones(reports) == [f"policy-{stuck}"], stuck
+
+
+def test_ranks_that_are_not_known_are_neither_accused_nor_do_others_take_the_blame() -> None:
+    reports = stalled(77, 5)
+    for rank in (77, 78, 79):
+        del reports[f"policy-{rank}"]
+    assert odd_ones(reports) == []
+
+
+def test_a_process_that_does_not_run_comes_first() -> None:
+    reports = stalled(3, 5) | {"engine-1": Report(state="is stopped")}
+    assert odd_ones(reports) == ["engine-1"]
+
+
+def test_without_numbers_the_stacks_decide_within_a_kind() -> None:
+    reports = {f"policy-{rank}": Report(STUCK_AT if rank == 6 else IN_RECEIVE) for rank in range(8)}
+    assert odd_ones(reports | {"engine-0": Report(STUCK_AT)}) == ["policy-6"]
+    assert odd_ones({name: Report(STUCK_AT) for name in reports}) == []
+
+
+def test_ranks_in_different_collectives_accuse_nobody() -> None:
+    """Each waits for the other: the numbers show both, and the text their collectives."""
+
+    def rank(tensor: int, data: int) -> Report:
+        groups = Collective("T", "1", (0, 1), tensor, "all_gather", tensor > 4), Collective(
+            "D", "2", (0, 1), data, "all_reduce", data > 4)  # fmt: skip
+        return Report("", groups)
+
+    assert odd_ones({"policy-0": rank(5, 4), "policy-1": rank(4, 5)}) == []
+
+
+@contextmanager
+def program_at(log: Path, text: str) -> Iterator[Place]:
+    """Run Python that answers inspections like a worker, and wait until it says that it is ready."""
+    head = f"""
+import faulthandler, pathlib, signal, sys, time
+from grpo_mcore.cluster.inspection import Answering, report_here
+faulthandler.register(signal.SIGUSR1)
+answering = Answering({str(log)!r}, report_here)
+"""
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-c", head + text], stderr=file, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        yield Place("", "127.0.0.1", process.pid, (), str(log))
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def until(places: dict[str, Place], said: Sequence[str]) -> Report:
+    """Ask again until the report of the only worker has all of these texts."""
+    deadline = time.monotonic() + 60
+    while True:
+        (report,) = reports_here(places).values()
+        if all(text in str(report) for text in said) or time.monotonic() > deadline:
+            return report
+        time.sleep(0.2)
+
+
+def test_a_worker_tells_its_stacks_and_is_seen_when_it_is_stopped_and_when_it_ended(tmp_path: Path) -> None:
+    sleeps = """
+def work():
+    print("ready", flush=True)
+    time.sleep(600)
+work()
+"""
+    with program_at(tmp_path / "policy-0.log", sleeps) as place:
+        assert workers_here(tmp_path) == {"policy-0": place}
+        report = until({"policy-0": place}, ["in work"])
+        assert "in work" in report.frames and not report.state and not report.collectives
+        os.kill(place.pid, signal.SIGSTOP)
+        assert "SIGSTOP" in until({"policy-0": place}, ["SIGSTOP"]).state
+        os.kill(place.pid, signal.SIGCONT)
+        assert until({"policy-0": place}, ["in work"]).frames
+    assert "has ended" in reports_here({"policy-0": place})["policy-0"].state
+    assert workers_here(tmp_path) == {}
+
+
+def test_a_worker_whose_interpreter_is_held_by_c_code_still_tells_its_stacks(tmp_path: Path) -> None:
+    """PyDLL calls without releasing the interpreter, so no thread can answer."""
+    holds = """
+import ctypes
+def hold():
+    print("ready", flush=True)
+    ctypes.PyDLL(None).sleep(600)
+hold()
+"""
+    with program_at(tmp_path / "engine-0.log", holds) as place:
+        report = until({"engine-0": place}, ["in hold"])
+        assert "in hold" in report.frames and not report.state
+
+
+def test_a_process_without_a_handler_gets_no_signal(tmp_path: Path) -> None:
+    """It prints to a worker's log, but cannot answer, and SIGUSR1 would end it."""
+    with (tmp_path / "engine-0.log").open("w") as log, subprocess.Popen(["sleep", "600"], stderr=log) as process:
+        place = Place("", "127.0.0.1", process.pid, (), log.name)
+        assert reports_here({"engine-0": place}) == {"engine-0": Report()}
+        assert process.poll() is None
+        process.kill()
+
+
+def test_children_of_a_worker_are_told_of_with_what_py_spy_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = tmp_path / "py-spy"
+    dump = [{"frames": [{"filename": "/vllm/worker.py", "line": 12, "name": "execute_model"}]}]
+    spy.write_text(f"#!/bin/sh\necho '{json.dumps(dump)}'\n")
+    spy.chmod(0o755)
+    has_child = """
+import subprocess
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print("ready", flush=True)
+try:
+    time.sleep(600)
+finally:
+    child.kill()
+"""
+    with program_at(tmp_path / "engine-0.log", has_child) as place:
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        told = reports_here({"engine-0": place})["engine-0"].children
+        assert "sleep 600" in told and 'File "/vllm/worker.py", line 12 in execute_model' in told
+        spy.write_text("#!/bin/sh\necho 'Permission denied: ptrace' >&2\nexit 1\n")
+        assert "unknown: py-spy: Permission denied: ptrace" in reports_here({"engine-0": place})["engine-0"].children
+        monkeypatch.setattr(inspection.shutil, "which", lambda *args, **how: None)
+        assert "py-spy is not installed" in reports_here({"engine-0": place})["engine-0"].children
+        os.kill(place.pid, signal.SIGINT)  # it ends its child
+
+
+def test_whoever_comes_after_a_worker_of_the_same_name_answers_once_that_has_ended(tmp_path: Path) -> None:
+    first = Answering(tmp_path / "log", lambda: "first")
+    second = Answering(tmp_path / "log", lambda: "second")
+    said: list[str | None] = []
+    deadline = time.monotonic() + 60
+    while "first" not in said and time.monotonic() < deadline:
+        said.append(ask(tmp_path / "log"))
+    first.close()
+    while "second" not in said and time.monotonic() < deadline:
+        said.append(ask(tmp_path / "log"))
+        time.sleep(0.05)
+    second.close()
+    assert "first" in said and said[-1] == "second"
+
+
+def test_the_command_asks_the_driver_else_the_workers_here_else_says_where_to_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "logs" / "exp_001"
+    (run / "workers").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("")
+    args = inspect_command.parse([str(tmp_path)])
+    assert inspect_command.run(args) == 1
+    assert "is on this machine" in capsys.readouterr().err
+    with LocalCluster(log_dir=run / "workers"):
+        deadline = time.monotonic() + 60
+        while ask(run / "workers") is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert inspect_command.run(args) == 0
+    told = capsys.readouterr().out
+    assert f"process {os.getpid()}, all of the run" in told
+    assert "in test_the_command_asks_the_driver_else_the_workers_here_else_says_where_to_look" in told
+    assert threading.current_thread() is threading.main_thread()
+    with program_at(run / "workers" / "policy-0.log", "print('ready', flush=True)\ntime.sleep(600)") as place:
+        until({"policy-0": place}, ["<module>"])
+        assert inspect_command.run(args) == 0
+    told = capsys.readouterr().out
+    assert "the driver does not answer" in told and "policy-0 is at <string>" in told
+    assert inspect_command.run(inspect_command.parse([str(tmp_path / "nowhere")])) == 1
+    assert "holds no run" in capsys.readouterr().err
