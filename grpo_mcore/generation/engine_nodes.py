@@ -17,16 +17,13 @@ from collections.abc import Callable, Mapping
 from grpo_mcore.addresses import address_towards, family_of, gloo_towards, with_port
 from grpo_mcore.generation.config import EngineConfig
 from grpo_mcore.processes import free_port
+from grpo_mcore.rollout.workers import NodeLost
 
 JOIN_TIMEOUT_S = 600.0
 """Longest wait for all nodes of an engine, whose processes start at the same time."""
 RETRY_S = 0.1
 KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """A machine that vanishes silently is noticed after half a minute."""
-
-
-class NodeLost(RuntimeError):
-    """Nodes of an engine did not find each other; the message says which."""
 
 
 class Lifeline:

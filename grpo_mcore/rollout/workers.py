@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
@@ -50,17 +52,34 @@ class NotEnoughResources(RuntimeError):
 
 
 class NodeLost(RuntimeError):
-    """The cluster has too few resources since a node of it is gone."""
+    """The cluster has too few resources since a node of it is gone, or the nodes of an engine did not meet."""
+
+
+LOST_FILES = {errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENOTCONN, errno.ETIMEDOUT, errno.EREMOTEIO}
+"""Errors of files whose disk or server is gone, unlike those of a full disk, a missing file or permissions."""
+
+LOST_DEVICE = re.compile(
+    r"gloo/(transport|rendezvous)|ncclRemoteError|ncclSystemError|ncclInternalError|NCCL watchdog|uncorrectable|"
+    r"NVLink|GPU is lost|fallen off the bus|unspecified launch failure"
+)
+"""What torch says, in a plain RuntimeError, where a peer's connection broke or a device failed. In a rank that lives it
+may come long before its peer's death is noticed."""
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether a loss is behind `error`, which another attempt may not meet: of a process, a machine or Ray, or a
-    wait that was too long. False for a mistake in the recipe, the data, the model or a program."""
+    """Return whether a loss is behind `error`, which another attempt may not meet: of a process, a machine, a device, a
+    disk, a network or Ray, or a wait that was too long. False for a mistake in the recipe, the data, the model or a
+    program."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, WorkerDied | ObjectLost | NodeLost | DeadlineExceeded | ConnectionError):
             return True
-        if type(cause).__module__.partition(".")[0] == "ray":
+        if isinstance(cause, OSError) and cause.errno in LOST_FILES:
+            return True
+        kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(cause).__mro__}
+        if any(kind.startswith("ray.") for kind in kinds) or "torch.DistError" in kinds:
+            return True
+        if isinstance(cause, RuntimeError) and LOST_DEVICE.search(str(cause)):
             return True
         cause = cause.__cause__
     return False

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import errno
+import inspect
 import pickle
 
 import pytest
+import ray.exceptions
+import torch.distributed
 from ray.exceptions import ObjectLostError
 
 from grpo_mcore.cluster import (
@@ -18,6 +24,7 @@ from grpo_mcore.cluster import (
 )
 from grpo_mcore.cluster.ray_actor import RemoteFailure
 from grpo_mcore.refit.plan import RefitError
+from tests.unit.test_house import PACKAGE, python_files
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,15 @@ LOSSES = [
     ConnectionError("no Ray answers"),
     NodeLost("engine-0: too few CPUs"),
     ObjectLostError("0" * 56, None, ""),
+    OSError(errno.ESTALE, "Stale file handle"),
+    caused(
+        WorkerFailed("policy-0", "train", "..."),
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"
+        ),
+    ),
+    caused(WorkerFailed("policy-0", "train", "..."), torch.distributed.DistBackendError("NCCL error")),
+    RuntimeError("CUDA error: uncorrectable ECC error encountered"),
 ]
 MISTAKES = [
     ValueError("a wrong recipe"),
@@ -74,6 +90,10 @@ MISTAKES = [
     caused(RefitError("the checksums differ"), ValueError()),
     KeyError("uid"),
     NotEnoughResources("engine-0: too few CPUs"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    FileNotFoundError(errno.ENOENT, "No such file"),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("CUDA error: device-side assert triggered"),
 ]
 
 
@@ -85,3 +105,51 @@ def test_losses(error: Exception) -> None:
 @pytest.mark.parametrize("error", MISTAKES, ids=lambda error: type(error).__name__)
 def test_mistakes(error: Exception) -> None:
     assert not is_fault(error)
+
+
+FAULTS = {"DeadlineExceeded", "NodeLost", "ObjectLost", "RendezvousError", "WorkerDied"}
+"""Errors of this package after which a run restarts."""
+
+ENDS = """
+    BadRow CheckpointError CodeTestError CrdError DataError EndpointError EngineError EnvironmentConfigError EvalError
+    ExportError FamilyError Filtered FolderInUse GymError GymFailure LayoutError LayoutNameError LeaseLost LedgerError
+    MissingPackage NoRun NonFiniteLoss NonFiniteState NotEnoughResources NotWritten OwnCodeError OwnLoggerError
+    PackingError PlanError PlatformError RankFailed RecipeError RefitError RemoteFailure ReplayError RequestError
+    ResumeError RowError SandboxError SaveError ScheduleError SetupError StopNow TargetsError Terminated UidError
+    UnknownFamily UnsafeFile Unusable WeightsError WorkerFailed WorkerStartError _NoProcessor
+"""
+"""Errors of this package that end a run, unless a loss is their cause."""
+
+
+def errors_of_the_package() -> set[str]:
+    """Return the names of the exception classes that the package defines."""
+    bases = {name for name, value in vars(builtins).items() if inspect.isclass(value)
+             and issubclass(value, BaseException)}  # fmt: skip
+    classes = [node for file in python_files(PACKAGE.name) for node in ast.walk(ast.parse(file.read_text()))
+               if isinstance(node, ast.ClassDef)]  # fmt: skip
+    names: set[str] = set()
+    while True:
+        more = {node.name for node in classes if {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
+                & (bases | names)}  # fmt: skip
+        if more <= names:
+            return names
+        names |= more
+
+
+def test_what_a_restart_does_about_each_error_of_the_package_is_decided() -> None:
+    """A new error class belongs in FAULTS or in ENDS."""
+    assert errors_of_the_package() == FAULTS | set(ENDS.split())
+    for name in FAULTS:
+        module = "grpo_mcore.parallel.mesh" if name == "RendezvousError" else "grpo_mcore.rollout.workers"
+        kind = getattr(__import__(module, fromlist=[name]), name)
+        assert is_fault(kind.__new__(kind)), name
+    assert not any(is_fault(kind.__new__(kind)) for kind in (WorkerFailed, NotEnoughResources, RefitError))
+
+
+def test_every_error_of_ray_is_a_loss() -> None:
+    """Those of a worker's method come as RayTaskError and are unwrapped before (see ray_worker._explain)."""
+    kinds = [kind for kind in vars(ray.exceptions).values() if inspect.isclass(kind)
+             and issubclass(kind, Exception) and kind.__module__.startswith("ray")]  # fmt: skip
+    assert len(kinds) > 20
+    for kind in kinds:
+        assert is_fault(kind.__new__(kind)), kind
