@@ -52,6 +52,7 @@ from grpo_mcore.algorithms.training_step.advantages import compute_targets
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
 from grpo_mcore.algorithms.training_step.step_groups import StepGroups
+from grpo_mcore.algorithms.weight_sync.refit_parity import sampled_parity
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
 from grpo_mcore.observe import Logger, Timeline
 from grpo_mcore.parallel.policy import LossFn
@@ -107,7 +108,7 @@ def grpo_train(
     clock = Timeline(on_span=report.span)
     ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
     record = start_record(config, schedule, grpo_save_state, dataloader, ledger_folder, report, position)
-    refit = partial(refit_engines, policy, engines, config, record.restarted)
+    refit = partial(refit_engines, policy, engines, config, record.restarted, sampled=sampled_parity(config))
     hooks = RolloutHooks(
         restore_engines=partial(refit, lost_only=True), on_restart=record.restarted, watch=stop.check,
         on_span=report.spans.span,

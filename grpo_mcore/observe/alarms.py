@@ -93,6 +93,14 @@ def _conditions(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
             f"{mismatch:.4g} on average, at an age of {metrics.get('trajectory_age_mean', 0.0):.3g}. Lower "
             "grpo.async_grpo.max_trajectory_age_steps or the learning rate: docs/async.md.",
         )
+    after_refit = metrics.get("refit/mult_prob_error")
+    if after_refit is not None and not after_refit <= MISMATCH:
+        yield (
+            "refit_mismatch",
+            "after a refit an engine does not compute what the policy does: on random prompts their probabilities of a "
+            f"token differ by a factor of {after_refit:.4g} on average (policy.refit_parity). `grpo-mcore refit "
+            "verify` looks for the cause: docs/refit.md.",
+        )
     if metrics.get("zero_advantage_rate") == 1:
         yield (
             "equal_rewards",

@@ -4,6 +4,9 @@ log-probs. Unlike the checksums of a refit this also covers the model's code on 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +14,48 @@ import torch
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import RankStep
-from grpo_mcore.algorithms.weight_sync.refit_settings import ParityCheck
+from grpo_mcore.algorithms.weight_sync.refit_settings import ParityCheck, parity_check
+from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.rollout.workers import Ref
 
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 16, 32
 """For each engine. Fewer tokens if the context is shorter, more samples if there are more data-parallel ranks."""
+
+SHARE = 0.005
+"""Largest share of a run's time that the comparisons of policy.refit_parity=sample take."""
+
+
+class SampledParity:
+    """Chooses the refits after which engines and policy are compared, so that this takes at most SHARE of the time.
+
+    The next comparison is expected to take as long as the longest so far; the first one as long as a step.
+    """
+
+    def __init__(self, check: ParityCheck, clock: Callable[[], float] = time.monotonic) -> None:
+        self.check = check
+        self._clock, self._began = clock, clock()
+        self._refits, self._spent_s, self._longest_s = 0, 0.0, 0.0
+
+    def due(self) -> bool:
+        """Return whether there is time for a comparison after this refit. To be called once for each refit."""
+        self._refits += 1
+        elapsed_s = self._clock() - self._began
+        return self._spent_s + (self._longest_s or elapsed_s / self._refits) <= SHARE * elapsed_s
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count the block's time as that of a comparison."""
+        began = self._clock()
+        yield
+        spent_s = self._clock() - began
+        self._spent_s += spent_s
+        self._longest_s = max(self._longest_s, spent_s)
+
+
+def sampled_parity(config: MasterConfig) -> SampledParity | None:
+    """Return the comparisons of a run that has policy.refit_parity=sample."""
+    return SampledParity(parity_check(config)) if config.policy.refit_parity == "sample" else None
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ class ParityCheck:
 
 @dataclass(frozen=True)
 class RefitSettings:
-    """`buffer_gb`: size of the refit buffer in GiB. `parity`: compare log-probs after each refit. `adapters`: what a
-    refit sends alone; None: it sends the weights, merged with any adapters."""
+    """`buffer_gb`: size of the refit buffer in GiB. `parity`: compare log-probs after each refit, end the run at a
+    difference. `adapters`: what a refit sends alone; None: it sends the weights, merged with any adapters."""
 
     buffer_gb: float
     verify: Verify = "sample"
@@ -42,7 +42,7 @@ def refit_settings(config: MasterConfig) -> RefitSettings:
     return RefitSettings(
         policy.refit_buffer_size_gb,
         policy.refit_verify,
-        parity_check(config) if policy.refit_parity is not None else None,
+        None if policy.refit_parity in ("sample", None) else parity_check(config),
         adapter_shape(peft) if peft.refit == "adapters" else None,
     )
 
@@ -51,6 +51,8 @@ def parity_check(config: MasterConfig) -> ParityCheck:
     """Return how policy and engines are compared after a refit: within policy.refit_parity, or within the limit of the
     policy's precision."""
     policy, generation = config.policy, config.policy.generation
-    limit = PARITY_LIMITS[policy.precision] if policy.refit_parity is None else policy.refit_parity
+    limit = policy.refit_parity
+    if limit is None or limit == "sample":
+        limit = PARITY_LIMITS[policy.precision]
     length = min(policy.max_total_sequence_length, generation.vllm_cfg.max_model_len)
     return ParityCheck(limit, generation.temperature, length, generation.top_p, generation.top_k)

@@ -8,7 +8,7 @@ from functools import partial
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.weight_sync.refit_parity import measure_parity
+from grpo_mcore.algorithms.weight_sync.refit_parity import SampledParity, measure_parity
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit.plan import RefitError, plan_model_refit
@@ -28,11 +28,14 @@ def refit_engines(
     *,
     lost_only: bool = False,
     timeline: Timer | None = None,
+    sampled: SampledParity | None = None,
 ) -> RefitReport:
     """Refit all engines, as the training loop does; with `lost_only` those that are lost. Engines that die in it are
-    restarted. Engines may be generating if grpo.async_grpo.in_flight_weight_updates allows it."""
+    restarted. Engines may be generating if grpo.async_grpo.in_flight_weight_updates allows it. `sampled`: compares the
+    log-probs after some refits of all engines."""
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-    once = partial(refit_once, policy, timeline=timeline, recompute_kv=recompute_kv)
+    compared = None if lost_only else sampled
+    once = partial(refit_once, policy, timeline=timeline, recompute_kv=recompute_kv, sampled=compared)
     if engines.to_start:
         policy.offload()  # the successors of lost engines take its memory
     return refit_until_done(engines, once, on_restart, lost_only=lost_only)
@@ -75,6 +78,7 @@ def refit_once(
     buffer_gb: float | None = None,
     timeline: Timer | None = None,
     recompute_kv: bool = False,
+    sampled: SampledParity | None = None,
 ) -> RefitReport:
     """Make every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
@@ -83,7 +87,8 @@ def refit_once(
     network. `colocated` False: send everything over the network, as to engines with devices of their own. `buffer_gb`:
     size of the refit buffer in GiB, in place of policy.refit_buffer_size_gb. `recompute_kv`: compute the KV cache of
     requests under way again. Raises RefitError; the engines then have their old weights, or refuse to generate from
-    mixed ones. With policy.refit_parity it also raises if the log-probs of the committed weights differ.
+    mixed ones. With a limit in policy.refit_parity it also raises if the log-probs of the committed weights differ.
+    `sampled`: chooses whether they are compared only for the report.
     """
     size = policy.refit.buffer_gb if buffer_gb is None else buffer_gb
     plan = plan_model_refit(
@@ -124,5 +129,9 @@ def refit_once(
         parity = measure_parity(policy, engines, policy.refit.parity)
         if not parity.ok:
             raise RefitError(f"policy.refit_parity: {parity.difference()}")
+        report = replace(report, mult_prob_error=parity.mult_error)
+    elif sampled is not None and sampled.due():
+        with sampled.measured():
+            parity = measure_parity(policy, engines, sampled.check)
         report = replace(report, mult_prob_error=parity.mult_error)
     return report

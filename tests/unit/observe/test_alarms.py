@@ -22,6 +22,8 @@ AT_ONCE = [
     ("engine_mismatch", {"token_mult_prob_error": float("nan")}),
     ("engine_mismatch", ASYNC | {"token_mult_prob_error/age_0": 1.2}),
     ("stale_samples", ASYNC | {"token_mult_prob_error": 1.8, "trajectory_age_mean": 1.5}),
+    ("refit_mismatch", {"refit/mult_prob_error": 1.06}),
+    ("refit_mismatch", {"refit/mult_prob_error": float("nan")}),
     ("failed_samples", {"num_failed_samples": 7.0}),
 ]
 IN_A_ROW = [

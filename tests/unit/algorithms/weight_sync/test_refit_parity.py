@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.algorithms.weight_sync.refit_parity import EngineParity, Parity, measure_parity, probes
+from grpo_mcore.algorithms.weight_sync.refit_parity import (
+    SHARE,
+    EngineParity,
+    Parity,
+    SampledParity,
+    measure_parity,
+    probes,
+)
 from grpo_mcore.algorithms.weight_sync.refit_settings import ParityCheck
 from grpo_mcore.cluster import Parcel
 
@@ -103,3 +110,20 @@ def test_probes_are_always_the_same() -> None:
     for first, second in zip(one, two[:3], strict=True):
         assert torch.equal(first.token_ids(), second.token_ids()) and first.seed == second.seed
         assert first.token_ids().max() < 50
+
+
+@pytest.mark.parametrize("check_s", [0.2, 1.0, 3.0], ids=["cheap", "a step", "three steps"])
+def test_sampled_comparisons_cost_little_of_the_time_at_every_moment(check_s: float) -> None:
+    now, spent, checked = 0.0, 0.0, []
+    sampled = SampledParity(ParityCheck(1.05, 1.0, 64), clock=lambda: now)
+    for refit in range(1, 5001):
+        now += 1.0  # a step
+        if sampled.due():
+            with sampled.measured():
+                now += check_s
+            spent += check_s
+            checked.append(refit)
+            first = len(checked) == 1  # its cost is not known before
+            assert spent <= SHARE * now * 1.01 + (check_s if first else 0.0)
+    assert checked[0] == 200
+    assert spent / now == pytest.approx(SHARE, rel=0.2)
