@@ -16,6 +16,7 @@ from grpo_mcore.addresses import gloo_towards, with_port
 from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel import cpu_platform
 from grpo_mcore.parallel.platform import Platform, PlatformError
+from grpo_mcore.stores import hosted_store, is_address
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Address:
         return cls(int(rank), int(world), int(local), host, int(port))
 
 
-class RendezvousError(RuntimeError):
-    """The ranks of a policy did not meet in time."""
+class RendezvousError(ConnectionError):
+    """The ranks of a policy did not meet in time: a loss, which another attempt may not meet."""
 
 
 def prepare_megatron(platform: Platform) -> None:
@@ -75,7 +76,7 @@ def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: floa
     try:
         torch.distributed.init_process_group(
             platform.backend,
-            **_meeting_point(address, platform),
+            **_meeting_point(address, platform, timeout_s),
             rank=address.rank,
             world_size=address.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -109,13 +110,20 @@ def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: floa
     return device
 
 
-def _meeting_point(address: Address, platform: Platform) -> dict[str, Any]:
-    """Return where the ranks meet, as `init_process_group` takes it."""
+def _meeting_point(address: Address, platform: Platform, timeout_s: float) -> dict[str, Any]:
+    """Return where the ranks meet, as `init_process_group` takes it. Where a cluster gave an address, rank 0 listens
+    there alone; under torchrun its agent listens, or torch at all addresses of the machine."""
     if platform.traced:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         return {"store": FakeStore()}
-    return {"init_method": f"tcp://{with_port(address.master_addr, address.master_port)}"}
+    host, port = address.master_addr, address.master_port
+    if is_address(host) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if address.rank == 0:
+            return {"store": hosted_store(host, port, address.world_size, timeout_s, wait=True)}
+        limit = timedelta(seconds=timeout_s)
+        return {"store": torch.distributed.TCPStore(host, port, address.world_size, False, limit)}
+    return {"init_method": f"tcp://{with_port(host, port)}"}
 
 
 _leave_callbacks: list[Callable[[], None]] = []

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from grpo_mcore.addresses import address_towards, with_port
 from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.stores import hosted_store
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Device type of the messages of each kind of network."""
@@ -50,7 +51,7 @@ class Network:
 
         `receivers`: the member that receives for each node with engines. `node_of_rank`: the node of each policy rank
         among these, or -1. `device`: where the weights are. `timeout_s`: longest wait for another member."""
-        store = TCPStore(address, 0, members, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+        store = hosted_store(address, 0, members, timeout_s, wait=False)
         (kind,) = (kind for kind, type_ in DEVICES.items() if type_ == device.type)
         description = {
             "kind": kind, "host": address, "port": store.port, "members": members, "receivers": list(receivers),
