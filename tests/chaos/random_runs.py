@@ -8,6 +8,7 @@ a hundred of them take minutes. All of a run is in its one process (cluster.back
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,13 @@ from grpo_mcore.cluster import ObjectLost
 from grpo_mcore.cluster.local_cluster import LocalStore
 from grpo_mcore.observe import audit, read_ledger, read_metrics
 from grpo_mcore.recipe import CheckpointingConfig
+from tests.chaos.trackers import Flaky
 from tests.functional.preload import preload
 from tests.functional.runs import TIME_DEPENDENT, Task, grpo_recipe, write_recipe
 
 STEPS = 4
 DEADLINE_S = 240.0
-BLOCKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+BLOCKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Blocked while a run is forked, as `supervise` does: it hears them once it can."""
 
 DISK_MB = 24
@@ -53,8 +55,12 @@ class Disturbance:
 
 KINDS = {
     "TERM": (143,), "USR1": (75,), "INT": (130,), "KILL": (-9,), "STOP": (), "TERM TERM": (143, 130),
-    "disk": (73, 1), "clock": (), "slow store": (), "lost object": (1,),
+    "disk": (73, 1), "clock": (), "slow store": (), "lost object": (69,), "HUP": (143,), "NaN": (1,),
+    "EIO": (73, 1, 69), "ENOSPC": (73, 1), "EROFS": (73, 1), "undeletable": (), "slow disk": (), "tracker": (),
+    "closed terminal": (),
 }  # fmt: skip
+FULL = ("disk", "EIO", "ENOSPC", "EROFS")
+"""Kinds in which files cannot be written."""
 
 
 def disturbance(seed: int, start_s: float, loop_s: float, disk: bool) -> Disturbance:
@@ -72,9 +78,17 @@ def run(folder: Path, recipe: dict[str, Any], disturbed: Disturbance | None, nam
     """Run `grpo-mcore train` in a fork. Return its exit code, negative for a signal that killed it."""
     path = write_recipe(folder, recipe)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    terminal = disturbed is not None and disturbed.kind == "closed terminal"
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
     pid = os.fork()
     if pid == 0:
-        log = os.open(folder.parent / f"{folder.name}-{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.close(reads)
+        log = (
+            writes
+            if terminal
+            else os.open(folder.parent / f"{folder.name}-{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        )
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.setsid()
@@ -90,11 +104,21 @@ def run(folder: Path, recipe: dict[str, Any], disturbed: Disturbance | None, nam
             sys.stdout.flush()
             os._exit(code)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.close(writes)
+    reader: int | None = reads
     began, acted = time.monotonic(), disturbed is None
     since = _since(disturbed, folder)
     while True:
+        if reader is not None and (acted or not terminal):
+            os.close(reader)
+            reader = None
+        if reader is not None:
+            with suppress(BlockingIOError):
+                os.read(reader, 65536)
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
+            if reader is not None:
+                os.close(reader)
             return os.waitstatus_to_exitcode(status)
         if not acted and disturbed is not None and since() >= disturbed.at_s:
             acted = True
@@ -127,7 +151,7 @@ def act(disturbed: Disturbance, pid: int, folder: Path) -> None:
                     pass
             time.sleep(disturbed.for_s)
             filler.unlink()
-        case "TERM" | "USR1" | "INT" | "KILL" as name:
+        case "TERM" | "USR1" | "INT" | "KILL" | "HUP" as name:
             os.kill(pid, signal.Signals[f"SIG{name}"])
 
 
@@ -164,10 +188,59 @@ def patch(disturbed: Disturbance | None, folder: Path) -> None:
         time.sleep(0.3 if due() else 0.0)
         return fetch(self, refs)
 
+    def on_files(names: Sequence[str], act: Callable[[str], None]) -> None:
+        """Call `act` with the path before these functions of `os` touch a file of the run, in the time of the
+        disturbance."""
+        for name in names:
+            original = getattr(os, name)
+
+            def touch(file: Any, *args: Any, _original: Callable[..., Any] = original, **options: Any) -> Any:
+                where = options.get("dir_fd")
+                number = file if isinstance(file, int) else where
+                path = "" if number is None else os.readlink(f"/proc/self/fd/{number}")
+                path = path if isinstance(file, int) else os.path.join(path, os.fspath(file))
+                if due() and path.startswith(str(folder)):
+                    act(path)
+                return _original(file, *args, **options)
+
+            setattr(os, name, touch)
+
+    def fail(path: str) -> None:
+        number = getattr(errno, disturbed.kind)
+        raise OSError(number, os.strerror(number), path)
+
+    def keep(path: str) -> None:
+        if "step_" in path:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+
+    if disturbed.kind in ("EIO", "ENOSPC", "EROFS"):
+        on_files(("fsync", "replace", "rename", "mkdir"), fail)
+    if disturbed.kind == "undeletable":
+        on_files(("unlink", "rmdir"), keep)
+    if disturbed.kind == "slow disk":
+        on_files(("fsync", "replace", "rename", "unlink"), lambda path: time.sleep(0.3))
+    if disturbed.kind == "tracker":
+        Flaky.is_down = staticmethod(due)
+    if disturbed.kind == "NaN":
+        break_a_weight(due)
     if disturbed.kind == "clock":
         time.time = lambda: clock() + (-86400.0 if due() else 86400.0)
     if disturbed.kind in ("slow store", "lost object"):
         LocalStore.fetch_many = fetch_many  # type: ignore[method-assign]
+
+
+def break_a_weight(due: Callable[[], bool]) -> None:
+    """Let the next update in the time of the disturbance leave a weight that is NaN."""
+    from grpo_mcore.parallel.policy import Policy
+
+    look = Policy.check_state
+
+    def check_state(self: Policy, when: str, **options: Any) -> None:
+        if due() and when.startswith("after an update"):
+            next(iter(self.chunks[0].parameters())).data.view(-1)[0] = float("nan")
+        look(self, when, **options)
+
+    Policy.check_state = check_state  # type: ignore[method-assign]
 
 
 def check(folder: Path, disturbed: Disturbance, code: int, steps: int = STEPS) -> int:
@@ -187,9 +260,9 @@ def check(folder: Path, disturbed: Disturbance, code: int, steps: int = STEPS) -
         assert saved == trained, f"{code}: step {trained} is trained, step {saved} is saved"
     elif code == 73:
         assert saved < trained
-    elif code == 1 and disturbed.kind == "disk":
-        assert not found, "only a run that has not begun may end for want of space"
-    assert code in (-9, 130) or not list(checkpoints.glob("tmp_*"))
+    elif disturbed.kind in FULL:
+        assert not found, "only a run that has not begun may end because files cannot be written"
+    assert code in (-9, 130) or disturbed.kind in (*FULL, "undeletable") or not list(checkpoints.glob("tmp_*"))
     return saved
 
 
@@ -238,6 +311,9 @@ def campaign(task: Task, model: Path, out: Path, seeds: Sequence[int], say: Call
     for seed in seeds:
         disturbed, folder = disturbance(seed, start_s, loop_s, disk), out / f"seed_{seed}"
         recipe["checkpointing"]["is_async"] = seed % 3 == 0
+        recipe["logger"] = {"num_val_samples_to_print": 1}
+        if disturbed.kind == "tracker":
+            recipe["logger"]["own"] = [{"path": "tests.chaos.trackers:Flaky"}]
         with small_disk(folder, wanted=disturbed.kind == "disk"):
             code = run(folder, recipe, disturbed, "disturbed")
             where = "loop" if disturbed.in_loop else "start"

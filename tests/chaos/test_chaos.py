@@ -40,6 +40,8 @@ CAMPAIGNS = {
     "policy-in-a-step": [Kill(POLICY, at, steps=2) for at in ("receive", "train", "start_save", "is_saved")],
     "head": [Kill(GCS, "generate_refs", steps=2), Kill(RAYLET, "train", steps=2), Kill(GCS, "stage_refit", steps=2)],
 }
+PHASES = ("generate_refs", "advance", "receive", "train", "start_save", "stage_refit", "commit_refit")
+RAYLETS = [Kill(RAYLET, at, steps=2, hangs=hangs) for hangs in (False, True) for at in PHASES]
 DRIVER_STATES = [("stage_refit", "commit_refit", "generate_refs", "advance"), ("train", "start_save", "is_saved")]
 CASES = sum(map(len, [*CAMPAIGNS.values(), *DRIVER_STATES])) + 1
 PATIENCE_S = 40.0
@@ -93,6 +95,15 @@ def test_processes_are_killed_and_the_run_goes_on(tmp_path: Path, task: Task, mo
     kills = CAMPAIGNS[campaign]
     patience = {"step_timeout_s": PATIENCE_S} if any(kill.hangs for kill in kills) else {}
     survive(tmp_path, recipe_of(task, model, steps=sum(kill.steps for kill in kills) + 2, **patience), kills)
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+@pytest.mark.every_state
+@pytest.mark.parametrize("kill", RAYLETS, ids=lambda kill: kill.name)
+def test_the_only_raylet_is_lost_and_one_restart_is_enough(tmp_path: Path, task: Task, model: Path, kill: Kill) -> None:
+    """Whichever worker's death is noticed first: each restart makes progress, so one in a row is allowed."""
+    recipe = recipe_of(task, model, steps=4, max_restarts=1)
+    survive(tmp_path, recipe, [kill])
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)

@@ -1,4 +1,4 @@
-"""Runs that are disturbed at random times tell the truth and lose nothing (see random_runs.py, ray_sigterms.py)."""
+"""Runs that are disturbed at random times tell the truth and lose nothing: see random_runs.py, ray_*.py."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from tests.functional.runs import Task
     ("program", "seeds"),
     [
         ("random_runs", (0, 3, 6)),  # SIGTERM, SIGKILL, a full disk
-        pytest.param("random_runs", range(20), marks=pytest.mark.every_state),
+        pytest.param("random_runs", range(36), marks=pytest.mark.every_state),
         pytest.param("ray_sigterms", range(4), marks=pytest.mark.every_state),
+        pytest.param("ray_deaths", range(14), marks=pytest.mark.every_state),
     ],
-    ids=["three seeds", "twenty seeds", "SIGTERM under Ray"],
+    ids=["three seeds", "thirty-six seeds", "SIGTERM under Ray", "deaths under Ray"],
 )
 def test_disturbed_runs_lose_nothing(
     tmp_path: Path, task: Task, model: Path, program: str, seeds: Sequence[int]

@@ -1,0 +1,78 @@
+"""A worker node of a Ray cluster is lost: the run waits for another one and reaches its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_mcore.observe import audit, read_ledger
+from grpo_mcore.processes import free_port
+from tests.chaos.test_chaos import recipe_of
+from tests.functional.runs import Task, write_recipe
+
+STEPS = 6
+LONG_S = 600.0
+"""Seconds that a phase of the test may take on a busy machine."""
+
+
+@contextmanager
+def ray_node(role: str, address: str, index: int, cpus: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a node of a Ray cluster as the launchers do, and end it."""
+    words = [role, f"--address={address}", f"--cpus={cpus}", f"--index={index}", f"--within={LONG_S}"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_mcore.cluster.ray_node", *words], stdout=out, stderr=out
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {LONG_S} s: {what}"
+        time.sleep(0.2)
+
+
+@pytest.mark.timeout(4 * LONG_S)
+@pytest.mark.every_state
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_lost_worker_node_is_replaced_and_the_run_reaches_its_end(
+    tmp_path: Path, task: Task, model: Path, sign: signal.Signals
+) -> None:
+    """The head has no cores, so all workers are on the other node."""
+    recipe = recipe_of(task, model, STEPS, max_restarts=1, start_timeout_s=LONG_S)
+    path, address = write_recipe(tmp_path / "run", recipe), f"127.0.0.1:{free_port()}"
+    steps = tmp_path / "run" / "checkpoints"
+    with ExitStack() as stack:
+        stack.enter_context(ray_node("head", address, 0, 0, tmp_path / "head.log"))
+        worker = stack.enter_context(ray_node("worker", address, 1, 4, tmp_path / "worker.log"))
+        command = [sys.executable, "-m", "grpo_mcore.cli.main", "train", str(path)]
+        run = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        stack.callback(run.kill)
+        until(lambda: (steps / "step_2").exists() or run.poll() is not None, "two steps")
+        assert run.poll() is None, run.communicate()[0]
+        (raylet,) = [child for child in psutil.Process(worker.pid).children(recursive=True) if child.name() == "raylet"]
+        raylet.send_signal(sign)
+        stack.enter_context(ray_node("worker", address, 2, 4, tmp_path / "successor.log"))
+        out, _ = run.communicate(timeout=2 * LONG_S)
+    print(out)
+    assert run.returncode == 0, out
+    assert out.count("; it goes on from") == 1
+    told = audit(read_ledger(steps / "ledger.jsonl"))
+    assert not told.flaws and told.steps == STEPS
