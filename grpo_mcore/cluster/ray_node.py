@@ -27,6 +27,9 @@ from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
 from grpo_mcore.cluster.orphan_reaper import OrphanReaper
 from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
 
+ENDED_BY_ITSELF = "this node of Ray ended by itself"
+"""What a node says at its end that nobody has asked to end. Job scripts look for it (slurm_body.sh)."""
+
 END_S = 8.0
 """Seconds that Ray gets to end its processes by itself."""
 
@@ -91,6 +94,8 @@ def run_node(command: Sequence[str], folder: Path) -> int:
     if surviving:
         print(f"processes of Ray could not be ended: {surviving}", file=sys.stderr, flush=True)
         return 1
+    if not signals:
+        print(f"{ENDED_BY_ITSELF}: {processes.describe_exit(code)}", file=sys.stderr, flush=True)
     return 0 if signals else code or 1
 
 

@@ -13,12 +13,13 @@ from grpo_mcore.recipe.schema.section import NonNegative, Positive, Section
 class SlurmConfig(Section):
     """`launch.slurm`. Read by tools/launch/."""
 
-    account: str | None = None
+    account: Annotated[str, Field(pattern=r"^[^\s#]+$")] | None = None
     """Account that is charged."""
-    partition: str | None = None
+    partition: Annotated[str, Field(pattern=r"^[^\s#]+$")] | None = None
     """Partition. null: the site's default."""
     options: list[str] = Field(default_factory=list)
-    """Further options of sbatch, such as "--qos=high"."""
+    """Further options of sbatch, such as "--qos=high". They replace those of the same name that follow from the recipe,
+    and --mem-per-cpu replaces --mem."""
 
 
 class KubernetesConfig(Section):
@@ -74,8 +75,8 @@ class LaunchConfig(Section):
     """Seconds before the time limit at which the run is asked to end its step and save. Must be longer than the longest
     step and a checkpoint together."""
     max_restarts: NonNegative = 3
-    """Maximum number of times that a job which was preempted, lost a node or ran out of time resumes from its
-    checkpoint."""
+    """Maximum number of times that a job which lost something or ran out of time resumes from its checkpoint. On Slurm
+    preemptions and nodes that Slurm itself finds lost do not count."""
     cpus_per_node: Positive = 64
     """CPU cores of each node."""
     memory_gb_per_node: Positive = 512

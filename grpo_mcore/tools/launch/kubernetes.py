@@ -121,11 +121,10 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
     rdma = k8s.rdma_resource if gpus else None
     if rdma:
         amounts[rdma] = str(k8s.rdma_count)
-    variables = ENVIRONMENT | dict(sorted(launch.env.items()))
+    cache = {"HF_HOME": f"{k8s.volume_path}/huggingface"} if k8s.volume_claim else {}
+    variables = ENVIRONMENT | cache | dict(sorted(launch.env.items()))
     if launch.code:
         variables["PYTHONPATH"] = ":".join([RECIPE_FOLDER, *([own] if (own := launch.env.get("PYTHONPATH")) else [])])
-    if k8s.volume_claim:
-        variables["HF_HOME"] = f"{k8s.volume_path}/huggingface"
     files = [("recipe.yaml", "recipe.yaml"), *((f"text-{i}", name) for i, (name, _) in enumerate(spec.texts))]
     volumes: list[dict[str, Any]] = [
         {

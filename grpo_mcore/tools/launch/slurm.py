@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_mcore.tools.launch.spec import FROM_SUBMITTER, LaunchSpec
+from grpo_mcore.tools.launch.validation import option_name
 
 BODY = Path(__file__).with_name("slurm_body.sh")
 
@@ -20,9 +22,10 @@ OTHERS = ("RAY_PORT", "HEAD_IP", "OBJECT_STORE_GB")
 
 def sbatch_script(spec: LaunchSpec) -> str:
     """Return the script: sbatch's options, the settings with their values, and the body that all jobs share."""
+    recipe = re.sub(r"\s", " ", spec.recipe_file)  # a line break in a file's name would end the comment
     head = [
         "#!/bin/bash",
-        f"# {spec.recipe_file} on Slurm. Written by: grpo-mcore launch slurm {spec.recipe_file} --dry-run",
+        f"# {recipe} on Slurm. Written by: grpo-mcore launch slurm {recipe} --dry-run",
         "#",
         "# Usage: sbatch FILE, from a shell in which `grpo-mcore` is in PATH, or with a container (pyxis):",
         '#   CONTAINER=image.sqsh MOUNTS="$PWD:$PWD" COMMAND="grpo-mcore train ... --resume=auto" sbatch FILE',
@@ -33,11 +36,21 @@ def sbatch_script(spec: LaunchSpec) -> str:
     return "\n".join([*head, job_script(spec)])
 
 
+REPLACED = {"mem-per-cpu": "mem", "mem-per-gpu": "mem", "cpus-per-gpu": "cpus-per-task", "no-requeue": "requeue"}
+"""Options of launch.slurm.options that exclude one of ours."""
+
+
 def job_script(spec: LaunchSpec) -> str:
-    """Return the script without sbatch's options."""
-    command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
+    """Return the script without sbatch's options. It carries the resolved recipe, and says which code it was made by: a
+    job that starts again after days trains what was submitted, whatever has happened to the file."""
+    command = shlex.join(spec.command("RECIPE")).replace(" RECIPE", ' "$RECIPE"', 1)
     container, mounts = spec.launch.container or "", ",".join(spec.launch.mounts)
-    return _script(_settings(command, container, mounts, spec.restarts, spec.start_timeout_s), spec.launch.env)
+    settings = _settings(command, container, mounts, spec.restarts, spec.start_timeout_s)
+    end = "END_OF_RECIPE"
+    while end in spec.recipe_yaml.splitlines():
+        end += "_"
+    carried = [f"CODE={shlex.quote(spec.code)}", "resolved_recipe() {", f"    cat <<'{end}'", spec.recipe_yaml.rstrip()]
+    return _script(settings, spec.launch.env, [*carried, end, "}"])
 
 
 def any_command_script() -> str:
@@ -74,19 +87,23 @@ def _settings(command: str, container: str, mounts: str, restarts: int, timeout_
         "CONTAINER": (container, " # image for pyxis; empty: bare metal"),
         "MOUNTS": (mounts, " # FROM:TO[:ro],... for the container"),
         "COMMAND": (command, ""),
-        "RESTARTS": (str(restarts), " # maximum number of times that a run stopped by the time limit is queued again"),
+        "RESTARTS": (
+            str(restarts),
+            " # how often a run that ran out of time or lost something is queued again; preemptions do not count",
+        ),
         "LOGS": ("logs/slurm", " # on the shared file system"),
         "PYTHON": ("python", ""),
         "START_TIMEOUT": (str(timeout_s), " # seconds until all nodes must have joined Ray"),
     }
 
 
-def _script(settings: Mapping[str, tuple[str, str]], variables: Mapping[str, str]) -> str:
+def _script(settings: Mapping[str, tuple[str, str]], variables: Mapping[str, str], carried: Sequence[str] = ()) -> str:
     lines = [
         "",
         "# Settings: a variable of the same name in the submitting shell overrides the value.",
         *[f"[[ -n ${{{key}:-}} ]] || {key}={shlex.quote(value)}{note}" for key, (value, note) in settings.items()],
         *[f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())],
+        *carried,
         "",
     ]
     return "\n".join([*lines, BODY.read_text()])
@@ -113,4 +130,6 @@ def sbatch_options(spec: LaunchSpec) -> dict[str, str | int]:
         "output": "%x-%j.out",
         "export": ",".join(passed),
     }
-    return {key: value for key, value in options.items() if value is not None}
+    named = {option_name(option) for option in spec.launch.slurm.options}
+    replaced = named | {REPLACED[name] for name in named & REPLACED.keys()}
+    return {key: value for key, value in options.items() if value is not None and key not in replaced}

@@ -15,6 +15,13 @@ head=${nodes[0]}
 gpus=${SLURM_GPUS_ON_NODE:-0}
 logs=$(realpath -m "$LOGS")/$SLURM_JOB_ID-$restart
 mkdir -p "$logs"
+if [[ -n $(type -t resolved_recipe) ]]; then # as it was when the job was submitted
+    export RECIPE=$logs/recipe.yaml
+    resolved_recipe >"$RECIPE"
+fi
+used_up=$(realpath -m "$LOGS")/$SLURM_JOB_ID.restarts # how many of RESTARTS; those by Slurm itself do not count
+((restart)) || rm -f "$used_up" # of an older job with this number
+used=$(cat "$used_up" 2>/dev/null || echo 0)
 
 # Ray answers only to holders of this job's token. A previous start whose node was lost has left its token behind.
 rm -f "$(realpath -m "$LOGS")/$SLURM_JOB_ID"-*/token
@@ -113,7 +120,7 @@ fi
 say "Ray is ready: $(tail -n 1 "$logs/ready.log")"
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
-say "$COMMAND"
+say "$COMMAND${CODE:+ (code: $CODE)}"
 # The shell around the command survives SIGUSR1, the signal to save; Python has its own handler.
 "${on_head[@]}" "${inside[@]}" --export="ALL,RAY_ADDRESS=$address" bash -c "trap : USR1; $COMMAND" &
 driver_pid=$!
@@ -128,18 +135,36 @@ if gone "$driver_pid"; then
 else
     say "a Ray node ended before the run; its log:"
     tail -n 15 "$logs"/ray-*.log
-    code=1
+    code=69
 fi
+bad="" # nodes whose Ray ended by itself; where the head did, the others only followed it
+for log in "$logs/ray-$head.log" "$logs"/ray-*.log; do
+    if grep -qs "this node of Ray ended by itself" "$log"; then
+        node_name=${log##*/ray-}
+        bad=${bad:+$bad,}${node_name%.log}
+        [[ ${node_name%.log} == "$head" ]] && break
+    fi
+done
 finish 60
+queue_again() { # WHAT: exclude the bad nodes, unless that leaves too few
+    if ((used >= RESTARTS)); then
+        say "$1; there were $RESTARTS restarts already: submit again to go on"
+        return
+    fi
+    echo $((used + 1)) >"$used_up"
+    say "$1; the job is queued again (restart $((used + 1)) of $RESTARTS)${bad:+, without $bad}"
+    scontrol requeue "$SLURM_JOB_ID"
+    for _ in $(seq 20); do # only a job that waits takes it
+        [[ -z $bad ]] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$bad" 2>/dev/null && break
+        sleep 0.5
+    done
+    exit 0
+}
 case $code in
 0) say "the run is over" ;;
-75)
-    if ((restart < RESTARTS)); then
-        say "saved; the job is queued again (restart $((restart + 1)) of $RESTARTS)"
-        scontrol requeue "$SLURM_JOB_ID"
-        exit 0
-    fi
-    say "saved; there were $RESTARTS restarts already: submit again to go on"
+75) queue_again "saved" ;;
+69 | 134 | 137 | 139) # a loss; the driver was killed or crashed
+    queue_again "the run lost a process or a node (exit code $code)"
     ;;
 *) say "the run failed with exit code $code" ;;
 esac

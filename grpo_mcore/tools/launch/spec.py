@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpo_mcore
 from grpo_mcore.recipe import (
     LaunchConfig,
     MasterConfig,
@@ -43,7 +45,7 @@ class LaunchSpec:
 
     `recipe_yaml` is the resolved recipe and `texts` the files that it names and those of launch.code, as (name relative
     to it, content), for nodes that do not see the checkout. `sandboxes`: programs run in sandboxes, which need
-    namespaces of their own.
+    namespaces of their own. `code`: version and revision of this package.
     """
 
     name: str
@@ -58,6 +60,7 @@ class LaunchSpec:
     start_timeout_s: int
     launch: LaunchConfig
     sandboxes: bool = False
+    code: str = ""
 
     @property
     def nodes(self) -> int:
@@ -91,7 +94,28 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
             section.get("environment", name) == "code" and section.get("sandbox") != "none_i_trust_the_code"
             for name, section in config.env.items()
         ),
+        code=code_revision(),
     )
+
+
+def code_revision() -> str:
+    """Return this package's version, and in a checkout its commit and whether files differ from it."""
+    version, folder = f"grpo-mcore {grpo_mcore.__version__}", Path(grpo_mcore.__file__).parent
+    describe = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--dirty=, with changes",
+        "--exclude=*",
+    ]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):  # no git
+        return version
+    return f"{version}, commit {done.stdout.strip()}" if done.returncode == 0 else version
 
 
 def pools(config: MasterConfig) -> tuple[Pool, ...]:

@@ -227,11 +227,16 @@ def _code_on_kubernetes(config: MasterConfig) -> Iterator[Finding]:
         )
 
 
+def option_name(option: str) -> str:
+    """Return the name of a long option, such as "qos" of "--qos=high"."""
+    return option.removeprefix("--").partition("=")[0].split(" ")[0]
+
+
 def _slurm(config: MasterConfig) -> Iterator[Finding]:
     for option in config.launch.slurm.options:
-        name = option.removeprefix("--").partition("=")[0].split(" ")[0]
-        if not option.startswith("--") or "\n" in option:
-            yield Finding(("launch.slurm.options",), f'expected one long option of sbatch, got "{option}"')
+        name = option_name(option)
+        if not option.startswith("--") or not option.isprintable():
+            yield Finding(("launch.slurm.options",), f"expected one long option of sbatch, got {option!r}")
         elif name in RESERVED_OPTIONS:
             yield Finding(("launch.slurm.options",), f"--{name} follows from the recipe; change the recipe instead")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from grpo_mcore.recipe import MasterConfig, RecipeError, load_recipe
 from grpo_mcore.tools.launch import LaunchSpec, Pool, launch_spec, validation
 from grpo_mcore.tools.launch.kubernetes import documents
 from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check
+from grpo_mcore.tools.launch.slurm import BODY, job_script, sbatch_options, sbatch_script
 from grpo_mcore.tools.launch.spec import job_name
 from grpo_mcore.tools.launch.validation import seconds
 
@@ -127,6 +129,13 @@ WRONG = {
     "two mounts": ("slurm", ["launch.container=i:1", "launch.mounts=['/a:/x','/b:/x']"], "launch.mounts", "two mounts"),
     "mounts without container": ("slurm", ["launch.mounts=['/a:/x']"], "launch.mounts", "bare metal"),
     "nodes twice": ("slurm", ["launch.slurm.options=['--nodes=9']"], "launch.slurm.options", "follows from the recipe"),
+    "an option that is a line": (
+        "slurm",
+        ['launch.slurm.options=["--qos=high\\nrm -r x"]'],
+        "launch.slurm.options",
+        "one long option",
+    ),
+    "an account that is a line": ("slurm", ['launch.slurm.account="a\\nrm -r x"'], "launch.slurm.account", "pattern"),
     "not an option": ("slurm", ["launch.slurm.options=['-N 9']"], "launch.slurm.options", "one long option"),
     "a bad secret": ("k8s", [*ON_K8S, "+launch.k8s.secrets.HF_TOKEN=hf_abc"], "launch.k8s.secrets.HF_TOKEN", "SECRET/"),
     "a bad claim": (
@@ -216,3 +225,39 @@ def test_data_and_models_of_this_machine_are_refused(tmp_path: Path, monkeypatch
     assert spec(*words, *container, f"launch.mounts=['{tmp_path}:{tmp_path}']", target="slurm").nodes
     monkeypatch.setattr(validation, "NODE_LOCAL", (str(tmp_path),))
     assert "/model is on this node only; put it on the shared file system" in problems(target="slurm")
+
+
+def test_options_of_the_site_replace_ours() -> None:
+    """sbatch refuses --mem beside --mem-per-cpu."""
+    options = sbatch_options(spec("launch.slurm.options=['--mem-per-cpu=4G', '--no-requeue', '--job-name=mine']",
+                                  target="slurm"))  # fmt: skip
+    assert not options.keys() & {"mem", "requeue", "job-name"} and options["cpus-per-task"] == 64
+
+
+def test_a_line_break_in_the_name_of_a_recipe_stays_in_its_comment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path("recipes/grpo-llama3.1-8B-2n8g.yaml").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("a\nb.yaml").write_text(source)
+    script = sbatch_script(launch_spec(load_recipe("a\nb.yaml", ()), "slurm"))
+    assert script.splitlines()[1].startswith("# a b.yaml on Slurm") and "\nb.yaml" not in script
+
+
+def test_a_variable_of_the_recipe_is_not_replaced_on_kubernetes() -> None:
+    pod = documents(spec(*ON_K8S, "launch.env={HF_HOME: /cache}", target="k8s"))[1]["spec"]["rayClusterSpec"]
+    variables = pod["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
+    assert [one["value"] for one in variables if one["name"] == "HF_HOME"] == ["/cache"]
+
+
+def test_the_job_script_trains_the_recipe_that_was_submitted(tmp_path: Path) -> None:
+    """Also where the recipe has quotes, dollars and the line that would end it."""
+    job = spec("policy.generation.stop_strings=['$(date)', 'END_OF_RECIPE', '`x`']", target="slurm")
+    tail = f"{job.recipe_yaml}END_OF_RECIPE\n"
+    script = job_script(replace(job, recipe_yaml=tail)).replace(BODY.read_text(), 'resolved_recipe; eval "$COMMAND"\n')
+    (tmp_path / "grpo-mcore").write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
+    (tmp_path / "grpo-mcore").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECIPE": "/logs/a recipe.yaml"}
+    done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{tail}<train></logs/a recipe.yaml><--resume=auto>", done.stderr
+    assert "grpo-mcore 0." in job.code
