@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,17 +33,32 @@ class Backend(Protocol):
         """Write what is left."""
 
 
+def run_id(folder: Path, tracker: str, make: Callable[[], str]) -> tuple[str, bool]:
+    """Return the id under which a tracker knows the run of this log folder, and whether it was there before: then the
+    run is resumed, and goes on under it. `make`: returns a new id."""
+    path = folder / f"{tracker}_run.txt"
+    if path.exists() and (known := path.read_text().strip()):
+        return known, True
+    new = make()
+    path.write_text(new + "\n")
+    return new, False
+
+
 class TensorBoard:
-    """Event files in the run's folder. On a full disk a writer gives up for good; the next attempt gets a new one."""
+    """Event files in the run's folder. On a full disk a writer gives up for good; the next attempt gets a new one. A
+    resumed run takes back what is there of its first step and later ones."""
 
     def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
-        self._package, self._folder = package, str(folder / (config.tensorboard.log_dir or "tensorboard"))
-        self._writer: Any = package.SummaryWriter(self._folder)
+        where = folder / (config.tensorboard.log_dir or "tensorboard")
+        self._package, self._folder = package, str(where)
+        self._resumes = where.is_dir() and any(where.iterdir())
+        self._writer: Any = None if self._resumes else package.SummaryWriter(self._folder)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         try:
             if self._writer is None:
-                self._writer = self._package.SummaryWriter(self._folder)
+                self._writer = self._package.SummaryWriter(self._folder, purge_step=step if self._resumes else None)
+                self._resumes = False
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
         except OSError:
@@ -64,7 +80,10 @@ class Wandb:
 
     def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
         where = config.wandb
-        self._run = package.init(project=where.project, name=where.name, entity=where.entity, dir=str(folder))
+        number, _ = run_id(folder, "wandb", lambda: secrets.token_hex(8))
+        self._run = package.init(
+            project=where.project, name=where.name, entity=where.entity, dir=str(folder), id=number, resume="allow"
+        )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -90,7 +109,12 @@ class MLflow:
                 number = self._client.create_experiment(name, where.artifact_location)
             else:
                 number = experiment.experiment_id
-            self._run_id = self._client.create_run(number, run_name=where.run_name or folder.name).info.run_id
+            name = where.run_name or folder.name
+            self._run_id, known = run_id(
+                folder, "mlflow", lambda: str(self._client.create_run(number, run_name=name).info.run_id)
+            )
+            if known:
+                self._client.update_run(self._run_id, status="RUNNING")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)

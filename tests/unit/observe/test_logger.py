@@ -156,6 +156,32 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
 
 
+def test_a_resumed_run_takes_back_its_repeated_steps_in_tensorboard(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for steps in ((1, 2, 3), (3, 4)):  # killed after step 3, whose checkpoint is that of step 2
+        logger = Logger(config(tmp_path, tensorboard_enabled=True), run="exp_001")
+        for step in steps:
+            logger.log_metrics({"loss": step + steps[0] / 10}, step=step, prefix="train")
+        logger.close()
+    events = accumulator.EventAccumulator(str(logger.tensorboard_dir))
+    events.Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(step, pytest.approx(step + begun / 10)) for step, begun in ((1, 1), (2, 1), (3, 3), (4, 3))]
+
+
+def test_a_resumed_run_is_the_same_run_of_wandb(tmp_path, monkeypatch):
+    ids: list[tuple[str, str]] = []
+    nothing = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+    package = SimpleNamespace(init=lambda **where: ids.append((where["id"], where["resume"])) or nothing)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for run in ("exp_001", "exp_001", None):
+        logger = Logger(config(tmp_path, wandb_enabled=True), run=run)
+        logger.log_metrics({"loss": 0.5}, step=1)
+        logger.close()
+    (first, again, other) = ids
+    assert first == again != other and first[1] == "allow"
+
+
 def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch):
     calls: list[Any] = []
     run = SimpleNamespace(
@@ -247,6 +273,11 @@ def test_mlflow_has_the_same_numbers(tmp_path, monkeypatch):
     (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
     assert run.data.metrics == {"train/loss": 0.5, "train/pass_4": 1.0}
     assert (run.info.run_name, run.info.status) == ("r", "FINISHED")
+    resumed = Logger(config(tmp_path, mlflow_enabled=True, mlflow=where), run=logger.log_dir.name)
+    resumed.log_metrics({"loss": 0.25}, step=2, prefix="train")
+    resumed.close()
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert run.data.metrics["train/loss"] == 0.25 and run.info.status == "FINISHED"
 
 
 def test_swanlab_takes_the_same_numbers(tmp_path):
