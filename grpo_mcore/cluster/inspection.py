@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -38,6 +39,8 @@ CHILDREN, SPY_S = 16, 5.0
 """Maximum children of a worker that py-spy looks at, and its seconds for each."""
 
 IN_COLLECTIVE = re.compile(r'File "[^"]*/torch/distributed/[^"]*", line \d+ in (\w+)')
+
+logger = logging.getLogger(__name__)
 
 REBIND_S = 1.0
 """Seconds between two attempts to listen where the worker before this one, of the same name, is still ending."""
@@ -154,10 +157,15 @@ class Answering:
                     connection, _ = listening.accept()
                 except OSError:  # closed
                     return
-                with connection, suppress(OSError):  # whoever asked has gone
-                    if _user(connection) == os.getuid():
-                        connection.settimeout(ANSWER_S)
-                        connection.sendall(self._answer().encode())
+                with connection:
+                    try:
+                        if _user(connection) == os.getuid():
+                            connection.settimeout(ANSWER_S)
+                            connection.sendall(self._answer().encode())
+                    except OSError:  # whoever asked has gone
+                        pass
+                    except Exception:
+                        logger.exception("an inspection of this process failed")
 
 
 def ask(key: str | Path, timeout_s: float = ANSWER_S) -> str | None:
@@ -261,7 +269,8 @@ def frames_here(places: Mapping[str, Place]) -> dict[str, str | None]:
 def own_frames(dump: str) -> str:
     """Return the part of faulthandler's dump that matters: the threads that are in a call of the worker come first,
     without the frames that called it; those of Python's and Ray's own machinery are left out."""
-    called_threads, threads = [], []
+    called_threads: list[str] = []
+    threads: list[str] = []
     for thread in re.split(r"\n\n(?=(?:Current t|T)hread 0x)", dump.strip()):
         frames = [line for line in thread.splitlines() if line.startswith("  File ")]
         called = [index for index, frame in enumerate(frames) if "/grpo_mcore/cluster/ray_actor.py" in frame]
@@ -341,8 +350,9 @@ def _collectives() -> tuple[tuple[Collective, ...], bool]:
     torch, bindings = sys.modules.get("torch.distributed"), sys.modules.get("torch._C._distributed_c10d")
     if torch is None or bindings is None or not torch.is_initialized():
         return (), False
-    world = sys.modules["torch.distributed.distributed_c10d"]._world  # type: ignore[attr-defined]
-    ranks = {world.pg_names[group]: tuple(sorted(members)) for group, members in world.pg_group_ranks.items()}
+    world = sys.modules["torch.distributed.distributed_c10d"]._world
+    members_of = dict(world.pg_group_ranks)  # another thread may make groups meanwhile
+    ranks = {name: tuple(sorted(members_of.get(group, ()))) for group, name in list(world.pg_names.items())}
     last: dict[str, Collective] = {}
     sends = False
     for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

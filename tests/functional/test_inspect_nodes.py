@@ -36,11 +36,15 @@ def test_of_ranks_on_two_machines_the_stuck_one_is_named_and_only_it(tmp_path: P
                        for name in names}  # fmt: skip
             for rank in ranks.values():
                 rank.call("train", stuck, 10)
-            deadline, reports, waiting = time.monotonic() + LONG_S, {}, 0
-            while waiting < size - 1 and time.monotonic() < deadline:
+            deadline, before, reports = time.monotonic() + LONG_S, {}, {}
+            waiting = 0
+            while (waiting < size - 1 or reports != before) and time.monotonic() < deadline:  # until all stand still
                 asked = [started[name].call("reports", by_node[name]) for name in names]
-                reports = {name: report for answer in asked for name, report in answer.result(timeout=LONG_S).items()}
+                before, reports = reports, {}
+                for answer in asked:
+                    reports |= answer.result(timeout=LONG_S)
                 waiting = sum(any(one.waits for one in report.collectives) for report in reports.values())
+                time.sleep(0.5)
             told = wait_graph([], reports, list(places))
             assert odd_ones(reports) == [f"policy-{stuck}"], told
             assert "in wait_for_a_disk" in told.splitlines()[1] and f"policy-{stuck} is at" in told.splitlines()[1]

@@ -78,7 +78,7 @@ def model_folder(name: str) -> str:
         raise SetupError(
             f"policy.model_name {name!r} is not a folder here, and could not be fetched from the Hugging Face hub: "
             f"{type(error).__name__}: {error}".splitlines()[0]
-        ) from error
+        ) from None  # with its cause it would pass for a loss, and be tried again
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,6 @@ def test_what_a_restart_does_about_each_error_of_the_package_is_decided() -> Non
         module = "grpo_mcore.parallel.mesh" if name == "RendezvousError" else "grpo_mcore.rollout.workers"
         kind = getattr(__import__(module, fromlist=[name]), name)
         assert is_fault(kind.__new__(kind)), name
-    assert not any(is_fault(kind.__new__(kind)) for kind in (WorkerFailed, NotEnoughResources, RefitError))
 
 
 def test_every_error_of_ray_is_a_loss() -> None:

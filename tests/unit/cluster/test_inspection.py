@@ -247,6 +247,19 @@ def test_whoever_comes_after_a_worker_of_the_same_name_answers_once_that_has_end
     assert "first" in said and said[-1] == "second"
 
 
+def test_an_answer_that_fails_is_logged_and_the_next_one_comes(
+    tmp_path: Path, package_log: pytest.LogCaptureFixture
+) -> None:
+    answers = iter(["first"])
+    answering = Answering(tmp_path / "log", lambda: next(answers))
+    deadline, said = time.monotonic() + 60, None
+    while said is None and time.monotonic() < deadline:
+        said = ask(tmp_path / "log")
+    assert said == "first" and ask(tmp_path / "log") is None and ask(tmp_path / "log") is None
+    answering.close()
+    assert package_log.text.count("an inspection of this process failed") == 2
+
+
 def test_the_command_asks_the_driver_else_the_workers_here_else_says_where_to_look(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
