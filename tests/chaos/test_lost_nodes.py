@@ -28,15 +28,22 @@ LONG_S = 600.0
 def ray_node(role: str, address: str, index: int, cpus: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a node of a Ray cluster as the launchers do, and end it."""
     words = [role, f"--address={address}", f"--cpus={cpus}", f"--index={index}", f"--within={LONG_S}"]
+    command = [sys.executable, "-m", "grpo_mcore.cluster.ray_node", *words]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_mcore.cluster.ray_node", *words], stdout=out, stderr=out
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=with_token(log.parent))
     try:
         yield process
     finally:
         process.terminate()
         process.wait(60)
+
+
+def with_token(folder: Path) -> dict[str, str]:
+    """Return the environment with a token for Ray in `folder`, as the job script makes one."""
+    path = folder / "token"
+    if not path.exists():
+        path.write_text("a" * 64)
+    return {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
 
 
 def until(happened: Callable[[], bool], what: str) -> None:
@@ -62,7 +69,7 @@ def test_a_lost_worker_node_is_replaced_and_the_run_reaches_its_end(
         command = [sys.executable, "-m", "grpo_mcore.cli.main", "train", str(path)]
         run = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"},
+            env={**with_token(tmp_path), "RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         stack.callback(run.kill)
         until(lambda: (steps / "step_2").exists() or run.poll() is not None, "two steps")

@@ -13,6 +13,7 @@ import torch
 
 from grpo_mcore.algorithms.weight_sync import refit_parity
 from grpo_mcore.cli.main import main
+from grpo_mcore.observe import alarms
 from grpo_mcore.refit.plan import Block
 from grpo_mcore.refit.sender import RefitSender
 from tests.functional.runs import Task, grpo_recipe, run_here, write_recipe
@@ -74,10 +75,11 @@ def test_a_run_by_default_compares_sometimes_and_says_a_difference(
     tmp_path: Path, task: Task, wrong_weights: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refit_parity, "SHARE", 1e9)  # after every refit
+    monkeypatch.setattr(alarms, "MISMATCH", 1.01)  # an untrained model differs little
     recipe = grpo_recipe(task, task.untrained)
     recipe["grpo"] |= {"max_num_steps": 1}
     run = run_here("train", tmp_path, recipe, "checkpointing.enabled=false")
     assert run.code == 0, run.err
     (step,) = run.metrics()
-    assert step["refit/mult_prob_error"] > 1.05
+    assert step["refit/mult_prob_error"] > 1.01
     assert "after a refit an engine does not compute what the policy does" in run.out + run.err
