@@ -45,6 +45,7 @@ def breaks(original: Callable[..., Any], act: Callable[[Policy], str], said: lis
     return method
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("where", "act", "text"),
     [

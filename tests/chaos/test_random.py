@@ -17,12 +17,12 @@ from tests.functional.runs import Task
 @pytest.mark.parametrize(
     ("program", "seeds"),
     [
-        ("random_runs", (0, 3, 6)),  # SIGTERM, SIGKILL, a full disk
-        pytest.param("random_runs", range(36), marks=pytest.mark.every_state),
+        ("random_runs", (3, 6, 18)),  # SIGKILL, a full disk, a closed terminal
+        pytest.param("random_runs", range(38), marks=pytest.mark.every_state),
         pytest.param("ray_sigterms", range(4), marks=pytest.mark.every_state),
         pytest.param("ray_deaths", range(14), marks=pytest.mark.every_state),
     ],
-    ids=["three seeds", "thirty-six seeds", "SIGTERM under Ray", "deaths under Ray"],
+    ids=["three seeds", "thirty-eight seeds", "SIGTERM under Ray", "deaths under Ray"],
 )
 def test_disturbed_runs_lose_nothing(
     tmp_path: Path, task: Task, model: Path, program: str, seeds: Sequence[int]
