@@ -266,8 +266,8 @@ class RayCluster(Cluster):
 
     def inspect(self) -> str:
         """Return what the driver and every worker are doing, and whom the others wait for. For any thread."""
-        names = list(self._workers)
-        waits = [wait for name in names for wait in self._workers[name].waits()]
+        workers = list(self._workers.values())
+        names, waits = [worker.name for worker in workers], [wait for worker in workers for wait in worker.waits()]
         driver = own_frames(current_frames())
         told = wait_graph(waits, self._reports(names), names)
         return f"the driver (process {os.getpid()}) is at, innermost first:\n{driver}\n{told}\n"
@@ -302,7 +302,8 @@ class RayCluster(Cluster):
         answer in time are left out."""
         by_node: dict[str, dict[str, Place]] = {}
         for name in names:
-            if (place := self._workers[name].known_place()) is not None:
+            worker = self._workers.get(name)  # None: it was ended meanwhile
+            if worker is not None and (place := worker.known_place()) is not None:
                 by_node.setdefault(place.node, {})[name] = place
         here = by_node.pop(self._node, {})
         asked = [self._collector(node).reports.remote(places) for node, places in by_node.items()]

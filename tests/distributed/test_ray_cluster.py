@@ -23,7 +23,9 @@ from grpo_mcore.cluster import (
     WorkerFailed,
     call_all,
     gather,
+    ray_cluster,
 )
+from grpo_mcore.cluster.inspection import ask
 from grpo_mcore.cluster.orphan_reaper import MARKER, SOCKETS, marked
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record
@@ -248,6 +250,31 @@ def test_streams_and_calls_run_concurrently(cluster, tmp_path):
     gates[0].touch()
     assert list(first) == [1, 2]
     cluster.stop([host])
+
+
+def test_what_workers_do_is_told_on_demand_and_kept_when_a_call_is_late(
+    cluster, abacus, second, tmp_path, monkeypatch, package_log
+):
+    monkeypatch.setattr(ray_cluster, "INSPECT_S", 0.5)
+    monkeypatch.setattr(ray_cluster, "INSPECT_AT", 0.0)
+    cluster._next_inspection = 0.0
+    gate, kept = tmp_path / "gate", cluster.log_dir / "inspection_0.txt"
+    nap = abacus.call("nap_in_the_middle", str(gate), what="a nap")
+    deadline = time.monotonic() + 60
+    while not kept.exists() and time.monotonic() < deadline:
+        with contextlib.suppress(DeadlineExceeded):
+            cluster.next_ready([nap], 1.0, "a nap")
+    asked = ask(cluster.log_dir, 60.0)
+    for told in (asked, kept.read_text()):
+        assert told is not None and f"the driver (process {os.getpid()}) is at" in told
+        assert "the driver waits for abacus: a nap, for " in told
+        assert re.search(r"(?m)^  abacus is at \S+/ray_workers.py:\d+ in wait_at$", told), told
+        assert re.search(r"(?m)^  second runs no Python of its own$", told), told
+    assert "abacus: a nap has taken" in kept.read_text()
+    gate.touch()
+    assert nap.result() == "awake"
+    cluster._inspection.join(60)
+    assert f"what each process does: {kept}" in package_log.text
 
 
 def test_a_late_item_and_a_late_group_are_named(cluster, abacus, second, tmp_path):
