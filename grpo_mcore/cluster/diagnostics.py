@@ -94,12 +94,14 @@ def wait_graph(waits: Sequence[Wait], reports: Mapping[str, Report], names: Sequ
         lines.append(f"  {listed(alike_names)} {activity}")
         lines += [f"    {line}" for line in stack.splitlines()]
     late_names = [name for name in names if any(wait.late for wait in waits if wait.whom == name)]
-    unknown = [name for name in (names if with_stacks else late_names) if name not in reports]
+    awaited = late_names or list(dict.fromkeys(wait.whom for wait in waits))
+    unknown = [name for name in awaited if name not in reports]
     alone = odd or [name for name in late_names if name in reports and reports[name].waiting is None]
+    who = "culprit" if late_names else "the others wait for"
     if alone:
-        lines.append(f"culprit: {listed(alone)}" if late_names else f"the others wait for: {listed(alone)}")
+        lines.append(f"{who}: {listed(alone)}")
     elif unknown:
-        lines.append(f"culprit: unknown; {listed(unknown)} could not be asked")
+        lines.append(f"{who}: unknown; {listed(unknown)} could not be asked")
     elif late_names:
         lines.append(f"culprit: none of {listed(late_names)} alone: each waits for another in a collective")
     return "\n".join(lines)

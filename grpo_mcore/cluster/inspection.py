@@ -38,6 +38,9 @@ ANSWER_S = 2.0
 CHILDREN, SPY_S = 16, 5.0
 """Maximum children of a worker that py-spy looks at, and its seconds for each."""
 
+MACHINERY = r"/ray/|/threading\.py|/concurrent/futures/|/socket\.py|/cluster/inspection\.py"
+"""Files of threads that do nothing for the run."""
+
 IN_COLLECTIVE = re.compile(r'File "[^"]*/torch/distributed/[^"]*", line \d+ in (\w+)')
 
 logger = logging.getLogger(__name__)
@@ -275,7 +278,7 @@ def own_frames(dump: str) -> str:
         frames = [line for line in thread.splitlines() if line.startswith("  File ")]
         called = [index for index, frame in enumerate(frames) if "/grpo_mcore/cluster/ray_actor.py" in frame]
         frames = frames[: called[0]] if called else frames
-        if not all(re.search(r"/ray/|/threading\.py|/concurrent/futures/", frame) for frame in frames):
+        if not all(re.search(MACHINERY, frame) for frame in frames):
             (called_threads if called else threads).append("\n".join(frames))
     return "\n  another thread:\n".join([*called_threads, *threads])
 

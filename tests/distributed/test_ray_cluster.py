@@ -258,6 +258,7 @@ def test_what_workers_do_is_told_on_demand_and_kept_when_a_call_is_late(
     monkeypatch.setattr(ray_cluster, "INSPECT_S", 0.5)
     monkeypatch.setattr(ray_cluster, "INSPECT_AT", 0.0)
     cluster._next_inspection = 0.0
+    second.place()  # its process is up
     gate, kept = tmp_path / "gate", cluster.log_dir / "inspection_0.txt"
     nap = abacus.call("nap_in_the_middle", str(gate), what="a nap")
     deadline = time.monotonic() + 60
@@ -270,6 +271,7 @@ def test_what_workers_do_is_told_on_demand_and_kept_when_a_call_is_late(
         assert "the driver waits for abacus: a nap, for " in told
         assert re.search(r"(?m)^  abacus is at \S+/ray_workers.py:\d+ in wait_at$", told), told
         assert re.search(r"(?m)^  second runs no Python of its own$", told), told
+    assert "inspection.py" not in kept.read_text()
     assert "abacus: a nap has taken" in kept.read_text()
     gate.touch()
     assert nap.result() == "awake"

@@ -120,9 +120,11 @@ def test_an_inspection_shows_equal_ranks_once_with_their_stack_and_collective() 
 
     reports = {f"policy-{rank}": waits(16, waits=False) if rank == 5 else waits(17) for rank in range(16)}
     names = [*reports, "engine-0"]
-    told = wait_graph([], reports, names).splitlines()
-    assert told[:4] == [
+    waits_for = [Wait(name, "training", 365.0, late=False) for name in reports]
+    told = wait_graph(waits_for, reports, names).splitlines()
+    assert told[:5] == [
         "who waits for whom:",
+        "  the driver waits for policy-0 to policy-15 (16): training, for 365 s",
         "  policy-5 is at /app/data.py:7 in read",
         '      File "/app/data.py", line 7 in read',
         '      File "/app/policy_worker.py", line 40 in receive',
@@ -134,8 +136,8 @@ def test_an_inspection_shows_equal_ranks_once_with_their_stack_and_collective() 
     )
     assert told[-1] == "the others wait for: policy-5"
     del reports["policy-5"]  # it could not be asked: it is not accused, and nor is anybody else
-    told = wait_graph([], reports, names).splitlines()
-    assert told[-1] == "culprit: unknown; policy-5, engine-0 could not be asked"
+    told = wait_graph(waits_for, reports, names).splitlines()
+    assert told[-1] == "the others wait for: unknown; policy-5 could not be asked"
 
 
 @pytest.mark.parametrize(
