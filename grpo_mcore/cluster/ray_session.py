@@ -8,6 +8,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ KNOCK_S = 10.0
 
 NOTE_S = 20.0
 """Seconds between two messages about a start that takes long."""
+
+SHUTDOWN_S = 30.0
+"""Seconds that Ray gets to end in order before its processes are killed."""
 
 TOKEN_PATH, TOKEN = "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 """Variables in which Ray looks for the token that its processes ask for."""
@@ -102,7 +106,12 @@ class RaySession:
         """Disconnect, and end a Ray that was started here with everything that runs in it."""
         if not self.started_here:
             return
+        # A raylet that stands still answers nothing; Ray would wait for it without end.
+        killer = threading.Timer(SHUTDOWN_S, end_marked, [self.reaper.mark])
+        killer.daemon = True
+        killer.start()
         ray.shutdown()
+        killer.cancel()
         if surviving := self.reaper.close():
             raise RuntimeError(f"processes of this run could not be ended: {surviving}")
 

@@ -118,6 +118,7 @@ class RayWorker:
         self._on_death = on_death
         self._stream_options = stream_options
         self._place = RayFuture(self, "start of its process", actor.place.remote(), start_timeout_s)
+        self._known_place: Place | None = None
         self._start_timeout_s = start_timeout_s
         self._ready: RayFuture | None = None
         self._calls: weakref.WeakSet[RayFuture | RayStream] = weakref.WeakSet()
@@ -161,11 +162,13 @@ class RayWorker:
 
     def known_place(self) -> Place | None:
         """Return its place if the process is up, without waiting."""
-        ready, _ = ray.wait([self._place.handle], timeout=0)
-        try:
-            return ray.get(self._place.handle) if ready else None
-        except RayError:
-            return None
+        if self._known_place is None:
+            ready, _ = ray.wait([self._place.handle], timeout=0)
+            try:
+                self._known_place = ray.get(self._place.handle) if ready else None
+            except RayError:
+                return None
+        return self._known_place
 
     def state(self) -> str:
         """Return what it is doing, for an error about its lateness."""

@@ -452,6 +452,41 @@ def test_a_second_driver_attaches_and_leaves_the_rest_alone(cluster, abacus, tmp
     assert abacus.call("add", 0).result() == 13
 
 
+STOPPED = """
+    import os, pathlib, signal, sys, time
+    import psutil
+    from grpo_mcore.cluster import ray_session
+    from grpo_mcore.cluster.orphan_reaper import marked
+    from grpo_mcore.cluster.ray_cluster import RayCluster
+    from tests.distributed.ray_workers import Abacus
+
+    ray_session.SHUTDOWN_S = 2.0
+    with RayCluster(pathlib.Path(sys.argv[1]), address="local", num_cpus=2, start_timeout_s=150) as cluster:
+        abacus = cluster.spawn("abacus", Abacus, 1, cpus=0.1)
+        abacus.place()
+        mark = cluster._session.reaper.mark
+        for process in psutil.Process().children(recursive=True):
+            if process.name() == "raylet":
+                process.suspend()
+        print("> works on:", abacus.call("add", 1).result())
+    print("> left:", marked(mark))
+"""
+
+
+@pytest.mark.every_state  # it starts and ends a Ray of its own
+def test_a_raylet_that_stands_still_does_not_hold_up_the_end(tmp_path):
+    """What its workers do needs it no more, so nothing is noticed before the end."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(STOPPED), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        timeout=300,
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith("> ")]
+    assert told == ["> works on: 2", "> left: []"] and done.returncode == 0, done.stdout + done.stderr
+
+
 NODES = """
     import pathlib, sys, threading, time
     import ray
