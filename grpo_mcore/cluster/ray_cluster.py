@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -166,7 +166,7 @@ class RayCluster(Cluster):
         deadline = time.monotonic() + timeout_s
         while not ready:
             watch()
-            self._inspect_late(mine)
+            self._inspect_late(by_handle.values())
             left_s = max(deadline - time.monotonic(), 0.0)
             fewest = len(handles) if patient else 1
             ready, _ = ray.wait(handles, num_returns=fewest, timeout=min(left_s, WATCH_S), fetch_local=False)
@@ -272,7 +272,7 @@ class RayCluster(Cluster):
         told = wait_graph(waits, self._reports(names), names)
         return f"the driver (process {os.getpid()}) is at, innermost first:\n{driver}\n{told}\n"
 
-    def _inspect_late(self, calls: Sequence[RayFuture | RayStream]) -> None:
+    def _inspect_late(self, calls: Iterable[RayFuture | RayStream]) -> None:
         """Keep an inspection, made by another thread, if one of `calls` has taken a tenth of its deadline."""
         now = time.monotonic()
         if now < self._next_inspection or self._inspection.is_alive():

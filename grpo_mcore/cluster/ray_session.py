@@ -21,7 +21,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from grpo_mcore.addresses import split_port
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
-from grpo_mcore.cluster.orphan_reaper import OrphanReaper
+from grpo_mcore.cluster.orphan_reaper import OrphanReaper, end_marked
 from grpo_mcore.rollout.workers import DeadlineExceeded
 
 LONGEST_TEMPORARY = 28

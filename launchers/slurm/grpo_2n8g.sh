@@ -134,6 +134,7 @@ policy:
   generation:
     backend: vllm
     num_engines: null
+    max_running: null
     max_new_tokens: 4096
     temperature: 1.0
     top_p: 1.0

@@ -264,7 +264,7 @@ def test_what_workers_do_is_told_on_demand_and_kept_when_a_call_is_late(
     deadline = time.monotonic() + 60
     while not kept.exists() and time.monotonic() < deadline:
         with contextlib.suppress(DeadlineExceeded):
-            cluster.next_ready([nap], 1.0, "a nap")
+            cluster.ready([nap], 1.0, "a nap")
     asked = ask(cluster.log_dir, 60.0)
     for told in (asked, kept.read_text()):
         assert told is not None and f"the driver (process {os.getpid()}) is at" in told
