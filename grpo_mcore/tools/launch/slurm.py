@@ -20,8 +20,9 @@ SETTINGS = ("CONTAINER", "MOUNTS", "COMMAND", "RESTARTS", "LOGS", "PYTHON", "STA
 OTHERS = ("RAY_PORT", "HEAD_IP", "OBJECT_STORE_GB")
 
 
-def sbatch_script(spec: LaunchSpec) -> str:
-    """Return the script: sbatch's options, the settings with their values, and the body that all jobs share."""
+def sbatch_script(spec: LaunchSpec, *, carries_recipe: bool = True) -> str:
+    """Return the script: sbatch's options, the settings with their values, and the body that all jobs share.
+    `carries_recipe`: see `job_script`."""
     recipe = re.sub(r"\s", " ", spec.recipe_file)  # a line break in a file's name would end the comment
     head = [
         "#!/bin/bash",
@@ -33,24 +34,27 @@ def sbatch_script(spec: LaunchSpec) -> str:
         *[f"#SBATCH --{key}={value}".rstrip("=") for key, value in sbatch_options(spec).items()],
         *[f"#SBATCH {option}" for option in spec.launch.slurm.options],
     ]
-    return "\n".join([*head, job_script(spec)])
+    return "\n".join([*head, job_script(spec, carries_recipe=carries_recipe)])
 
 
 REPLACED = {"mem-per-cpu": "mem", "mem-per-gpu": "mem", "cpus-per-gpu": "cpus-per-task", "no-requeue": "requeue"}
 """Options of launch.slurm.options that exclude one of ours."""
 
 
-def job_script(spec: LaunchSpec) -> str:
+def job_script(spec: LaunchSpec, *, carries_recipe: bool = True) -> str:
     """Return the script without sbatch's options. It carries the resolved recipe, and says which code it was made by: a
-    job that starts again after days trains what was submitted, whatever has happened to the file."""
+    job that starts again after days trains what was submitted, whatever has happened to the file. `carries_recipe`:
+    False names the file instead, for a script that is kept."""
     command = shlex.join(spec.command("RECIPE")).replace(" RECIPE", ' "$RECIPE"', 1)
+    if not carries_recipe:
+        command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
     container, mounts = spec.launch.container or "", ",".join(spec.launch.mounts)
     settings = _settings(command, container, mounts, spec.restarts, spec.start_timeout_s)
     end = "END_OF_RECIPE"
     while end in spec.recipe_yaml.splitlines():
         end += "_"
     carried = [f"CODE={shlex.quote(spec.code)}", "resolved_recipe() {", f"    cat <<'{end}'", spec.recipe_yaml.rstrip()]
-    return _script(settings, spec.launch.env, [*carried, end, "}"])
+    return _script(settings, spec.launch.env, [*carried, end, "}"] if carries_recipe else ())
 
 
 def any_command_script() -> str:
