@@ -188,8 +188,13 @@ def train_on_groups(
     compute log-probs, loss and update. `samples`: gets the samples with what was computed of them."""
     with clock.phase("prepare"):
         engines.release()
-        policy.onload()
         batch = build_step_batch(groups, config, policy.layout, shares_prefixes=policy.shares_prefixes)
+    if batch.ranks and policy.teachers is not None:
+        with clock.phase("teachers"):
+            policy.offload()
+            batch = policy.teachers.score(batch, policy.background)
+    with clock.phase("prepare"):
+        policy.onload()
         if batch.ranks:
             policy.receive(batch.ranks)
     stats: dict[str, Tensor] = {}

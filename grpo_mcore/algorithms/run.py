@@ -58,6 +58,7 @@ from grpo_mcore.data import (
     build_dataloader,
     build_task_data,
     build_train_dataloader,
+    check_same_tokens,
     check_token_ids,
     load_preference_dataset,
     load_tokenizer,
@@ -131,6 +132,8 @@ def prepare(
         tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
     check_token_ids(tokenizer, config.policy.tokenizer.name, model.shape.vocab_size, config.policy.model_name)
     say_other_ends(tokenizer, Path(model.folder))
+    for teacher in model.teachers.values():
+        check_same_tokens(tokenizer, load_tokenizer(teacher.folder, tokenizer.chat_template), teacher.folder)
     data = data or _load_data(config, algorithm, tokenizer)
     prepared = Prepared(config, algorithm, model, checkpointer, tokenizer, data, changes, trains=trains)
     if algorithm == "grpo" and prepared.env_names:

@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.run_control.checks import Model, calls_of, environment_of
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
+from grpo_mcore.algorithms.training_step.teachers import Teacher, Teachers
 from grpo_mcore.algorithms.weight_sync.refit_settings import refit_settings
 from grpo_mcore.cluster import Cluster, Future, Worker, gather, is_fault, open_cluster
 from grpo_mcore.environments.interfaces import EnvironmentBase
@@ -39,6 +41,7 @@ from grpo_mcore.recipe import (
     num_engines,
     policy_pool,
     shares_prefixes,
+    teacher_policies,
 )
 
 log = logging.getLogger(__name__)
@@ -71,6 +74,7 @@ def start_policy_and_engines(config: MasterConfig, cluster: Cluster, model: Mode
         engines.release()
         policy.build(config.cluster.start_timeout_s)
     wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
+    policy.teachers = start_teachers(config, cluster, model, policy)
     return policy, engines
 
 
@@ -80,7 +84,6 @@ def start_policy(
     """Spawn the policy's ranks. Calls to them wait until they hold their weights; `wait_until_ready` raises their
     errors. `algorithm`: what it is trained with; only GRPO's log-probs are those of a sampler. `build_later`: they take
     no memory before `PolicyGroup.build`."""
-    layout = model.layout
     changes: dict[str, Any] = {"model_name": model.folder}
     if config.policy.tokenizer.name == config.policy.model_name:  # the model's own, also where that is on the hub
         changes["tokenizer"] = config.policy.tokenizer.model_copy(update={"name": model.folder})
@@ -89,21 +92,42 @@ def start_policy(
             update={"temperature": 1.0, "top_p": 1.0, "top_k": None}
         )
     policy = config.policy.model_copy(update=changes)
-    gpu, pool = model.gpu, policy_pool(config)
-    colocated = policy.generation.colocated.enabled
-    reference = algorithm != "sft" and needs_reference(config)
-    arguments = (
+    return _spawn_ranks(
+        "policy",
+        config.model_copy(update={"policy": policy}),
+        cluster,
+        model,
+        reference=algorithm != "sft" and needs_reference(config),
+        build_later=build_later,
+    )
+
+
+def _spawn_ranks(
+    name: str,
+    config: MasterConfig,
+    cluster: Cluster,
+    model: Model,
+    *,
+    reference: bool = False,
+    build_later: bool = False,
+    trains: bool = True,
+    beside: Sequence[Worker] = (),
+) -> PolicyGroup:
+    """Spawn the ranks of config.policy, whose folder is the model's. `beside`: the ranks on whose devices they are."""
+    layout, policy, gpu, pool = model.layout, config.policy, model.gpu, policy_pool(config)
+    arguments: tuple[Any, ...] = (
         policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference, config.cluster.platform,
         build_later,
     )  # fmt: skip
     workers = cluster.spawn_group(
-        "policy",
+        name,
         PolicyWorker,
-        [arguments] * layout.world_size,
+        [arguments if trains else (*arguments, trains)] * layout.world_size,
         cpus=1.0 if gpu else 0.1,
-        gpus=1.0 if gpu else 0.0,
+        gpus=1.0 if gpu and not beside else 0.0,
         env=rank_environment(config, layout.world_size, gpu=gpu),
         nodes=pool.nodes,
+        colocate_with=[[worker] for worker in beside],
     )
     return PolicyGroup(
         cluster,
@@ -113,9 +137,39 @@ def start_policy(
         policy.model_name,
         policy.precision,
         refit_settings(config),
-        colocated=colocated,
+        colocated=policy.generation.colocated.enabled or not trains,
         shares_prefixes=shares_prefixes(policy.sequence_packing, transformer_engine=model.platform.transformer_engine),
     )
+
+
+def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup) -> Teachers | None:
+    """Start the recipe's teachers on the policy's devices, one after another, and move each to the host. None without
+    teachers. Raises what their constructors raise."""
+    section, policies = config.on_policy_distillation, teacher_policies(config)
+    started, by_alias = dict[str, Teacher](), dict[str, Teacher]()
+    for alias, its_model in model.teachers.items():
+        its = policies[alias].model_copy(update={"model_name": its_model.folder})
+        recipe = config.model_copy(update={"policy": its})
+        known = its.model_dump_json() if section.deduplicate_shared_teacher_checkpoints else alias
+        if known not in started:
+            start = partial(_start_teacher, alias, recipe, cluster, its_model, policy)
+            restarts = Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s)
+            started[known] = Teacher(alias, recipe, start, start(), restarts)
+        by_alias[alias] = started[known]
+    return Teachers(section, by_alias) if by_alias else None
+
+
+def _start_teacher(
+    alias: str, config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup
+) -> PolicyGroup:
+    """Start a teacher beside the policy, which makes room first, and wait until it is ready. `config`: the recipe with
+    the teacher in place of the policy."""
+    policy.offload()
+    name = f"teacher-{re.sub(r'[^A-Za-z0-9_.]', '_', alias)}"
+    teacher = _spawn_ranks(name, config, cluster, model, trains=False, beside=policy.workers)
+    wait_until_ready(config, cluster, teacher.workers, f"start of the teacher {alias}")
+    teacher.offload()
+    return teacher
 
 
 def engine_ranks(index: int, config: MasterConfig, *, gpu: bool) -> list[slice]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         example_custom_dataloader,
     )
     from grpo_mcore.data.task_datasets import AllTaskProcessedDataset, Excluded, TaskData, build_task_data
-    from grpo_mcore.data.tokenizer import check_token_ids, load_tokenizer, say_other_ends
+    from grpo_mcore.data.tokenizer import check_same_tokens, check_token_ids, load_tokenizer, say_other_ends
     from grpo_mcore.data.turn_tokens import TurnTemplate
     from grpo_mcore.recipe import extract_necessary_env_names
     from grpo_mcore.rollout.datum import DatumSpec
@@ -35,7 +35,7 @@ _MODULES = {
     "grpo_mcore.data.loader": "build_dataloader",
     "grpo_mcore.data.multiple_loaders": "MultipleDataloaderWrapper build_train_dataloader example_custom_dataloader",
     "grpo_mcore.data.task_datasets": "AllTaskProcessedDataset Excluded TaskData build_task_data",
-    "grpo_mcore.data.tokenizer": "check_token_ids load_tokenizer say_other_ends",
+    "grpo_mcore.data.tokenizer": "check_same_tokens check_token_ids load_tokenizer say_other_ends",
     "grpo_mcore.data.turn_tokens": "TurnTemplate",
     "grpo_mcore.recipe": "extract_necessary_env_names",
     "grpo_mcore.rollout.datum": "DatumSpec",

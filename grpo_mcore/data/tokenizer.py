@@ -66,6 +66,21 @@ def check_token_ids(tokenizer: Any, name: str, vocab_size: int, model: str) -> N
         )
 
 
+def check_same_tokens(tokenizer: Any, teacher: Any, name: str) -> None:
+    """Raise DataError if a token of `tokenizer` has another number, or none, in the teacher's: a teacher scores the
+    student's token ids. The teacher may have further tokens. `name`: of the teacher, for the message."""
+    mine, theirs = tokenizer.get_vocab(), teacher.get_vocab()
+    odd = [token for token, number in mine.items() if theirs.get(token) != number]
+    if odd:
+        token = min(odd, key=mine.__getitem__)
+        there = f"number {theirs[token]}" if token in theirs else "no token"
+        raise DataError(
+            f"the teacher {name!r} has another tokenizer than the policy: {token!r} is number {mine[token]} here and "
+            f"{there} there ({len(odd)} of {len(mine)} tokens differ). A teacher scores the policy's token ids: choose "
+            "one with the policy's tokenizer"
+        )
+
+
 def say_other_ends(tokenizer: Any, folder: Path) -> None:
     """Warn if the model's config or generation settings name other end-of-sequence or padding tokens than the
     tokenizer: answers end with any of the former; the tokenizer's padding is used."""

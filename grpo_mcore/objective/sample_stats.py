@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mcore.objective.distillation import teacher_gap
 from grpo_mcore.objective.kl_in_reward import every_sample, suffix_sums, token_kl
 from grpo_mcore.objective.reduce import MaskedTokens
 from grpo_mcore.recipe import KLType
@@ -17,7 +18,8 @@ def sample_stats(batch: Mapping[str, Any], kl_kind: KLType | None = None) -> dic
     """Return statistics of each sample over its trained tokens, float64 [num_segments] (or [B]) each, on the device.
 
     tokens: their number. mult_error, if generation_logprobs g and prev_logprobs p are present: mean of exp|g - p|.
-    reference_sum, if reference_policy_logprobs are present: their sum.
+    reference_sum, if reference_policy_logprobs are present: their sum. gap_sum and gap_square, if teacher_logprobs and
+    prev_logprobs are present: the sum of `teacher_gap`, and that of its squared deviations from the sample's mean.
     With kl_kind, from prev_logprobs and reference_policy_logprobs: kl_sum, kl_to_go_sum and kl_to_go_square, the
     fields of `SampleKL`. A sample without a trained token has 0 everywhere. sample_mask is ignored. A value that is not
     finite affects only its sample. Shapes as for `kl_to_go`; raises ValueError if an entry is missing.
@@ -30,6 +32,11 @@ def sample_stats(batch: Mapping[str, Any], kl_kind: KLType | None = None) -> dic
         stats["mult_error"] = tokens.mean_by_sequence(torch.exp(gap.abs()))
     if (reference := batch.get("reference_policy_logprobs")) is not None:
         stats["reference_sum"] = tokens.sum_by_sequence(tokens.column(reference, "reference_policy_logprobs"))
+    if batch.get("teacher_logprobs") is not None and prev is not None:
+        gap = teacher_gap(batch).reshape(-1)
+        stats["gap_sum"] = tokens.sum_by_sequence(gap)
+        deviation = gap - tokens.expand(tokens.mean_by_sequence(gap))
+        stats["gap_square"] = tokens.sum_by_sequence(deviation.square())
     if kl_kind is not None:
         kl = token_kl(batch, tokens, kl_kind)
         to_go = suffix_sums(kl, tokens)

@@ -66,11 +66,12 @@ SCHEMA = pa.schema(
         ("engine_logprobs", pa.list_(pa.float32())),  # 0 where not generated
         ("policy_logprobs", pa.list_(pa.float32())),  # before the update; 0 where not trained on
         ("reference_logprobs", pa.list_(pa.float32())),
+        ("teacher_logprobs", pa.list_(pa.float32())),
     ]
 )
 """Columns of a file. A row is a sample; lists are by token, prompt included."""
 
-TOKEN_COLUMNS = ("token_ids", "engine_logprobs", "policy_logprobs", "reference_logprobs")
+TOKEN_COLUMNS = ("token_ids", "engine_logprobs", "policy_logprobs", "reference_logprobs", "teacher_logprobs")
 
 
 class SampleFiles:

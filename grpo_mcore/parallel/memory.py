@@ -80,6 +80,25 @@ class OptimizerOffload:
         return [tensor for tensor in optimizer_tensors(self._optimizer, self._chunks) if tensor.dim()]
 
 
+class WeightsOffload:
+    """Moves the weights of a model that does not train to the host and back. They are copied to the host once."""
+
+    def __init__(self, weights: Sequence[Tensor], platform: Platform) -> None:
+        self._weights = list(weights)
+        self._room = host_copies(platform, self._weights)
+        self._room.store(self._weights)
+
+    def offload(self) -> None:
+        """Move them to the host."""
+        for weight, copy in zip(self._weights, self._room.tensors, strict=True):
+            weight.data = copy
+
+    def onload(self, device: torch.device) -> None:
+        """Move them to `device`."""
+        for weight in self._weights:
+            weight.data = weight.data.to(device, copy=True)
+
+
 def free_gradients(optimizer: Any) -> None:
     """Free the float32 copies that an update made of bfloat16 gradients on the device. Those on the host are used
     again."""

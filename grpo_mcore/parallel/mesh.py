@@ -61,11 +61,17 @@ def prepare_megatron(platform: Platform) -> None:
 def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: float, platform: Platform) -> torch.device:
     """Join torch.distributed and create Megatron-Core's process groups. Return this rank's device.
 
-    Raises RendezvousError if the other ranks do not join within `timeout_s`, ValueError if the sizes disagree.
+    A process may hold several models of one rank each, as a teacher beside the policy without Ray: they share the mesh,
+    and each leaves it. Raises RendezvousError if the other ranks do not join within `timeout_s`, ValueError if the
+    sizes disagree.
     """
+    global _members
     if layout.world_size != address.world_size:
         raise ValueError(f"{layout.describe()} needs {layout.world_size} ranks, there are {address.world_size}")
     device = platform.torch_device(address.local_rank)
+    if _members and layout.world_size == 1:
+        _members += 1
+        return device
     prepare_megatron(platform)
     from megatron.core import parallel_state, tensor_parallel
 
@@ -107,6 +113,7 @@ def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: floa
         expert_copy=parallel_state.get_expert_data_parallel_rank(),
     )
     assert here == layout.coordinates(address.rank), f"Megatron-Core orders ranks differently: {here}"
+    _members = 1
     return device
 
 
@@ -126,6 +133,8 @@ def _meeting_point(address: Address, platform: Platform, timeout_s: float) -> di
     return {"init_method": f"tcp://{with_port(host, port)}"}
 
 
+_members = 0
+"""Models of this process that have joined the mesh."""
 _leave_callbacks: list[Callable[[], None]] = []
 
 
@@ -134,10 +143,16 @@ def on_leave(release: Callable[[], None]) -> None:
     _leave_callbacks.append(release)
 
 
-def leave_mesh() -> None:
-    """Destroy the process groups of this process, so that it can join another mesh."""
+def leave_mesh(*, whole_process: bool = False) -> None:
+    """Destroy the process groups of this process, so that it can join another mesh. The last of its models does, or the
+    first one with `whole_process`."""
+    global _members
     from megatron.core import parallel_state
 
+    _members -= 1
+    if _members > 0 and not whole_process:
+        return
+    _members = 0
     for release in _leave_callbacks:
         release()
     _leave_callbacks.clear()

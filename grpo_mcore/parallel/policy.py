@@ -31,7 +31,14 @@ from grpo_mcore.parallel.finite import (
     largest_weight,
     state_tensors,
 )
-from grpo_mcore.parallel.memory import OptimizerOffload, accelerator, free_gradients, host_copies, resident_bytes
+from grpo_mcore.parallel.memory import (
+    OptimizerOffload,
+    WeightsOffload,
+    accelerator,
+    free_gradients,
+    host_copies,
+    resident_bytes,
+)
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import PolicyConfig, own_attention, policy_layout
@@ -74,15 +81,17 @@ class Policy:
         timeout_s: float,
         reference: bool,
         platform: Platform | None = None,
+        trains: bool = True,
         build_later: bool = False,
     ) -> None:
         """`config.model_name` must be a local Hugging Face folder.
 
         `reference`: keep a copy of the initial weights for `reference_logprobs`. `platform`: detected if not given.
+        `trains`: false for a teacher, whose weights stay as they are: it has neither gradients nor an optimizer.
         `build_later`: take no memory, and join no mesh, before `build` is called. Raises what `build` raises.
         """
         self.config, self.seed, self.platform = config, seed, platform or Platform.detect()
-        self._address, self._timeout_s, self._keeps_reference = address, timeout_s, reference
+        self._address, self._timeout_s, self._keeps_reference, self._trains = address, timeout_s, reference, trains
         if not build_later:
             self.build()
 
@@ -110,13 +119,12 @@ class Policy:
         self.here = self.layout.coordinates(address.rank)
         self.is_last_stage = self.here.pipeline == self.layout.pipeline - 1
         # Megatron-Core may be imported only after join_mesh has installed the CPU layer.
-        from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from grpo_mcore.parallel.adapters import attach_adapters
         from grpo_mcore.parallel.logprobs import Cut
         from grpo_mcore.parallel.model import build_model
-        from grpo_mcore.parallel.optimizer import build_optimizer, build_scheduler, check_optimizer, wrap_model
+        from grpo_mcore.parallel.optimizer import check_optimizer
         from grpo_mcore.parallel.weights import ShardedWeights
 
         megatron = config.megatron_cfg
@@ -143,8 +151,29 @@ class Policy:
         if reference:
             self._reference = host_copies(self.platform, _parameters(networks))
             self._reference.store(_parameters(networks))
+        self.chunks: list[Any] = list(networks)
+        if self._trains:
+            self._prepare_training(networks)
+        self._forward_backward = get_forward_backward_func()
+        self._resident: dict[str, int] = {}
+        self._offload: OptimizerOffload | WeightsOffload | None = None
+        self._profile = ProcessProfile()
+        self._saving: Any = None  # a BackgroundSave, created by the first save
+        self._offloaded = False
+        self.before_update: Callable[[], None] = lambda: None
+        """Called in each `train_step` between the last backward pass and the optimizer, for measurements."""
+        self.step_logprobs: list[Tensor] = []
+        """Log-probs before the update of the last `train_step`'s micro-batches, [1, T] each; only on the last stage."""
+
+    def _prepare_training(self, networks: Sequence[Any]) -> None:
+        """Give the model gradients, an optimizer and a schedule."""
+        from megatron.core.distributed import finalize_model_grads
+
+        from grpo_mcore.parallel.optimizer import build_optimizer, build_scheduler, wrap_model
+
+        megatron = self.config.megatron_cfg
         self.chunks = [wrap_model(network, megatron, self.platform) for network in networks]
-        self.optimizer = build_optimizer(self.chunks, config, self.platform)
+        self.optimizer = build_optimizer(self.chunks, self.config, self.platform)
         self.scheduler = build_scheduler(self.optimizer, megatron)
         schedule = networks[0].config  # one object for all chunks
         schedule.grad_scale_func = self.optimizer.scale_loss
@@ -154,16 +183,6 @@ class Policy:
         schedule.finalize_model_grads_func = lambda model, num_tokens=None, **kw: finalize_model_grads(
             model, None, **kw
         )
-        self._forward_backward = get_forward_backward_func()
-        self._resident: dict[str, int] = {}
-        self._offload: OptimizerOffload | None = None
-        self._profile = ProcessProfile()
-        self._saving: Any = None  # a BackgroundSave, created by the first save
-        self._offloaded = False
-        self.before_update: Callable[[], None] = lambda: None
-        """Called in each `train_step` between the last backward pass and the optimizer, for measurements."""
-        self.step_logprobs: list[Tensor] = []
-        """Log-probs before the update of the last `train_step`'s micro-batches, [1, T] each; only on the last stage."""
 
     @property
     def row_multiple(self) -> int:
@@ -443,7 +462,7 @@ class Policy:
         from grpo_mcore.parallel.checkpoint import BackgroundSave
 
         self.check_state("when it was to be saved; nothing was written. Go on from the newest checkpoint")
-        if self._offloaded and self._offload is not None:
+        if self._offloaded and isinstance(self._offload, OptimizerOffload):
             self._offload.leave_room()
         self._saving = self._saving or BackgroundSave()
         self._saving.start(self, Path(folder), optimizer)
@@ -467,12 +486,16 @@ class Policy:
         return with_optimizer
 
     def offload(self) -> None:
-        """Free device memory for a colocated engine: drop gradients, move the optimizer to the host. Idempotent."""
+        """Free device memory for a colocated engine: drop gradients, move the optimizer to the host. A model that does
+        not train moves its weights. Idempotent."""
         if self.platform.on_gpu and not self._offloaded:
             self._offloaded = True
-            for chunk in self.chunks:
-                chunk.offload_grad_buffers(empty_cache=False)
-            self._offload = self._offload or OptimizerOffload(self.optimizer, self.chunks, self.platform)
+            if self._trains:
+                for chunk in self.chunks:
+                    chunk.offload_grad_buffers(empty_cache=False)
+                self._offload = self._offload or OptimizerOffload(self.optimizer, self.chunks, self.platform)
+            else:
+                self._offload = self._offload or WeightsOffload(_parameters(self.chunks), self.platform)
             self._offload.offload()
             if self.config.megatron_cfg.empty_unused_memory_level > 0:
                 torch.cuda.empty_cache()
@@ -481,7 +504,7 @@ class Policy:
         """Undo `offload`."""
         if self._offloaded and self._offload is not None:
             self._offloaded = False
-            for chunk in self.chunks:
+            for chunk in self.chunks if self._trains else ():
                 chunk.restore_grad_buffers()
             self._offload.onload(self.device)
 

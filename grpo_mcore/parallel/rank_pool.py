@@ -82,6 +82,6 @@ def _serve(parent: int, pipe: Connection) -> None:
             if torch.distributed.is_initialized():
                 from grpo_mcore.parallel.mesh import leave_mesh
 
-                leave_mesh()
+                leave_mesh(whole_process=True)
             gc.freeze()  # only modules are left: leaving the next mesh need not scan them
             gc.enable()

@@ -33,6 +33,8 @@ from grpo_mcore.recipe.derived import (
     samples_per_step,
     samples_together,
     shares_prefixes,
+    teacher_policies,
+    teacher_weight,
     world_size,
 )
 from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, nearest, nearest_hint
@@ -52,6 +54,7 @@ from grpo_mcore.recipe.schema.data import (
     extract_necessary_env_names,
     unknown_dataset,
 )
+from grpo_mcore.recipe.schema.distillation import OnPolicyDistillationConfig, TeacherConfig
 from grpo_mcore.recipe.schema.evaluation import EvalConfig
 from grpo_mcore.recipe.schema.fine_tuning import DPOConfig, FineTuningConfig, SFTConfig
 from grpo_mcore.recipe.schema.generation import GenerationConfig, VllmConfig

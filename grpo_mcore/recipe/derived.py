@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 from grpo_mcore.families import ModelShape
 from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, Finding, PolicyLayout, fits
+from grpo_mcore.recipe.schema.distillation import TeacherConfig
 from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of
-from grpo_mcore.recipe.schema.megatron import MegatronConfig
-from grpo_mcore.recipe.schema.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
+from grpo_mcore.recipe.schema.megatron import MegatronConfig, PeftConfig
+from grpo_mcore.recipe.schema.policy import (
+    DynamicBatchingConfig,
+    PolicyConfig,
+    RouterReplayConfig,
+    SequencePackingConfig,
+)
 
 
 def policy_pool(config: RecipeSections) -> DevicePool:
@@ -170,7 +177,69 @@ def needs_prev(config: RecipeSections) -> bool:
     rewards or masks depend on these log-probs."""
     grpo, loss = config.grpo, config.loss_fn
     changes = samples_per_step(config) > config.policy.train_global_batch_size
-    return changes or loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
+    measured = loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
+    return changes or measured or teacher_weight(config) > 0
+
+
+def teacher_weight(config: RecipeSections) -> float:
+    """Return the weight of the teacher's log-prob minus the policy's in a token's advantage; 0 without teachers."""
+    estimator = config.grpo.adv_estimator
+    if not config.on_policy_distillation.enabled:
+        return 0.0
+    return 1.0 if estimator.name == "opd" else estimator.opd_weight
+
+
+def teacher_policies(config: RecipeSections) -> dict[str, PolicyConfig]:
+    """Return the model and the layout of each teacher by alias, as the section `policy` would describe them; none
+    without teachers. A teacher samples as the policy does: its log-probs are of the same temperature and cut."""
+    section = config.on_policy_distillation
+    if not section.enabled:
+        return {}
+    places = section.non_colocated_teachers
+    return {
+        alias: _teacher_policy(config.policy, model, places.default_teacher_cfg, places.teacher_overrides.get(alias))
+        for alias, model in section.teacher_model_by_agent_name.items()
+    }
+
+
+def _teacher_policy(
+    policy: PolicyConfig, model: str, default: TeacherConfig, override: TeacherConfig | None
+) -> PolicyConfig:
+    settings = default.model_dump() | ({} if override is None else override.model_dump(exclude_unset=True))
+    sizes = {key: settings[key] if settings[key] is not None else policy.megatron_cfg[key] for key in _TEACHER_SIZES}
+    whole = policy.megatron_cfg.model_dump() | {
+        **sizes,
+        "sequence_parallel": policy.megatron_cfg.sequence_parallel and sizes["tensor_model_parallel_size"] > 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "peft": PeftConfig().model_dump(),
+        **settings["megatron_cfg_overrides"],
+    }
+    micro = settings["micro_batch_size"] or policy.logprob_batch_size
+    changes: dict[str, Any] = {
+        "model_name": model,
+        "hf_config_overrides": {},
+        "precision": settings["precision"] or policy.precision,
+        "train_micro_batch_size": micro,
+        "logprob_batch_size": micro,
+        "megatron_cfg": MegatronConfig.model_validate(whole),
+        "router_replay": RouterReplayConfig(),
+    }
+    for name in ("sequence_packing", "dynamic_batching"):
+        tokens = policy[name].logprob_mb_tokens
+        if settings["micro_batch_size"] is not None:
+            tokens = policy.max_total_sequence_length * micro
+        changes[name] = policy[name].model_copy(update={"train_mb_tokens": tokens, "logprob_mb_tokens": tokens})
+    return policy.model_copy(update=changes)
+
+
+_TEACHER_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 
 
 def samples_together(algorithm: Algorithm) -> int:

@@ -13,7 +13,6 @@ import numpy as np
 from grpo_mcore.algorithms.training_step.policy_group import logprobs_by_sample
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets
 from grpo_mcore.cluster import Cluster, Future
-from grpo_mcore.objective import clip_advantages
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, SampleFiles
 from grpo_mcore.recipe import GRPOLoggerConfig
 from grpo_mcore.rollout.group import Group
@@ -59,7 +58,7 @@ class SampleWriter:
         if self._files is None:
             return
         self.generating()
-        advantages = None if targets.advantages is None else clip_advantages(targets.advantages, *targets.clip)
+        advantages = targets.sample_advantages()
         columns = {"weight": targets.weights.tolist()}
         if advantages is not None:
             columns["advantage"] = advantages.tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -16,6 +16,7 @@ from grpo_mcore.environments import create_env_class
 from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import (
+    FamilyError,
     ModelShape,
     check_context_parallel,
     check_length,
@@ -24,7 +25,7 @@ from grpo_mcore.families import (
     read_hf_config,
     shape_of,
 )
-from grpo_mcore.layout import LayoutError, PolicyLayout
+from grpo_mcore.layout import LayoutError, PolicyLayout, fits
 from grpo_mcore.objective import LOSS_INPUTS, OwnPart, check_own_objective
 from grpo_mcore.observe import check_own_logger
 from grpo_mcore.parallel.hf_folder import check_weights
@@ -36,6 +37,7 @@ from grpo_mcore.recipe import (
     layout_findings,
     own_attention,
     policy_layout,
+    teacher_policies,
     unknown_validation_metric,
     world_size,
 )
@@ -61,34 +63,37 @@ class SetupError(ValueError):
     """A recipe that this machine cannot run, or not with this model."""
 
 
-def model_folder(name: str) -> str:
-    """Return the local folder of policy.model_name: the folder itself, or the snapshot of a model on the hub.
+def model_folder(name: str, key: str = "policy.model_name") -> str:
+    """Return the local folder of a model: the folder itself, or the snapshot of a model on the hub. `key`: of the
+    recipe, for messages.
 
     Raises SetupError for a name that is neither.
     """
     if Path(name).is_dir():
         return name
     if name.count("/") > 1 or name.startswith((".", "/", "~")):  # no name of the hub
-        raise SetupError(f"policy.model_name: there is no folder {name!r}; the working directory is {Path.cwd()}")
+        raise SetupError(f"{key}: there is no folder {name!r}; the working directory is {Path.cwd()}")
     from huggingface_hub import snapshot_download
 
     try:
         return snapshot_download(name, allow_patterns=ALLOWED_FILES, ignore_patterns=OTHER_FORMS)
     except Exception as error:
         raise SetupError(
-            f"policy.model_name {name!r} is not a folder here, and could not be fetched from the Hugging Face hub: "
+            f"{key} {name!r} is not a folder here, and could not be fetched from the Hugging Face hub: "
             f"{type(error).__name__}: {error}".splitlines()[0]
         ) from None  # with its cause it would pass for a loss, and be tried again
 
 
 @dataclass(frozen=True)
 class Model:
-    """The policy's model: its local folder, its shape and its layout, and the platform of its ranks."""
+    """The policy's model: its local folder, its shape and its layout, the platform of its ranks, and its teachers by
+    alias."""
 
     folder: str
     shape: ModelShape
     layout: PolicyLayout
     platform: Platform
+    teachers: Mapping[str, Model] = field(default_factory=dict)
 
     @property
     def gpu(self) -> bool:
@@ -119,7 +124,30 @@ def check_model(config: MasterConfig) -> Model:
             "in another environment (docs/gpu.md), or set cluster.platform: cpu",
             torch.__version__,
         )
-    return Model(folder, shape, layout, platform)
+    return Model(folder, shape, layout, platform, check_teachers(config, platform))
+
+
+def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]:
+    """Find the teachers, and check that each fits its layout on the policy's devices. Raises SetupError, naming the
+    teacher."""
+    teachers = {}
+    for alias, policy in teacher_policies(config).items():
+        key = f"on_policy_distillation.teacher_model_by_agent_name.{alias}"
+        folder = model_folder(policy.model_name, key)
+        try:
+            shape = shape_of(read_hf_config(folder, policy.hf_config_overrides))
+            check_weights(Path(folder), shape)
+            layout = policy_layout(policy.megatron_cfg, world_size(config))
+            if findings := fits(layout, world_size(config), shape):
+                raise LayoutError(*findings)
+            check_settings(shape, policy.megatron_cfg)
+            check_length(shape, policy.max_total_sequence_length)
+            fused = platform.transformer_engine and not own_attention(policy.sequence_packing)
+            check_context_parallel(shape, layout.context, fused_attention=fused)
+        except (FamilyError, LayoutError) as error:
+            raise SetupError(f"{key} ({policy.model_name}), laid out by non_colocated_teachers: {error}") from error
+        teachers[alias] = Model(folder, shape, layout, platform)
+    return teachers
 
 
 def check_run(config: MasterConfig) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTarge
 from grpo_mcore.objective import (
     SampleKL,
     StepSamples,
-    clip_advantages,
+    distillation_metrics,
     estimate_advantages,
     group_index,
     own_advantages,
@@ -20,7 +21,7 @@ from grpo_mcore.objective import (
     scale_reward_values,
     shape_rewards,
 )
-from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, is_path
+from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, is_path, teacher_weight
 from grpo_mcore.rollout.trajectory import accuracy, mean_parts
 
 Stats = Mapping[str, Tensor]
@@ -43,7 +44,6 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
     rewards = shaped_rewards(batch.rewards, batch, config)
     estimator = grpo.adv_estimator
     kl_in_reward = loss.use_kl_in_reward and bool(stats)
-    assert estimator.name != "opd", "the recipe refuses it here"
     named_rewards = _named_rewards(batch, config) if estimator.name == "gdpo" else None
     kl = SampleKL(stats["kl_sum"], stats["kl_to_go_sum"], stats["kl_to_go_square"]) if kl_in_reward else None
     penalty = loss.reference_policy_kl_penalty if kl_in_reward else 0.0
@@ -53,7 +53,7 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
             estimate = own_advantages(estimator.name, samples, estimator.options)
         else:
             estimate = estimate_advantages(
-                estimator.name,
+                "grpo" if estimator.name == "opd" else estimator.name,
                 rewards,
                 _group_ids(batch),
                 ~rewards.isnan(),
@@ -68,6 +68,10 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
             )
     except ValueError as error:
         raise TargetsError(f"grpo.adv_estimator {estimator.name}: {error}") from error
+    if estimator.name == "opd":
+        section = config.on_policy_distillation
+        weight = section.orm_advantage_weight if section.use_orm_advantage else 0.0
+        estimate = replace(estimate, advantages=weight * estimate.advantages)
     clip = (grpo.advantage_clip_low, grpo.advantage_clip_high)
     seqs, toks = counts(batch.batches, weights, batch.trained_tokens)
     targets = TrainTargets(
@@ -77,15 +81,33 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
         advantages=estimate.advantages,
         kl_weight=estimate.kl_weight,
         clip=clip,
+        teacher_weight=teacher_weight(config) if batch.teachers else 0.0,
+        teacher_gaps=stats["gap_sum"] / batch.trained_tokens.clamp(min=1) if batch.teachers else None,
         rewards=batch.rewards.nan_to_num() if loss.positive_example_nll_weight > 0 else None,
     )
-    metrics |= _rollout_metrics(batch, weights, clip_advantages(estimate.advantages, *clip))
+    advantages = targets.sample_advantages()
+    assert advantages is not None
+    metrics |= _rollout_metrics(batch, weights, advantages)
     metrics["num_valid_tokens"] = float(sum(toks))
     if grpo.reward_shaping.enabled or grpo.reward_scaling.enabled:
         metrics["shaped_reward"] = _mean(rewards[~rewards.isnan()])
     if kl_in_reward:
         metrics["kl_in_reward"] = _mean(stats["kl_sum"][weights > 0])
+    if batch.teachers:
+        metrics |= _teacher_metrics(batch, stats, targets)
     return targets, metrics
+
+
+def _teacher_metrics(batch: StepBatch, stats: Stats, targets: TrainTargets) -> dict[str, float]:
+    """Return the metrics of distillation; with several teachers also the estimated KL(policy || teacher) for each."""
+    assert targets.advantages is not None
+    tokens, gaps = batch.trained_tokens * targets.weights, stats["gap_sum"]
+    metrics = distillation_metrics(gaps, stats["gap_square"], tokens, targets.advantages, targets.teacher_weight)
+    for alias in sorted(set(batch.teachers)) if len(set(batch.teachers)) > 1 else ():
+        mine = torch.tensor([name == alias for name in batch.teachers]) & (tokens > 0)
+        if mine.any():
+            metrics[f"kl/{alias}"] = -float(gaps[mine].sum() / tokens[mine].sum())
+    return {f"on_policy_distillation/{name}": value for name, value in metrics.items()}
 
 
 def counts(batches: tuple[tuple[int, ...], ...], weights: Tensor, tokens: Tensor) -> tuple[list[int], list[int]]:

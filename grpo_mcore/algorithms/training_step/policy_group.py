@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +21,10 @@ from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.objective import combine_metrics, step_metrics
 from grpo_mcore.parallel.policy import LossFn, TrainReport
 from grpo_mcore.recipe import KLType
+from grpo_mcore.rollout.workers import Ref
+
+if TYPE_CHECKING:
+    from grpo_mcore.algorithms.training_step.teachers import Teachers
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +36,7 @@ class PolicyGroup:
     `updates`: steps trained since the run began; the next weight version is `updates` + 1. `background`: work that goes
     on while the driver waits for the ranks. `refit`: how its weights reach the engines. `shares_prefixes`: its samples
     may share prefixes. `colocated`: engines share the ranks' devices. `train_times`: `TrainReport.times` of each
-    optimizer step of the last step, by rank.
+    optimizer step of the last step, by rank. `teachers`: what scores its samples besides rewards.
     """
 
     cluster: Cluster
@@ -47,6 +51,7 @@ class PolicyGroup:
     updates: int = 0
     train_times: list[list[tuple[float, ...]]] = field(default_factory=list)
     background: BackgroundWork | None = None
+    teachers: Teachers | None = None
     connected: tuple[tuple[str, int], ...] = ()  # (node, pid) of the workers to which the ranks have a network group
 
     def build(self, timeout_s: float) -> None:
@@ -54,13 +59,27 @@ class PolicyGroup:
         call_all(self.cluster, self.workers, "build", timeout_s=timeout_s, what="start of the policy")
 
     @contextmanager
-    def run_alongside(self, other: BackgroundWork) -> Iterator[None]:
+    def run_alongside(self, other: BackgroundWork | None) -> Iterator[None]:
         """Let `other` go on whenever the driver waits for the ranks, inside the context."""
         self.background = other
         try:
             yield
         finally:
             self.background = None
+
+    def score(self, steps: Sequence[RankStep]) -> dict[int, Ref]:
+        """Return references to the log-probs of each sample's tokens, float32 [length], by index in the step. `steps`:
+        by data-parallel rank."""
+        shares = [(steps[self.layout.coordinates(rank).data],) for rank in range(self.layout.world_size)]
+        parts = call_all(
+            self.cluster,
+            self.workers,
+            "score",
+            args_per_worker=shares,
+            what="the teacher's log-probs",
+            background=self.background,
+        )
+        return {index: ref for part in parts for index, ref in part.items()}
 
     def receive(self, steps: Sequence[RankStep]) -> None:
         """Give every rank the samples of its data-parallel rank. `steps`: by data-parallel rank."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
 from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows, share_prefixes
-from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
+from grpo_mcore.objective import kl_to_go, sample_stats, teacher_gap, token_advantages
 from grpo_mcore.parallel.layer_traces import trace_layers
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform, PlatformChoice
@@ -21,7 +21,7 @@ from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
 from grpo_mcore.recipe import KLType, PolicyConfig, bins_per_logprob_row
 from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Trajectory
-from grpo_mcore.rollout.workers import ObjectStore
+from grpo_mcore.rollout.workers import ObjectStore, Ref
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class BinLogprobs:
     lengths: tuple[int, ...]
     """Tokens of each."""
     rows: dict[str, np.ndarray]
-    """float32 [T], the samples side by side: "policy" before the update and, if it was computed, "reference"."""
+    """float32 [T], the samples side by side: "policy" before the update and, if they were computed, "reference" and
+    "teacher"."""
 
 
 class PolicyWorker(Policy):
@@ -57,16 +58,18 @@ class PolicyWorker(Policy):
         reference: bool,
         platform: PlatformChoice,
         build_later: bool = False,
+        trains: bool = True,
     ) -> None:
         """`store`: to fetch trajectories by reference. `reference`: keep the reference policy's weights too.
-        `platform`: the recipe's cluster.platform. `build_later`: take no memory before `build` is called."""
+        `platform`: the recipe's cluster.platform. `build_later`: take no memory before `build` is called. `trains`:
+        false for a teacher."""
         self._store = store
         self._bins: list[list[Bin]] = []  # by optimizer step
         self._trained: list[tuple[Bin, Tensor]] = []  # micro-batches of the last `train`, with their log-probs [1, T]
         self._kl_kind: KLType | None = None
         super().__init__(
             config, address, seed=seed, timeout_s=timeout_s, reference=reference, platform=Platform.detect(platform),
-            build_later=build_later,
+            trains=trains, build_later=build_later,
         )  # fmt: skip
 
     def build(self) -> None:
@@ -85,12 +88,21 @@ class PolicyWorker(Policy):
         trajectories = dict(
             zip(step.trajectories, self._store.fetch_many(list(step.trajectories.values())), strict=True)
         )
+        teacher = dict(
+            zip(step.teacher_logprobs, self._store.fetch_many(list(step.teacher_logprobs.values())), strict=True)
+        )
         multiple = self.row_multiple
         self._bins, self._trained = [], []
         for bins in step.batches:
             rows = [
                 Bin(
-                    self._pack([trajectories[i] for i in bin], multiple, weight_version, step.shares_prefixes),
+                    self._pack(
+                        [trajectories[i] for i in bin],
+                        multiple,
+                        weight_version,
+                        step.shares_prefixes,
+                        [teacher[i] for i in bin] if teacher else None,
+                    ),
                     torch.tensor(bin),
                 )
                 for bin in bins
@@ -101,7 +113,12 @@ class PolicyWorker(Policy):
             self._bins.append(rows + [padding] * (len(bins) - len(rows)))
 
     def _pack(
-        self, trajectories: Sequence[Trajectory], multiple: int, weight_version: int, shares_prefixes: bool
+        self,
+        trajectories: Sequence[Trajectory],
+        multiple: int,
+        weight_version: int,
+        shares_prefixes: bool,
+        teacher_logprobs: Sequence[Tensor] | None = None,
     ) -> PackedBatch:
         columns = [
             {
@@ -112,6 +129,8 @@ class PolicyWorker(Policy):
             }
             for trajectory in trajectories
         ]
+        for of_sample, logprobs in zip(columns, teacher_logprobs or (), strict=teacher_logprobs is not None):
+            of_sample["teacher_logprobs"] = logprobs
         names = [trajectory.name for trajectory in trajectories]
         routes = list(map(_routes, trajectories)) if self.config.router_replay.enabled else None
         tokens = [trajectory.token_ids() for trajectory in trajectories]
@@ -151,6 +170,21 @@ class PolicyWorker(Policy):
             name: torch.cat([part[name] for part in stats]) for name in stats[0]
         }
 
+    def score(self, step: RankStep) -> dict[int, Ref]:
+        """Return references to the log-probs of each sample's trained tokens under the current weights, float32
+        [length], by sample index. One rank of those with the same samples returns them; the others return nothing."""
+        self.receive(step, 0)
+        bins = [bin for bins in self._bins for bin in bins]
+        self._bins = []
+        rows = self.logprobs([bin.batch for bin in bins])
+        if not self.is_reporting_rank or rows is None:
+            return {}
+        return {
+            index: self._store.put(logprobs.clone())
+            for bin, row in zip(bins, rows, strict=True)
+            for index, logprobs in zip(bin.samples.tolist(), bin.batch.split(row.to("cpu")), strict=True)
+        }
+
     def train(self, loss_fn: LossFn, targets: TrainTargets) -> list[TrainReport]:
         """Run an optimizer step for every batch in which a token counts, then drop the step's data."""
         reports = []
@@ -171,8 +205,9 @@ class PolicyWorker(Policy):
         for bin, logprobs in self._trained if self.is_reporting_rank else ():
             columns = bin.batch.columns
             rows = {"policy": columns.get("prev_logprobs", logprobs)}
-            if "reference_policy_logprobs" in columns:
-                rows["reference"] = columns["reference_policy_logprobs"]
+            for name, column in (("reference", "reference_policy_logprobs"), ("teacher", "teacher_logprobs")):
+                if column in columns:
+                    rows[name] = columns[column]
             values = {name: row[0].to("cpu", torch.float32).numpy() for name, row in rows.items()}
             bins.append(BinLogprobs(bin.samples.tolist(), bin.batch.lengths, values))
         return bins
@@ -213,6 +248,8 @@ class PolicyWorker(Policy):
                 continue
             to_go = kl_to_go(batch.loss_inputs(), self._kl_kind) if targets.kl_weight and self._kl_kind else None
             advantages = batch.per_token(targets.advantages[bin.samples])
+            if targets.teacher_weight:
+                advantages = advantages + targets.teacher_weight * teacher_gap(batch.loss_inputs())
             columns["advantages"] = token_advantages(advantages, to_go, targets.kl_weight, *targets.clip)
         return [bin.batch for bin in bins]
 

@@ -7,7 +7,7 @@ step, so that each value of all samples travels as one tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from grpo_mcore.batching.packing import PADDED
 from grpo_mcore.batching.plan import StepPlan, plan_step
 from grpo_mcore.batching.prefix_trees import Prefixes, computed_tokens, in_blocks, prefixes_of, saves_enough
 from grpo_mcore.layout import PolicyLayout
-from grpo_mcore.objective import overlong_filter
+from grpo_mcore.objective import clip_advantages, overlong_filter
 from grpo_mcore.recipe import Algorithm, MasterConfig, bin_tokens, samples_together
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
@@ -33,6 +33,9 @@ class RankStep:
     """Sample index -> reference to its trajectory in the object store."""
     shares_prefixes: bool = False
     """Samples of a bin that begin alike share what is computed of their prefixes: the bins are planned for it."""
+    teacher_logprobs: Mapping[int, Ref] = field(default_factory=dict)
+    """Sample index -> reference to the log-probs of its tokens under its teacher, float32 [length]; empty without
+    teachers."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,21 @@ class TrainTargets:
     """The advantage of token t is its sample's, minus this weight times the KL from t to the end of the sample."""
     clip: tuple[float | None, float | None] = (None, None)
     """Bounds of a token's advantage."""
+    teacher_weight: float = 0.0
+    """Weight of the teacher's log-prob minus the policy's, added to the advantage of a token."""
+    teacher_gaps: Tensor | None = None
+    """Mean over each sample's trained tokens of the teacher's log-prob minus the policy's; None without teachers."""
     rewards: Tensor | None = None
     """Rewards of the environment, if a term of the loss needs them."""
     reference_sums: Tensor | None = None
     """Log-prob of each sample's trained tokens under the reference, if the loss needs it by sample."""
+
+    def sample_advantages(self) -> Tensor | None:
+        """Return the mean advantage of each sample's tokens, within the bounds; None for a loss without advantages."""
+        if self.advantages is None:
+            return None
+        gaps = 0.0 if self.teacher_gaps is None else self.teacher_weight * self.teacher_gaps
+        return clip_advantages(self.advantages + gaps, *self.clip)
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,8 @@ class StepBatch:
     batches: tuple[tuple[int, ...], ...]
     """Sample indices of each optimizer step, over all ranks."""
     plan_metrics: dict[str, float]
+    teachers: tuple[str, ...] = ()
+    """Alias of each sample's teacher; empty without teachers."""
 
     @property
     def samples(self) -> list[TrajectoryRef]:

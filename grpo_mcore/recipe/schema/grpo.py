@@ -78,7 +78,11 @@ class AdvEstimatorConfig(Section):
     name: Annotated[str, NameOrPath(("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "opd"))] = "grpo"
     """Estimator. grpo: relative to the group. dr_grpo: reward minus the group's mean. rloo: reward minus the mean of
     the others. reinforce_plus_plus: standardised over all trained tokens of the step. gdpo: each named reward by
-    itself, then summed. opd: not supported yet. An import path: a function of your own, see docs/extending.md."""
+    itself, then summed. opd: log-prob of the teacher minus the policy's, token by token (on_policy_distillation). An
+    import path: a function of your own, see docs/extending.md."""
+    opd_weight: NonNegativeFloat = 0.0
+    """Weight of the teacher's log-prob minus the policy's, added to the advantage of each token. For every estimator
+    but opd, whose weight is 1. Above 0 it needs on_policy_distillation."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of an estimator of your own."""
     normalize_rewards: bool | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from grpo_mcore.recipe.schema.cluster import ClusterConfig
 from grpo_mcore.recipe.schema.data import DataConfig
+from grpo_mcore.recipe.schema.distillation import OnPolicyDistillationConfig
 from grpo_mcore.recipe.schema.evaluation import EvalConfig
 from grpo_mcore.recipe.schema.fine_tuning import DPOConfig, SFTConfig
 from grpo_mcore.recipe.schema.grpo import GRPOConfig
@@ -16,7 +17,7 @@ from grpo_mcore.recipe.schema.launch import LaunchConfig
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig
-from grpo_mcore.recipe.schema.section import Section
+from grpo_mcore.recipe.schema.section import OffWhenNull, Section
 
 
 class RecipeSections(Section):
@@ -30,6 +31,10 @@ class RecipeSections(Section):
     """The policy loss."""
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)
     """The RL loop."""
+    on_policy_distillation: Annotated[OnPolicyDistillationConfig, OffWhenNull] = Field(
+        default_factory=OnPolicyDistillationConfig
+    )
+    """Teachers that score the policy's samples."""
     sft: SFTConfig = Field(default_factory=SFTConfig)
     """Supervised fine-tuning."""
     dpo: DPOConfig = Field(default_factory=DPOConfig)

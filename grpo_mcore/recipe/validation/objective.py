@@ -203,11 +203,6 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
     """Options of the advantage estimator must be among those that it has."""
     grpo, estimator = config.grpo, config.grpo.adv_estimator
     name = estimator.name
-    if name == "opd":
-        yield Finding(
-            (_ESTIMATOR + "name",),
-            "opd is not supported yet (on-policy distillation needs a teacher); use another estimator",
-        )
     if estimator.options and not is_path(name):
         yield Finding(
             (_ESTIMATOR + "options", _ESTIMATOR + "name"), f"are for an estimator of your own; {name} has none"
@@ -248,6 +243,7 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
             "the estimator gdpo reads the named rewards, which shaping does not change",
         )
     no_group = is_path(name) or (name == "reinforce_plus_plus" and not estimator.minus_baseline)
+    no_group = no_group or (name == "opd" and not config.on_policy_distillation.use_orm_advantage)
     if runs_grpo(config) and grpo.num_generations_per_prompt == 1 and not no_group:
         yield Finding(
             ("grpo.num_generations_per_prompt",),

@@ -15,7 +15,7 @@ from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.master import RecipeSections
 from grpo_mcore.recipe.schema.section import Section
-from grpo_mcore.recipe.validation import batch_sizes, data, engines, layout, objective, run
+from grpo_mcore.recipe.validation import batch_sizes, data, distillation, engines, layout, objective, run
 from grpo_mcore.recipe.validation.nemo_rl_keys import apply_gym_switches, without_nemo_rl_keys
 from grpo_mcore.recipe.validation.unsupported_keys import check_unsupported
 
@@ -38,6 +38,7 @@ CHECKS = (
     objective.check_shaping_acts,
     objective.check_advantages,
     objective.check_dynamic_sampling,
+    distillation.check_teachers,
     run.check_ages,
     run.check_early_stop,
     run.check_restarts,

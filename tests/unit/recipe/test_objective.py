@@ -113,7 +113,7 @@ def test_a_wrong_key_is_reported_with_its_line(problems) -> None:
             ],
             "loss_fn.use_on_policy_kl_approximation: weights the KL term of the loss",
         ),
-        (["grpo.adv_estimator.name=opd"], "grpo.adv_estimator.name: opd is not supported yet (on-policy distillation"),
+        (["grpo.adv_estimator.name=opd"], "grpo.adv_estimator.name: needs a teacher"),
         (
             ["grpo.adv_estimator={name: rloo, normalize_rewards: true}"],
             "grpo.adv_estimator.normalize_rewards: true contradicts the estimator rloo, which takes the reward minus "

@@ -1,0 +1,121 @@
+"""The teachers of a run: models that score the policy's samples, token by token, and do not train.
+
+Each has ranks, a layout and a size of its own. It shares the policy's devices in turns: its weights are on the device
+only while it scores. It holds no state, so one that is lost is started again and scores the same samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from grpo_mcore.algorithms.engines.retries import Retries
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.training_step.step_batch import RankStep, StepBatch, rank_steps
+from grpo_mcore.cluster import BackgroundWork, is_fault
+from grpo_mcore.recipe import MasterConfig, OnPolicyDistillationConfig
+from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.trajectory import TrajectoryRef
+from grpo_mcore.rollout.workers import Ref
+
+logger = logging.getLogger(__name__)
+
+
+class TeacherError(ValueError):
+    """A prompt without a teacher."""
+
+
+@dataclass
+class Teacher:
+    """One teacher. `config`: the recipe with the teacher in place of the policy. `start`: spawns its ranks, and returns
+    them when they are ready. `ranks`: the ones that run."""
+
+    alias: str
+    config: MasterConfig
+    start: Callable[[], PolicyGroup]
+    ranks: PolicyGroup
+    restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
+
+    def score(self, samples: Mapping[int, TrajectoryRef], background: BackgroundWork | None = None) -> dict[int, Ref]:
+        """Return references to the log-probs of each sample's tokens, float32 [length], by index in the step. Ranks
+        that are lost meanwhile are started again. Raises their error if that fails too often."""
+        steps = teacher_steps(samples, self.config, self.ranks)
+        while True:
+            ranks = self.ranks
+            try:
+                with ranks.run_alongside(background):
+                    ranks.onload()
+                    scored = ranks.score(steps)
+                    ranks.offload()
+            except Exception as error:
+                if not is_fault(error):
+                    raise
+                self.restarts.failed(error)
+                logger.warning("the teacher %s is lost and starts again: %s", self.alias, str(error).partition("\n")[0])
+                ranks.cluster.stop(ranks.workers)
+                self.ranks = self.start()
+                continue
+            self.restarts.reset()
+            return {index: scored[index] for index in samples}
+
+
+@dataclass
+class Teachers:
+    """All teachers of a run by alias; aliases of one model and layout share a Teacher."""
+
+    config: OnPolicyDistillationConfig
+    by_alias: Mapping[str, Teacher]
+
+    def alias_of(self, prompt: DatumSpec) -> str:
+        """Return the alias of a prompt's teacher: its agent's or its task's name, or the default. Raises TeacherError,
+        naming the prompt, if there is none."""
+        agent = prompt["extra_env_info"].get("agent_ref")
+        names = [agent["name"]] if isinstance(agent, dict) and "name" in agent else []
+        names.append(prompt["task_name"])
+        for name in names:
+            if name in self.by_alias:
+                return name
+        if self.config.strict_agent_name_match:
+            raise TeacherError(
+                f"prompt {prompt['uid']}: {' and '.join(map(repr, names))} is no alias of a teacher "
+                f"({', '.join(self.by_alias)}), and on_policy_distillation.strict_agent_name_match is true"
+            )
+        return self.config.default_teacher_alias or next(iter(self.by_alias))
+
+    def aliases(self, batch: StepBatch) -> list[str]:
+        """Return the alias of each sample's teacher, by index in the step."""
+        return [self.alias_of(group.prompt) for group in batch.groups for _ in group.samples]
+
+    def score(self, batch: StepBatch, background: BackgroundWork | None = None) -> StepBatch:
+        """Return the step with references to the log-probs of its samples under their teachers."""
+        samples, aliases = batch.samples, self.aliases(batch)
+        indices = sorted(index for rank in batch.ranks for index in rank.trajectories)
+        scored: dict[int, Ref] = {}
+        for teacher in {id(teacher): teacher for teacher in self.by_alias.values()}.values():
+            of_teacher = {i: samples[i] for i in indices if self.by_alias[aliases[i]] is teacher}
+            if of_teacher:
+                scored |= teacher.score(of_teacher, background)
+        ranks = tuple(
+            replace(rank, teacher_logprobs={index: scored[index] for index in rank.trajectories})
+            for rank in batch.ranks
+        )
+        return replace(batch, ranks=ranks, teachers=tuple(aliases))
+
+
+def teacher_steps(samples: Mapping[int, TrajectoryRef], config: MasterConfig, ranks: PolicyGroup) -> Sequence[RankStep]:
+    """Distribute samples, by index in the step, over the teacher's data-parallel ranks and bins. Where they are fewer
+    than these, copies of the first one, under indices of their own, fill the ranks."""
+    indices, kept = list(samples), list(samples.values())
+    missing = max(0, ranks.layout.data - len(kept))
+    indices += range(max(indices) + 1, max(indices) + 1 + missing)
+    kept += kept[:1] * missing
+    _, steps = rank_steps(
+        {index: sample.ref for index, sample in zip(indices, kept, strict=True)},
+        [sample.length for sample in kept],
+        config,
+        ranks.layout,
+        optimizer_steps=1,
+        prefixes=[sample.prefixes for sample in kept] if ranks.shares_prefixes else None,
+    )
+    return steps

@@ -1,0 +1,69 @@
+"""`on_policy_distillation`: teachers that score the student's own samples. Keys are those of NeMo RL."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from grpo_mcore.recipe.schema.section import NonNegativeFloat, OffWhenNull, Positive, Section
+
+
+class TeacherConfig(Section):
+    """How a teacher's ranks are laid out and what one of their passes holds. Read by algorithms/."""
+
+    tensor_model_parallel_size: Positive | None = None
+    """Tensor-parallel size. null: the policy's."""
+    pipeline_model_parallel_size: Positive | None = None
+    """Pipeline stages. null: the policy's."""
+    context_parallel_size: Positive | None = None
+    """Context-parallel size. null: the policy's."""
+    expert_model_parallel_size: Positive | None = None
+    """Expert-parallel size; 1 for a teacher without experts. null: the policy's."""
+    precision: Literal["bfloat16", "float32"] | None = None
+    """Number format of the weights. null: the policy's."""
+    micro_batch_size: Positive | None = None
+    """Samples of one forward pass. With packing it sets the capacity of a row, in multiples of
+    policy.max_total_sequence_length. null: as in the policy's log-prob passes."""
+    megatron_cfg_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Further values that replace those of policy.megatron_cfg for this teacher."""
+    num_nodes: Positive | None = None
+    """Nodes of its own. Not supported yet: teachers share the policy's devices."""
+    gpus_per_node: Positive | None = None
+    """Devices of each of these nodes. Not supported yet."""
+
+
+class TeacherPlacesConfig(Section):
+    """`on_policy_distillation.non_colocated_teachers`: where teachers live and how they are laid out."""
+
+    enabled: bool = False
+    """Give teachers nodes of their own. Not supported yet: they share the policy's devices, in turns."""
+    default_teacher_cfg: TeacherConfig = Field(default_factory=TeacherConfig)
+    """Layout of every teacher; also of those that share the policy's devices."""
+    teacher_overrides: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Values of single teachers, by alias, that replace those of default_teacher_cfg."""
+
+
+class OnPolicyDistillationConfig(Section):
+    """`on_policy_distillation`: teachers score the student's samples, token by token. The advantage of a token is the
+    log-prob of the teacher minus the student's from before the step (arXiv 2601.02780, equation 8). Read by
+    algorithms/, the formulas by objective/."""
+
+    enabled: bool = False
+    """Let teachers score the samples. Needs grpo.adv_estimator.name: opd, or another estimator with opd_weight."""
+    teacher_model_by_agent_name: dict[str, str] = Field(default_factory=dict)
+    """Folder or Hugging Face name of each teacher, by alias. A sample's teacher is the one whose alias is the name of
+    the NeMo Gym agent that produced it, or else of its task."""
+    default_teacher_alias: str | None = None
+    """Alias of the teacher of all other samples. null: that of the only teacher."""
+    strict_agent_name_match: bool = False
+    """Refuse samples whose agent or task is not an alias, instead of giving them the default teacher."""
+    deduplicate_shared_teacher_checkpoints: bool = True
+    """Load a model once if several aliases name it with one layout."""
+    use_orm_advantage: bool = False
+    """Add the advantage of the rewards (estimator grpo) to that of the teacher, with weight orm_advantage_weight. Only
+    for the estimator opd."""
+    orm_advantage_weight: NonNegativeFloat = 1.0
+    """Weight of the rewards' advantage. No effect without use_orm_advantage."""
+    non_colocated_teachers: Annotated[TeacherPlacesConfig, OffWhenNull] = Field(default_factory=TeacherPlacesConfig)
+    """Where teachers live and how they are laid out."""

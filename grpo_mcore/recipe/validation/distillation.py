@@ -1,0 +1,82 @@
+"""Rules of distillation: which teachers there are, and what their advantage goes with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_mcore.recipe.errors import Finding, nearest_hint
+from grpo_mcore.recipe.schema.master import RecipeSections
+
+_AT = "on_policy_distillation."
+_ESTIMATOR = "grpo.adv_estimator."
+
+
+def check_teachers(config: RecipeSections) -> Iterator[Finding]:
+    """Teachers must exist where their log-probs are wanted, and be wanted where they exist."""
+    section, estimator = config.on_policy_distillation, config.grpo.adv_estimator
+    names = section.teacher_model_by_agent_name
+    wanted = estimator.name == "opd" or estimator.opd_weight > 0
+    if estimator.name == "opd" and estimator.opd_weight > 0:
+        message = "the weight of the estimator opd is 1; remove it"
+        yield Finding((_ESTIMATOR + "opd_weight", _ESTIMATOR + "name"), message)
+    if wanted and not section.enabled:
+        key = "name" if estimator.name == "opd" else "opd_weight"
+        yield Finding(
+            (_ESTIMATOR + key, _AT + "enabled"),
+            "needs a teacher: set on_policy_distillation.enabled: true and teacher_model_by_agent_name",
+        )
+    if not section.enabled:
+        return
+    if not wanted:
+        yield Finding(
+            (_AT + "enabled", _ESTIMATOR + "name"),
+            "has no effect without grpo.adv_estimator.name: opd, or opd_weight above 0 with another estimator",
+        )
+    if not names:
+        yield Finding((_AT + "teacher_model_by_agent_name", _AT + "enabled"), "names no teacher: {alias: model}")
+    default = section.default_teacher_alias
+    if default is not None and default not in names:
+        yield Finding(
+            (_AT + "default_teacher_alias",), f"{default!r} is none of the teachers{nearest_hint(default, list(names))}"
+        )
+    if default is None and len(names) > 1 and not section.strict_agent_name_match:
+        yield Finding(
+            (_AT + "default_teacher_alias", _AT + "teacher_model_by_agent_name"),
+            f"is needed with {len(names)} teachers; or set strict_agent_name_match: true",
+        )
+    places = section.non_colocated_teachers
+    if places.enabled:
+        yield Finding(
+            (_AT + "non_colocated_teachers.enabled",),
+            "teachers with nodes of their own are not supported yet; set it to false: they then share the policy's "
+            "devices, in turns",
+        )
+    for alias in places.teacher_overrides:
+        if alias not in names:
+            yield Finding(
+                (f"{_AT}non_colocated_teachers.teacher_overrides.{alias}",),
+                f"{alias!r} is none of the teachers{nearest_hint(alias, list(names))}",
+            )
+    yield from _pure(config)
+
+
+def _pure(config: RecipeSections) -> Iterator[Finding]:
+    """What reads rewards or groups has nothing to read if only the teacher's log-probs count."""
+    section, grpo = config.on_policy_distillation, config.grpo
+    if grpo.adv_estimator.name != "opd":
+        if section.use_orm_advantage:
+            yield Finding(
+                (_AT + "use_orm_advantage", _ESTIMATOR + "name"),
+                "is for the estimator opd; another estimator takes opd_weight",
+            )
+        return
+    if config.loss_fn.use_kl_in_reward:
+        yield Finding(
+            ("loss_fn.use_kl_in_reward", _ESTIMATOR + "name"),
+            "the estimator opd has no reward to subtract the KL from; keep it in the loss",
+        )
+    if grpo.use_dynamic_sampling and not section.use_orm_advantage:
+        yield Finding(
+            ("grpo.use_dynamic_sampling", _ESTIMATOR + "name"),
+            "chooses prompts by their rewards, which the estimator opd does not read without use_orm_advantage",
+        )

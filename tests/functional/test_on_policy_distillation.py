@@ -1,0 +1,154 @@
+"""Whole GRPO runs with teachers: in process with one of another size, and under Ray with one of another layout that is
+killed. What is logged is computed again with transformers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_mcore.algorithms.training_step.teachers import Teacher
+from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
+from grpo_mcore.observe.samples import read_samples, sample_steps
+from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
+
+AT = "on_policy_distillation/"
+SIZES = {"intermediate_size": 64, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def teacher(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of another size with the policy's tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher")
+    make_base_config(folder, task.folder / "tokenizer", seed=9, hidden_size=32, max_positions=64, **SIZES)
+    return folder
+
+
+def recipe_with(task: Task, model: Path, teacher: Path, **estimator: Any) -> dict[str, Any]:
+    recipe = grpo_recipe(task, model)
+    recipe["grpo"] |= {"max_num_steps": 2, "adv_estimator": estimator or {"name": "opd"}}
+    recipe["on_policy_distillation"] = {"enabled": True, "teacher_model_by_agent_name": {"it": str(teacher)}}
+    recipe["checkpointing"] = {"enabled": False}
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def run(task: Task, model: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two steps of two optimizer steps."""
+    recipe = recipe_with(task, model, teacher)
+    recipe["checkpointing"] = {"save_period": 1, "keep_top_k": 5}
+    return run_here("train", tmp_path_factory.mktemp("opd"), recipe, "policy.train_global_batch_size=8")
+
+
+def rows_of(run: Run, step: int) -> list[dict[str, Any]]:
+    return read_samples(sample_steps(run.logs, "train")[step])
+
+
+def test_samples_record_the_teachers_logprobs_and_the_metrics_are_theirs(run: Run, teacher: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert run.code == 0, run.err
+    network = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    for step, metrics in enumerate(run.metrics(), start=1):
+        gaps, rows = [], rows_of(run, step)
+        assert len(rows) == 16
+        for row in rows:
+            tokens = torch.tensor(row["token_ids"])[None]
+            with torch.no_grad():
+                scores = torch.log_softmax(network(tokens).logits[0, :-1], -1).gather(1, tokens[0, 1:, None])[:, 0]
+            trained = np.array(row["policy_logprobs"][1:]) != 0
+            mine = np.array(row["teacher_logprobs"][1:])
+            assert np.abs(mine[trained] - scores.numpy()[trained]).max() < 1e-5
+            assert not mine[~trained].any()
+            gap = (mine - np.array(row["policy_logprobs"][1:]))[trained]
+            assert row["advantage"] == pytest.approx(gap.mean(), abs=1e-6), "the mean of its tokens"
+            gaps.append(gap)
+        every = np.concatenate(gaps)
+        assert metrics[AT + "teacher_student_logprob_gap_mean"] == pytest.approx(every.mean(), abs=1e-6)
+        assert metrics[AT + "adv_mean"] == pytest.approx(every.mean(), abs=1e-6)
+        assert metrics[AT + "adv_std"] == pytest.approx(every.std(), abs=1e-6)
+        assert metrics["timing/teachers"] > 0
+        assert metrics["grad_norm"] > 0
+
+
+def test_resumes_bit_for_bit(run: Run, task: Task, model: Path, teacher: Path, tmp_path: Path) -> None:
+    recipe = recipe_with(task, model, teacher)
+    recipe["checkpointing"] = {"save_period": 1, "keep_top_k": 5}
+    words = ("policy.train_global_batch_size=8", "grpo.max_num_steps=1")
+    assert run_here("train", tmp_path, recipe, *words).code == 0
+    resumed = run_here("train", tmp_path, recipe, words[0], "--resume")
+    assert resumed.code == 0, resumed.err
+    assert resumed.outcome() == run.outcome()
+
+
+def test_the_policy_itself_teaches_exactly_nothing(task: Task, model: Path, tmp_path: Path) -> None:
+    run = run_here("train", tmp_path, recipe_with(task, model, model), "grpo.max_num_steps=1")
+    assert run.code == 0, run.err
+    (step,) = run.metrics()
+    assert {step[AT + name] for name in ("teacher_student_logprob_gap_mean", "adv_mean", "adv_std")} == {0.0}
+    assert step["grad_norm"] == 0 and step["loss"] == 0
+
+
+def test_a_weighted_teacher_beside_the_rewards(task: Task, model: Path, teacher: Path, tmp_path: Path) -> None:
+    recipe = recipe_with(task, model, teacher, name="rloo", opd_weight=0.5)
+    run = run_here("train", tmp_path, recipe, "grpo.max_num_steps=1")
+    assert run.code == 0, run.err
+    (step,), rewards = run.metrics(), {}
+    for row in rows_of(run, 1):
+        rewards.setdefault(row["uid"], []).append(row["reward"])
+    for row in rows_of(run, 1):
+        trained = np.array(row["policy_logprobs"]) != 0
+        gap = (np.array(row["teacher_logprobs"]) - np.array(row["policy_logprobs"]))[trained].mean()
+        others = rewards[row["uid"]]
+        rloo = row["reward"] - (sum(others) - row["reward"]) / (len(others) - 1)
+        assert row["advantage"] == pytest.approx(rloo + 0.5 * gap, abs=1e-6)
+    assert step[AT + "adv_mean"] != step[AT + "teacher_student_logprob_gap_mean"]
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_by_name(task: Task, model: Path, tmp_path: Path) -> None:
+    import json
+
+    other = tmp_path / "other"
+    make_tokenizer(other / "tokenizer")
+    make_base_config(other, other / "tokenizer", hidden_size=32, max_positions=64, **SIZES)
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    vocab["3"], vocab["4"] = vocab["4"], vocab["3"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    run = run_here("train", tmp_path, recipe_with(task, model, other), "--check")
+    assert_one_message(run, 1, str(other), "has another tokenizer than the policy: '3' is number", "2 of")
+    missing = run_here("train", tmp_path, recipe_with(task, model, tmp_path / "nowhere"), "--check")
+    assert_one_message(missing, 1, "on_policy_distillation.teacher_model_by_agent_name.it: there is no folder")
+
+
+def test_a_killed_teacher_of_another_layout_costs_no_sample(
+    task: Task, model: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Student DP 2, teacher TP 2. One of its ranks is killed before the second step."""
+    score, steps, log = Teacher.score, [], []
+
+    def killed(self: Teacher, *args: Any) -> Any:
+        steps.append(len(args[0]))
+        if len(steps) == 2:
+            os.kill(self.ranks.workers[1].place().pid, signal.SIGKILL)
+        before = self.ranks
+        try:
+            return score(self, *args)
+        finally:
+            log.append(self.ranks is before)
+
+    monkeypatch.setattr(Teacher, "score", killed)
+    recipe = recipe_with(task, model, teacher)
+    layout = {"default_teacher_cfg": {"tensor_model_parallel_size": 2}}
+    recipe["on_policy_distillation"]["non_colocated_teachers"] = layout
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 2, "max_engine_restarts": 1, "retry_wait_s": 0.0}
+    run = run_here("train", tmp_path, recipe)
+    assert run.code == 0, run.err
+    assert steps == [16, 16] and log == [True, False], "the second step met a new teacher"
+    assert [line["num_trained_samples"] for line in run.metrics()] == [16, 16]
+    test_samples_record_the_teachers_logprobs_and_the_metrics_are_theirs(run, teacher)

@@ -1,0 +1,151 @@
+"""Which teacher scores a sample, how its samples reach its ranks, and what happens when it is lost."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mcore.algorithms.engines.retries import Retries
+from grpo_mcore.algorithms.training_step.advantages import compute_targets
+from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
+from grpo_mcore.algorithms.training_step.teachers import Teacher, TeacherError, Teachers
+from grpo_mcore.cluster import WorkerDied
+from grpo_mcore.layout import PolicyLayout
+from grpo_mcore.recipe import MasterConfig, OnPolicyDistillationConfig
+from grpo_mcore.rollout.group import Group
+from tests.unit.algorithms.training_step.step_cases import config, group
+
+TEACHERS = {"enabled": True, "teacher_model_by_agent_name": {"math": "a", "code": "b"}, "default_teacher_alias": "code"}
+
+
+def of_task(uid: str, task: str, agent: str | None = None, rewards: list[float | None] | None = None) -> Group:
+    info = {} if agent is None else {"agent_ref": {"type": "responses_api_agents", "name": agent}}
+    prompt: Any = {"uid": uid, "task_name": task, "extra_env_info": info}
+    return replace(group(uid, rewards or [1, 0, 0, 0]), prompt=prompt)
+
+
+class Ranks:
+    """A teacher's ranks that name what they score; the first `losses` calls are lost."""
+
+    def __init__(self, data: int = 1, losses: int = 0) -> None:
+        self.layout, self.shares_prefixes = PolicyLayout(1, 1, data), False
+        self.calls: list[Any] = []
+        self.losses = losses
+        self.cluster = SimpleNamespace(stop=lambda workers: self.calls.append("stop"))
+        self.workers: list[Any] = []
+
+    def run_alongside(self, background: Any) -> Any:
+        return nullcontext()
+
+    def onload(self) -> None:
+        self.calls.append("onload")
+
+    def offload(self) -> None:
+        self.calls.append("offload")
+
+    def score(self, steps: Any) -> dict[int, str]:
+        if self.losses:
+            self.losses -= 1
+            raise WorkerDied("teacher-0", "score", "its process ended")
+        self.calls.append([step.batches for step in steps])
+        return {index: f"scored {ref}" for step in steps for index, ref in step.trajectories.items()}
+
+
+def teachers(ranks: dict[str, Ranks], recipe: MasterConfig, **changed: Any) -> Teachers:
+    kept = {alias: Teacher(alias, recipe, lambda: None, its) for alias, its in ranks.items()}  # type: ignore[arg-type, return-value]
+    return Teachers(OnPolicyDistillationConfig.model_validate(TEACHERS | changed), kept)
+
+
+def test_agents_and_tasks_choose_the_teacher() -> None:
+    both = teachers({"math": Ranks(), "code": Ranks()}, config())
+    names = [both.alias_of(of_task("u", task, agent).prompt) for task, agent in (
+        ("math", None), ("code", "math"), ("other", "else"), ("math", "else"))]  # fmt: skip
+    assert names == ["math", "math", "code", "math"]
+    strict = teachers({"math": Ranks(), "code": Ranks()}, config(), strict_agent_name_match=True)
+    with pytest.raises(TeacherError, match="prompt u:7: 'else' and 'other' is no alias of a teacher"):
+        strict.alias_of(of_task("u:7", "other", "else").prompt)
+    only = teachers({"code": Ranks()}, config(), default_teacher_alias=None)
+    assert only.alias_of(of_task("u", "other").prompt) == "code"
+
+
+def test_each_sample_goes_to_its_teacher_and_comes_back_to_its_rank() -> None:
+    recipe = config()
+    ranks = {"math": Ranks(data=1), "code": Ranks(data=8)}
+    groups = [of_task("a", "math"), of_task("b", "code", rewards=[1, None, 0, 1])]
+    batch = teachers(ranks, recipe).score(build_step_batch(groups, recipe, PolicyLayout(1, 1, 2)))
+    assert batch.teachers == ("math",) * 4 + ("code",) * 4
+    for rank in batch.ranks:
+        assert rank.teacher_logprobs == {index: f"scored {ref}" for index, ref in rank.trajectories.items()}
+    assert sorted(index for rank in batch.ranks for index in rank.teacher_logprobs) == [0, 1, 2, 3, 4, 6, 7]
+    for its in ranks.values():
+        assert (its.calls[0], its.calls[-1]) == ("onload", "offload")
+    scored = sorted(index for of_rank in ranks["code"].calls[1] for bins in of_rank for bin in bins for index in bin)
+    assert scored == [4, 6, 7, 8, 9, 10, 11, 12], "copies fill eight ranks"
+
+
+def test_aliases_of_one_model_are_scored_together() -> None:
+    recipe, ranks = config(), Ranks()
+    shared = Teacher("math", recipe, lambda: None, ranks)  # type: ignore[arg-type, return-value]
+    both = Teachers(OnPolicyDistillationConfig.model_validate(TEACHERS), {"math": shared, "code": shared})
+    both.score(build_step_batch([of_task("a", "math"), of_task("b", "code")], recipe, PolicyLayout(1, 1, 1)))
+    assert len(ranks.calls) == 3, "onload, score, offload"
+
+
+def test_a_lost_teacher_starts_again_and_scores_the_same_samples() -> None:
+    recipe, lost, fresh = config(), Ranks(losses=1), Ranks()
+    teacher = Teacher("math", recipe, lambda: fresh, lost, Retries(1, 0.0))  # type: ignore[arg-type, return-value]
+    only = Teachers(OnPolicyDistillationConfig.model_validate(TEACHERS), {"math": teacher})
+    batch = only.score(build_step_batch([of_task("a", "math"), of_task("b", "math")], recipe, PolicyLayout(1, 1, 1)))
+    assert lost.calls == ["onload", "stop"] and teacher.ranks is fresh
+    assert len(batch.ranks[0].teacher_logprobs) == 8
+    fresh.losses = 9
+    with pytest.raises(WorkerDied):
+        only.score(build_step_batch([of_task("a", "math")], recipe, PolicyLayout(1, 1, 1)))
+
+
+def test_an_error_of_the_teacher_is_no_loss() -> None:
+    recipe, ranks = config(), Ranks()
+    ranks.score = lambda steps: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    teacher = Teacher("math", recipe, lambda: pytest.fail("it must not start again"), ranks, Retries(9, 0.0))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ZeroDivisionError):
+        teacher.score({0: of_task("a", "math").samples[0]})
+
+
+@pytest.mark.parametrize(
+    ("estimator", "section", "weight", "advantages"),
+    [
+        ({"name": "opd"}, {}, 1.0, [0.0] * 4),
+        ({"name": "opd"}, {"use_orm_advantage": True, "orm_advantage_weight": 2.0}, 1.0, [4.0, *[-4 / 3] * 3]),
+        ({"name": "rloo", "opd_weight": 0.25}, {}, 0.25, [1.0, *[-1 / 3] * 3]),
+    ],
+)
+def test_advantages_of_teachers_and_rewards(
+    estimator: dict[str, Any], section: dict[str, Any], weight: float, advantages: list[float]
+) -> None:
+    recipe = MasterConfig.model_validate(
+        {
+            "policy": {"model_name": "m", "train_global_batch_size": 4, "max_total_sequence_length": 64},
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "adv_estimator": estimator},
+            "on_policy_distillation": TEACHERS | section,
+        }
+    )
+    groups = [of_task("a", "math"), of_task("b", "code")]
+    both = teachers({"math": Ranks(), "code": Ranks()}, recipe)
+    batch = both.score(build_step_batch(groups, recipe, PolicyLayout(1, 1, 1)))
+    tokens = batch.trained_tokens.double()
+    stats = {"gap_sum": -tokens * torch.tensor([1.0] * 4 + [3.0] * 4), "gap_square": torch.zeros(8).double()}
+    targets, metrics = compute_targets(batch, stats, recipe)
+    assert targets.teacher_weight == weight
+    assert targets.advantages is not None and targets.advantages[:4].tolist() == pytest.approx(advantages, rel=1e-5)
+    mean = (tokens[:4].sum() + 3 * tokens[4:].sum()) / tokens.sum()
+    assert metrics["on_policy_distillation/teacher_student_logprob_gap_mean"] == pytest.approx(-mean.item())
+    assert metrics["on_policy_distillation/kl/math"] == 1 and metrics["on_policy_distillation/kl/code"] == 3
+    per_sample = targets.sample_advantages()
+    assert per_sample is not None and per_sample[0].item() == pytest.approx(advantages[0] - weight, rel=1e-5)
+    assert metrics["advantage_max"] == per_sample.max().item()

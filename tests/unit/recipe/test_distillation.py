@@ -1,0 +1,122 @@
+"""The section on_policy_distillation: NeMo RL's keys load, teachers get a layout, and what does not fit is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_mcore.recipe import MasterConfig, RecipeError, needs_prev, teacher_policies, teacher_weight
+
+NEMO_RL = {
+    "enabled": True,
+    "teacher_model_by_agent_name": {"math": "teachers/math", "code": "teachers/code"},
+    "default_teacher_alias": "math",
+    "strict_agent_name_match": False,
+    "deduplicate_shared_teacher_checkpoints": True,
+    "non_colocated_teachers": {
+        "enabled": False,
+        "default_teacher_cfg": {
+            "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "context_parallel_size": 1,
+            "expert_model_parallel_size": 1, "num_nodes": 1, "gpus_per_node": 8, "precision": "bf16",
+            "micro_batch_size": 2, "megatron_cfg_overrides": {"moe_grouped_gemm": True},
+        },
+        "teacher_overrides": {"code": {"tensor_model_parallel_size": 2, "precision": "float32"}},
+    },
+}  # fmt: skip
+LOSS = {
+    "disable_ppo_ratio": True, "use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0,
+    "truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 5.0,
+    "truncated_importance_sampling_ratio_min": 0.2,
+}  # fmt: skip
+
+
+def recipe(
+    section: dict[str, Any] | None = None, estimator: dict[str, Any] | None = None, **sections: Any
+) -> MasterConfig:
+    return MasterConfig.model_validate(
+        {
+            "policy": {
+                "model_name": "student", "train_global_batch_size": 8, "max_total_sequence_length": 64,
+                "precision": "float32", "train_micro_batch_size": 1, "logprob_batch_size": 4,
+                "megatron_cfg": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            },
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4}
+            | {"adv_estimator": estimator or {"name": "opd"}}
+            | sections.pop("grpo", {}),
+            "on_policy_distillation": NEMO_RL if section is None else section,
+            "cluster": {"gpus_per_node": 2},
+        }
+        | sections
+    )  # fmt: skip
+
+
+def test_the_section_of_nemo_rl_loads_and_lays_teachers_out() -> None:
+    config = recipe(loss_fn=LOSS)
+    assert needs_prev(config) and teacher_weight(config) == 1
+    teachers = teacher_policies(config)
+    math, code = teachers["math"], teachers["code"]
+    assert (math.model_name, math.precision, math.megatron_cfg.moe_grouped_gemm) == ("teachers/math", "bfloat16", True)
+    layouts = [it.megatron_cfg for it in (math, code)]
+    sizes = [(it.tensor_model_parallel_size, it.pipeline_model_parallel_size) for it in layouts]
+    assert sizes == [(1, 2), (2, 2)] and code.precision == "float32"
+    assert [it.megatron_cfg.sequence_parallel for it in (math, code)] == [False, True]
+    assert math.sequence_packing.train_mb_tokens == 2 * 64, "rows of micro_batch_size samples"
+    assert math.generation == config.policy.generation, "the same temperature and cut"
+
+
+def test_a_teacher_without_a_layout_is_laid_out_like_the_policy() -> None:
+    config = recipe(ONE, {"name": "rloo", "opd_weight": 0.5})
+    assert teacher_weight(config) == 0.5 and needs_prev(config)
+    teacher = teacher_policies(config)["it"]
+    assert teacher.megatron_cfg == config.policy.megatron_cfg
+    assert teacher.sequence_packing.train_mb_tokens == config.policy.sequence_packing.logprob_mb_tokens == 256
+    off = recipe({}, {"name": "grpo"})
+    assert not teacher_policies(off) and not needs_prev(off) and teacher_weight(off) == 0
+
+
+ONE = {"enabled": True, "teacher_model_by_agent_name": {"it": "big"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "estimator", "sections", "message"),
+    [
+        ({}, None, {}, "grpo.adv_estimator.name: needs a teacher: set on_policy_distillation.enabled: true"),
+        ({}, {"opd_weight": 0.1}, {}, "grpo.adv_estimator.opd_weight: needs a teacher"),
+        (ONE, {"name": "grpo"}, {}, "enabled: has no effect without grpo.adv_estimator.name: opd"),
+        (ONE, {"name": "opd", "opd_weight": 2.0}, {}, "opd_weight: the weight of the estimator opd is 1"),
+        ({"enabled": True}, None, {}, "names no teacher"),
+        (ONE | {"default_teacher_alias": "itt"}, None, {}, "'itt' is none of the teachers; nearest: it"),
+        (NEMO_RL | {"default_teacher_alias": None}, None, {}, "is needed with 2 teachers"),
+        (ONE | {"non_colocated_teachers": {"enabled": True}}, None, {}, "nodes of their own are not supported yet"),
+        (
+            ONE | {"non_colocated_teachers": {"teacher_overrides": {"itt": {}}}}, None, {},
+            "teacher_overrides.itt: 'itt' is none of the teachers; nearest: it",
+        ),
+        (ONE | {"use_orm_advantage": True}, {"name": "rloo", "opd_weight": 1.0}, {}, "is for the estimator opd"),
+        (
+            ONE, None, {"loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1}},
+            "the estimator opd has no reward to subtract the KL from",
+        ),
+        (ONE, None, {"grpo": {"use_dynamic_sampling": True}}, "which the estimator opd does not read"),
+        (
+            ONE | {"use_orm_advantage": True}, None, {"grpo": {"num_generations_per_prompt": 1}},
+            "a group of 1 has nothing to be compared with",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(
+    section: dict[str, Any], estimator: dict[str, Any] | None, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecipeError) as error:
+        recipe(section, estimator, **sections)
+    assert message in str(error.value)
+
+
+def test_one_generation_is_enough_for_a_teacher() -> None:
+    assert recipe(ONE, None, grpo={"num_prompts_per_step": 8, "num_generations_per_prompt": 1})
+
+
+def test_strict_names_need_no_default() -> None:
+    assert recipe(NEMO_RL | {"default_teacher_alias": None, "strict_agent_name_match": True})
