@@ -72,10 +72,10 @@ def _lowest_kept(
 ) -> Tensor:
     """Return the lowest logit that each token's cut keeps, float32 [N]."""
     floor = torch.empty(hidden.size(0), dtype=torch.float32, device=hidden.device)
-    for part in _slices(hidden.size(0), chunk):
+    for part in slices(hidden.size(0), chunk):
         logits = torch.full((len(floor[part]), weight.size(0)), LOWEST, dtype=torch.float32, device=hidden.device)
-        for span in _slices(rows, tile):
-            logits[:, span] = _logits(hidden[part], weight[span], temperature)
+        for span in slices(rows, tile):
+            logits[:, span] = logits_of(hidden[part], weight[span], temperature)
         if group is not None and group.size() > 1:
             shares = [torch.empty_like(logits) for _ in range(group.size())]
             all_gather(shares, logits, group=group)
@@ -108,10 +108,10 @@ class _TokenScores(torch.autograd.Function):
         # Of this rank's rows, e being exp(logit - largest): sum of e, the target's logit where it is one of them, and
         # for the entropy sum of e * (logit - largest).
         sums, chosen, energy = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
-        for part in _slices(hidden.size(0), chunk):
-            for span in _slices(rows, tile):
-                logits = _logits(hidden[part], weight[span], temperature)
-                local, mine = _in_tile(targets[part], vocab_start, span)
+        for part in slices(hidden.size(0), chunk):
+            for span in slices(rows, tile):
+                logits = logits_of(hidden[part], weight[span], temperature)
+                local, mine = in_tile(targets[part], vocab_start, span)
                 chosen[part] += torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
                 if floor is not None:
                     _drop_below(logits, floor[part], local, mine)
@@ -123,10 +123,10 @@ class _TokenScores(torch.autograd.Function):
                 sums[part] = sums[part] * (before - most).exp() + exps.sum(-1)
                 largest[part] = most
         most = largest.clone()
-        _reduce(most, ReduceOp.MAX, group)
+        reduce(most, ReduceOp.MAX, group)
         energy = _shifted(energy, sums, largest - most)
         totals = torch.stack([sums * (largest - most).exp(), chosen, energy])  # one collective for all
-        _reduce(totals, ReduceOp.SUM, group)
+        reduce(totals, ReduceOp.SUM, group)
         log_normalizers = most + totals[0].log()
         entropies = totals[0].log() - totals[2] / totals[0]
         ctx.save_for_backward(hidden, weight, targets, floor, log_normalizers, entropies if entropy else None)
@@ -139,12 +139,12 @@ class _TokenScores(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         scale = grad / ctx.temperature
-        for tile in _slices(ctx.rows, ctx.tile):
+        for tile in slices(ctx.rows, ctx.tile):
             used = weight[tile]
             of_tile = torch.zeros(used.shape, dtype=torch.float32, device=weight.device)
-            for part in _slices(hidden.size(0), ctx.chunk):
-                logits = _logits(hidden[part], used, ctx.temperature)
-                local, mine = _in_tile(targets[part], ctx.start, tile)
+            for part in slices(hidden.size(0), ctx.chunk):
+                logits = logits_of(hidden[part], used, ctx.temperature)
+                local, mine = in_tile(targets[part], ctx.start, tile)
                 if floor is not None:
                     _drop_below(logits, floor[part], local, mine)
                 # With p = softmax(logits): d logprob / d logits = (onehot - p) / temperature,
@@ -170,11 +170,13 @@ def _shifted(energy: Tensor, sums: Tensor, by: Tensor) -> Tensor:
     return (energy + by * sums) * by.exp()
 
 
-def _slices(total: int, size: int) -> Iterator[slice]:
+def slices(total: int, size: int) -> Iterator[slice]:
+    """Yield the slices of `size` that cover `total`."""
     return (slice(at, min(at + size, total)) for at in range(0, total, size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Return hidden @ weight.T / temperature in float32."""
     logits = (hidden @ weight.t()).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
@@ -187,12 +189,13 @@ def _drop_below(logits: Tensor, floor: Tensor, local: Tensor, mine: Tensor) -> N
     logits.masked_fill_(~kept, LOWEST)
 
 
-def _in_tile(targets: Tensor, start: int, tile: slice) -> tuple[Tensor, Tensor]:
+def in_tile(targets: Tensor, start: int, tile: slice) -> tuple[Tensor, Tensor]:
     """Return the row of each target in a tile of this rank's rows (clamped), and whether it is in the tile."""
     local, size = targets - (start + tile.start), tile.stop - tile.start
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
 
-def _reduce(tensor: Tensor, op: Any, group: ProcessGroup | None) -> None:
+def reduce(tensor: Tensor, op: Any, group: ProcessGroup | None) -> None:
+    """Reduce in place over the ranks of the group, if there are several."""
     if group is not None and group.size() > 1:
         all_reduce(tensor, op=op, group=group)
