@@ -63,13 +63,13 @@ def divergences(
     """Return float32 [3, N]: the policy's log-prob of the target, the divergence, the teacher's log-prob of the target.
     Only the divergence has a gradient, and only for the policy.
 
-    Both distributions are softmax(hidden @ weight.T / temperature) over the first `vocab_size` tokens, which both models
-    have; the log-probs of the targets are of the whole of them, also with a top k.
+    Both distributions are softmax(hidden @ weight.T / temperature) over the first `vocab_size` tokens, which both
+    models have; the log-probs of the targets are of the whole of them, also with a top k.
 
     hidden [N, H] and teacher_hidden [N, H'], the same on every rank of `group`; weight [rows, H] and teacher_weight
     [rows, H'], this rank's rows of the output layers, the first of which is token `vocab_start` in both; targets int64
-    [N]. `chunk` tokens and `tile` rows have logits at a time. The gradient of `hidden` is this rank's part: the caller's
-    region function sums it over the group.
+    [N]. `chunk` tokens and `tile` rows have logits at a time. The gradient of `hidden` is this rank's part: the
+    caller's region function sums it over the group.
     """
     rows = max(0, min(weight.size(0), vocab_size - vocab_start))
     if teacher_weight.size(0) < rows:
@@ -197,7 +197,7 @@ class _Divergence(torch.autograd.Function):
                 at = None if floor is None else floor[part]
                 p_log, q_log, q = _compared(mine_of, teachers, at, log_p[part], log_q[part], divergence)
                 p = p_log.exp()
-                # With the loss as a function of p, d loss / d logit = p (d loss / d p - its mean under p) / temperature.
+                # d loss / d logit = p (d loss / d p - its mean under p) / temperature
                 if shares is None:
                     ratio = _log_ratio_to_mixture(p_log, q_log, divergence.weight)
                     slopes = (1 - divergence.weight) * p * (ratio - slope[part, None])
