@@ -29,6 +29,7 @@ TIME_DEPENDENT = (
     "train_tflops",
     "seconds",
     "refit/",
+    "scoring/seconds",
 )
 
 
