@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_mcore.recipe.errors import Finding, nearest_hint
+from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.errors import nearest_hint
 from grpo_mcore.recipe.schema.master import RecipeSections
 
 _AT = "on_policy_distillation."
