@@ -25,7 +25,7 @@ from grpo_mcore.cluster import Cluster, Future, Worker, gather, is_fault, open_c
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import engine_options, engine_overrides, read_hf_config
 from grpo_mcore.generation import EngineConfig, engine_environment
-from grpo_mcore.objective import NLLLossFn, PreferenceLossFn, build_loss
+from grpo_mcore.objective import DistillationLossFn, NLLLossFn, PreferenceLossFn, build_loss
 from grpo_mcore.observe import Logger
 from grpo_mcore.observe.machine import MachineMonitor, peak_flops
 from grpo_mcore.parallel.platform import Platform, cpu_threads
@@ -75,6 +75,9 @@ def start_policy_and_engines(config: MasterConfig, cluster: Cluster, model: Mode
         policy.build(config.cluster.start_timeout_s)
     wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
     policy.teachers = start_teachers(config, cluster, model, policy)
+    if config.on_policy_distillation.enabled and config.on_policy_distillation.divergence.enabled:
+        (teacher,) = model.teachers.values()
+        policy.load_teacher_head(teacher.folder)
     return policy, engines
 
 
@@ -371,6 +374,9 @@ def make_loss(config: MasterConfig, algorithm: Algorithm = "grpo") -> LossFn:
         return NLLLossFn()
     if algorithm == "dpo":
         return PreferenceLossFn(config.dpo)
+    teaching = config.on_policy_distillation
+    if teaching.enabled and teaching.divergence.enabled:
+        return DistillationLossFn(teaching.divergence)
     return build_loss(
         config.loss_fn,
         prev_equals_curr=not needs_prev(config),

@@ -38,6 +38,9 @@ class PackedBatch:
     routes: Tensor | None = None
     """int16 [T, layers, experts per token]: the experts that each token goes to; -1 where the choice does not matter or
     the layer has no experts. None: the routers choose."""
+    teacher_hidden: Tensor | None = None
+    """[trained tokens, teacher's hidden size]: what the teacher's output layer gets at the positions of
+    `next_token_trained`, in their order. None without a teacher, or where its log-probs are enough."""
     shared: SharedPrefixes | None = None
     """The tokens that are computed, if samples share prefixes. None: all. Everything else here stays by sample."""
 
@@ -64,6 +67,10 @@ class PackedBatch:
         """bool [1, T]: positions whose next token is trained on (columns token_mask and sample_mask)."""
         counts = self.columns["token_mask"] * self.columns["sample_mask"] > 0
         return self._has_next() & counts.roll(-1, dims=1)
+
+    def next_token_trained(self) -> Tensor:
+        """bool [1, T]: positions whose next token has a token_mask, whatever the sample_mask."""
+        return self._has_next() & (self.columns["token_mask"] > 0).roll(-1, dims=1)
 
     def to_token_aligned(self, next_token_scores: Tensor) -> Tensor:
         """Return [k, T]: for token t the score at position t - 1, 0 for the first token of each sequence.
@@ -93,7 +100,9 @@ class PackedBatch:
         """Return a row of `multiple` padding tokens with the same columns, to run when a rank's bin is empty."""
         values = {name: column.new_zeros(0) for name, column in self.columns.items()}
         routes = None if self.routes is None else self.routes[:0]
-        return _assemble(self.tokens.new_zeros(0), values, (), (), multiple, routes=routes)
+        empty = _assemble(self.tokens.new_zeros(0), values, (), (), multiple, routes=routes)
+        hidden = None if self.teacher_hidden is None else self.teacher_hidden[:0]
+        return replace(empty, teacher_hidden=hidden)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """Return the same row on a device."""
@@ -109,6 +118,7 @@ class PackedBatch:
             segments=move(self.segments),
             columns={name: move(column) for name, column in self.columns.items()},
             routes=None if self.routes is None else move(self.routes),
+            teacher_hidden=None if self.teacher_hidden is None else move(self.teacher_hidden),
             shared=None if self.shared is None else self.shared.to(device, non_blocking=non_blocking),
         )
 

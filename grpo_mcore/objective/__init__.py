@@ -11,7 +11,13 @@ from grpo_mcore.objective.advantages import (
     grpo_advantages,
 )
 from grpo_mcore.objective.combine import METRIC_REDUCTIONS, CombinedMetrics, combine_metrics, step_metrics
-from grpo_mcore.objective.distillation import distillation_metrics, teacher_gap
+from grpo_mcore.objective.distillation import (
+    LOG_ZERO,
+    DistillationLossFn,
+    Divergence,
+    distillation_metrics,
+    teacher_gap,
+)
 from grpo_mcore.objective.estimators import RewardWeights, estimate_advantages, weights_by_name
 from grpo_mcore.objective.evaluation import majority_at_k, mean_interval
 from grpo_mcore.objective.kl_in_reward import SampleKL, kl_to_go, token_advantages

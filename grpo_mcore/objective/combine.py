@@ -26,6 +26,7 @@ METRIC_REDUCTIONS: dict[str, Reduction] = {
     "rewards_chosen_mean": "sum",
     "rewards_rejected_mean": "sum",
     "rewards_margin_mean": "sum",
+    "on_policy_distillation/teacher_student_logprob_gap_mean": "sum",
     "num_valid_samples": "sum",
     "num_valid_tokens": "sum",
     "probs_ratio": "sum",

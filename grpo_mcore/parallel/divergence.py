@@ -8,41 +8,14 @@ pass computes them again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_gather
 
+from grpo_mcore.objective import LOG_ZERO, Divergence
 from grpo_mcore.parallel.logprobs import LOWEST, in_tile, logits_of, reduce, slices
-
-DivergenceKind = Literal["forward", "reverse", "mixed", "jsd"]
-LOG_ZERO = -100.0
-"""Log-prob of the teacher for tokens outside its top k, where they count (NeMo RL's zero_outside_topk)."""
-
-
-class Divergence(NamedTuple):
-    """A divergence of the teacher's distribution q and the policy's p over the vocabulary.
-
-    forward: KL(q || p). reverse: KL(p || q). mixed: weight * forward + (1 - weight) * reverse.
-    jsd: with beta = `weight` and m = beta q + (1 - beta) p, beta KL(q || m) + (1 - beta) KL(p || m), the generalised
-    Jensen-Shannon divergence (arXiv 2306.13649); by definition forward for beta 0 and reverse for beta 1.
-    `top_k`: q is the softmax over the teacher's k most likely tokens, and so is p; with `zero_outside` p is over the
-    whole vocabulary, and log q is LOG_ZERO outside the k.
-    """
-
-    kind: DivergenceKind = "forward"
-    weight: float = 0.5
-    top_k: int | None = None
-    zero_outside: bool = False
-
-    @property
-    def shares(self) -> tuple[float, float] | None:
-        """Weights of the forward and of the reverse KL; None for a Jensen-Shannon divergence between them."""
-        if self.kind == "jsd" and 0 < self.weight < 1:
-            return None
-        forward = {"forward": 1.0, "reverse": 0.0, "mixed": self.weight, "jsd": 1.0 - self.weight}[self.kind]
-        return forward, 1.0 - forward
 
 
 def divergences(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -31,6 +31,7 @@ from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, RotaryByPosition, WindowAttention
 from grpo_mcore.parallel.context import computed_here, share_of_row, take
 from grpo_mcore.parallel.delta import DeltaMixer
+from grpo_mcore.parallel.divergence import divergences
 from grpo_mcore.parallel.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer
 from grpo_mcore.parallel.logprobs import Cut, token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
@@ -40,6 +41,9 @@ from grpo_mcore.parallel.platform import Platform, require
 from grpo_mcore.parallel.router_replay import RoutersOfChunk
 from grpo_mcore.parallel.settings import transformer_config
 from grpo_mcore.recipe import MegatronConfig
+
+Wanted = Literal["logprobs", "entropies", "divergences", "hidden"]
+"""What a pass computes at the positions of trained tokens."""
 
 
 class PolicyModel(GPTModel):
@@ -51,16 +55,24 @@ class PolicyModel(GPTModel):
     unpadded_vocab_size: int
     platform: Platform
     routers: RoutersOfChunk | None = None  # with routing replay
-    _entropy = False
+    teacher_head: Tensor | None = None  # this rank's rows of the teacher's output layer, [rows, its hidden size]
+    teacher_vocab = 0
+    _wanted: Wanted = "logprobs"
+    _batch: PackedBatch | None = None  # of this pass, for the divergence
+    _loss: Any = None
     _places: Tensor | None = None  # int64 [T], see `computed_here`
 
-    def score(self, batch: PackedBatch, length: int | None = None, *, entropy: bool = False) -> Tensor:
+    def score(
+        self, batch: PackedBatch, length: int | None = None, *, wanted: Wanted = "logprobs", loss: Any = None
+    ) -> Tensor:
         """Run the stage. The last one returns the log-prob of every next token, float32 [1, T]; other stages return
         hidden states for the next one.
 
-        `entropy`: return [2, T], the second row being the entropy of the distribution at each position. Position t
-        belongs to token t + 1; positions whose next token is not trained on hold 0. `length`: pad the row to this many
-        tokens (a multiple of what the layout needs).
+        `wanted`: with "entropies" [2, T], the second row being the entropy of the distribution at each position; with
+        "divergences" [3, T], see `parallel.divergence`, for `loss`, a DistillationLossFn. Position t belongs to token
+        t + 1; positions whose next token is not trained on hold 0. With "hidden" the states that the output layer gets
+        at these positions, [trained tokens, H]. `length`: pad the row to this many tokens (a multiple of what the
+        layout needs).
         """
         tokens, positions, routes = batch.tokens, batch.positions[None], batch.routes
         share, group = None, parallel_state.get_context_parallel_group()
@@ -80,7 +92,7 @@ class PolicyModel(GPTModel):
             routes = routes.chunk(self.config.tensor_model_parallel_size)[rank]
         if self.routers is not None:
             self.routers.replay(routes)
-        self._entropy = entropy
+        self._wanted, self._batch, self._loss = wanted, batch, loss
         output = self(
             input_ids=tokens,
             position_ids=positions,
@@ -105,6 +117,7 @@ class PolicyModel(GPTModel):
     def forget_pass(self) -> None:
         """Drop what expert layers keep of their last pass: the router's weights. The graph behind them would hold each
         layer's input and its gradient until the next pass."""
+        self._batch = self._loss = None
         for layer in self.decoder.layers:
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.token_dispatcher.probs = layer.mlp.token_dispatcher.local_probs = None
@@ -124,19 +137,42 @@ class PolicyModel(GPTModel):
         here = loss_mask[0] if self._places is None else loss_mask[0] & (self._places >= 0)
         wanted = here.nonzero().squeeze(1)  # prompts and padding need no log-prob
         places = wanted if self._places is None else self._places.index_select(0, wanted)
-        scores = token_scores(
-            hidden[:, 0].index_select(0, places),
-            weight,
-            labels[0].index_select(0, wanted),
-            group=parallel_state.get_tensor_model_parallel_group(),
-            vocab_start=parallel_state.get_tensor_model_parallel_rank() * weight.size(0),
-            vocab_size=self.unpadded_vocab_size,
-            temperature=self.logprob_temperature,
-            chunk=self.logprob_chunk,
-            tile=TILES[self.platform.device],
-            entropy=self._entropy,
-            cut=self.logprob_cut,
-        )
+        states, targets = hidden[:, 0].index_select(0, places), labels[0].index_select(0, wanted)
+        # The teacher's states are by trained token of the whole row.
+        order = self._batch.next_token_trained()[0].cumsum(0) - 1 if self._batch is not None else wanted
+        if self._wanted == "hidden":
+            every = states.new_zeros(int(order[-1]) + 1, states.size(1))
+            return every.index_copy(0, order.index_select(0, wanted), states)
+        split: dict[str, Any] = {
+            "group": parallel_state.get_tensor_model_parallel_group(),
+            "vocab_start": parallel_state.get_tensor_model_parallel_rank() * weight.size(0),
+            "chunk": self.logprob_chunk,
+            "tile": TILES[self.platform.device],
+        }
+        if self._wanted == "divergences":
+            assert self._batch is not None and self._batch.teacher_hidden is not None and self.teacher_head is not None
+            scores = divergences(
+                states,
+                weight,
+                self._batch.teacher_hidden.index_select(0, order.index_select(0, wanted)),
+                self.teacher_head,
+                targets,
+                divergence=self._loss.divergence,
+                vocab_size=min(self.unpadded_vocab_size, self.teacher_vocab),
+                temperature=self._loss.temperature,
+                **split,
+            )
+        else:
+            scores = token_scores(
+                states,
+                weight,
+                targets,
+                vocab_size=self.unpadded_vocab_size,
+                temperature=self.logprob_temperature,
+                entropy=self._wanted == "entropies",
+                cut=self.logprob_cut,
+                **split,
+            )
         return scores.new_zeros(len(scores), labels.size(1)).index_copy(1, wanted, scores)
 
 

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import adapter_shape, check_context_parallel, check_settings, read_hf_config, shape_of
+from grpo_mcore.families import (
+    adapter_shape,
+    check_context_parallel,
+    check_settings,
+    params_of,
+    read_hf_config,
+    shape_of,
+)
 from grpo_mcore.file_digests import Digest, first_changed
 from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.layout import LayoutError, fits
@@ -201,6 +208,32 @@ class Policy:
             outputs = self._run(batches, lambda batch, scored: (scored.sum(), {"logprobs": scored}), forward_only=True)
         return [output["logprobs"] for output in outputs] if self.is_last_stage else None
 
+    def hidden_states(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
+        """Return what the output layer gets at the positions before trained tokens (`next_token_trained`): [trained
+        tokens, hidden size] for each micro-batch, on this device. None except on the last stage."""
+        with self._evaluating():
+            outputs = self._run(
+                batches, lambda batch, states: (states.sum(), {"hidden": states}), forward_only=True, wanted="hidden"
+            )
+        return [output["hidden"] for output in outputs] if self.is_last_stage else None
+
+    def load_teacher_head(self, folder: str | Path) -> None:
+        """Load the rows of a teacher's output layer for the tokens of this rank, for a loss over whole distributions.
+        `folder`: of the teacher, a Hugging Face folder. Only the last stage holds them."""
+        from grpo_mcore.parallel.hf_folder import SafetensorsFolder
+
+        if not self.is_last_stage:
+            return
+        shape = shape_of(read_hf_config(folder))
+        (head,) = next(param.hf for param in params_of(shape) if param.megatron == "output_layer.weight")
+        rows = self.shape.padded_vocab_size(self.layout.tensor) // self.layout.tensor
+        start = self.here.tensor * rows
+        stop = max(start, min(start + rows, shape.vocab_size))
+        network = _unwrap(self.chunks[-1])
+        values = SafetensorsFolder(Path(folder)).read(head.name, ((start, stop), (0, shape.hidden_size)))
+        network.teacher_head = values.to(self.device, self.dtype)
+        network.teacher_vocab = shape.vocab_size
+
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
         """Return the same as `logprobs`, under the weights that the policy started from."""
         with self._reference_weights():
@@ -233,7 +266,9 @@ class Policy:
             return loss(batch, logprobs)
 
         with self._dropout(True):
-            outputs = self._run(batches, kept, forward_only=False, entropy=_needs_entropy(loss_fn), times=times)
+            outputs = self._run(
+                batches, kept, forward_only=False, wanted=_wanted(loss_fn), loss_fn=loss_fn, times=times
+            )
         times.append(time.time())
         metrics = combine_metrics(outputs) if outputs else {}
         self.before_update()
@@ -257,7 +292,7 @@ class Policy:
         """Compute the loss of `batches` under the current weights, without training."""
         with self._evaluating():
             loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
-            outputs = self._run(batches, loss, forward_only=True, entropy=_needs_entropy(loss_fn))
+            outputs = self._run(batches, loss, forward_only=True, wanted=_wanted(loss_fn), loss_fn=loss_fn)
         return TrainReport(combine_metrics(outputs) if outputs else {}, 0.0, 0.0)
 
     @contextlib.contextmanager
@@ -289,13 +324,15 @@ class Policy:
         compute: Callable[..., Any],
         *,
         forward_only: bool,
-        entropy: bool = False,
+        wanted: str = "logprobs",
+        loss_fn: LossFn | None = None,
         times: list[float] | None = None,
     ) -> list[Any]:
         """Run Megatron-Core's schedule (1F1B if there are stages) over the micro-batches.
 
-        Return the last stage's results in order. `entropy`: give `compute` each token's entropy, with its gradient, in
-        column `entropies`. `times`: gets the unix time at which each forward pass begins.
+        Return the last stage's results in order. `wanted`: what the model computes, see `PolicyModel.score`; `compute`
+        gets entropies or divergences (and teacher_logprobs) as columns, with their gradient. `times`: gets the unix
+        time at which each forward pass begins.
         """
         padded = self._fill_schedule(batches)
         lengths = self._common_lengths(padded)
@@ -305,12 +342,17 @@ class Policy:
                 times.append(time.time())
             batch, length = next(iterator)
             batch = batch.to(self.device)
-            output = _unwrap(model).score(batch, length, entropy=entropy)
+            output = _unwrap(model).score(batch, length, wanted=wanted, loss=loss_fn)
 
             def finish(next_token_scores: Tensor, non_loss_data: bool = False) -> Any:
-                scored = batch.to_token_aligned(next_token_scores)
-                extra = {"entropies": scored[1:]} if entropy else {}
-                value, result = compute(replace(batch, columns=batch.columns | extra), scored[:1])
+                scored = next_token_scores if wanted == "hidden" else batch.to_token_aligned(next_token_scores)
+                extra = {}
+                if wanted == "entropies":
+                    extra = {"entropies": scored[1:]}
+                elif wanted == "divergences":
+                    extra = {"divergences": scored[1:2], "teacher_logprobs": scored[2:].detach()}
+                first = scored if wanted == "hidden" else scored[:1]
+                value, result = compute(replace(batch, columns=batch.columns | extra), first)
                 return value, torch.zeros((), dtype=torch.int, device=self.device), result
 
             return output, finish
@@ -541,9 +583,11 @@ def _loss_of(loss_fn: LossFn, seqs: int, toks: int) -> Callable[..., tuple[Tenso
     return loss
 
 
-def _needs_entropy(loss_fn: LossFn) -> bool:
-    """Whether `loss_fn` declares that it reads column `entropies`."""
-    return getattr(loss_fn, "needs_entropy", False)
+def _wanted(loss_fn: LossFn) -> str:
+    """Return what the model computes for this loss, see `PolicyModel.score`."""
+    if getattr(loss_fn, "divergence", None) is not None:
+        return "divergences"
+    return "entropies" if getattr(loss_fn, "needs_entropy", False) else "logprobs"
 
 
 def _parameters(chunks: Sequence[Any]) -> list[Tensor]:

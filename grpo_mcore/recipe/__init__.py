@@ -54,7 +54,12 @@ from grpo_mcore.recipe.schema.data import (
     extract_necessary_env_names,
     unknown_dataset,
 )
-from grpo_mcore.recipe.schema.distillation import OnPolicyDistillationConfig, TeacherConfig
+from grpo_mcore.recipe.schema.distillation import (
+    DivergenceConfig,
+    DivergenceKind,
+    OnPolicyDistillationConfig,
+    TeacherConfig,
+)
 from grpo_mcore.recipe.schema.evaluation import EvalConfig
 from grpo_mcore.recipe.schema.fine_tuning import DPOConfig, FineTuningConfig, SFTConfig
 from grpo_mcore.recipe.schema.generation import GenerationConfig, VllmConfig

@@ -182,9 +182,10 @@ def needs_prev(config: RecipeSections) -> bool:
 
 
 def teacher_weight(config: RecipeSections) -> float:
-    """Return the weight of the teacher's log-prob minus the policy's in a token's advantage; 0 without teachers."""
-    estimator = config.grpo.adv_estimator
-    if not config.on_policy_distillation.enabled:
+    """Return the weight of the teacher's log-prob minus the policy's in a token's advantage; 0 without teachers, and
+    where the loss compares whole distributions."""
+    estimator, section = config.grpo.adv_estimator, config.on_policy_distillation
+    if not section.enabled or section.divergence.enabled:
         return 0.0
     return 1.0 if estimator.name == "opd" else estimator.opd_weight
 

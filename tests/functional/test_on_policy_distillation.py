@@ -110,6 +110,27 @@ def test_a_weighted_teacher_beside_the_rewards(task: Task, model: Path, teacher:
     assert step[AT + "adv_mean"] != step[AT + "teacher_student_logprob_gap_mean"]
 
 
+def test_the_whole_vocabulary_teaches(task: Task, model: Path, teacher: Path, tmp_path: Path) -> None:
+    """The reverse KL falls; it is what the gap of the sampled tokens estimates."""
+    recipe = recipe_with(task, model, teacher)
+    recipe["on_policy_distillation"]["divergence"] = {"enabled": True}
+    run = run_here("train", tmp_path, recipe, "grpo.max_num_steps=5", "policy.megatron_cfg.optimizer.lr=3.0e-3")
+    assert run.code == 0, run.err
+    steps = run.metrics()
+    assert 0 < steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    assert all(step["grad_norm"] > 0 and step["zero_advantage_rate"] == 0 for step in steps)
+    assert -steps[0][AT + "teacher_student_logprob_gap_mean"] == pytest.approx(steps[0]["loss"], rel=1.0)
+
+
+def test_the_policys_whole_distribution_teaches_exactly_nothing(task: Task, model: Path, tmp_path: Path) -> None:
+    recipe = recipe_with(task, model, model)
+    recipe["on_policy_distillation"]["divergence"] = {"enabled": True, "kl_type": "jsd"}
+    run = run_here("train", tmp_path, recipe, "grpo.max_num_steps=1")
+    assert run.code == 0, run.err
+    (step,) = run.metrics()
+    assert step["loss"] == 0 and step["grad_norm"] == 0
+
+
 def test_a_teacher_with_another_tokenizer_is_refused_by_name(task: Task, model: Path, tmp_path: Path) -> None:
     import json
 

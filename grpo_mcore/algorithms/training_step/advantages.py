@@ -81,8 +81,8 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
         advantages=estimate.advantages,
         kl_weight=estimate.kl_weight,
         clip=clip,
-        teacher_weight=teacher_weight(config) if batch.teachers else 0.0,
-        teacher_gaps=stats["gap_sum"] / batch.trained_tokens.clamp(min=1) if batch.teachers else None,
+        teacher_weight=teacher_weight(config) if "gap_sum" in stats else 0.0,
+        teacher_gaps=stats["gap_sum"] / batch.trained_tokens.clamp(min=1) if "gap_sum" in stats else None,
         rewards=batch.rewards.nan_to_num() if loss.positive_example_nll_weight > 0 else None,
     )
     advantages = targets.sample_advantages()
@@ -93,8 +93,10 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
         metrics["shaped_reward"] = _mean(rewards[~rewards.isnan()])
     if kl_in_reward:
         metrics["kl_in_reward"] = _mean(stats["kl_sum"][weights > 0])
-    if batch.teachers:
+    if batch.teachers and "gap_sum" in stats:
         metrics |= _teacher_metrics(batch, stats, targets)
+    elif batch.teachers:
+        metrics["zero_advantage_rate"] = 0.0  # the loss reads no advantages
     return targets, metrics
 
 

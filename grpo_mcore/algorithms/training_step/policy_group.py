@@ -67,16 +67,16 @@ class PolicyGroup:
         finally:
             self.background = None
 
-    def score(self, steps: Sequence[RankStep]) -> dict[int, Ref]:
-        """Return references to the log-probs of each sample's tokens, float32 [length], by index in the step. `steps`:
-        by data-parallel rank."""
-        shares = [(steps[self.layout.coordinates(rank).data],) for rank in range(self.layout.world_size)]
+    def score(self, steps: Sequence[RankStep], hidden: bool = False) -> dict[int, Ref]:
+        """Return references to what `PolicyWorker.score` says of each sample, by index in the step. `steps`: by
+        data-parallel rank."""
+        shares = [(steps[self.layout.coordinates(rank).data], hidden) for rank in range(self.layout.world_size)]
         parts = call_all(
             self.cluster,
             self.workers,
             "score",
             args_per_worker=shares,
-            what="the teacher's log-probs",
+            what="the teacher's pass",
             background=self.background,
         )
         return {index: ref for part in parts for index, ref in part.items()}
@@ -121,6 +121,10 @@ class PolicyGroup:
         """Ask the ranks for `PolicyWorker.token_logprobs` of the last `train`. Does not wait for the answers."""
         ranks = [rank for rank in range(self.layout.world_size) if self.layout.is_reporting_rank(rank)]
         return [self.workers[rank].call("token_logprobs", what="log-probs of the samples") for rank in ranks]
+
+    def load_teacher_head(self, folder: str) -> None:
+        """Have each rank load its rows of the output layer of a teacher, a Hugging Face folder."""
+        self._all("load_teacher_head", folder, what=f"the output layer of {folder}")
 
     def trace_layers(self) -> dict[int, dict[int, Tensor]]:
         """Return what comes out of each layer, as parallel/layer_traces.py describes it, for the samples received:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -88,9 +88,7 @@ class PolicyWorker(Policy):
         trajectories = dict(
             zip(step.trajectories, self._store.fetch_many(list(step.trajectories.values())), strict=True)
         )
-        teacher = dict(
-            zip(step.teacher_logprobs, self._store.fetch_many(list(step.teacher_logprobs.values())), strict=True)
-        )
+        teacher = dict(zip(step.teacher, self._store.fetch_many(list(step.teacher.values())), strict=True))
         multiple = self.row_multiple
         self._bins, self._trained = [], []
         for bins in step.batches:
@@ -118,7 +116,7 @@ class PolicyWorker(Policy):
         multiple: int,
         weight_version: int,
         shares_prefixes: bool,
-        teacher_logprobs: Sequence[Tensor] | None = None,
+        teacher: Sequence[Tensor] | None = None,
     ) -> PackedBatch:
         columns = [
             {
@@ -129,13 +127,17 @@ class PolicyWorker(Policy):
             }
             for trajectory in trajectories
         ]
-        for of_sample, logprobs in zip(columns, teacher_logprobs or (), strict=teacher_logprobs is not None):
-            of_sample["teacher_logprobs"] = logprobs
+        hidden = teacher is not None and teacher[0].ndim == 2
+        if teacher is not None and not hidden:
+            for of_sample, logprobs in zip(columns, teacher, strict=True):
+                of_sample["teacher_logprobs"] = logprobs
         names = [trajectory.name for trajectory in trajectories]
         routes = list(map(_routes, trajectories)) if self.config.router_replay.enabled else None
         tokens = [trajectory.token_ids() for trajectory in trajectories]
         branches = [trajectory.sequences for trajectory in trajectories]
         row = pack_rows(tokens, columns, multiple, names=names, routes=routes, branches=branches)
+        if teacher is not None and hidden:
+            row = replace(row, teacher_hidden=torch.cat(list(teacher)))
         block = self.config.sequence_packing.shared_prefix.min_tokens
         return share_prefixes(row, multiple, block) if shares_prefixes else row
 
@@ -170,20 +172,29 @@ class PolicyWorker(Policy):
             name: torch.cat([part[name] for part in stats]) for name in stats[0]
         }
 
-    def score(self, step: RankStep) -> dict[int, Ref]:
+    def score(self, step: RankStep, hidden: bool = False) -> dict[int, Ref]:
         """Return references to the log-probs of each sample's trained tokens under the current weights, float32
-        [length], by sample index. One rank of those with the same samples returns them; the others return nothing."""
+        [length], by sample index; with `hidden` to what the output layer gets before these tokens, [trained tokens,
+        hidden size]. One rank of those with the same samples returns them; the others return nothing."""
         self.receive(step, 0)
         bins = [bin for bins in self._bins for bin in bins]
         self._bins = []
-        rows = self.logprobs([bin.batch for bin in bins])
+        batches = [bin.batch for bin in bins]
+        rows = self.hidden_states(batches) if hidden else self.logprobs(batches)
         if not self.is_reporting_rank or rows is None:
             return {}
-        return {
-            index: self._store.put(logprobs.clone())
-            for bin, row in zip(bins, rows, strict=True)
-            for index, logprobs in zip(bin.samples.tolist(), bin.batch.split(row.to("cpu")), strict=True)
-        }
+        scored: dict[int, Ref] = {}
+        for bin, row in zip(bins, rows, strict=True):
+            values = row.to("cpu")
+            if hidden:
+                trained = bin.batch.split(bin.batch.next_token_trained())
+                parts = values.split([int(of_sample.sum()) for of_sample in trained])
+            else:
+                parts = tuple(bin.batch.split(values))
+            scored |= {
+                index: self._store.put(part.clone()) for index, part in zip(bin.samples.tolist(), parts, strict=True)
+            }
+        return scored
 
     def train(self, loss_fn: LossFn, targets: TrainTargets) -> list[TrainReport]:
         """Run an optimizer step for every batch in which a token counts, then drop the step's data."""

@@ -33,9 +33,9 @@ class RankStep:
     """Sample index -> reference to its trajectory in the object store."""
     shares_prefixes: bool = False
     """Samples of a bin that begin alike share what is computed of their prefixes: the bins are planned for it."""
-    teacher_logprobs: Mapping[int, Ref] = field(default_factory=dict)
-    """Sample index -> reference to the log-probs of its tokens under its teacher, float32 [length]; empty without
-    teachers."""
+    teacher: Mapping[int, Ref] = field(default_factory=dict)
+    """Sample index -> reference to the log-probs of its tokens under its teacher, float32 [length], or to the teacher's
+    hidden states at its trained tokens, [trained tokens, hidden size]; empty without teachers."""
 
 
 @dataclass(frozen=True)

@@ -38,15 +38,16 @@ class Teacher:
     restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
 
     def score(self, samples: Mapping[int, TrajectoryRef], background: BackgroundWork | None = None) -> dict[int, Ref]:
-        """Return references to the log-probs of each sample's tokens, float32 [length], by index in the step. Ranks
-        that are lost meanwhile are started again. Raises their error if that fails too often."""
+        """Return references to what `PolicyWorker.score` says of each sample, by index in the step: log-probs, or
+        hidden states for a loss over whole distributions. Ranks that are lost meanwhile are started again. Raises
+        their error if that fails too often."""
         steps = teacher_steps(samples, self.config, self.ranks)
         while True:
             ranks = self.ranks
             try:
                 with ranks.run_alongside(background):
                     ranks.onload()
-                    scored = ranks.score(steps)
+                    scored = ranks.score(steps, self.config.on_policy_distillation.divergence.enabled)
                     ranks.offload()
             except Exception as error:
                 if not is_fault(error):
@@ -88,7 +89,7 @@ class Teachers:
         return [self.alias_of(group.prompt) for group in batch.groups for _ in group.samples]
 
     def score(self, batch: StepBatch, background: BackgroundWork | None = None) -> StepBatch:
-        """Return the step with references to the log-probs of its samples under their teachers."""
+        """Return the step with references to what the teachers say of its samples."""
         samples, aliases = batch.samples, self.aliases(batch)
         indices = sorted(index for rank in batch.ranks for index in rank.trajectories)
         scored: dict[int, Ref] = {}
@@ -97,8 +98,7 @@ class Teachers:
             if of_teacher:
                 scored |= teacher.score(of_teacher, background)
         ranks = tuple(
-            replace(rank, teacher_logprobs={index: scored[index] for index in rank.trajectories})
-            for rank in batch.ranks
+            replace(rank, teacher={index: scored[index] for index in rank.trajectories}) for rank in batch.ranks
         )
         return replace(batch, ranks=ranks, teachers=tuple(aliases))
 

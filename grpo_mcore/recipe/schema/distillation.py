@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.schema.section import NonNegativeFloat, OffWhenNull, Positive, Section
+from grpo_mcore.recipe.schema.section import (
+    NonNegativeFloat,
+    OffWhenNull,
+    Positive,
+    PositiveFloat,
+    Probability,
+    Section,
+)
 
 
 class TeacherConfig(Section):
@@ -44,6 +51,33 @@ class TeacherPlacesConfig(Section):
     """Values of single teachers, by alias, that replace those of default_teacher_cfg."""
 
 
+DivergenceKind = Literal["forward", "reverse", "mixed", "jsd"]
+
+
+class DivergenceConfig(Section):
+    """`on_policy_distillation.divergence`: learn from the teacher's whole distribution, not from sampled tokens alone.
+    The teacher sends hidden states, which the policy's ranks project with the teacher's output layer. Read by
+    objective/ and parallel/."""
+
+    enabled: bool = False
+    """The loss is the mean divergence over trained tokens, in place of loss_fn. Needs grpo.adv_estimator.name: opd and
+    one teacher."""
+    kl_type: DivergenceKind = "reverse"
+    """forward: KL(teacher || policy). reverse: KL(policy || teacher). mixed: a weighted sum of both. jsd: generalised
+    Jensen-Shannon (arXiv 2306.13649)."""
+    mixed_kl_weight: Probability = 0.5
+    """Share of the forward KL. Only for mixed."""
+    jsd_beta: Probability = 0.5
+    """Share of the teacher in the mixture. 0 is forward, 1 is reverse. Only for jsd."""
+    topk_logits_k: Positive | None = None
+    """Compare the teacher's most likely tokens only, so many. null: the whole vocabulary."""
+    zero_outside_topk: bool = False
+    """With topk_logits_k: keep the policy's whole distribution and take the teacher's log-prob outside its k tokens as
+    -100. false: both are distributions over the k tokens."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of both distributions in the loss."""
+
+
 class OnPolicyDistillationConfig(Section):
     """`on_policy_distillation`: teachers score the student's samples, token by token. The advantage of a token is the
     log-prob of the teacher minus the student's from before the step (arXiv 2601.02780, equation 8). Read by
@@ -65,5 +99,7 @@ class OnPolicyDistillationConfig(Section):
     for the estimator opd."""
     orm_advantage_weight: NonNegativeFloat = 1.0
     """Weight of the rewards' advantage. No effect without use_orm_advantage."""
+    divergence: Annotated[DivergenceConfig, OffWhenNull] = Field(default_factory=DivergenceConfig)
+    """Loss over the whole vocabulary."""
     non_colocated_teachers: Annotated[TeacherPlacesConfig, OffWhenNull] = Field(default_factory=TeacherPlacesConfig)
     """Where teachers live and how they are laid out."""

@@ -45,6 +45,11 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
             (_AT + "default_teacher_alias", _AT + "teacher_model_by_agent_name"),
             f"is needed with {len(names)} teachers; or set strict_agent_name_match: true",
         )
+    if section.divergence.enabled and (estimator.name != "opd" or section.use_orm_advantage or len(names) > 1):
+        yield Finding(
+            (_AT + "divergence.enabled", _ESTIMATOR + "name", _AT + "use_orm_advantage"),
+            "is a loss of its own, with one teacher: it needs grpo.adv_estimator.name: opd without use_orm_advantage",
+        )
     places = section.non_colocated_teachers
     if places.enabled:
         yield Finding(

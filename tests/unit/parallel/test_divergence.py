@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mcore.parallel.divergence import Divergence, divergences
+from grpo_mcore.objective import Divergence
+from grpo_mcore.parallel.divergence import divergences
 
 TOKENS, VOCAB, PADDED = 13, 70, 72
 KINDS = [

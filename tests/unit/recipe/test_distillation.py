@@ -99,6 +99,11 @@ ONE = {"enabled": True, "teacher_model_by_agent_name": {"it": "big"}}
             ONE, None, {"loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1}},
             "the estimator opd has no reward to subtract the KL from",
         ),
+        (
+            ONE | {"divergence": {"enabled": True}}, {"name": "rloo", "opd_weight": 1.0}, {},
+            "divergence.enabled: is a loss of its own, with one teacher",
+        ),
+        (NEMO_RL | {"divergence": {"enabled": True}}, None, {}, "divergence.enabled: is a loss of its own"),
         (ONE, None, {"grpo": {"use_dynamic_sampling": True}}, "which the estimator opd does not read"),
         (
             ONE | {"use_orm_advantage": True}, None, {"grpo": {"num_generations_per_prompt": 1}},
@@ -116,6 +121,11 @@ def test_what_does_not_fit_is_named(
 
 def test_one_generation_is_enough_for_a_teacher() -> None:
     assert recipe(ONE, None, grpo={"num_prompts_per_step": 8, "num_generations_per_prompt": 1})
+
+
+def test_a_loss_over_whole_distributions_needs_no_logprobs_of_the_step_before() -> None:
+    config = recipe(ONE | {"divergence": {"enabled": True, "topk_logits_k": 64}})
+    assert teacher_weight(config) == 0 and not needs_prev(config) and teacher_policies(config)
 
 
 def test_strict_names_need_no_default() -> None:

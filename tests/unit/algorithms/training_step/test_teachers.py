@@ -48,7 +48,7 @@ class Ranks:
     def offload(self) -> None:
         self.calls.append("offload")
 
-    def score(self, steps: Any) -> dict[int, str]:
+    def score(self, steps: Any, hidden: bool) -> dict[int, str]:
         if self.losses:
             self.losses -= 1
             raise WorkerDied("teacher-0", "score", "its process ended")
@@ -80,8 +80,8 @@ def test_each_sample_goes_to_its_teacher_and_comes_back_to_its_rank() -> None:
     batch = teachers(ranks, recipe).score(build_step_batch(groups, recipe, PolicyLayout(1, 1, 2)))
     assert batch.teachers == ("math",) * 4 + ("code",) * 4
     for rank in batch.ranks:
-        assert rank.teacher_logprobs == {index: f"scored {ref}" for index, ref in rank.trajectories.items()}
-    assert sorted(index for rank in batch.ranks for index in rank.teacher_logprobs) == [0, 1, 2, 3, 4, 6, 7]
+        assert rank.teacher == {index: f"scored {ref}" for index, ref in rank.trajectories.items()}
+    assert sorted(index for rank in batch.ranks for index in rank.teacher) == [0, 1, 2, 3, 4, 6, 7]
     for its in ranks.values():
         assert (its.calls[0], its.calls[-1]) == ("onload", "offload")
     scored = sorted(index for of_rank in ranks["code"].calls[1] for bins in of_rank for bin in bins for index in bin)
@@ -102,7 +102,7 @@ def test_a_lost_teacher_starts_again_and_scores_the_same_samples() -> None:
     only = Teachers(OnPolicyDistillationConfig.model_validate(TEACHERS), {"math": teacher})
     batch = only.score(build_step_batch([of_task("a", "math"), of_task("b", "math")], recipe, PolicyLayout(1, 1, 1)))
     assert lost.calls == ["onload", "stop"] and teacher.ranks is fresh
-    assert len(batch.ranks[0].teacher_logprobs) == 8
+    assert len(batch.ranks[0].teacher) == 8
     fresh.losses = 9
     with pytest.raises(WorkerDied):
         only.score(build_step_batch([of_task("a", "math")], recipe, PolicyLayout(1, 1, 1)))
@@ -110,7 +110,7 @@ def test_a_lost_teacher_starts_again_and_scores_the_same_samples() -> None:
 
 def test_an_error_of_the_teacher_is_no_loss() -> None:
     recipe, ranks = config(), Ranks()
-    ranks.score = lambda steps: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    ranks.score = lambda steps, hidden: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     teacher = Teacher("math", recipe, lambda: pytest.fail("it must not start again"), ranks, Retries(9, 0.0))  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
         teacher.score({0: of_task("a", "math").samples[0]})
