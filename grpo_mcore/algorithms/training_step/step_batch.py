@@ -134,14 +134,14 @@ def build_step_batch(
         config,
         layout,
         optimizer_steps=possible,
-        prefixes=_prefixes([samples[i] for i in used]) if shares_prefixes else None,
+        prefixes=prompt_prefixes([samples[i] for i in used]) if shares_prefixes else None,
     )
     batches = tuple(tuple(used[i] for i in batch.samples) for batch in plan.batches)
     plan_metrics = {f"plan/{name}": value for name, value in plan.report().items()}
     return StepBatch(tuple(groups), rewards, weights, ranks, batches, plan_metrics)
 
 
-def _prefixes(samples: Sequence[TrajectoryRef]) -> list[Prefixes]:
+def prompt_prefixes(samples: Sequence[TrajectoryRef]) -> list[Prefixes]:
     """Return the prefixes of the samples' prompts, one object for all samples of a prompt."""
     sketches = {(sample.prompt_sketch, sample.prompt_length) for sample in samples}
     known = {sketch: prefixes_of(*sketch) for sketch in sketches}

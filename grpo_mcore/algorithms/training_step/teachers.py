@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.training_step.step_batch import RankStep, StepBatch, rank_steps
+from grpo_mcore.algorithms.training_step.step_batch import RankStep, StepBatch, prompt_prefixes, rank_steps
 from grpo_mcore.cluster import BackgroundWork, is_fault
 from grpo_mcore.recipe import MasterConfig, OnPolicyDistillationConfig
 from grpo_mcore.rollout.datum import DatumSpec
@@ -116,6 +116,6 @@ def teacher_steps(samples: Mapping[int, TrajectoryRef], config: MasterConfig, ra
         config,
         ranks.layout,
         optimizer_steps=1,
-        prefixes=[sample.prefixes for sample in kept] if ranks.shares_prefixes else None,
+        prefixes=prompt_prefixes(kept) if ranks.shares_prefixes else None,
     )
     return steps
