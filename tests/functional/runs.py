@@ -30,6 +30,7 @@ TIME_DEPENDENT = (
     "seconds",
     "refit/",
     "scoring/seconds",
+    "tail/",
 )
 
 
