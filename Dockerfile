@@ -4,51 +4,40 @@
 # One environment for policy, engines and driver: vLLM's binary determines torch, and torch the rest. Secrets do not belong
 # here: tokens come at run time, from the shell (Slurm) or from secrets by reference (Kubernetes).
 # Packages come from requirements/*.lock, with their hashes; TransformerEngine and the kernels of Mamba2 and Gated DeltaNet,
-# which are compiled here, by their versions.
+# which are compiled here, by their versions. scripts/setup_gpu.sh does it, as on a machine without containers.
 
 ARG BASE_IMAGE=nvcr.io/nvidia/cuda-dl-base:26.05-cuda13.2-devel-ubuntu24.04
 ARG CPU_BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------
-# A devel image: TransformerEngine is compiled against the installed torch, and FlashInfer compiles at run time.
+# A devel image, because FlashInfer and Triton compile at run time. The set-up compiles with pip's CUDA, cuDNN and NCCL.
 FROM ${BASE_IMAGE} AS gpu
 # Ubuntu 24.04 has 3.12; pyproject.toml allows 3.11 to 3.13.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3.12 python3.12-dev python3.12-venv build-essential git \
         libibverbs1 ibverbs-providers librdmacm1 bubblewrap \
     && rm -rf /var/lib/apt/lists/*
-ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python3.12 -m venv /opt/venv
+ENV VENV=/opt/venv VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1
+WORKDIR /opt/grpo-mcore
 
-# The large layer first: it changes seldom.
-COPY requirements/gpu.lock /opt/grpo-mcore/requirements/gpu.lock
-RUN pip install --no-deps --require-hashes -r /opt/grpo-mcore/requirements/gpu.lock
+# Each step of scripts/setup_gpu.sh is a layer. The large one first: it changes seldom.
+COPY scripts/setup_gpu.sh scripts/setup_gpu.sh
+COPY requirements/gpu.lock requirements/gpu.lock
+RUN scripts/setup_gpu.sh venv lock headers
 
-# 90 is H100 and H200; "90;100" adds B200. An empty version omits TransformerEngine: the local layer spec is used then.
-ARG TRANSFORMER_ENGINE_VERSION=2.20.2
+# 90 is H100 and H200; "90;100" adds B200. TRANSFORMER_ENGINE=0, KERNELS=0: leave them out; torch's kernels are used then.
 ARG NVTE_CUDA_ARCHS=90
 ARG MAX_JOBS=8
-# Use torch's cuDNN: with the system's, TransformerEngine and torch would load two different ones.
-ENV CUDNN_HOME=/opt/venv/lib/python3.12/site-packages/nvidia/cudnn \
-    LD_LIBRARY_PATH=/opt/venv/lib/python3.12/site-packages/nvidia/cudnn/lib:${LD_LIBRARY_PATH}
-RUN if [ -n "${TRANSFORMER_ENGINE_VERSION}" ]; then \
-        NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="${NVTE_CUDA_ARCHS}" MAX_JOBS="${MAX_JOBS}" \
-        CPLUS_INCLUDE_PATH=/usr/local/cuda/include/cccl \
-        pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==${TRANSFORMER_ENGINE_VERSION}"; \
-    fi
+ARG TRANSFORMER_ENGINE=1
+RUN [ "${TRANSFORMER_ENGINE}" = 0 ] || scripts/setup_gpu.sh transformer_engine
+ARG KERNELS=1
+COPY pyproject.toml README.md LICENSE ./
+RUN [ "${KERNELS}" = 0 ] || scripts/setup_gpu.sh kernels
 
-# pyproject.toml's extra `kernels`. All that it needs is in the lock. Empty: torch's own kernels are used.
-ARG KERNELS="causal-conv1d==1.7.0 mamba-ssm==2.3.0 fla-core==0.6.0"
-RUN if [ -n "${KERNELS}" ]; then \
-        CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE MAX_JOBS="${MAX_JOBS}" \
-        pip install --no-deps --no-build-isolation ${KERNELS}; \
-    fi
-
-COPY pyproject.toml README.md LICENSE /opt/grpo-mcore/
-COPY grpo_mcore /opt/grpo-mcore/grpo_mcore
-COPY recipes /opt/grpo-mcore/recipes
-RUN pip install --no-deps --no-build-isolation /opt/grpo-mcore && pip check \
-    && python -c "import megatron.core, ray, torch, transformers, grpo_mcore.tools.launch"
+COPY grpo_mcore grpo_mcore
+COPY recipes recipes
+RUN EDITABLE=0 scripts/setup_gpu.sh project \
+    && if [ "${TRANSFORMER_ENGINE}${KERNELS}" = 11 ]; then scripts/setup_gpu.sh imports; fi
 
 ENV RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1 \
     VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1

@@ -5,6 +5,8 @@ These tests ask the package index and run only on request: pytest --registry tes
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -51,3 +53,12 @@ def test_every_pin_of_the_image_exists(python: Path) -> None:
     for name, version in PINS.items():
         package = PACKAGES.get(name, name.lower().replace("_", "-"))
         resolve(python, "--no-deps", f"{package}=={version}")
+
+
+def test_the_gpu_set_up_reaches_its_compilers(tmp_path: Path) -> None:
+    """The locked packages install, and the compilers find cuDNN's and NCCL's headers among them, and link."""
+    if shutil.which("python3.12") is None or shutil.which("g++") is None:
+        pytest.skip("python3.12 or g++ is not here")
+    script, env = ROOT / "scripts/setup_gpu.sh", {**os.environ, "VENV": str(tmp_path / "venv")}
+    done = subprocess.run([script, "venv", "lock", "headers"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -14,9 +16,9 @@ from grpo_mcore.tools.launch.kubernetes import UID
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
-PROJECT_TEXT = (ROOT / "pyproject.toml").read_text()
-PROJECT = tomllib.loads(PROJECT_TEXT)["project"]
-PINS = dict(re.findall(r"^ARG ([A-Z_]+)_VERSION=(\S+)$", TEXT, flags=re.M))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETUP = (ROOT / "scripts/setup_gpu.sh").read_text()
+PINS = {"TRANSFORMER_ENGINE": re.findall(r"^TRANSFORMER_ENGINE=(\S+)$", SETUP, flags=re.M)[0]}
 CPU, GPU = (
     dict(re.findall(r"^([a-z0-9-]+)==(\S+) --hash=", (ROOT / f"requirements/{name}.lock").read_text(), flags=re.M))
     for name in ("cpu", "gpu")
@@ -36,25 +38,37 @@ def test_both_images_have_one_version(name: str) -> None:
 
 
 def test_hashes_are_checked() -> None:
-    """TransformerEngine and the extra `kernels`, which the image compiles, and the project itself have none."""
+    """TransformerEngine, the extra `kernels`, which are compiled, and the project itself have none."""
     installs = re.findall(r"pip install (.+?)(?: \\| &&|;|$)", TEXT, flags=re.M)
+    assert len(installs) == 3 and sum("--require-hashes" in words for words in installs) == 2, "of the CPU image"
+    installs = re.findall(r"pip_install (--.+)", SETUP)
     free = [words for words in installs if "--require-hashes" not in words]
-    assert len(installs) == 7
-    here = ("transformer-engine[", "--no-deps --no-build-isolation ${KERNELS}", "--no-deps --no-build-isolation /opt")
+    assert len(installs) == 4 and len(free) == 3
+    here = ("transformer-engine[", "--no-deps --no-build-isolation $kernels", '--no-deps --no-build-isolation "${edit')
     assert all(any(part in words for part in here) for words in free)
-    assert PINS.keys() == {"TRANSFORMER_ENGINE"}
 
 
-def test_transformer_engine_is_the_one_that_pyproject_names() -> None:
-    (version,) = re.findall(r"transformer-engine\[pytorch,core_cu13\]==([\d.]+)", PROJECT_TEXT)
-    assert PINS["TRANSFORMER_ENGINE"] == version
+def test_the_gpu_image_is_made_by_the_script_that_users_run() -> None:
+    steps = re.search(r"set -- (.+)", SETUP)
+    assert steps is not None
+    lines = [line for line in STAGES["gpu"].splitlines() if not line.startswith(("#", "COPY"))]
+    calls = [call for line in lines for call in line.split("scripts/setup_gpu.sh ")[1:]]
+    run = [step for call in calls for step in re.split(r"[;\\]", call)[0].split()]
+    assert run == steps.group(1).split()
 
 
-def test_kernels_are_those_that_pyproject_names() -> None:
-    (found,) = re.findall(r'^ARG KERNELS="(.+)"$', TEXT, flags=re.M)
-    assert found.split() == PROJECT["optional-dependencies"]["kernels"]
-    needed = {"torch", "transformers", "triton", "einops", "ninja", "packaging", "setuptools"}  # by all three together
-    assert needed <= GPU.keys()
+def test_the_script_says_its_steps_and_refuses_others() -> None:
+    script = str(ROOT / "scripts/setup_gpu.sh")
+    done = subprocess.run([script, "everything"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "there is no step everything" in done.stderr
+    env = {**os.environ, "PYTHON": "false", "VENV": "/nowhere/venv"}
+    done = subprocess.run([script, "venv"], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 1 and "the lock is for Python 3.12 and false is not that" in done.stderr
+
+
+def test_what_compiled_kernels_need_is_locked() -> None:
+    needed = {"torch", "transformers", "triton", "einops", "ninja", "packaging", "setuptools", "hatchling", "pybind11"}
+    assert needed | {"nvidia-cuda-nvcc", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= GPU.keys()
 
 
 def test_the_python_is_one_that_the_project_runs_on() -> None:

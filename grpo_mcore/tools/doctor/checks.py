@@ -159,7 +159,7 @@ def gpu_kernels(packages: Sequence[str]) -> Iterator[Finding]:
     missing = [name for name, why in reasons.items() if why == NOT_INSTALLED]
     if missing:
         saw = f"torch's own are used in place of those of {', '.join(missing)}"
-        yield Finding("GPU kernels", "note", saw, "not installed; docs/gpu.md says how")
+        yield Finding("GPU kernels", "note", saw, "not installed; scripts/setup_gpu.sh installs them")
     elif packages and not any(reasons.values()):
         yield Finding("GPU kernels", "ok", ", ".join(packages))
 

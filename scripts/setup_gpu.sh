@@ -1,0 +1,144 @@
+#!/usr/bin/env bash
+# Make .venv-gpu: the packages of requirements/gpu.lock, TransformerEngine, the kernels of Mamba2 and Gated DeltaNet, and the
+# project itself, editable; then import every one of them. Python 3.12, x86_64, CUDA 13. Needs no GPU.
+#
+#   scripts/setup_gpu.sh [STEP ...]    steps, in this order; none: all of them
+#     venv                a virtual environment, if there is none
+#     lock                the locked packages, with their hashes: 3.4 GB to download, 9 GB on disk
+#     headers             whether the compilers find the headers and libraries that the next two steps need: seconds
+#     transformer_engine  is compiled, against the installed torch, cuDNN and NCCL: 10 to 30 minutes
+#     kernels             are compiled too (pyproject.toml's extra `kernels`)
+#     project             grpo_mcore from this folder
+#     imports             each extension is imported, not only looked for
+#
+#   VENV=.venv-gpu        where the environment is
+#   PYTHON=python3.12     interpreter that makes it
+#   NVTE_CUDA_ARCHS=90    90 is H100 and H200; "90;100" adds B200
+#   MAX_JOBS=8            compilers at a time; each takes up to 8 GB of memory
+#   EDITABLE=1            0: copy the project into the environment, as the image does
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+LOCK=requirements/gpu.lock
+TRANSFORMER_ENGINE=2.20.2
+VENV=${VENV:-.venv-gpu}
+export NVTE_CUDA_ARCHS=${NVTE_CUDA_ARCHS:-90} MAX_JOBS=${MAX_JOBS:-8}
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
+
+say() { echo "[setup] $*"; }
+fail() { echo "[setup] FAILED: $*" >&2; exit 1; }
+pip_install() { "$VENV/bin/python" -m pip install "$@"; }
+
+make_venv() {
+    [ -x "$VENV/bin/python" ] && return
+    local python=${PYTHON:-python3.12}
+    "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null ||
+        fail "the lock is for Python 3.12 and $python is not that; name one: PYTHON=/path/to/python3.12 $0"
+    "$python" -m venv "$VENV" || fail "no virtual environment. Debian and Ubuntu: apt-get install python3.12-venv"
+}
+
+install_lock() { pip_install --no-deps --require-hashes -r "$LOCK"; }
+
+# Let the compilers take what torch is linked with: the CUDA toolkit, cuDNN and NCCL that pip has installed. A system's are of
+# other versions, and then two of each would be loaded. pip's have neither a common include folder nor lib*.so without a
+# version, which the linker looks for.
+use_pips_cuda() {
+    local site links library
+    site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+    [ -x "$site/cu13/bin/nvcc" ] || fail "$site/cu13 has no nvcc; run the step lock first"
+    links=$VENV/cuda-links
+    mkdir -p "$links"
+    for library in "$site"/{cu13,cudnn,nccl}/lib/lib*.so.*; do
+        ln -sf "$(realpath "$library")" "$links/$(basename "${library%%.so.*}").so"
+    done
+    export CUDA_HOME=$site/cu13 CUDNN_HOME=$site/cudnn CUDNN_PATH=$site/cudnn NCCL_HOME=$site/nccl
+    export NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1
+    export PATH=$CUDA_HOME/bin:$(realpath "$VENV/bin"):$PATH
+    export CPATH=$site/cudnn/include:$site/nccl/include:$CUDA_HOME/include:$CUDA_HOME/include/cccl${CPATH:+:$CPATH}
+    export LIBRARY_PATH=$(realpath "$links")${LIBRARY_PATH:+:$LIBRARY_PATH}
+}
+
+check_headers() {
+    use_pips_cuda
+    local folder
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' RETURN
+    cat >"$folder/check.cpp" <<'EOF'
+#include <Python.h>
+#include <cublasLt.h>
+#include <cuda/std/cstdint>
+#include <cuda_runtime.h>
+#include <cudnn.h>
+#include <nccl.h>
+int main() {
+    int version = 0;
+    return ncclGetVersion(&version) + cudaRuntimeGetVersion(&version) + (cudnnGetVersion() == 0);
+}
+EOF
+    printf '%s\n' '#include <cuda_bf16.h>' '__global__ void twice(__nv_bfloat16* x) { x[0] = x[0] + x[0]; }' \
+        >"$folder/check.cu"
+    local include
+    include=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    g++ -std=c++17 -I"$include" "$folder/check.cpp" -o "$folder/check" -lcudart -lcudnn -lnccl ||
+        fail "the C++ compiler does not find what TransformerEngine needs (above). Debian and Ubuntu: apt-get install \
+build-essential python3.12-dev"
+    nvcc -std=c++17 -arch=sm_90 -c "$folder/check.cu" -o "$folder/check.o" ||
+        fail "nvcc of $CUDA_HOME does not compile for sm_90 (above); it needs a g++ that it supports"
+}
+
+# Its dependencies come in the versions of the lock, where that has them.
+install_transformer_engine() {
+    use_pips_cuda
+    sed 's/ --hash=.*//' "$LOCK" >"$VENV/constraints.txt"
+    pip_install --no-build-isolation -c "$VENV/constraints.txt" "transformer-engine[pytorch,core_cu13]==$TRANSFORMER_ENGINE"
+}
+
+install_kernels() {
+    use_pips_cuda
+    local kernels
+    kernels=$("$VENV/bin/python" -c 'import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["kernels"])')
+    # shellcheck disable=SC2086
+    CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE pip_install --no-deps --no-build-isolation $kernels
+}
+
+install_project() {
+    local editable=(-e)
+    [ "${EDITABLE:-1}" = 1 ] || editable=()
+    pip_install --no-deps --no-build-isolation "${editable[@]}" .
+    "$VENV/bin/python" -m pip check
+}
+
+# In a process each: one that fails must not hide the others, and some cannot be imported together.
+check_imports() {
+    local module why failed=()
+    for module in torch vllm megatron.core ray transformers flashinfer transformer_engine.pytorch causal_conv1d mamba_ssm \
+        fla grpo_mcore.tools.launch; do
+        if why=$("$VENV/bin/python" -W ignore -c "import $module" 2>&1); then
+            say "  $module"
+        else
+            say "  $module: $(tail -n 1 <<<"$why")"
+            failed+=("$module")
+        fi
+    done
+    [ ${#failed[@]} = 0 ] || fail "not importable: ${failed[*]}"
+}
+
+run_step() {
+    say "$1"
+    case $1 in
+    venv) make_venv ;;
+    lock) install_lock ;;
+    headers) check_headers ;;
+    transformer_engine) install_transformer_engine ;;
+    kernels) install_kernels ;;
+    project) install_project ;;
+    imports) check_imports ;;
+    *) fail "there is no step $1; $0 begins with a list" ;;
+    esac
+}
+
+[ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] || fail "this is $(uname -sm); the lock is for Linux on x86_64"
+[ $# -gt 0 ] || set -- venv lock headers transformer_engine kernels project imports
+for step in "$@"; do run_step "$step"; done
+say "done after $SECONDS s: source $VENV/bin/activate"
