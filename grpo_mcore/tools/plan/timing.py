@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from grpo_mcore.families import Block, Param, adapter_params, forward_flops, params_of
 from grpo_mcore.refit.plan import DTYPE_BYTES, RefitPlan, plan_refit, wire_dtype
-from grpo_mcore.tools.plan.memory import EngineMemory, gradient_bytes, weight_bytes
+from grpo_mcore.tools.plan.memory import EngineMemory, gradient_bytes, optimizer_bytes, weight_bytes
 from grpo_mcore.tools.plan.workload import Device, Workload
 
 COMPUTE_EFFICIENCY = 0.40
@@ -20,6 +20,9 @@ LINK_EFFICIENCY = 0.80
 HOST_BANDWIDTH = 200e9
 """Bytes per second that all ranks of a node read and write in host memory: an assumption, half of two sockets' data
 sheets."""
+REFIT_SERIAL = 1.2
+"""How much longer the busiest ranks of a refit's buckets work, one bucket after the other, than all at once would:
+`serial_path_ratio` of `grpo-mcore refit plan` is 1.0 to 1.26 for the recipes."""
 MAX_SEQUENCES = 256
 """Maximum number of samples that an engine generates at a time."""
 ALL_REDUCE_S = 9e-6
@@ -45,10 +48,15 @@ class StepTime:
     phases: tuple[PhaseTime, ...]
     bubble: float
     """Share of the training time in which a rank waits for other stages."""
+    apart: bool = False
+    """The engines generate on devices of their own while the policy trains."""
 
     @property
     def likely(self) -> float:
-        return sum(phase.likely for phase in self.phases)
+        total = sum(phase.likely for phase in self.phases)
+        generation = sum(phase.likely for phase in self.phases if phase.name == "generation")
+        refit = sum(phase.likely for phase in self.phases if phase.name == "refit")
+        return refit + max(generation, total - generation - refit) if self.apart else total
 
     @property
     def slowest(self) -> PhaseTime:
@@ -70,7 +78,9 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
         # On CPU a refit of a small model is mostly waiting and waking, which no bandwidth predicts.
         if traffic is not None and device.name != "cpu":
             seconds = traffic.seconds(load, device)
-            phases.append(PhaseTime("refit", 0.0, seconds, seconds / LINK_EFFICIENCY, traffic.link))
+            phases.append(PhaseTime("refit", 0.0, seconds, REFIT_SERIAL * seconds / LINK_EFFICIENCY, traffic.link))
+        if (moved := offload_seconds(load, device, engine)) > 0:
+            phases.append(PhaseTime("offload, sleep", 0.0, moved, moved / LINK_EFFICIENCY, "host memory"))
         phases.append(_generation(load, device, engine))
         passes = int(load.prev) + int(load.reference)
         if passes:
@@ -78,7 +88,7 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
     # Forward, gradients of the activations, gradients of the weights (negligible for adapters), recomputed forward.
     sweeps = 2 + (load.adapters is None) + (load.recompute or bool(load.recomputed & {"mlp", "moe"}))
     phases.append(_pass("training", sweeps * forward, load, device, bubble, sweeps, gradients=True))
-    return StepTime(tuple(phases), bubble)
+    return StepTime(tuple(phases), bubble, apart=load.grpo and not load.colocated and not load.waits_for_longest)
 
 
 def _pass(
@@ -167,6 +177,18 @@ def _data_parallel_seconds(load: Workload, device: Device) -> float:
     return load.optimizer_steps * nbytes * (dp - 1) / dp / _link(load, device, load.layout.tensor * dp)
 
 
+def offload_seconds(load: Workload, device: Device, engine: EngineMemory) -> float:
+    """Return the seconds per step in which policy and sleeping engines move to the host and back, all ranks of a node
+    at once: the optimizer, and an engine's weights if it is paused or a refit brings adapters alone. Other engines drop
+    their weights, which the refit replaces."""
+    if device.memory is None or not (load.colocated and load.engines_sleep):
+        return 0.0
+    nbytes = max(optimizer_bytes(load, stage) for stage in range(load.layout.pipeline))
+    if load.refit_adapters or not load.waits_for_longest:  # paused engines keep their weights
+        nbytes += engine.weights
+    return 2 * nbytes / min(device.host_bandwidth, HOST_BANDWIDTH / load.ranks_per_node)
+
+
 def _host_update_seconds(load: Workload, device: Device) -> float:
     """Return the seconds per step. Float32 gradients go to the host and weights come back; there Adam reads 16 bytes a
     weight and writes 12, of all ranks of the node."""
@@ -179,7 +201,8 @@ def _host_update_seconds(load: Workload, device: Device) -> float:
 
 def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTime:
     """Return the time of prefill and decoding. A decoding pass generates one token a sample; it reads the weights once
-    and every sample's keys and values. A sample that ends makes room for the next one."""
+    and every sample's keys and values. A sample that ends makes room for the next one; if no step is generated ahead,
+    all wait for the longest, which is taken to have policy.max_total_sequence_length."""
     flops = forward_flops(load.shape, [load.mean_length]) * load.samples
     prompt, new_tokens = load.prompt, load.mean_length - load.prompt
     each = math.ceil(load.samples / load.engines)
@@ -190,14 +213,20 @@ def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTi
     per_token = forward_flops(load.shape, [1]) / load.engine_layout.ranks
     memory_s, compute_s = read / device.memory_bandwidth, together * per_token / device.flops
     prefill = each * prompt * per_token / device.flops
-    floor = passes * max(memory_s, compute_s) + prefill
+    # A step that waits for its longest sample ends with passes over ever fewer samples, which read the weights all the
+    # same.
+    longest = min(load.max_new_tokens, load.max_length - prompt)
+    tail = max(0.0, longest - passes) if load.waits_for_longest else 0.0
+    weights_s = engine.weights / device.memory_bandwidth
+    tail_s = tail * (weights_s / MEMORY_EFFICIENCY + _decoding_all_reduces(load, device, 1))
+    floor = passes * max(memory_s, compute_s) + prefill + tail * weights_s
     seconds = {
         "memory bandwidth of decoding": passes * memory_s / MEMORY_EFFICIENCY,
         "compute of decoding": passes * compute_s / COMPUTE_EFFICIENCY,
     }
     reduced = passes * _decoding_all_reduces(load, device, together)
-    likely = max(seconds.values()) + reduced + prefill / COMPUTE_EFFICIENCY
-    seconds["all-reduces of decoding"] = reduced
+    likely = max(seconds.values()) + reduced + prefill / COMPUTE_EFFICIENCY + tail_s
+    seconds |= {"all-reduces of decoding": reduced, "the longest samples": tail_s}
     return PhaseTime("generation", flops, floor, likely, max(seconds, key=lambda name: seconds[name]))
 
 
@@ -222,14 +251,16 @@ DTYPE = {2: "bfloat16", 4: "float32"}
 @dataclass(frozen=True)
 class RefitTraffic:
     """Bytes of a refit. `written`: by each policy rank into the buffer; `read`: by the engine rank that reads most;
-    `to_other_nodes`: over the busiest node's network link. `link`: the kind of link that it depends on. `merged` and
-    `adapters`: what a refit of either kind moves; `adapters` is None without LoRA."""
+    `through_host`: in and out of the busiest node's memory; `to_other_nodes`: over the busiest node's network link.
+    `link`: the kind of link that it depends on. `merged` and `adapters`: what a refit of either kind moves; `adapters`
+    is None without LoRA."""
 
     buckets: int
     buffer: int
     tensor_bytes: int
     written: tuple[int, ...]
     read: int
+    through_host: int
     to_other_nodes: int
     link: str
     merged: int
@@ -237,9 +268,14 @@ class RefitTraffic:
 
     def seconds(self, load: Workload, device: Device) -> float:
         """Return the seconds of the slowest link."""
-        through_host = load.world > 1
-        bandwidth = device.host_bandwidth if through_host else device.memory_bandwidth
-        return max(max(self.written) / bandwidth, self.read / bandwidth, self.to_other_nodes / device.node_bandwidth)
+        if load.world == 1:
+            return max(*self.written, self.read) / device.memory_bandwidth
+        # A bucket is written while the one before is read, so both directions of a link are busy at once.
+        return max(
+            max(*self.written, self.read) / device.host_bandwidth,
+            self.through_host / HOST_BANDWIDTH,
+            self.to_other_nodes / device.node_bandwidth,
+        )
 
 
 def _refit_params(load: Workload) -> tuple[list[Param], list[Param], list[Param]]:
@@ -286,6 +322,10 @@ def refit_traffic(load: Workload) -> RefitTraffic:
     holder_nodes = [
         {rank * load.nodes // load.world for rank in ranks} if load.colocated else () for ranks in plan.holders
     ]
+    arriving = max(
+        sum(nbytes for (_, parts), nbytes in held.items() if node % span in parts) for node in range(load.engine_nodes)
+    )
+    readers = math.ceil(load.engines * engine.ranks / load.engine_nodes)
     other_nodes = max(
         sum(
             nbytes
@@ -294,15 +334,14 @@ def refit_traffic(load: Workload) -> RefitTraffic:
         )
         for node in range(load.nodes)
     )
-    link = (
-        "network between nodes" if other_nodes else "host memory (PCIe)" if load.world > 1 else "memory of the device"
-    )
+    link = "network between nodes" if other_nodes else "host memory" if load.world > 1 else "memory of the device"
     return RefitTraffic(
         buckets,
         load.refit_buffer if buckets > 1 else plan.block_bytes,
         plan.block_bytes,
         tuple(written[rank] for rank in range(load.world)),
         max(read),
+        arriving + readers * max(read),
         other_nodes,
         link,
         sum(tensor.numel * width(param) for param in weights for tensor in param.hf),

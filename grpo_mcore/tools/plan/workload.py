@@ -117,6 +117,7 @@ class Workload:
     colocated: bool  # engines and policy share devices
     engine_nodes: int  # nodes with engines
     engines_sleep: bool  # the engines give their memory to the policy while it trains
+    waits_for_longest: bool  # a step's training waits for all of its samples
 
     @property
     def engines_stay(self) -> bool:
@@ -243,4 +244,5 @@ def workload_of(
         colocated=generation.colocated.enabled,
         engine_nodes=(engine_pool(config) or pool).nodes,
         engines_sleep=not config.grpo.async_grpo.max_age or config.grpo.async_grpo.pauses,
+        waits_for_longest=not config.grpo.async_grpo.max_age,
     )

@@ -27,7 +27,13 @@ from grpo_mcore.tools.plan.plan import Plan, make_plan, plan_device, plan_shape,
 from grpo_mcore.tools.plan.rank_params import rank_params
 from grpo_mcore.tools.plan.report import plan_text, search_text
 from grpo_mcore.tools.plan.search import search
-from grpo_mcore.tools.plan.timing import all_reduce_seconds, pipeline_bubble
+from grpo_mcore.tools.plan.timing import (
+    HOST_BANDWIDTH,
+    LINK_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+    all_reduce_seconds,
+    pipeline_bubble,
+)
 from grpo_mcore.tools.plan.workload import DEVICES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -265,7 +271,6 @@ def test_the_search_includes_the_recipes_own_layout() -> None:
 
 
 NOT_FIRST = {  # docs/plan_and_doctor.md has the reasons
-    "grpo-nanov3-30BA3B-2n8g-lora": "recomputes",
     "grpo-qwen3-30BA3B-4n8g": "experts over EP 8",
     "grpo-qwen3.5-35BA3B-4n8g": "experts over EP 8",
     "grpo-qwen3-30BA3B-4n8g-async-1off": "generates and trains at the same time",
@@ -358,6 +363,53 @@ def test_windows_need_our_attention_over_context_parallel_ranks() -> None:
     with pytest.raises(FamilyError, match="no attention kernel for windows of keys"):
         plan(LLAMA, *keys)
     assert plan(LLAMA, *keys, "policy.sequence_packing.shared_prefix.enabled=true").load.layout.context == 2
+
+
+def seconds_of(found: Plan) -> dict[str, float]:
+    return {phase.name: phase.likely for phase in found.times.phases}
+
+
+def test_a_step_that_waits_for_its_longest_samples_takes_their_passes() -> None:
+    """Beyond those of the mean sample they read the weights for ever fewer samples."""
+    pauses = [f"grpo.async_grpo.{key}=true" for key in ("in_flight_weight_updates", "partial_rollouts")]
+    waits, goes_on = plan(LLAMA), plan(LLAMA, *AHEAD, *pauses)
+    assert waits.load.waits_for_longest and not goes_on.load.waits_for_longest
+    load, engine, device = waits.load, waits.engine, waits.device
+    assert load.samples / load.engines <= engine.sequences(load.mean_length), "all at once"
+    more = load.max_length - load.mean_length  # passes
+    assert load.engine_tensor == 1, "no all-reduces"
+    slower = seconds_of(waits)["generation"] - seconds_of(goes_on)["generation"]
+    assert slower == pytest.approx(more * engine.weights / device.memory_bandwidth / MEMORY_EFFICIENCY)
+    assert plan(LLAMA, mean_length=load.max_length).times.phases[2].bound != "the longest samples"
+
+
+def test_what_moves_to_the_host_and_back_takes_time() -> None:
+    """The optimizer of eight ranks at once; engines drop their weights, unless the refit brings adapters alone."""
+    found = plan("grpo-nanov3-30BA3B-2n8g")
+    moved = 2 * optimizer_bytes(found.load, 0)
+    assert seconds_of(found)["offload, sleep"] == pytest.approx(moved / (HOST_BANDWIDTH / 8) / LINK_EFFICIENCY)
+    adapters = plan("grpo-nanov3-30BA3B-2n8g-lora", f"{AT}peft.refit=adapters")
+    moved = 2 * (optimizer_bytes(adapters.load, 0) + adapters.engine.weights)
+    assert seconds_of(adapters)["offload, sleep"] == pytest.approx(moved / (HOST_BANDWIDTH / 8) / LINK_EFFICIENCY)
+    assert "offload, sleep" not in seconds_of(plan(LLAMA, *AHEAD)), "engines that stay take nothing from the policy"
+
+
+def test_a_refit_takes_as_long_as_the_memory_of_a_node_needs() -> None:
+    """All that its engines read goes in once and out to every reader."""
+    refit = plan("grpo-nanov3-30BA3B-2n8g").refit
+    assert refit is not None
+    assert refit.through_host == pytest.approx(refit.tensor_bytes + 8 * refit.read)
+    assert refit.through_host / HOST_BANDWIDTH > 2 * refit.read / DEVICES["H100"].host_bandwidth
+
+
+def test_engines_apart_generate_while_the_policy_trains() -> None:
+    pool = "policy.generation.colocated={enabled: false, resources: {num_nodes: 1}}"
+    found = plan(LLAMA, *AHEAD, "cluster.num_nodes=3", pool)
+    each = seconds_of(found)
+    policy = sum(each.values()) - each["generation"] - each["refit"]
+    assert found.times.likely == pytest.approx(each["refit"] + max(each["generation"], policy))
+    alternating = plan(LLAMA, "cluster.num_nodes=3", pool)
+    assert alternating.times.likely == pytest.approx(sum(seconds_of(alternating).values()))
 
 
 @pytest.mark.slow
