@@ -52,7 +52,7 @@ def test_everything_is_measured_and_what_is_compared_agrees(tmp_path: Path, bare
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     compared = [row["part"] for row in rows if row["ok"]]
     assert {part: compared.count(part) for part in compared} == {
-        "scan": 1, "delta rule": 1, "experts": 2, "attention": 1, "refit": 1, "cycle": 2, "nanov3 slice": 3,
+        "stack": 1, "scan": 1, "delta rule": 1, "experts": 2, "attention": 1, "refit": 1, "cycle": 2, "nanov3 slice": 3,
         "dense 1.5B": 3,
     }  # fmt: skip
     kinds = {row["what"].partition(":")[0] for row in rows if row["part"] == "nanov3 slice"}
