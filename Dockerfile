@@ -34,6 +34,10 @@ ARG KERNELS=1
 COPY pyproject.toml README.md LICENSE ./
 RUN [ "${KERNELS}" = 0 ] || scripts/setup_gpu.sh kernels
 
+# 1: with FlashInfer's compiled kernels, for a shorter first start of engines.
+ARG PREFETCH=0
+RUN [ "${PREFETCH}" = 0 ] || scripts/setup_gpu.sh prefetch
+
 COPY grpo_mcore grpo_mcore
 COPY recipes recipes
 RUN EDITABLE=0 scripts/setup_gpu.sh project \

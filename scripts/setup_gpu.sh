@@ -10,6 +10,8 @@
 #     kernels             are compiled too (pyproject.toml's extra `kernels`)
 #     project             grpo_mcore from this folder
 #     imports             each extension is imported, not only looked for
+#   and, only when it is named:
+#     prefetch            FlashInfer's compiled kernels from its own index, which engines otherwise compile at their first start
 #
 #   VENV=.venv-gpu        where the environment is
 #   PYTHON=python3.12     interpreter that makes it
@@ -60,9 +62,10 @@ use_pips_cuda() {
 
 check_headers() {
     use_pips_cuda
-    local folder
+    local folder include
     folder=$(mktemp -d)
-    trap 'rm -rf "$folder"' RETURN
+    # shellcheck disable=SC2064
+    trap "rm -rf '$folder'" EXIT
     cat >"$folder/check.cpp" <<'EOF'
 #include <Python.h>
 #include <cublasLt.h>
@@ -77,7 +80,6 @@ int main() {
 EOF
     printf '%s\n' '#include <cuda_bf16.h>' '__global__ void twice(__nv_bfloat16* x) { x[0] = x[0] + x[0]; }' \
         >"$folder/check.cu"
-    local include
     include=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     g++ -std=c++17 -I"$include" "$folder/check.cpp" -o "$folder/check" -lcudart -lcudnn -lnccl ||
         fail "the C++ compiler does not find what TransformerEngine needs (above). Debian and Ubuntu: apt-get install \
@@ -109,6 +111,8 @@ install_project() {
     "$VENV/bin/python" -m pip check
 }
 
+prefetch_kernels() { "$VENV/bin/flashinfer" download-kernels; }
+
 # In a process each: one that fails must not hide the others, and some cannot be imported together.
 check_imports() {
     local module why failed=()
@@ -134,6 +138,7 @@ run_step() {
     kernels) install_kernels ;;
     project) install_project ;;
     imports) check_imports ;;
+    prefetch) prefetch_kernels ;;
     *) fail "there is no step $1; $0 begins with a list" ;;
     esac
 }
