@@ -136,3 +136,27 @@ def test_age_0_is_the_synchronous_run(recipe: dict[str, Any], tmp_path: Path) ->
 def test_without_the_correction_it_does_not_start(recipe: dict[str, Any], tmp_path: Path) -> None:
     run = run_here("train", tmp_path, recipe, "loss_fn.use_importance_sampling_correction=false")
     assert_one_message(run, 2, "training on trajectories of age 1 (in weight versions) needs")
+
+
+@pytest.mark.parametrize("turns", ["together", "free"])
+def test_interrupted_in_the_middle_of_a_dialogue_nothing_is_lost_or_done_twice(
+    recipe: dict[str, Any], task: Task, tmp_path: Path, turns: str
+) -> None:
+    """A prompt of the third step is at its second of three turns, and those of the fourth are in flight too."""
+    interrupt = tmp_path / "interrupt"
+    questions = [json.loads(line)["input"] for line in (task.folder / "short.jsonl").read_text().splitlines()]
+    talk = recipe | {"env": {"math": {"environment": "tests.functional.worlds:Dialogue", "interrupt": str(interrupt)}}}
+    talk["grpo"] = talk["grpo"] | {"max_rollout_turns": 3, "turns": turns, "val_at_start": False}
+    talk["data"] = talk["data"] | {"shuffle": False}
+    talk["policy"] = talk["policy"] | {"max_total_sequence_length": 48}
+    interrupt.write_text(questions[9])
+    assert run_here("train", tmp_path, talk).code == 130
+    assert not interrupt.exists()
+    before = audit(read_ledger(tmp_path / "checkpoints" / "ledger.jsonl"))
+    assert not before.flaws and before.steps <= 2 and before.fates["under way"] >= 4
+    run = run_here("train", tmp_path, talk, "--resume")
+    assert run.code == 0, run.err
+    found = audited(run)
+    assert found.starts == 2 and found.fates["trained on"] == PROMPTS == sum(found.fates.values())
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+    assert all(line["turns_max"] == 3 and line["num_failed_samples"] == 0 for line in run.metrics())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
@@ -41,3 +42,25 @@ class Talkative(EnvironmentInterface):
         return EnvironmentReturn(
             [{}] * count, list(metadata), [None] * count, rewards, [True] * count, [None] * count, ["talkative"] * count
         )
+
+
+class Dialogue(EnvironmentInterface):
+    """Answer each turn until the third one, rewarded at random by what was said. If the file `config["interrupt"]`
+    exists, the first call about a second turn for a question that it holds removes it, and interrupts the run."""
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        turns = [sum(message["generated"] for message in messages) for messages in message_log_batch]
+        asked = "".join(messages[0]["content"] for messages in message_log_batch)
+        interrupt = Path(self.config["interrupt"])
+        if 2 in turns and interrupt.exists() and interrupt.read_text() in asked:
+            interrupt.unlink()
+            raise KeyboardInterrupt
+        count = len(turns)
+        said = [str(messages[-1]["content"]) for messages in message_log_batch]
+        rewards: list[float | None] = [float(len(text) % 2) for text in said]
+        return EnvironmentReturn(
+            [{"role": "user", "content": "1"}] * count, list(metadata), [None] * count, rewards,
+            [turn == 3 for turn in turns], said, ["dialogue"] * count,
+        )  # fmt: skip
