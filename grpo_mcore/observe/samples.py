@@ -12,7 +12,8 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,8 @@ QUEUED = 256
 """Maximum number of groups and steps that wait for the writer."""
 NEWEST = 10
 """Newest files of training samples that are never deleted to make room."""
+WRITTEN_TOGETHER = 64
+"""Samples that the writer holds at a time."""
 CLOSE_S = 60.0
 """Seconds that the end of a run waits for samples that are not written yet."""
 
@@ -83,8 +86,8 @@ class SampleFiles:
 
     def __init__(self, folder: Path, decode: Callable[[int], str], max_bytes: float) -> None:
         self._folder, self._decode, self._max_bytes = folder, decode, max_bytes
-        self._jobs: queue.Queue[tuple[Kind, int, Callable[[], Sequence[Row]], bool] | None] = queue.Queue(QUEUED)
-        self._rows: dict[tuple[Kind, int], list[Row]] = {}
+        self._jobs: queue.Queue[tuple[Kind, int, Callable[[], Iterable[Row]], bool] | None] = queue.Queue(QUEUED)
+        self._open: dict[tuple[Kind, int], pq.ParquetWriter] = {}  # files that are not complete
         self._tokens: AppendFile | None = None
         self._known: set[int] = set()
         self._complained = False
@@ -94,9 +97,9 @@ class SampleFiles:
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
         self._thread.start()
 
-    def add(self, kind: Kind, step: int, rows: Callable[[], Sequence[Row]], *, last: bool = True) -> None:
-        """Write what `rows` returns, which the writer's thread calls. `last`: the step's file is complete with them.
-        Never waits, never raises."""
+    def add(self, kind: Kind, step: int, rows: Callable[[], Iterable[Row]], *, last: bool = True) -> None:
+        """Write what `rows` returns, which the writer's thread calls; a few at a time, so that they may be made one by
+        one. `last`: the step's file is complete with them. Never waits, never raises."""
         try:
             self._jobs.put_nowait((kind, step, rows, last))
         except queue.Full:
@@ -114,6 +117,8 @@ class SampleFiles:
                 self._do(*job)
             except Exception as error:  # observation must not stop training, whatever goes wrong here
                 self._drop(f"{type(error).__name__}: {error}")
+        for kind, step in list(self._open):  # of steps that did not come to an end
+            self._discard(kind, step)
         if self._tokens is not None:
             self._tokens.close()
 
@@ -123,24 +128,44 @@ class SampleFiles:
             self._complained = True
             logger.warning("samples are not written to %s: %s; the run goes on (said only once)", self._folder, why)
 
-    def _do(self, kind: Kind, step: int, rows: Callable[[], Sequence[Row]], last: bool) -> None:
-        held = self._rows.setdefault((kind, step), [])
+    def _do(self, kind: Kind, step: int, rows: Callable[[], Iterable[Row]], last: bool) -> None:
         try:
-            held += rows()
-        finally:
+            left = iter(rows())
+            while few := list(islice(left, WRITTEN_TOGETHER)):
+                self._write_tokens(few)
+                self._writer(kind, step).write_table(_table(few))
+                del few  # before the next ones are made
+        except BaseException:
             if last:
-                del self._rows[kind, step]
-        if last and held:
-            path = self._folder / kind / f"step_{step:06d}.parquet"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._write_tokens(held)
+                self._discard(kind, step)
+            raise
+        if last and (kind, step) in self._open:
+            self._open.pop((kind, step)).close()
+            path = self._path(kind, step)
             partial = path.with_suffix(".tmp")
-            # Without dictionaries it takes two thirds of the time, and such small files are smaller.
-            pq.write_table(_table(held), partial, compression="zstd", use_dictionary=False)
             size = partial.stat().st_size
             partial.replace(path)
             if kind == "train":
                 self._make_room(size)
+
+    def _path(self, kind: Kind, step: int) -> Path:
+        return self._folder / kind / f"step_{step:06d}.parquet"
+
+    def _writer(self, kind: Kind, step: int) -> pq.ParquetWriter:
+        if (kind, step) not in self._open:
+            path = self._path(kind, step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Without dictionaries it takes two thirds of the time, and such small files are smaller.
+            writer = pq.ParquetWriter(path.with_suffix(".tmp"), SCHEMA, compression="zstd", use_dictionary=False)
+            self._open[kind, step] = writer
+        return self._open[kind, step]
+
+    def _discard(self, kind: Kind, step: int) -> None:
+        """Give up a file that is not complete."""
+        if (writer := self._open.pop((kind, step), None)) is not None:
+            with contextlib.suppress(OSError):  # of a full disk, which is said already
+                writer.close()
+            self._path(kind, step).with_suffix(".tmp").unlink(missing_ok=True)
 
     def _write_tokens(self, rows: Sequence[Row]) -> None:
         """Append the text of each token that was not seen before."""

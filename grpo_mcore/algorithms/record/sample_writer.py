@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ GB = 1e9
 class SampleWriter:
     """Records the samples of every step and validation, as logger.samples asks for.
 
-    The tokens are fetched by the writer's thread, so the loop does not wait for them.
+    The tokens are fetched by the writer's thread, so the loop does not wait for them, and of one group at a time.
     """
 
     def __init__(
@@ -84,28 +84,25 @@ class SampleWriter:
 
     def _trained_rows(
         self, groups: Sequence[Group], step: int, columns: Mapping[str, list[float]], logprobs: Sequence[Future]
-    ) -> list[dict[str, Any]]:
-        by_index = logprobs_by_sample(logprobs)
-        rows, first, indices = self._rows(groups), 0, list[int]()
+    ) -> Iterator[dict[str, Any]]:
+        by_index, first, indices = logprobs_by_sample(logprobs), 0, list[int]()
         for position, group in enumerate(groups):
             if self._chosen(position, len(groups)):
                 indices += range(first, first + len(group.samples))
             first += len(group.samples)
-        for row, index in zip(rows, indices, strict=True):
+        for row, index in zip(self._rows(groups), indices, strict=True):
             row |= {"trained_version": step} | {name: values[index] for name, values in columns.items()}
-            row |= {f"{name}_logprobs": values for name, values in by_index.get(index, {}).items()}
-        return rows
+            row |= {f"{name}_logprobs": values for name, values in by_index.pop(index, {}).items()}
+            yield row
 
-    def _rows(self, groups: Sequence[Group], left_out: str | None = None) -> list[dict[str, Any]]:
+    def _rows(self, groups: Sequence[Group], left_out: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the samples as rows. Of one group at a time the tokens are here."""
         chosen = [group for position, group in enumerate(groups) if self._chosen(position, len(groups))]
-        refs = [sample.ref for group in chosen for sample in group.samples if sample.ref is not None]
-        fetched = iter(self._cluster.store.fetch_many(refs))
-        return [
-            sample_row(group, sample, score, None if sample.ref is None else next(fetched), self._decode_turn)
-            | {"left_out": left_out}
-            for group in chosen
-            for sample, score in zip(group.samples, group.scores, strict=True)
-        ]
+        for group in chosen:
+            fetched = iter(self._cluster.store.fetch_many([s.ref for s in group.samples if s.ref is not None]))
+            for sample, score in zip(group.samples, group.scores, strict=True):
+                trajectory = None if sample.ref is None else next(fetched)
+                yield sample_row(group, sample, score, trajectory, self._decode_turn) | {"left_out": left_out}
 
     def _chosen(self, position: int, count: int) -> bool:
         """Return whether the group at this position is one of SAMPLED_PROMPTS, evenly spaced."""

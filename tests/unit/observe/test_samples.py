@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_mcore.observe.samples import NEWEST, QUEUED, SampleFiles, read_samples, read_token_texts, sample_steps
+from grpo_mcore.observe.samples import (
+    NEWEST,
+    QUEUED,
+    WRITTEN_TOGETHER,
+    SampleFiles,
+    read_samples,
+    read_token_texts,
+    sample_steps,
+)
 
 SPAN = {"version": 3, "first": 0, "end": 3}
 TURN = {"role": "assistant", "text": "a", "tokens": 3, "generated": True}
@@ -41,6 +53,34 @@ def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (trained["versions"], trained["turns"]) == ([SPAN], [TURN])
     assert read_token_texts(tmp_path / "samples") == {5: "<5>", 7: "<7>"}
     assert writer.dropped == 0
+
+
+def test_samples_are_made_one_by_one_and_few_are_held(tmp_path: Path) -> None:
+    """A step that fails in the middle leaves no file, and neither does one that does not end."""
+    held = Counter[str]()
+
+    class Tokens(np.ndarray):
+        pass
+
+    def rows(count: int, fails: bool = False) -> Iterator[dict[str, Any]]:
+        for number in range(count):
+            tokens = np.array([5, 7, 5]).view(Tokens)
+            held["rows"] += 1
+            weakref.finalize(tokens, held.subtract, ["rows"])
+            assert held["rows"] <= WRITTEN_TOGETHER + 2
+            yield row(f"p{number}", None, token_ids=tokens)
+        if fails:
+            raise OSError("the store is gone")
+
+    writer = files(tmp_path)
+    writer.add("train", 1, partial(rows, 1000))
+    writer.add("train", 2, partial(rows, 100, fails=True))
+    writer.add("train", 3, partial(rows, 100), last=False)
+    writer.close()
+    assert writer.dropped == 1
+    assert [path.name for path in (tmp_path / "samples" / "train").iterdir()] == ["step_000001.parquet"]
+    uids = [sample["uid"] for sample in read_samples(sample_steps(tmp_path, "train")[1], ["uid"])]
+    assert uids == [f"p{number}" for number in range(1000)]
 
 
 def test_a_resumed_run_replaces_its_steps(tmp_path: Path) -> None:
