@@ -1,8 +1,8 @@
 """The driver under real Ray: processor time of a round of worker calls and of a sample, and its memory of a sample.
 
 Engines and environment answer at once, so samples come in batches of an engine's step. Processor time is that of the
-driver's whole process, Ray's own threads included. Memory is what Python holds of the samples of a step (tracemalloc),
-with prompts of 1/8 of the tokens.
+driver's whole process, Ray's own threads included. Memory is what Python holds of each further sample of a step
+(tracemalloc), with prompts of 1/8 of the tokens.
 
     python -m benchmarks.driver_ray --json
 """
@@ -10,11 +10,12 @@ with prompts of 1/8 of the tokens.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def main() -> None:
             return cluster.spawn("environment", Environment, cpus=0.1, concurrency=CALLED)
 
         environment = EnvironmentWorker(cluster, start, calls=CALLED, timeout_s=600.0)
+        environment.ready().result()
         call_all(cluster, [environment] * 64, "nothing")
         costs = []
         for calls in options.rounds:
@@ -101,6 +103,8 @@ def main() -> None:
                 cluster.spawn(f"engine-{together}-{number}", Engine, together, cpus=0.1, streams=8)
                 for number in range(ENGINES)
             ]
+            for engine in engines:
+                engine.ready().result()
             limits = TurnLimits(1, 10**9, together=False)
             group = EngineGroup(cluster, engines, sleeps=False)
             made = Rollouts(group, {"task": environment}, Tokenizer(), limits, seed=0)
@@ -115,12 +119,15 @@ def main() -> None:
                 us.append((time.process_time() - began) / samples * 1e6)
             show({"what": "samples", "together": together, "us_a_sample": [round(one, 1) for one in us]})
         for tokens in options.tokens:
-            tracemalloc.start()
-            before = tracemalloc.get_traced_memory()[0]
-            groups: Sequence[Group] = run_step(made, 64, tokens, tokens)
-            held = tracemalloc.get_traced_memory()[0] - before
-            tracemalloc.stop()
-            show({"what": "memory", "tokens": tokens, "bytes_a_sample": round(held / 64), "groups": len(groups)})
+            held = []
+            for step, samples in enumerate((64, 256)):
+                tracemalloc.start()
+                groups = run_step(made, samples, tokens, 2 * tokens + step)
+                gc.collect()
+                held.append(tracemalloc.get_traced_memory()[0])
+                tracemalloc.stop()
+                del groups
+            show({"what": "memory", "tokens": tokens, "bytes_a_sample": round((held[1] - held[0]) / 192)})
 
 
 if __name__ == "__main__":
