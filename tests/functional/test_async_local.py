@@ -99,14 +99,14 @@ def test_samples_go_on_under_new_weights(
     """Answers of an untrained model have all lengths, and the engine runs six at a time. They pause while the policy
     trains."""
     seen: list[Trajectory] = []
-    generate = EngineWorker.generate
+    generate = EngineWorker.generate_together
 
-    def recorded(self: EngineWorker, *args: Any) -> Iterator[Trajectory]:
-        for trajectory in generate(self, *args):
-            seen.append(trajectory)
-            yield trajectory
+    def recorded(self: EngineWorker, *args: Any) -> Iterator[list[Trajectory]]:
+        for trajectories in generate(self, *args):
+            seen.extend(trajectories)
+            yield trajectories
 
-    monkeypatch.setattr(EngineWorker, "generate", recorded)
+    monkeypatch.setattr(EngineWorker, "generate_together", recorded)
     words = ["grpo.async_grpo.in_flight_weight_updates=true", "grpo.async_grpo.max_trajectory_age_steps=2"]
     words += ["grpo.async_grpo.group_order=oldest_first", "grpo.async_grpo.max_groups_in_flight=10"]
     words += ["grpo.async_grpo.partial_rollouts=true"]

@@ -50,14 +50,15 @@ class Inside:
 
 @contextmanager
 def looking_inside() -> Iterator[Inside]:
-    inside, generate, train_step = Inside(), EngineWorker.generate, PolicyWorker.train_step
+    inside, generate, train_step = Inside(), EngineWorker.generate_together, PolicyWorker.train_step
 
     def recorded_generate(self: EngineWorker, *args: Any) -> Iterator[Any]:
-        for trajectory in generate(self, *args):
-            turn = trajectory.turns[-1]
-            key = (trajectory.weight_version, trajectory.uid, trajectory.generation_index)
-            inside.samples[key] = (turn.token_ids.tolist(), turn.logprobs.tolist())
-            yield trajectory
+        for trajectories in generate(self, *args):
+            for trajectory in trajectories:
+                turn = trajectory.turns[-1]
+                key = (trajectory.weight_version, trajectory.uid, trajectory.generation_index)
+                inside.samples[key] = (turn.token_ids.tolist(), turn.logprobs.tolist())
+            yield trajectories
 
     def recorded_train_step(self: PolicyWorker, *args: Any, **options: Any) -> Any:
         report = train_step(self, *args, **options)
@@ -65,7 +66,7 @@ def looking_inside() -> Iterator[Inside]:
         return report
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineWorker, "generate", recorded_generate)
+        patch.setattr(EngineWorker, "generate_together", recorded_generate)
         patch.setattr(PolicyWorker, "train_step", recorded_train_step)
         yield inside
 
@@ -335,7 +336,7 @@ def test_a_run_survives_a_full_disk_and_sigterm(
     tmp_path: Path, recipe: dict[str, Any], whole: tuple[Run, Inside], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Limit the size of files while step 2 is saved, and send SIGTERM in the middle of step 4."""
-    save, generate, versions = PolicyWorker.start_save, EngineWorker.generate, []
+    save, generate, versions = PolicyWorker.start_save, EngineWorker.generate_together, []
 
     def save_on_a_full_disk(self: PolicyWorker, folder: str, optimizer: bool) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -354,7 +355,7 @@ def test_a_run_survives_a_full_disk_and_sigterm(
 
     with monkeypatch.context() as patch:
         patch.setattr(PolicyWorker, "start_save", save_on_a_full_disk)
-        patch.setattr(EngineWorker, "generate", terminated_in_step_4)
+        patch.setattr(EngineWorker, "generate_together", terminated_in_step_4)
         run = run_here("train", tmp_path, recipe, "checkpointing.save_period=2", "grpo.val_at_start=true")
     assert run.code == 128 + signal.SIGTERM, run.err
     printed = " ".join(run.out.split())
