@@ -347,11 +347,12 @@ def test_a_run_survives_a_full_disk_and_sigterm(
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     def terminated_in_step_4(self: EngineWorker, *args: Any) -> Iterator[Any]:
-        for trajectory in generate(self, *args):
-            versions.append(trajectory.weight_version)
-            if versions.count(4) == 6:
+        for trajectories in generate(self, *args):
+            before = versions.count(4)
+            versions.extend(trajectory.weight_version for trajectory in trajectories)
+            if before < 6 <= versions.count(4):
                 os.kill(os.getpid(), signal.SIGTERM)
-            yield trajectory
+            yield trajectories
 
     with monkeypatch.context() as patch:
         patch.setattr(PolicyWorker, "start_save", save_on_a_full_disk)
