@@ -24,6 +24,7 @@ from tests.functional.preload import preload
 TIME_DEPENDENT = (
     "unix_time",
     "timing/",
+    "tail/",
     "tokens_per_sec",
     "policy_training_tokens_per_sec",
     "train_tflops",
