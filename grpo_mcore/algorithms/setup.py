@@ -74,10 +74,7 @@ def start_policy_and_engines(config: MasterConfig, cluster: Cluster, model: Mode
         engines.release()
         policy.build(config.cluster.start_timeout_s)
     wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
-    policy.teachers = start_teachers(config, cluster, model, policy)
-    if config.on_policy_distillation.enabled and config.on_policy_distillation.divergence.enabled:
-        (teacher,) = model.teachers.values()
-        policy.load_teacher_head(teacher.folder)
+    start_teachers(config, cluster, model, policy)
     return policy, engines
 
 
@@ -145,9 +142,9 @@ def _spawn_ranks(
     )
 
 
-def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup) -> Teachers | None:
-    """Start the recipe's teachers on the policy's devices, one after another, and move each to the host. None without
-    teachers. Raises what their constructors raise."""
+def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup) -> None:
+    """Give a policy that is ready the recipe's teachers, if there are any: start them on its devices, one after
+    another, and move each to the host. Raises what their constructors raise."""
     section, policies = config.on_policy_distillation, teacher_policies(config)
     started, by_alias = dict[str, Teacher](), dict[str, Teacher]()
     for alias, its_model in model.teachers.items():
@@ -159,7 +156,10 @@ def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy:
             restarts = Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s)
             started[known] = Teacher(alias, recipe, start, start(), restarts)
         by_alias[alias] = started[known]
-    return Teachers(section, by_alias) if by_alias else None
+    policy.teachers = Teachers(section, by_alias) if by_alias else None
+    if by_alias and section.divergence.enabled:
+        (teacher,) = model.teachers.values()
+        policy.load_teacher_head(teacher.folder)
 
 
 def _start_teacher(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from grpo_mcore.algorithms.training_step.teachers import Teacher
+from grpo_mcore.cli.main import main
 from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
@@ -74,6 +75,12 @@ def test_samples_record_the_teachers_logprobs_and_the_metrics_are_theirs(run: Ru
         assert metrics[AT + "adv_std"] == pytest.approx(every.std(), abs=1e-6)
         assert metrics["timing/teachers"] > 0
         assert metrics["grad_norm"] > 0
+
+
+def test_a_recorded_step_is_replayed_with_its_teacher(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(run.logs), "--step", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "loss differs by 0.0e+00, the gradient's norm by 0.0e+00 of it, a token's log-prob by at most 0.0e+00" in out
 
 
 def test_resumes_bit_for_bit(run: Run, task: Task, model: Path, teacher: Path, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
     disagree on every sample.
     """
     grpo, loss = config.grpo, config.loss_fn
+    if teacher_weight(config) and batch.ranks and not batch.teachers:
+        raise TargetsError("grpo.adv_estimator reads a teacher's log-probs, but the policy has no teachers: start them")
     weights, metrics = _mask_mismatched(batch, stats, grpo.seq_logprob_error_threshold)
     rewards = shaped_rewards(batch.rewards, batch, config)
     estimator = grpo.adv_estimator

@@ -19,7 +19,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import train_on_groups
 from grpo_mcore.algorithms.run_control.checks import check_model
-from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, wait_until_ready
+from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, start_teachers, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import logprobs_by_sample
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, build_step_batch
 from grpo_mcore.cluster import Future, ObjectStore
@@ -165,6 +165,7 @@ def replay(
         if checkpoint is not None:
             policy.load(policy_folder(checkpoint))
         policy.updates = step - 1
+        start_teachers(config, cluster, model, policy)
         groups = recorded_groups(rows, cluster.store)
         names = [_name(row) for row in rows]
         layers: dict[int, dict[int, Tensor]] = {}

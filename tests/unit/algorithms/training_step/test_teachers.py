@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_mcore.algorithms.engines.retries import Retries
-from grpo_mcore.algorithms.training_step.advantages import compute_targets
+from grpo_mcore.algorithms.training_step.advantages import TargetsError, compute_targets
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
 from grpo_mcore.algorithms.training_step.teachers import Teacher, TeacherError, Teachers
 from grpo_mcore.cluster import WorkerDied
@@ -149,3 +149,11 @@ def test_advantages_of_teachers_and_rewards(
     per_sample = targets.sample_advantages()
     assert per_sample is not None and per_sample[0].item() == pytest.approx(advantages[0] - weight, rel=1e-5)
     assert metrics["advantage_max"] == per_sample.max().item()
+
+
+def test_a_policy_without_its_teachers_does_not_train_on_nothing() -> None:
+    plain = config().model_dump() | {"on_policy_distillation": TEACHERS}
+    plain["grpo"]["adv_estimator"] = {"name": "opd"}
+    recipe = MasterConfig.model_validate(plain)
+    with pytest.raises(TargetsError, match="the policy has no teachers"):
+        compute_targets(build_step_batch([of_task("a", "math")], recipe, PolicyLayout(1, 1, 1)), {}, recipe)
