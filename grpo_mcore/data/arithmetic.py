@@ -41,6 +41,8 @@ class ArithmeticTask:
     """Demonstrations, some of them wrong: {"input": "37+45=", "output": "082"}."""
     tokenizer: Path
     """A folder that AutoTokenizer and vLLM load."""
+    levels: Path
+    """Prompts of three levels, for a curriculum: {"input": "37+45=", "output": ["82"], "level": "medium"}."""
 
 
 def make_arithmetic_task(
@@ -48,15 +50,18 @@ def make_arithmetic_task(
     seed: int = 0,
     *,
     num_val: int = 500,
+    num_of_level: int = 2000,
     demonstrations_per_problem: int = 4,
     wrong_share: float = 0.0,
     off_by_one_share: float = 0.6,
 ) -> ArithmeticTask:
-    """Write `train.jsonl`, `val.jsonl`, `sft.jsonl` and `tokenizer/` into `folder`; `seed` determines their contents.
+    """Write `train.jsonl`, `val.jsonl`, `sft.jsonl`, `levels.jsonl` and `tokenizer/` into `folder`; `seed` determines
+    their contents.
 
     The problems are all sums 0..99 + 0..99, `num_val` of them held out. Demonstrations are wrong in two ways. A share
     `off_by_one_share` is one too many: above a half, the most likely answer is wrong, and no lower temperature makes it
-    right. Besides, a share `wrong_share` of all has wrong digits.
+    right. Besides, a share `wrong_share` of all has wrong digits. Each level has `num_of_level` prompts: sums for which
+    an answer that is one too many counts as well (easy), sums (medium), and products (hard).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +72,13 @@ def make_arithmetic_task(
     shown = seen * demonstrations_per_problem
     draw.shuffle(shown)
 
-    task = ArithmeticTask(folder / "train.jsonl", folder / "val.jsonl", folder / "sft.jsonl", folder / "tokenizer")
+    task = ArithmeticTask(
+        folder / "train.jsonl",
+        folder / "val.jsonl",
+        folder / "sft.jsonl",
+        folder / "tokenizer",
+        folder / "levels.jsonl",
+    )
     _write(task.train, ({"input": f"{a:02d}+{b:02d}=", "output": str(a + b)} for a, b in seen))
     _write(task.val, ({"input": f"{a:02d}+{b:02d}=", "output": str(a + b)} for a, b in held_out))
     _write(
@@ -77,6 +88,13 @@ def make_arithmetic_task(
             for a, b in shown
         ),
     )
+    easy, medium, hard = (seen[first : first + num_of_level] for first in range(0, 3 * num_of_level, num_of_level))
+    levels = [
+        *({"input": f"{a:02d}+{b:02d}=", "output": [str(a + b), str(a + b + 1)], "level": "easy"} for a, b in easy),
+        *({"input": f"{a:02d}+{b:02d}=", "output": [str(a + b)], "level": "medium"} for a, b in medium),
+        *({"input": f"{a:02d}*{b:02d}=", "output": [str(a * b)], "level": "hard"} for a, b in hard),
+    ]
+    _write(task.levels, levels)
     make_tokenizer(task.tokenizer)
     return task
 

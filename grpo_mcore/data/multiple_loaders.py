@@ -14,15 +14,17 @@ from grpo_mcore.data.task_datasets import AllTaskProcessedDataset
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import DataConfig
 from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.pass_rates import PassRates
 
 Iterators = dict[str, Iterator[BatchedDataDict]]
 CustomDataloader = Callable[..., tuple[BatchedDataDict, Iterators]]
 """(data_iterators, dataloaders, **records) -> (the prompts of one step, the iterators to continue with). Iterators and
 loaders are dicts by task name; their batches are by column.
 
-`records` holds the values of `set_records` (`reward`, 0 before the first step, and the step's other metrics), and
-`expected_num_prompts`. The function replaces an exhausted iterator by
-`iter(dataloaders[name])`. It must keep no state besides the iterators and the records: nothing else is in a checkpoint.
+`records` holds the values of `set_records` (`reward`, 0 before the first step, and the step's other metrics),
+`expected_num_prompts`, and `pass_rates`, the PassRates of the run (rollout/pass_rates.py). The function replaces an
+exhausted iterator by
+`iter(dataloaders[name])`. It must keep no state besides these: nothing else is in a checkpoint.
 """
 
 _FIELDS = ("message_log", "length", "extra_env_info", "loss_multiplier", "idx", "task_name", "uid", "stop_strings")
@@ -89,6 +91,8 @@ class MultipleDataloaderWrapper:
         self.custom_dataloader = custom_dataloader
         self.dataloaders = dict(dataloaders)
         self.records: dict[str, Any] = {"reward": 0.0}  # until the first step
+        self.pass_rates = PassRates()
+        """Of the run that reads the data."""
         self._iterators: Iterators | None = None
 
     def __iter__(self) -> MultipleDataloaderWrapper:
@@ -98,7 +102,8 @@ class MultipleDataloaderWrapper:
         if self._iterators is None:
             self._iterators = {name: iter(loader) for name, loader in self.dataloaders.items()}
         try:
-            records = {"expected_num_prompts": self.expected_num_prompts, **self.records}
+            given = {"expected_num_prompts": self.expected_num_prompts, "pass_rates": self.pass_rates}
+            records = given | self.records
             batch, self._iterators = self.custom_dataloader(self._iterators, self.dataloaders, **records)
         except StopIteration as error:
             raise DataError(

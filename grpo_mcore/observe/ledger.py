@@ -29,7 +29,9 @@ class Ledger:
     started     step (trained so far), kept (entries before it that count: all others before it are void, because the
                 run went on from an earlier checkpoint), missing (of these, how many are not in this file), max_age
     dispatched  uids, version (weights that begin them)
-    finished    uid, version (the oldest that generated any of its tokens), scored (samples that have a reward)
+    passed_over uids: what the sampler of prompts left out; no end of a prompt, which was not dispatched
+    finished    uid, version (the oldest that generated any of its tokens), scored (samples that have a reward), rate
+                (pass rate of the group; null without a reward)
     retried     uid, why, times (so far): what was generated is thrown away, and generated anew
     restarted   worker (an engine or an environment that had died or hung), why
     filtered    uid, why            failed  uid, why

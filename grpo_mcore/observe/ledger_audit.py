@@ -115,7 +115,7 @@ class _Books:
                 self._move(entry["uids"], (UNDER_WAY, FINISHED), RETURNED)
             case "ended":
                 self.data_ended = entry["data_ended"]
-            case "restarted" | "saved" | "not_saved":
+            case "restarted" | "saved" | "not_saved" | "passed_over":
                 pass
             case other:
                 raise KeyError(other)

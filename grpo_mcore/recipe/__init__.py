@@ -50,6 +50,7 @@ from grpo_mcore.recipe.schema.data import (
     UNSET_KEYS,
     DataConfig,
     DatasetEntry,
+    SamplerConfig,
     dataset_by_name,
     extract_necessary_env_names,
     unknown_dataset,

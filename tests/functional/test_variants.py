@@ -189,7 +189,7 @@ def near(got: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
     torch.testing.assert_close(got, expected.to(got.dtype), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in VARIANTS.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted({path.stem for path in VARIANTS.glob("*.yaml")} - {"curriculum"}))
 def test_it_trains(stage: Stage, name: str) -> None:
     variant = stage.ran(name)
     assert [line["step"] for line in variant.lines] == [1, 2]

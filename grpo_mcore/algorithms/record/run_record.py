@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState, RunSnapshot, SavedPosition
 from grpo_mcore.algorithms.record.run_report import RunReport
+from grpo_mcore.algorithms.rollouts.prompt_sampler import PromptSampler
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.algorithms.rollouts.validation import Validation, stop_reason
 from grpo_mcore.algorithms.run_control.stopping import StopRequest
@@ -19,10 +22,13 @@ from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.pass_rates import rewards_by_column
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+PASS_RATES_FILE = "pass_rates.jsonl"
+"""File beside the ledger with a line for each prompt that was tried: `rollout.pass_rates.PromptRecord`."""
 
 
 class RunRecord:
@@ -48,6 +54,7 @@ class RunRecord:
         self._consumed, self._valid_tokens = state["consumed_samples"], state["total_valid_tokens"]
         self._val_reward = state.get("val_reward")
         self._val_metrics = state.get("val_metrics")  # of the validation after this step, if there was one
+        self._passed_over = 0  # prompts since the last step
         self._metrics: dict[str, float] = {}  # of the last step, by which checkpoints are ranked
         self._stops_at_once = False
 
@@ -94,6 +101,9 @@ class RunRecord:
         """Record that prompts were sent to the engines. `data_ended`: the data holds no further prompt."""
         uids = tuple(prompt["uid"] for prompt in batch)
         self.report.dispatched(len(batch))
+        if passed_over := self.prompts.passed_over():
+            self.ledger.write("passed_over", uids=passed_over)
+            self._passed_over += len(passed_over)
         self.ledger.write("dispatched", uids=uids, version=self.schedule.engine_version)
         self.schedule.record(s.Dispatched(uids, data_ended=data_ended))
 
@@ -123,7 +133,8 @@ class RunRecord:
             self.ledger.write("failed", uid=uid, why=group.failure)
             self.schedule.record(s.GroupFailed(uid, group.failure))
             return
-        self.ledger.write("finished", uid=uid, version=group.weight_version, scored=group.scored)
+        rate = self.prompts.rates.add(group)
+        self.ledger.write("finished", uid=uid, version=group.weight_version, scored=group.scored, rate=rate)
         if not informative:
             self._consumed += 1
             self.prompts.mark_done([uid])
@@ -149,6 +160,10 @@ class RunRecord:
         if self.schedule.config.max_trajectory_age:
             ahead = len(self.schedule.in_flight) - len(command.groups) - len(command.surplus)
             metrics = metrics | {"num_groups_ahead": float(ahead)}
+        metrics = metrics | rewards_by_column(groups, self._config.logger.metrics_by) | self.prompts.metrics()
+        if self._config.data.sampler.enabled:
+            metrics["prompts/passed_over"] = float(self._passed_over)
+            self._passed_over = 0
         self.prompts.mark_done(command.groups)
         self.prompts.put_back(command.surplus)
         self.ledger.write("trained", uids=command.groups, step=command.step, version=self.schedule.policy_version)
@@ -201,15 +216,27 @@ class RunRecord:
         """Record that the checkpoint of a step is complete."""
         self.report.checkpoint(folder)
         self.ledger.write("saved", step=step)
+        self._write_pass_rates()
 
     def not_saved(self, step: int, error: Exception) -> None:
         """Record that the checkpoint of a step could not be written. The run goes on without it."""
         self.report.not_saved(error)
         self.ledger.write("not_saved", step=step, why=str(error.__cause__))
 
+    def _write_pass_rates(self) -> None:
+        """Write the pass rate of each prompt beside the ledger, for people: a checkpoint has its own copy."""
+        path = self.ledger.path.with_name(PASS_RATES_FILE)
+        lines = [json.dumps({"uid": uid, **asdict(record)}) for uid, record in self.prompts.rates.prompts.items()]
+        try:
+            path.with_suffix(".tmp").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            path.with_suffix(".tmp").replace(path)
+        except OSError as error:
+            logger.warning("the pass rates cannot be written to %s: %s", path, error.strerror or error)
+
     def ended(self, reason: str, stop: StopRequest, unsaved: int | None = None) -> dict[str, Any]:
         """Record the end of the run and return its summary. `unsaved`: the last step, if it could not be saved."""
         schedule = self.schedule
+        self._write_pass_rates()
         self.ledger.write("ended", why=reason, data_ended=schedule.data_ended and not schedule.in_flight)
         early = reason == schedule.asked
         return self.report.finish(reason, early=early) | {
@@ -243,7 +270,14 @@ def start_record(
         kept=position.ledger_entries if position else 0,
         max_age=schedule.config.max_trajectory_age,
     )
-    prompts = PromptStream(dataloader, config.grpo.max_num_epochs, position.stream if position else None)
+    sampler = config.data.sampler
+    prompts = PromptStream(
+        dataloader,
+        config.grpo.max_num_epochs,
+        position.stream if position else None,
+        columns=[*config.logger.metrics_by, *([sampler.column] if sampler.enabled and sampler.column else [])],
+        sampler=(lambda rates: PromptSampler(sampler, rates, config.grpo.seed)) if sampler.enabled else None,
+    )
     return RunRecord(config, schedule, prompts, ledger, report, state)
 
 

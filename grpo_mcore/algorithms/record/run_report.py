@@ -450,7 +450,9 @@ def _results(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: value
         for name, value in metrics.items()
-        if value is not None and (name in ("accuracy", "reward") or name.startswith("reward/"))
+        if value is not None
+        and (name in ("accuracy", "reward") or name.startswith("reward/"))
+        and not name.startswith("reward/by/")
     }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from grpo_mcore.algorithms.rollouts.prompt_sampler import PromptSampler
 from grpo_mcore.data import DataError, MultipleDataloaderWrapper
 from grpo_mcore.data.loader import fingerprint
 from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.pass_rates import PassRates
 
 
 def check_same_data(state: Mapping[str, Any], dataloader: Any) -> None:
@@ -27,14 +29,29 @@ class PromptStream:
     A prompt that was taken is remembered until `mark_done`: a checkpoint holds it among those that come next. So a
     resumed run neither loses a prompt that was under way nor repeats one that was done.
 
+    A sampler may pass prompts over: they come again in the next epoch.
+
     From the second epoch on a uid gets the suffix `@2`, `@3`, ...: it names one prompt of the run, not one row of the
     data.
     """
 
-    def __init__(self, dataloader: Any, max_epochs: int, state: Mapping[str, Any] | None = None) -> None:
-        """`state`: what `state_dict` returned in the run that this one resumes."""
+    def __init__(
+        self,
+        dataloader: Any,
+        max_epochs: int,
+        state: Mapping[str, Any] | None = None,
+        *,
+        columns: Sequence[str] = (),
+        sampler: Callable[[PassRates], PromptSampler] | None = None,
+    ) -> None:
+        """`state`: what `state_dict` returned in the run that this one resumes. `columns`: those by which pass rates
+        are kept. `sampler`: makes what passes prompts over, None: all are taken."""
         self.dataloader, self.max_epochs = dataloader, max_epochs
         self.epoch = 0
+        self.rates = PassRates(columns, None if state is None else state.get("pass_rates"))
+        self._sampler = None if sampler is None else sampler(self.rates)
+        self._passed_over: list[str] = []
+        self._worthless = 0  # prompts in a row that no draw would have taken
         self._waiting: deque[DatumSpec] = deque()
         self._taken: dict[str, DatumSpec] = {}
         self._batches: Iterator[list[DatumSpec]] | None = None
@@ -43,10 +60,12 @@ class PromptStream:
             self.epoch = state["epoch"]
             self._waiting.extend(state["waiting"])
             self.dataloader.load_state_dict(state["dataloader"])
+        if isinstance(dataloader, MultipleDataloaderWrapper):
+            dataloader.pass_rates = self.rates
 
     def take(self, count: int) -> list[DatumSpec]:
-        """Return the next `count` prompts; fewer only when the last epoch has ended."""
-        while len(self._waiting) < count and self.epoch < self.max_epochs:
+        """Return the next `count` prompts; fewer only when the last epoch has ended, or no prompt is worth taking."""
+        while len(self._waiting) < count and self.epoch < self.max_epochs and not self._all_worthless():
             if self._batches is None:
                 self._batches = iter(self.dataloader)
             batch = next(self._batches, None)
@@ -55,10 +74,32 @@ class PromptStream:
                 self._batches = None
                 continue
             suffix = f"@{self.epoch + 1}" if self.epoch else ""
-            self._waiting.extend(cast(DatumSpec, {**datum, "uid": datum["uid"] + suffix}) for datum in batch)
+            prompts = [cast(DatumSpec, {**datum, "uid": datum["uid"] + suffix}) for datum in batch]
+            self._waiting.extend(prompt for prompt in prompts if self._takes(prompt))
         taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         self._taken |= {datum["uid"]: datum for datum in taken}
         return taken
+
+    def _takes(self, prompt: DatumSpec) -> bool:
+        if self._sampler is None or self._sampler.takes(prompt):
+            self._worthless = 0
+            return True
+        self._worthless = 0 if self._sampler.worth(prompt) else self._worthless + 1
+        self._passed_over.append(prompt["uid"])
+        return False
+
+    def _all_worthless(self) -> bool:
+        """Return whether two passes over the data would take nothing."""
+        return self._worthless > 2 * len(self.rates.prompts) > 0
+
+    def passed_over(self) -> list[str]:
+        """Return the prompts that were passed over since the last call."""
+        uids, self._passed_over = self._passed_over, []
+        return uids
+
+    def metrics(self) -> dict[str, float]:
+        """Return pass rates by column, and the prompts in the sampler's pools."""
+        return self.rates.metrics() | ({} if self._sampler is None else self._sampler.metrics())
 
     def mark_done(self, uids: Iterable[str]) -> None:
         """Forget prompts that were trained on, filtered, or failed. Raises KeyError for one that is not under way."""
@@ -82,4 +123,5 @@ class PromptStream:
             "waiting": waiting,
             "dataloader": self.dataloader.state_dict(),
             "data": fingerprint(self.dataloader),
+            "pass_rates": self.rates.state_dict(),
         }

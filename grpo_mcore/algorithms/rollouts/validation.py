@@ -17,6 +17,7 @@ from grpo_mcore.objective import pass_at_k, pass_numbers
 from grpo_mcore.observe import ShownSample
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, Problem, RecipeError
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.pass_rates import rewards_by_column
 from grpo_mcore.rollout.trajectory import accuracy, mean_parts
 
 
@@ -70,7 +71,8 @@ def run_validation(
     if not groups:
         raise DataError("there is no validation prompt: check data.validation, or set grpo.val_period to 0")
     samples = [_shown(engines, group) for group in shown]
-    return Validation(validation_metrics(groups), samples, time.perf_counter() - began, groups)
+    metrics = validation_metrics(groups) | rewards_by_column(groups, config.logger.metrics_by)
+    return Validation(metrics, samples, time.perf_counter() - began, groups)
 
 
 def stop_reason(metrics: Mapping[str, float | None], grpo: GRPOConfig) -> str | None:

@@ -204,6 +204,9 @@ def check_own_code(config: MasterConfig) -> None:
         parts.append(OwnPart("grpo.reward_shaping.path", shaping.path, ("samples",), shaping.options))
     if loss.path is not None:
         parts.append(OwnPart("loss_fn.path", loss.path, LOSS_INPUTS, loss.options))
+    sampler = config.data.sampler
+    if sampler.enabled and is_path(sampler.name):
+        parts.append(OwnPart("data.sampler.name", sampler.name, ("prompt", "record", "pass_rates"), sampler.options))
     check_own_objective(parts, loss.reference_policy_kl_type)
     for own in config.logger.own:
         check_own_logger(own)

@@ -48,6 +48,7 @@ class StepGroups:
         estimator = config.grpo.adv_estimator
         self._filters, self._ahead = config.grpo.use_dynamic_sampling, config.grpo.async_grpo.max_age > 0
         self._by_name, self._weights = estimator.name == "gdpo", estimator.reward_weights
+        self._min_range = config.grpo.dynamic_sampling_min_range
         self._batch = prompts_per_generation_batch(config)
         self._groups: dict[str, Group] = {}
         self._scores: list[Score] = []  # of all samples generated since the last step
@@ -59,11 +60,14 @@ class StepGroups:
             self._scores += group.scores
         if group.failure is not None:  # no sample has a reward
             self._dropped["failed"] += 1
-        elif self._filters and not is_informative(group, by_name=self._by_name, weights=self._weights):
+        elif self._filters and not self._informs(group):
             self._dropped["equal_rewards"] += 1
         else:
             self._groups[group.uid] = group
         return group.uid in self._groups
+
+    def _informs(self, group: Group) -> bool:
+        return is_informative(group, by_name=self._by_name, weights=self._weights, min_range=self._min_range)
 
     def waiting(self) -> list[Group]:
         """Return the groups that no step has taken yet."""
@@ -116,8 +120,10 @@ class StepGroups:
         }
 
 
-def is_informative(group: Group, *, by_name: bool = False, weights: RewardWeights | None = None) -> bool:
-    """Return whether the rewards of the scored samples differ by more than rounding.
+def is_informative(
+    group: Group, *, by_name: bool = False, weights: RewardWeights | None = None, min_range: float = 0.0
+) -> bool:
+    """Return whether the rewards of the scored samples differ by more than rounding, and by more than `min_range`.
 
     `by_name`: whether any of their named rewards differs, for an estimator that learns from each separately; rewards
     with weight 0 in `weights` do not count. Raises ValueError if the weights do not fit the names.
@@ -128,6 +134,7 @@ def is_informative(group: Group, *, by_name: bool = False, weights: RewardWeight
         names = sorted({name for score in scores for name in score.rewards_by_name})
         weight_of = weights_by_name(names, weights)
         columns = [[score.rewards_by_name.get(name, 0.0) for score in scores] for name in names if weight_of[name]]
+    columns = [column for column in columns if column and max(column) - min(column) > min_range]
     one_group = torch.zeros(len(scores), dtype=torch.int64)
     return any(
         bool(group_stats(torch.tensor(column, dtype=torch.float64), one_group).informative.any()) for column in columns

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grpo_mcore.recipe.errors import nearest_hint
 from grpo_mcore.recipe.schema.section import (
     NULL,
     Derived,
     Fixed,
+    NameOrPath,
     NonNegative,
     NonNegativeFloat,
+    OffWhenNull,
     Positive,
     Probability,
     Section,
@@ -127,6 +129,42 @@ class DatasetEntry(Section):
     """Number of times that each row occurs."""
 
 
+class SamplerConfig(Section):
+    """`data.sampler`: which prompts of the training data are worth their tokens. Each prompt is taken or passed over
+    when its turn comes; passed over, it comes again in the next pass. Read by algorithms/."""
+
+    enabled: bool = False
+    """Pass over prompts. Otherwise all are taken, in their order."""
+    name: Annotated[str, NameOrPath(("difficulty",))] = "difficulty"
+    """difficulty: by the pool of a prompt's pass rate. An import path: a function of your own that returns the
+    probability, see docs/data.md."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a function of your own."""
+    thresholds: list[Probability] = Field(default=[0.25, 0.75, 1.0])
+    """Highest pass rate of each pool, rising to 1."""
+    weights: list[NonNegativeFloat] = Field(default=[0.2, 1.0, 0.2])
+    """Weight of each pool: a prompt is taken with its pool's weight divided by the highest one. A prompt that was not
+    tried is taken."""
+    column: str | None = None
+    """Column of the rows whose values stand for difficulties: a prompt that was not tried has the pass rate of the
+    prompts with the same value. `task`: the dataset's name. null: none."""
+    drop_solved_after: Positive | None = None
+    """Number of a prompt's last groups, all of whose samples were solved, after which it is not taken again. null: it
+    stays."""
+
+    @model_validator(mode="after")
+    def _pools(self) -> SamplerConfig:
+        if len(self.thresholds) != len(self.weights):
+            raise ValueError(
+                f"{len(self.thresholds)} thresholds for {len(self.weights)} weights: give one of each a pool"
+            )
+        if not self.thresholds or self.thresholds != sorted(set(self.thresholds)) or self.thresholds[-1] != 1.0:
+            raise ValueError(f"thresholds {self.thresholds} must rise to 1")
+        if not max(self.weights):
+            raise ValueError("weights: one of them must be above 0")
+        return self
+
+
 class DataConfig(Section):
     """`data`. Read by data/."""
 
@@ -155,6 +193,8 @@ class DataConfig(Section):
     custom_dataloader: str | None = None
     """Import path of the function that composes a step's prompts from the data loaders. null: one batch of each. No
     effect without use_multiple_dataloader."""
+    sampler: Annotated[SamplerConfig, OffWhenNull] = Field(default_factory=SamplerConfig)
+    """How GRPO's training prompts are chosen by their pass rates."""
     train: list[DatasetEntry] = Field(default_factory=list)
     """Training datasets, at least one."""
     validation: list[DatasetEntry] = Field(default_factory=list)

@@ -202,6 +202,9 @@ class GRPOConfig(Section):
     dynamic_sampling_max_gen_batches: Positive = 10
     """Maximum number of batches generated for one step; if they are not enough, the run ends. No effect without
     use_dynamic_sampling."""
+    dynamic_sampling_min_range: NonNegativeFloat = 0.0
+    """Highest difference between the largest and the smallest reward of a group that dynamic sampling drops. No effect
+    without use_dynamic_sampling."""
     batch_multiplier: Annotated[float, Field(ge=1)] = 1.0
     """Number of prompts of one generation batch, as a multiple of num_prompts_per_step. Above 1 only with
     use_dynamic_sampling."""

@@ -108,6 +108,9 @@ class GRPOLoggerConfig(Section):
     max_samples_gb: PositiveFloat = 20.0
     """Size in 10^9 bytes of the training samples, above which every second of the older steps' files is deleted. Also
     read by algorithms/."""
+    metrics_by: list[str] = Field(default_factory=list)
+    """Columns of the rows by whose values GRPO's rewards and pass rates are reported, as `reward/by/COLUMN/VALUE` and
+    `pass_rate/by/COLUMN/VALUE`. `task`: the dataset's name. Read by algorithms/."""
     profile_steps: list[Positive] = Field(default_factory=list)
     """Steps that the ranks of policy and engines trace with torch's profiler, from refit to update, such as [3, 4]. The
     traces go to `profile` in the run's folder, and into `report --trace`. Read by algorithms/."""

@@ -60,6 +60,12 @@ def _check_dataset(entry: DatasetEntry, at: str, algorithm: Algorithm) -> Iterat
         yield Finding((at + "data_path", at + "dataset_name"), f"{entry.dataset_name} needs a data_path")
 
 
+def check_sampler(config: RecipeSections) -> Iterator[Finding]:
+    """Only GRPO has pass rates."""
+    if config.data.sampler.enabled and not runs_grpo(config):
+        yield Finding(("data.sampler.enabled",), f"{algorithm_of(config).upper()} has no pass rates; leave it false")
+
+
 def check_loaders(config: RecipeSections) -> Iterator[Finding]:
     """With one data loader per dataset, a step consists of whole batches."""
     data, at = config.data, "data.num_prompts_per_dataloader"

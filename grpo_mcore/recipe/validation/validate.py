@@ -48,6 +48,7 @@ CHECKS = (
     run.check_optimizer,
     data.check_data,
     data.check_loaders,
+    data.check_sampler,
     engines.check_endpoint,
 )
 """Checks between keys. Each yields findings; the first key of a finding that a file or the command line sets gives it

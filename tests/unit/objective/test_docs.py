@@ -73,7 +73,7 @@ def test_every_variant_is_in_the_doc_with_the_keys_that_make_it() -> None:
         set_here = {
             part
             for key, source in load_recipe(ROOT / path).provenance.items()
-            if Path(source.rpartition(":")[0]).name == path.name and key.startswith(("grpo.", "loss_fn."))
+            if Path(source.rpartition(":")[0]).name == path.name and key.startswith(("grpo.", "loss_fn.", "data."))
             for part in key.split(".")
         }
         for key in re.findall(r"(\w+):", row.split("|")[3]):

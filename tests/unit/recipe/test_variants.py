@@ -12,7 +12,7 @@ from grpo_mcore.cli.main import _parsers, _sort_words
 from grpo_mcore.recipe import RecipeError, load_recipe
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "variants"
-VARIANTS = sorted(FOLDER.glob("*.yaml"))
+VARIANTS = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "curriculum")  # of data, not of an algorithm
 PRESETS = sorted((FOLDER.parent / "presets").glob("*.yaml"))
 ALGORITHMS = [path for path in PRESETS if path.stem != "async"]  # which goes beside any of them
 DEMO = "grpo-arithmetic-cpu"

@@ -30,6 +30,13 @@ def test_a_group_is_informative_if_its_rewards_differ(rewards: list[float | None
     assert is_informative(group("a", rewards)) == informative
 
 
+def test_the_range_of_rewards_that_a_group_needs() -> None:
+    near, far = group("a", [0.5, 0.6, 0.5]), group("b", [0.5, 0.75, 0.5])
+    assert is_informative(near) and not is_informative(near, min_range=0.2) and is_informative(far, min_range=0.2)
+    step = StepGroups(config(use_dynamic_sampling=True, dynamic_sampling_min_range=0.2))
+    assert [step.add(near), step.add(far)] == [False, True]
+
+
 def test_named_rewards_count_only_if_the_estimator_uses_them_separately() -> None:
     parts = [{"correct": 1.0, "format": 0.0}, {"correct": 0.0, "format": 1.0}]
     balanced = group("a", [1, 1], parts=parts)
