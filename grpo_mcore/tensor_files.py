@@ -73,6 +73,6 @@ def _load(file: Any, types: Sequence[Any]) -> Any:
 def _type_in(error: pickle.UnpicklingError) -> str:
     """Return the name of the type that torch refused, from its message."""
     text = str(error)
-    if found := re.search(r"GLOBAL (\S+)", text):
-        return found[1]
+    if match := re.search(r"GLOBAL (\S+)", text):
+        return match[1]
     return text.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or "something else"

@@ -15,8 +15,8 @@ of surrogate pairs, which cannot be printed."""
 def not_unicode(text: str) -> str | None:
     """Return what keeps `text` from being Unicode, in words; None if nothing does. JSON and Python allow half of a
     surrogate pair ("\\ud83d"), which no tokenizer, file or terminal takes."""
-    found = SURROGATE.search(text)
-    return None if found is None else f"half a surrogate pair, \\u{ord(found[0]):04x}, at character {found.start()}"
+    half = SURROGATE.search(text)
+    return None if half is None else f"half a surrogate pair, \\u{ord(half[0]):04x}, at character {half.start()}"
 
 
 def has_surrogates(value: Any) -> bool:
@@ -38,6 +38,6 @@ def escaped(text: str) -> str:
     return CONTROL.sub(_code, text)
 
 
-def _code(found: re.Match[str]) -> str:
-    number = ord(found[0])
+def _code(half: re.Match[str]) -> str:
+    number = ord(half[0])
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"

@@ -141,8 +141,8 @@ def plan_step(
                 make_trees(samples, sizes, prefixes, cost, room=room, most=-(-share // k), block=block)
                 for k in (1, 2, 4)
             ]
-            plans = [_plan_batch(found, dp, fill) for found in trees if len(found) >= dp]
-            enough = [found for found in plans if saves_enough(found.computed, plan.computed)]
+            plans = [_plan_batch(tree_plan, dp, fill) for tree_plan in trees if len(tree_plan) >= dp]
+            enough = [tree_plan for tree_plan in plans if saves_enough(tree_plan.computed, plan.computed)]
             plan = min([*enough, plan], key=lambda plan: max(plan.costs))
         batches.append(plan)
     return StepPlan(sizes, tuple(batches))

@@ -33,11 +33,11 @@ class Tree:
 
 def prefix_hashes(token_ids: Sequence[int], block: int = BLOCK_TOKENS) -> Prefixes:
     """Return a hash of the first block of tokens, of the first two, and so on, as far as whole blocks go."""
-    running, found = blake2b(digest_size=8), []
+    running, hashes = blake2b(digest_size=8), []
     for start in range(0, len(token_ids) - block + 1, block):
         running.update(array("q", token_ids[start : start + block]).tobytes())
-        found.append(int.from_bytes(running.digest(), "little"))
-    return tuple(found)
+        hashes.append(int.from_bytes(running.digest(), "little"))
+    return tuple(hashes)
 
 
 def prefix_sketch(token_ids: Sequence[int], block: int = BLOCK_TOKENS) -> str:

@@ -66,11 +66,11 @@ def find_shared_prefixes(
         shared: list[int] = []
         before, at = -1, 0
         while at + block <= length:
-            found = first_places.get((before, tuple(ids[at : at + block])))
-            if found is None:
+            earlier = first_places.get((before, tuple(ids[at : at + block])))
+            if earlier is None:
                 break
-            shared.append(found)
-            before, at = found, at + block
+            shared.append(earlier)
+            before, at = earlier, at + block
         new, new_start = length - at, computed - at
         for first in range(at, length - block + 1, block):
             first_places[before, tuple(ids[first : first + block])] = new_start + first

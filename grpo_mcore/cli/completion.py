@@ -35,11 +35,11 @@ def recipes_and_keys(prefix: str, **_: Any) -> list[str]:
     from grpo_mcore.recipe.loading.load import recipe_folders
     from grpo_mcore.recipe.schema.keys import known_keys, section_of
 
-    found = {path.stem for folder in recipe_folders() for path in folder.glob("*.yaml")}
+    words = {path.stem for folder in recipe_folders() for path in folder.glob("*.yaml")}
     for key, field in known_keys().items():
         if "*" not in key and key.count(".") == prefix.count("."):
-            found.add(f"{key}." if section_of(field.annotation)[0] else f"{key}=")
-    return sorted(word for word in found if word.startswith(prefix) and word != prefix)
+            words.add(f"{key}." if section_of(field.annotation)[0] else f"{key}=")
+    return sorted(word for word in words if word.startswith(prefix) and word != prefix)
 
 
 class Install(argparse.Action):

@@ -217,7 +217,7 @@ def _collect(args: argparse.Namespace) -> int:
         done += 1
         console.progress("prompts", done, max(done, args.num_prompts or 0))
 
-    found = collect(
+    collected = collect(
         config,
         args.output,
         num_prompts=args.num_prompts,
@@ -226,8 +226,8 @@ def _collect(args: argparse.Namespace) -> int:
         token_ids=args.token_ids,
         on_group=progress,
     )
-    _print(found)
-    return 0 if found.rows else 1
+    _print(collected)
+    return 0 if collected.rows else 1
 
 
 def _positive(text: str) -> int:

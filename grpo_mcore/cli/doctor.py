@@ -31,13 +31,13 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.doctor.nodes import examine_cluster
 
     needs = needs_of(config, tuple(args.port))
-    found = examine_cluster(needs) if args.cluster else {"": examine(needs)}
-    faults = sum(finding.state == "fault" for findings in found.values() for finding in findings)
+    by_node = examine_cluster(needs) if args.cluster else {"": examine(needs)}
+    faults = sum(finding.state == "fault" for findings in by_node.values() for finding in findings)
     if args.json:
-        nodes = {node: [asdict(finding) for finding in findings] for node, findings in found.items()}
+        nodes = {node: [asdict(finding) for finding in findings] for node, findings in by_node.items()}
         print(json.dumps({"faults": faults, "nodes": nodes}, indent=2))
         return int(faults > 0)
-    for node, findings in found.items():
+    for node, findings in by_node.items():
         print("\n".join([*([node] if node else []), *map(_line, findings)]))
     print(f"\n{faults} fault{'' if faults == 1 else 's'}" if faults else "\nall is well")
     return int(faults > 0)

@@ -31,25 +31,25 @@ def run(args: argparse.Namespace) -> int:
         print(f"grpo-mcore ledger: there is no {path}; give the folder of a run's checkpoints", file=sys.stderr)
         return 1
     try:
-        found = audit(read_ledger(path))
+        checked = audit(read_ledger(path))
     except (LedgerError, OSError) as error:
         print(f"grpo-mcore ledger: {error}", file=sys.stderr)
         return 1
-    void = f"; void entries, later than the checkpoint resumed from: {found.void}" if found.void else ""
-    print(f"{path}: {found.steps} steps; resumes: {found.starts - 1}{void}")
-    for fate, count in found.fates.items():
+    void = f"; void entries, later than the checkpoint resumed from: {checked.void}" if checked.void else ""
+    print(f"{path}: {checked.steps} steps; resumes: {checked.starts - 1}{void}")
+    for fate, count in checked.fates.items():
         if count:
             print(f"{count:9,} prompts {fate}")
-    if found.retries:
-        print(f"{found.retries:9,} times a prompt was generated again")
-    if found.restarts:
-        print(f"{found.restarts:9,} times an engine or an environment was restarted")
-    ages = ", ".join(f"{count:,} at age {age}" for age, count in found.by_age.items())
+    if checked.retries:
+        print(f"{checked.retries:9,} times a prompt was generated again")
+    if checked.restarts:
+        print(f"{checked.restarts:9,} times an engine or an environment was restarted")
+    ages = ", ".join(f"{count:,} at age {age}" for age, count in checked.by_age.items())
     if ages:
         print(f"trained on: {ages}")
-    for flaw in found.flaws[:SHOWN]:
+    for flaw in checked.flaws[:SHOWN]:
         print(f"wrong: {escaped(str(flaw))}")
-    if len(found.flaws) > SHOWN:
-        print(f"... and {len(found.flaws) - SHOWN} more")
-    print("nothing is lost, nothing was done twice" if not found.flaws else f"{len(found.flaws)} flaws")
-    return 1 if found.flaws else 0
+    if len(checked.flaws) > SHOWN:
+        print(f"... and {len(checked.flaws) - SHOWN} more")
+    print("nothing is lost, nothing was done twice" if not checked.flaws else f"{len(checked.flaws)} flaws")
+    return 1 if checked.flaws else 0

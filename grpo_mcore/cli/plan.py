@@ -47,13 +47,13 @@ def run(args: argparse.Namespace) -> int:
     if args.search is None:
         print(json.dumps(plan.plain(), indent=2) if args.json else plan_text(plan))
         return 0 if plan.fits else 1
-    found = search(plan.load, device, args.search)
+    candidates = search(plan.load, device, args.search)
     print(
-        json.dumps([asdict(candidate) for candidate in found], indent=2)
+        json.dumps([asdict(candidate) for candidate in candidates], indent=2)
         if args.json
-        else search_text(found, args.search)
+        else search_text(candidates, args.search)
     )
-    return 0 if found else 1
+    return 0 if candidates else 1
 
 
 def _trace(args: argparse.Namespace, config: MasterConfig, shape: ModelShape, device: Device) -> int:

@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
     for layout in args.layout.split(",") if args.layout else [None]:
         config = replay_config(recipe, layout, args.precision)
         with tempfile.TemporaryDirectory(prefix="grpo-mcore-replay-") as scratch:
-            found = replay(config, rows, args.step, start, Path(scratch), layout or "replay")
-        loss, norm = (found.metrics.get(name, float("nan")) for name in ("loss", "grad_norm"))
-        print(f"{found.name}: loss {loss:.8g}, norm of the gradient {norm:.6g}")
+            result = replay(config, rows, args.step, start, Path(scratch), layout or "replay")
+        loss, norm = (result.metrics.get(name, float("nan")) for name in ("loss", "grad_norm"))
+        print(f"{result.name}: loss {loss:.8g}, norm of the gradient {norm:.6g}")
         for other in others:
-            difference = compare(found, other, config.policy.precision)
+            difference = compare(result, other, config.policy.precision)
             differs = differs or not difference.ok
             print(
                 f"  against {other.name}: loss differs by {difference.loss:.1e}, the gradient's norm by "
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             )
             if difference.first:
                 print(escaped(f"    first in {difference.first}"))
-        others.append(found)
+        others.append(result)
     if args.save:
         tensor_files.save(vars(others[-1]), args.save)
     return 1 if differs else 0

@@ -55,7 +55,7 @@ class OrphanReaper:
 
 def marked(mark: str) -> list[int]:
     """Return the processes whose environment has `mark` ("NAME=value"), except this one. Returns [] without /proc."""
-    found = []
+    pids = []
     wanted = mark.encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -63,8 +63,8 @@ def marked(mark: str) -> list[int]:
         except OSError:  # it has ended, or is another user's
             continue
         if wanted in variables and int(folder.name) != os.getpid():
-            found.append(int(folder.name))
-    return found
+            pids.append(int(folder.name))
+    return pids
 
 
 def end_marked(mark: str, timeout_s: float = 5.0) -> list[int]:

@@ -22,8 +22,8 @@ class BatchedDataDict(dict[str, Any]):
         """The number of samples N; 0 without any entry."""
         lengths = {name: _length(name, values) for name, values in self.items()}
         if len(set(lengths.values())) > 1:
-            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise ValueError(f"the entries of a batch must be of one length, not: {found}")
+            sizes = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise ValueError(f"the entries of a batch must be of one length, not: {sizes}")
         return next(iter(lengths.values()), 0)
 
     def slice(self, start: int, end: int) -> Self:

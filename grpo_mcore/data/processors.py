@@ -201,15 +201,15 @@ def find_processor(name: str) -> TaskDataProcessFnCallable:
         return PROCESSORS[name]
     if not {".", ":"} & set(name):
         raise DataError(f"unknown processor {name!r}: known are {sorted(PROCESSORS)}, or an import path")
-    found = import_by_path(name, "processor", DataError)
+    processor = import_by_path(name, "processor", DataError)
     try:
-        inspect.signature(found).bind({}, None, None, None, 0)
+        inspect.signature(processor).bind({}, None, None, None, 0)
     except TypeError as error:
         raise DataError(
             f"the processor {name!r} cannot be called as fn(datum_dict, task_data_spec, tokenizer, max_seq_length, "
             f"idx): {error}"
         ) from error
-    return found
+    return processor
 
 
 def _prompt_datum(

@@ -81,8 +81,8 @@ class GymClient:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=SHORT_TIMEOUT_S)) as reply:
                 reply.raise_for_status()
                 text = await reply.text()
-            found = yaml.safe_load(text)
-            return yaml.safe_load(found) if isinstance(found, str) else found  # JSON of the YAML's text
+            config = yaml.safe_load(text)
+            return yaml.safe_load(config) if isinstance(config, str) else config  # JSON of the YAML's text
         except (aiohttp.ClientError, TimeoutError, yaml.YAMLError) as error:
             raise GymError(f"the Gym's head server does not answer at {url}: {_describe(error)}") from error
 
@@ -113,13 +113,13 @@ class GymClient:
     async def weight_versions(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
         """Return for each call which weights read and generated its tokens, as the endpoint has recorded them. Raises
         GymFailure for tokens that the endpoint has not generated."""
-        found = await self._ask_endpoint(endpoint, fingerprints)
-        if None in found:
+        known = await self._ask_endpoint(endpoint, fingerprints)
+        if None in known:
             raise GymFailure(
-                f"the policy's endpoint has not generated these tokens (turn {found.index(None) + 1}): the Gym's model "
+                f"the policy's endpoint has not generated these tokens (turn {known.index(None) + 1}): the Gym's model "
                 f"server must ask {endpoint.url}/v1"
             )
-        return found
+        return known
 
     async def _ask_endpoint(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
         """Ask for weight versions, again where a failure may pass. Raises GymFailure."""

@@ -193,8 +193,8 @@ def _number(value: Any) -> float | None:
 def _parts(result: Mapping[str, Any]) -> dict[str, float]:
     """Return those `reward_components` that are numbers."""
     parts = result.get("reward_components")
-    found = {str(name): _number(value) for name, value in parts.items()} if isinstance(parts, dict) else {}
-    return {name: value for name, value in found.items() if value is not None}
+    numbers = {str(name): _number(value) for name, value in parts.items()} if isinstance(parts, dict) else {}
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def _text(item: Mapping[str, Any]) -> str:

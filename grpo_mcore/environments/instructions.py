@@ -83,8 +83,8 @@ def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
     """Paragraphs are separated by ***."""
-    found = _paragraphs(text, r"\s?\*\*\*\s?")
-    return found is not None and len(found) == num_paragraphs
+    paragraphs = _paragraphs(text, r"\s?\*\*\*\s?")
+    return paragraphs is not None and len(paragraphs) == num_paragraphs
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -115,8 +115,8 @@ def constrained_response(text: str) -> bool:
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    found = [part for part in _STARS.findall(text.replace("**", "*")) if part.strip("*").strip()]
-    return len(found) >= num_highlights
+    sections = [part for part in _STARS.findall(text.replace("**", "*")) if part.strip("*").strip()]
+    return len(sections) >= num_highlights
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
@@ -133,12 +133,12 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    return any(found.strip() for found in re.findall(r"<<([^\n]+)>>", text))
+    return any(line.strip() for line in re.findall(r"<<([^\n]+)>>", text))
 
 
 def two_responses(text: str) -> bool:
-    found = _paragraphs(text, r"\*\*\*\*\*\*")
-    return found is not None and len(found) == 2 and found[0] != found[1]
+    responses = _paragraphs(text, r"\*\*\*\*\*\*")
+    return responses is not None and len(responses) == 2 and responses[0] != responses[1]
 
 
 def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:

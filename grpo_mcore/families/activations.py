@@ -88,21 +88,21 @@ def forward_bytes(shape: ModelShape, rank: Rank, tokens: float, layer: int = 0, 
 def _parts(shape: ModelShape, rank: Rank, layer: int, length: float, padding: float) -> dict[str, float]:
     """Return the bytes per token that the parts of a layer keep, without their norms and residuals."""
     block = shape.blocks[layer] if shape.blocks else None
-    found = {}
+    parts = {}
     if block is Block.MAMBA:
         assert shape.mamba is not None
-        found["mamba"] = _mamba(shape.mamba.local(rank.tensor), rank)
+        parts["mamba"] = _mamba(shape.mamba.local(rank.tensor), rank)
     elif shape.is_delta_layer(layer):
         assert shape.delta is not None
-        found["delta"] = _delta(shape.delta.local(rank.tensor), rank, length)
+        parts["delta"] = _delta(shape.delta.local(rank.tensor), rank, length)
     elif block in (None, Block.ATTENTION):
         latent = shape.latent is not None
-        found["attention"] = _latent(shape, rank, padding, length) if latent else _attention(shape, rank, padding)
+        parts["attention"] = _latent(shape, rank, padding, length) if latent else _attention(shape, rank, padding)
     if block is Block.EXPERTS or (block is None and shape.is_expert_layer(layer)):
-        found["moe"] = _experts(shape, rank)
+        parts["moe"] = _experts(shape, rank)
     elif block in (None, Block.MLP):
-        found["mlp"] = rank.element * _network(shape, rank) * shape.ffn_hidden_size / rank.tensor
-    return found
+        parts["mlp"] = rank.element * _network(shape, rank) * shape.ffn_hidden_size / rank.tensor
+    return parts
 
 
 def _network(shape: ModelShape, rank: Rank, *, weighted: bool = False) -> int:
@@ -141,9 +141,9 @@ def _attention(shape: ModelShape, rank: Rank, padding: float) -> float:
     if rank.kernels == "cpu":  # float32, keys and values repeated for every query head
         return norms + padding * (8 * query * (1 + rank.keys) + 4 * heads) + b * query + rotary
     # The value is a view that keeps the whole output of linear_qkv.
-    found = norms + b * (2 * query + key_value) + b * (query + 2 * key_value) + 4 * heads + rotary
+    nbytes = norms + b * (2 * query + key_value) + b * (query + 2 * key_value) + 4 * heads + rotary
     gathered = rank.context > 1 and rank.attention == "torch"
-    return found + (2 * b * key_value * rank.keys if gathered else 0.0)
+    return nbytes + (2 * b * key_value * rank.keys if gathered else 0.0)
 
 
 def _latent(shape: ModelShape, rank: Rank, padding: float, length: float) -> float:

@@ -38,13 +38,13 @@ def shape(config: dict[str, Any]) -> ModelShape:
         yarn=_yarn(config),
     )
     indexed = "index_topk" in config
-    found = dense_shape(
+    model = dense_shape(
         config | {"layer_types": None} if indexed else config,
         family="deepseek_v3", qkv_bias=False, qk_norm=False, experts=sigmoid_experts(config), latent=latent,
     )  # fmt: skip
     if not indexed:
-        return found
-    return replace(found, longest_sequence=config["index_topk"], carried=(".self_attn.indexer.",))
+        return model
+    return replace(model, longest_sequence=config["index_topk"], carried=(".self_attn.indexer.",))
 
 
 def _yarn(config: dict[str, Any]) -> YarnShape | None:

@@ -136,27 +136,27 @@ def decoder_params(shape: ModelShape, attention: LayerPart, mlp: LayerPart) -> t
     root, engine = shape.root, shape.engine_root
     embedding = HfTensor(f"{root}.embed_tokens.weight", (v, h))
     words = f"{engine}.embed_tokens.weight"
-    found = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST, engine=words)]
+    params = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST, engine=words)]
     for index in range(shape.num_layers):
         layer = Layer(shape, index)
-        found.append(layer.param("input_layernorm.weight", Split.REPLICATED, layer.hf("input_layernorm.weight", h)))
-        found += attention(layer)
+        params.append(layer.param("input_layernorm.weight", Split.REPLICATED, layer.hf("input_layernorm.weight", h)))
+        params += attention(layer)
         before = "post_attention_layernorm"
         if shape.sandwich_norms:
             after, before = layer.hf("post_attention_layernorm.weight", h), "pre_feedforward_layernorm"
-            found.append(layer.param("self_attn_bda.norm.weight", Split.REPLICATED, after))
-        found.append(layer.param("pre_mlp_layernorm.weight", Split.REPLICATED, layer.hf(f"{before}.weight", h)))
-        found += mlp(layer)
+            params.append(layer.param("self_attn_bda.norm.weight", Split.REPLICATED, after))
+        params.append(layer.param("pre_mlp_layernorm.weight", Split.REPLICATED, layer.hf(f"{before}.weight", h)))
+        params += mlp(layer)
         if shape.sandwich_norms:
             after = layer.hf("post_feedforward_layernorm.weight", h)
-            found.append(layer.param("mlp_bda.norm.weight", Split.REPLICATED, after))
+            params.append(layer.param("mlp_bda.norm.weight", Split.REPLICATED, after))
     norm, final = HfTensor(f"{root}.norm.weight", (h,)), f"{engine}.norm.weight"
-    found.append(Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST, engine=final))
+    params.append(Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST, engine=final))
     tied = shape.tied_embeddings
     head = embedding if tied else HfTensor("lm_head.weight", (v, h))
     logits = words if tied else f"{engine.removesuffix('model')}lm_head.weight"
-    found.append(Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST, copy=tied, engine=logits))
-    return tuple(found)
+    params.append(Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST, copy=tied, engine=logits))
+    return tuple(params)
 
 
 def dense_params(shape: ModelShape) -> tuple[Param, ...]:
@@ -178,19 +178,19 @@ def attention_params(layer: Layer) -> list[Param]:
             layer.hf(f"self_attn.v_proj.{kind}", key_value, *tail),
         )
 
-    found = []
+    params = []
     for kind, *tail in (("weight", h), ("bias",)) if shape.qkv_bias else (("weight", h),):
         name, fused = f"self_attention.linear_qkv.{kind}", f"self_attn.qkv_proj.{kind}"
-        found.append(layer.param(name, split, *qkv(kind, *tail), fused=fused, form=form))
+        params.append(layer.param(name, split, *qkv(kind, *tail), fused=fused, form=form))
     if shape.qk_norm:
         for part in ("q", "k"):
             norm = layer.hf(f"self_attn.{part}_norm.weight", d)
-            found.append(layer.param(f"self_attention.{part}_layernorm.weight", Split.REPLICATED, norm))
+            params.append(layer.param(f"self_attention.{part}_layernorm.weight", Split.REPLICATED, norm))
     for part, width in (("q", query), ("k", key_value)) if shape.wide_qk_norm else ():
         norm = layer.hf(f"self_attn.{part}_norm.weight", width)
-        found.append(layer.param(f"self_attention.{part}_layernorm.weight", Split.ROWS, norm))
+        params.append(layer.param(f"self_attention.{part}_layernorm.weight", Split.ROWS, norm))
     output = layer.hf("self_attn.o_proj.weight", h, query)
-    return [*found, layer.param("self_attention.linear_proj.weight", Split.COLUMNS, output)]
+    return [*params, layer.param("self_attention.linear_proj.weight", Split.COLUMNS, output)]
 
 
 def mlp_params(layer: Layer, hf: str = "mlp", megatron: str = "mlp", size: int | None = None) -> list[Param]:

@@ -50,14 +50,14 @@ def engine_pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -
                 return []
             return [Piece(param.hf[0].name, ((start, start + count), *tail), ((0, count), *tail))]
         case Split.QKV:
-            found, at = [], 0
+            placed, at = [], 0
             for tensor, start, count in _qkv_rows(param, shape, tp_rank, tp_size):
-                found.append(Piece(tensor.name, ((start, start + count), *tail), ((at, at + count), *tail)))
+                placed.append(Piece(tensor.name, ((start, start + count), *tail), ((at, at + count), *tail)))
                 at += count
-            return found
+            return placed
         case split:
-            found = pieces(replace(param, split=split), shape, tp_rank, tp_size)
-            return [replace(piece, local_box=_lower(piece.local_box, form.start)) for piece in found]
+            placed = pieces(replace(param, split=split), shape, tp_rank, tp_size)
+            return [replace(piece, local_box=_lower(piece.local_box, form.start)) for piece in placed]
 
 
 def _lower(box: Box, rows: int) -> Box:

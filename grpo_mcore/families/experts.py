@@ -68,10 +68,10 @@ def expert_params(
         assert experts is not None
         h, f = shape.hidden_size, experts.ffn_hidden_size
         router = layer.hf(f"{block}.gate.weight", experts.count, h)
-        found = [layer.param("mlp.router.weight", Split.REPLICATED, router)]
+        params = [layer.param("mlp.router.weight", Split.REPLICATED, router)]
         if experts.sigmoid:
             correction = layer.hf(f"{block}.{bias}", experts.count, float32=True)
-            found.append(layer.param("mlp.router.expert_bias", Split.REPLICATED, correction, buffer=True))
+            params.append(layer.param("mlp.router.expert_bias", Split.REPLICATED, correction, buffer=True))
         fused = f"{block}.experts.routed_experts"  # vLLM fuses all experts
         for index in range(experts.count):
             expert = (index, experts.count)
@@ -83,13 +83,13 @@ def expert_params(
                 ("linear_fc2", Split.COLUMNS, (out,), "w2_weight"),
             ):
                 name = f"{megatron}.{part}.weight"
-                found.append(layer.param(name, split, *tensors, fused=f"{fused}.{theirs}", expert=expert))
+                params.append(layer.param(name, split, *tensors, fused=f"{fused}.{theirs}", expert=expert))
         if experts.shared_ffn_hidden_size:
             size = experts.shared_ffn_hidden_size
-            found += mlp_params(layer, f"{block}.{shared}", "mlp.shared_experts", size)
+            params += mlp_params(layer, f"{block}.{shared}", "mlp.shared_experts", size)
         if experts.shared_gate:
             scale = layer.hf(f"{block}.{shared}_gate.weight", 1, h)
-            found.append(layer.param("mlp.shared_experts.gate_weight", Split.REPLICATED, scale))
-        return found
+            params.append(layer.param("mlp.shared_experts.gate_weight", Split.REPLICATED, scale))
+        return params
 
     return declare

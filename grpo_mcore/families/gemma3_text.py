@@ -47,15 +47,15 @@ def shape(config: dict[str, Any]) -> ModelShape:
             f"config.json: RoPE {everywhere}, {inside} in windows is not supported for gemma3_text models"
         )
     plain = {"rope_parameters": None, "rope_scaling": None, "layer_types": None, "rope_theta": everywhere["rope_theta"]}
-    found = dense_shape(
+    model = dense_shape(
         {"tie_word_embeddings": True} | config | plain, family="gemma3_text", qkv_bias=False, qk_norm=True
     )
     every = config.get("sliding_window_pattern") or 6
     layers = config.get("layer_types") or [
-        "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(found.num_layers)
+        "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(model.num_layers)
     ]
     return replace(
-        found,
+        model,
         attention_scale=config["query_pre_attn_scalar"] ** -0.5,
         windows=tuple(config["sliding_window"] if kind == "sliding_attention" else 0 for kind in layers),
         window_rope_theta=float(inside["rope_theta"]),
@@ -63,5 +63,5 @@ def shape(config: dict[str, Any]) -> ModelShape:
         activation="gelu_tanh",
         centered_norms=True,
         sandwich_norms=True,
-        embedding_scale=found.hidden_size**0.5,
+        embedding_scale=model.hidden_size**0.5,
     )

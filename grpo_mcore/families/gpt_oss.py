@@ -37,9 +37,9 @@ def shape(config: dict[str, Any]) -> ModelShape:
         clamp=config.get("swiglu_limit", 7.0),
     )
     plain = {"rope_parameters": None, "rope_scaling": None, "layer_types": None, "rope_theta": rope["rope_theta"]}
-    found = dense_shape(config | plain, family="gpt_oss", qkv_bias=True, qk_norm=False, experts=experts)
+    model = dense_shape(config | plain, family="gpt_oss", qkv_bias=True, qk_norm=False, experts=experts)
     return replace(
-        found,
+        model,
         windows=tuple(0 if layer % 2 else config["sliding_window"] for layer in layers),
         biases=True,
         sinks=True,
@@ -56,8 +56,8 @@ def shape(config: dict[str, Any]) -> ModelShape:
 
 def params(shape: ModelShape) -> tuple[Param, ...]:
     """Declare every parameter of the model, in the order of the forward pass."""
-    found = decoder_params(shape, _attention, _experts)
-    renamed = ((param, (param.engine or "").replace(".self_attn.", ".attn.")) for param in found)
+    declared = decoder_params(shape, _attention, _experts)
+    renamed = ((param, (param.engine or "").replace(".self_attn.", ".attn.")) for param in declared)
     return tuple(replace(param, engine=name.replace(".embed_tokens.", ".embedding.")) for param, name in renamed)
 
 
@@ -75,7 +75,7 @@ def _experts(layer: Layer) -> list[Param]:
     shape, experts = layer.shape, layer.shape.experts
     assert experts is not None
     h, f, count = shape.hidden_size, experts.ffn_hidden_size, experts.count
-    found = [
+    declared = [
         layer.param("mlp.router.weight", Split.REPLICATED, layer.hf("mlp.router.weight", count, h)),
         layer.param("mlp.router.bias", Split.REPLICATED, layer.hf("mlp.router.bias", count)),
     ]
@@ -87,7 +87,7 @@ def _experts(layer: Layer) -> list[Param]:
             ("linear_fc2.bias", Split.REPLICATED, "down_proj_bias", "w2_bias", h),
         ):
             at = f"{shape.root}.layers.{layer.index}.mlp.experts.{expert}.{name}"
-            found.append(
+            declared.append(
                 layer.param(
                     f"mlp.experts.local_experts.{{expert}}.{megatron}",
                     split,
@@ -96,4 +96,4 @@ def _experts(layer: Layer) -> list[Param]:
                     expert=(expert, count),
                 )
             )
-    return found
+    return declared

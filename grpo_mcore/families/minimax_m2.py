@@ -20,11 +20,11 @@ def shape(config: dict[str, Any]) -> ModelShape:
     require(config, scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0)
     part = config["rotary_dim"] / config["head_dim"] if "rotary_dim" in config else None
     experts = sigmoid_experts({"moe_intermediate_size": config["intermediate_size"]} | config)
-    found = dense_shape(
+    model = dense_shape(
         {"partial_rotary_factor": part} | config,
         family="minimax_m2", qkv_bias=False, qk_norm=False, partial_rotary=True, experts=experts,
     )  # fmt: skip
-    return replace(found, wide_qk_norm=True)
+    return replace(model, wide_qk_norm=True)
 
 
 def params(shape: ModelShape) -> tuple[Param, ...]:

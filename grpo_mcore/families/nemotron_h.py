@@ -91,13 +91,13 @@ def params(shape: ModelShape) -> tuple[Param, ...]:
     h, v = shape.hidden_size, shape.vocab_size
     embedding = HfTensor("backbone.embeddings.weight", (v, h))
     word_embeddings, engine = "embedding.word_embeddings.weight", "model.embed_tokens.weight"
-    found = [Param(word_embeddings, (embedding,), Split.VOCAB, Stage.FIRST, engine=engine)]
+    declared = [Param(word_embeddings, (embedding,), Split.VOCAB, Stage.FIRST, engine=engine)]
     for index, block in enumerate(shape.blocks):
-        found += _block_params(Layer(shape, index), block)
+        declared += _block_params(Layer(shape, index), block)
     norm = HfTensor("backbone.norm_f.weight", (h,))
     head = HfTensor("lm_head.weight", (v, h))
     return (
-        *found,
+        *declared,
         Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST, engine="model.norm_f.weight"),
         Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST, engine=head.name),
     )

@@ -39,7 +39,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
         )
     attends = [kind for kind in kinds if kind != "linear_attention"]
     dense = {"partial_rotary_factor": 0.25, "intermediate_size": config.get("moe_intermediate_size")}
-    found = dense_shape(
+    model = dense_shape(
         dense | config | {"layer_types": attends},
         family="qwen3_5_text", qkv_bias=False, qk_norm=True, partial_rotary=True, experts=experts,
     )  # fmt: skip
@@ -52,7 +52,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
         kernel=config["linear_conv_kernel_dim"],
         inputs_by_head=config["model_type"] == "qwen3_next",
     )
-    return replace(found, delta=delta, output_gate=True, centered_norms=True, carried=("mtp.",))
+    return replace(model, delta=delta, output_gate=True, centered_norms=True, carried=("mtp.",))
 
 
 def params(shape: ModelShape) -> tuple[Param, ...]:

@@ -371,27 +371,27 @@ def _part_pieces(
     param: Param, tp_rank: int, tp_size: int, rows: Callable[[HfTensor, int, int, int], Piece]
 ) -> list[Piece]:
     tensors = iter(param.hf)
-    tensor, found, whole, at = next(tensors), [], 0, 0
+    tensor, placed, whole, at = next(tensors), [], 0, 0
     for part in param.parts:
         if whole == tensor.shape[0]:
             tensor, whole = next(tensors), 0
         count = part // tp_size
-        found.append(rows(tensor, whole + tp_rank * count, count, at))
+        placed.append(rows(tensor, whole + tp_rank * count, count, at))
         whole, at = whole + part, at + count
-    return found
+    return placed
 
 
 def _grouped_pieces(
     param: Param, tp_rank: int, tp_size: int, rows: Callable[[HfTensor, int, int, int], Piece]
 ) -> list[Piece]:
     local, shares = param.groups // tp_size, [part // param.groups for part in param.parts]
-    found = []
+    placed = []
     for group in range(local):
         whole, at = (tp_rank * local + group) * sum(shares), 0
         for share in shares:
-            found.append(rows(param.hf[0], whole, share, at + group * share))
+            placed.append(rows(param.hf[0], whole, share, at + group * share))
             whole, at = whole + share, at + local * share
-    return found
+    return placed
 
 
 def _qkv_pieces(
@@ -400,21 +400,21 @@ def _qkv_pieces(
     q, k, v = param.hf
     width, query_rows = shape.head_dim, q.shape[0] // shape.num_kv_heads
     groups = shape.num_kv_heads // tp_size
-    found = []
+    placed = []
     for local_group in range(groups):
         group, at = tp_rank * groups + local_group, local_group * (query_rows + 2 * width)
         first = group * query_rows
         if param.split is Split.GATED_QKV:  # [q | gate] per head becomes [q of all heads | gates of all heads]
             for row in range(0, query_rows, 2 * width):
-                found.append(rows(q, first + row, width, at + row // 2))
-                found.append(rows(q, first + row + width, width, at + (query_rows + row) // 2))
+                placed.append(rows(q, first + row, width, at + row // 2))
+                placed.append(rows(q, first + row + width, width, at + (query_rows + row) // 2))
         else:
-            found.append(rows(q, first, query_rows, at))
-        found += [
+            placed.append(rows(q, first, query_rows, at))
+        placed += [
             rows(k, group * width, width, at + query_rows),
             rows(v, group * width, width, at + query_rows + width),
         ]
-    return found
+    return placed
 
 
 def tensor_parallel_sizes(shape: ModelShape) -> dict[str, int]:

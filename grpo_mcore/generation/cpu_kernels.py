@@ -139,9 +139,9 @@ def _do_without_torchvision() -> None:
         raise ImportError(f"torchvision is installed but broken ({why}); remove it: pip uninstall torchvision")
     for model, processor in (("qwen2_vl", "Qwen2VLImageProcessor"), ("gemma3", "Gemma3ImageProcessor")):
         package = f"transformers.models.{model}"
-        found: Any = importlib.import_module(f"{package}.image_processing_pil_{model}")
-        setattr(found, processor, getattr(found, f"{processor}Pil"))
-        sys.modules.setdefault(f"{package}.image_processing_{model}", found)
+        module: Any = importlib.import_module(f"{package}.image_processing_pil_{model}")
+        setattr(module, processor, getattr(module, f"{processor}Pil"))
+        sys.modules.setdefault(f"{package}.image_processing_{model}", module)
 
 
 def _replace_gated_delta_net() -> None:
@@ -161,11 +161,11 @@ def _replace_gated_delta_net() -> None:
         layer = context.no_compile_layers[name]
         if context.attn_metadata is None:  # vLLM measures memory
             return
-        found = context.attn_metadata[layer.prefix]
-        count = found.num_decodes + found.num_prefills
-        slots, starts = found.non_spec_state_indices_tensor[:count], found.non_spec_query_start_loc[: count + 1]
+        batch = context.attn_metadata[layer.prefix]
+        count = batch.num_decodes + batch.num_prefills
+        slots, starts = batch.non_spec_state_indices_tensor[:count], batch.non_spec_query_start_loc[: count + 1]
         known = (
-            torch.ones(count, dtype=torch.bool) if found.has_initial_state is None else found.has_initial_state[:count]
+            torch.ones(count, dtype=torch.bool) if batch.has_initial_state is None else batch.has_initial_state[:count]
         )
         windows, states = layer.kv_cache[0], layer.kv_cache[1]
         if not is_conv_state_dim_first():

@@ -312,8 +312,8 @@ class Engine:
             if self._in_place and self._steps.generating and not self._lock.paused:
                 self.abort_refit()
                 raise EngineError(f"{self.name} generates, and has no memory for a second copy of its weights")
-        found = {name: reports[0][name] for name in ("dtype", "verify")}
-        return found | {"digest": manifest["digest"], "version": self.weight_version, "in_place": self._in_place}
+        answer = {name: reports[0][name] for name in ("dtype", "verify")}
+        return answer | {"digest": manifest["digest"], "version": self.weight_version, "in_place": self._in_place}
 
     def stage_refit(self) -> dict[str, Any]:
         """Wait until the ranks have taken all buckets. Returns {seconds (of the slowest, without waiting), sums: by
@@ -347,8 +347,8 @@ class Engine:
             self._forget_cache(recompute_kv)
             self._llm_engine.set_weight_version(str(version))
             self.weight_version = version
-        found = {name: report[name] for name in ("parameters", "fallbacks")}
-        return found | {"version": version, "seconds": time.perf_counter() - began}
+        answer = {name: report[name] for name in ("parameters", "fallbacks")}
+        return answer | {"version": version, "seconds": time.perf_counter() - began}
 
     def _forget_cache(self, recompute_kv: bool) -> None:
         """Clear the prefix cache: keys and values of the old weights must not serve new prompts.

@@ -53,8 +53,8 @@ class EngineFollower:
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         arguments = EngineArgs(**engine_arguments(self.config, port))
-        found = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
-        return MultiprocExecutor(found, monitor_workers=False)  # `_watch` does
+        config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
+        return MultiprocExecutor(config, monitor_workers=False)  # `_watch` does
 
     def _watch(self) -> None:
         ended = wait([process.sentinel for process in self._ranks.values()])

@@ -74,28 +74,28 @@ def await_followers(
     Raises NodeLost if not all have come in time.
     """
     node, deadline = config.node, time.monotonic() + timeout_s
-    found: dict[int, socket.socket] = {}
+    wires: dict[int, socket.socket] = {}
     port = free_port(node.address)
     with socket.create_server((node.address, node.port), family=family_of(node.address)) as server:
-        while len(found) < node.count - 1:
+        while len(wires) < node.count - 1:
             try:
                 server.settimeout(max(0.001, deadline - time.monotonic()))
                 wire, _ = server.accept()
                 wire.settimeout(max(0.001, deadline - time.monotonic()))
                 token, _, rank = _line(wire).partition(" ")
             except TimeoutError:
-                missing = sorted(set(range(1, node.count)) - set(found))
+                missing = sorted(set(range(1, node.count)) - set(wires))
                 raise NodeLost(
                     f"{config.name}: of its {node.count} nodes number {', '.join(map(str, missing))} did not come to "
                     f"{with_port(node.address, node.port)} within {timeout_s:g} s"
                 ) from None
             if hmac.compare_digest(token, node.token) and rank.isdecimal() and 0 < int(rank) < node.count:
-                found[int(rank)] = wire
+                wires[int(rank)] = wire
             else:
                 wire.close()
-    for wire in found.values():
+    for wire in wires.values():
         wire.sendall(f"{port}\n".encode())
-    lines = [Lifeline(wire, node_name(config, rank, wire.getpeername()[0]), on_loss) for rank, wire in found.items()]
+    lines = [Lifeline(wire, node_name(config, rank, wire.getpeername()[0]), on_loss) for rank, wire in wires.items()]
     return lines, port
 
 
@@ -145,9 +145,9 @@ def bind_vllm_to(address: str) -> None:
 
 def _line(wire: socket.socket) -> str:
     """Read one line; empty if the connection ends first. The other side sends nothing more before an answer."""
-    found = b""
-    while not found.endswith(b"\n"):
+    line = b""
+    while not line.endswith(b"\n"):
         if not (part := wire.recv(4096)):
             return ""
-        found += part
-    return found.decode().strip()
+        line += part
+    return line.decode().strip()

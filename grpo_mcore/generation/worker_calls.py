@@ -98,7 +98,7 @@ class RouteRecorder:
 
         self._runner, config = runner, runner.model_config
         self._shape = (config.max_model_len, config.get_total_num_hidden_layers(), config.get_num_experts_per_tok())
-        self.found: dict[str, np.ndarray] = {}
+        self.routes: dict[str, np.ndarray] = {}
         for module in runner.model.modules():
             if isinstance(module, MoERunner):
                 module.router.set_capture_fn(partial(self._capture, module.layer_id))
@@ -109,9 +109,9 @@ class RouteRecorder:
         values = chosen.to("cpu", torch.int16).numpy()
         for index, request in enumerate(batch.req_ids):
             first, rows = int(batch.num_computed_tokens_cpu[index]), values[starts[index] : starts[index + 1]]
-            if request not in self.found:
-                self.found[request] = np.full(self._shape, -1, dtype=np.int16)
-            self.found[request][first : first + len(rows), layer] = rows
+            if request not in self.routes:
+                self.routes[request] = np.full(self._shape, -1, dtype=np.int16)
+            self.routes[request][first : first + len(rows), layer] = rows
 
 
 def record_routes(worker: Any) -> None:
@@ -122,5 +122,5 @@ def record_routes(worker: Any) -> None:
 def take_routes(worker: Any, requests: Sequence[str]) -> list[np.ndarray | None]:
     """Return and forget the records of each request, None if it has none. Only the first rank returns them: all ranks
     have the same."""
-    found = [worker.route_recorder.found.pop(request, None) for request in requests]
-    return found if worker.rank == 0 else []
+    routes = [worker.route_recorder.routes.pop(request, None) for request in requests]
+    return routes if worker.rank == 0 else []

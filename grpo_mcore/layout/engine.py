@@ -72,12 +72,12 @@ class EngineLayout:
         if param.engine is None:
             boxes = {tensor.name: tuple((0, size) for size in tensor.shape) for tensor in param.hf}
             return [(WHOLE + name, Piece(name, box, box)) for name, box in boxes.items()]
-        found = engine_pieces(param, shape, part, self.split(param))
+        placed = engine_pieces(param, shape, part, self.split(param))
         if param.expert:
             index, count = param.expert
             local = index % self.experts_per_rank(count)
-            found = [Piece(p.hf, p.hf_box, ((local, local + 1), *p.local_box)) for p in found]
-        return [(param.engine, piece) for piece in found]
+            placed = [Piece(p.hf, p.hf_box, ((local, local + 1), *p.local_box)) for p in placed]
+        return [(param.engine, piece) for piece in placed]
 
     def bytes_by_rank(self, params: Iterable[Param], shape: ModelShape, width: Callable[[Param], int]) -> list[int]:
         """Return the bytes that each rank reads of all these parameters. `width`: bytes of an element."""
@@ -88,14 +88,14 @@ class EngineLayout:
             place = (param.layer if self.pipeline > 1 else None, param.expert if self.expert_parallel else None)
             first, sum_of_widths = alike.get((kind, place), (param, 0))
             alike[kind, place] = first, sum_of_widths + width(param)
-        found = [0] * self.ranks
+        nbytes = [0] * self.ranks
         for param, sum_of_widths in alike.values():
             for part, ranks in enumerate(self.readers(param, shape.num_layers)):
                 boxes = [piece.hf_box for _, piece in self.places(param, shape, part)]
                 numel = sum(math.prod(stop - start for start, stop in box) for box in boxes)
                 for rank in ranks:
-                    found[rank] += numel * sum_of_widths
-        return found
+                    nbytes[rank] += numel * sum_of_widths
+        return nbytes
 
     def describe(self) -> str:
         sizes = {"TP": self.tensor, "PP": self.pipeline}

@@ -87,7 +87,7 @@ def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> CombinedMetrics:
     reduced = {"sum": table.sum(0).tolist(), "min": table.amin(0).tolist(), "max": table.amax(0).tolist()}
     combined: CombinedMetrics = {name: reduced[_reduction(name)][i] for i, name in enumerate(scalars)}
     rest = host[len(columns) :].split([sum(column.numel() for column in of_name) for of_name in values])
-    kept = {name: [v for v in found.tolist() if v != -math.inf] for name, found in zip(lists, rest, strict=True)}
+    kept = {name: [v for v in row.tolist() if v != -math.inf] for name, row in zip(lists, rest, strict=True)}
     return {name: kept[name] if name in kept else combined[name] for name in names}
 
 

@@ -153,10 +153,10 @@ def gdpo_advantages(
     compared = partial(grpo_advantages, normalize=normalize, leave_one_out=leave_one_out, eps=0.0)
     for name in names:
         try:
-            found = compared(rewards_by_name[name], group_ids, valid)
+            estimate = compared(rewards_by_name[name], group_ids, valid)
         except ValueError as error:
             raise ValueError(f"named reward {name!r}: {error}") from error
-        parts.append(weight_of[name] * found.advantages)
+        parts.append(weight_of[name] * estimate.advantages)
     total = torch.stack(parts).sum(0)
     count = total.numel() if valid is None else int(valid.sum())
     std = (total.square().sum() / max(count - 1, 1)).sqrt()

@@ -63,10 +63,10 @@ def own_advantages(path: str, samples: StepSamples, options: Mapping[str, Any]) 
     """Return what the estimator at `path` makes of the samples: `fn(samples, **options)` returns a tensor [N] or an
     AdvantageEstimate. Failed samples get 0. Raises OwnCodeError."""
     key = f"grpo.adv_estimator.name {path}"
-    found = own_function(path, key)(samples, **options)
-    if isinstance(found, AdvantageEstimate):
-        return found
-    values = _values(found, samples.valid, key)
+    result = own_function(path, key)(samples, **options)
+    if isinstance(result, AdvantageEstimate):
+        return result
+    values = _values(result, samples.valid, key)
     stats = group_stats(samples.rewards, samples.group_ids, samples.valid)
     return AdvantageEstimate(torch.where(samples.valid, values, 0.0), stats)
 
@@ -79,15 +79,15 @@ def own_shaping(path: str, samples: StepSamples, options: Mapping[str, Any]) -> 
     return torch.where(samples.valid, values, torch.nan)
 
 
-def _values(found: Any, valid: Tensor, key: str) -> Tensor:
-    if not isinstance(found, Tensor) or found.shape != valid.shape:
-        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+def _values(result: Any, valid: Tensor, key: str) -> Tensor:
+    if not isinstance(result, Tensor) or result.shape != valid.shape:
+        what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise OwnCodeError(f"{key} returned {what}; expected a tensor of shape {tuple(valid.shape)}: one per sample")
-    found = found.detach().to(torch.float64)
-    bad = (valid & ~found.isfinite()).nonzero().flatten().tolist()
+    result = result.detach().to(torch.float64)
+    bad = (valid & ~result.isfinite()).nonzero().flatten().tolist()
     if bad:
         raise OwnCodeError(f"{key} returned values that are not finite, for samples {bad[:8]} which have a reward")
-    return found
+    return result
 
 
 class OwnLoss:
@@ -99,12 +99,12 @@ class OwnLoss:
         assert cfg.path is not None
         self.cfg, self._how = cfg, {"prev_equals_curr": prev_equals_curr, "max_age": max_age}
         self._key = f"loss_fn.path {cfg.path}"
-        found = own_function(cfg.path, self._key)
-        self._fills_prev = prev_equals_curr and not isinstance(found, type)
+        code = own_function(cfg.path, self._key)
+        self._fills_prev = prev_equals_curr and not isinstance(code, type)
         self._loss: Callable[..., tuple[Tensor, Mapping[str, Any]]] = (
-            found(cfg, **self._how, **cfg.options) if isinstance(found, type) else found
+            code(cfg, **self._how, **cfg.options) if isinstance(code, type) else code
         )
-        self._options = {} if isinstance(found, type) else cfg.options
+        self._options = {} if isinstance(code, type) else cfg.options
         self.needs_entropy = bool(getattr(self._loss, "needs_entropy", cfg.entropy_coeff is not None))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,18 +116,18 @@ class OwnLoss:
         """Return loss and metrics as `ClippedPGLossFn` does. Names of metrics that are not built in get `own/`."""
         if self._fills_prev and batch.get("prev_logprobs") is None:
             batch = {**batch, "prev_logprobs": curr_logprobs.detach()}
-        found = self._loss(
+        pair = self._loss(
             curr_logprobs,
             batch,
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
             **self._options,
         )
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor) or found[0].numel() != 1:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor) or pair[0].numel() != 1:
             raise OwnCodeError(
-                f"{self._key} must return (loss, metrics): a scalar tensor and a dict, got {found!r:.200}"
+                f"{self._key} must return (loss, metrics): a scalar tensor and a dict, got {pair!r:.200}"
             )
-        loss, metrics = found
+        loss, metrics = pair
         named = {name if name in METRIC_REDUCTIONS or "/" in name else OWN + name: v for name, v in metrics.items()}
         return loss.reshape(()), {"loss": loss.detach().to(torch.float64)} | named
 
@@ -146,10 +146,10 @@ def build_loss(
 
 def own_function(path: str, key: str) -> Any:
     """Import the function or class at `path`, which the recipe names under `key`. Raises OwnCodeError."""
-    found = import_by_path(path, f"code of {key.split()[0]}", OwnCodeError)
-    if not callable(found):
-        raise OwnCodeError(f"{key} is {type(found).__name__}; expected a function or a class")
-    return found
+    code = import_by_path(path, f"code of {key.split()[0]}", OwnCodeError)
+    if not callable(code):
+        raise OwnCodeError(f"{key} is {type(code).__name__}; expected a function or a class")
+    return code
 
 
 @dataclass(frozen=True)
@@ -163,18 +163,18 @@ class OwnPart:
 
     def check(self) -> Any:
         """Import it and return it. Raises OwnCodeError where it cannot be called with these arguments."""
-        found = own_function(self.path, f"{self.key} {self.path}")
-        if isinstance(found, type) and self.key == "loss_fn.path":
-            if not issubclass(found, ClippedPGLossFn):
+        code = own_function(self.path, f"{self.key} {self.path}")
+        if isinstance(code, type) and self.key == "loss_fn.path":
+            if not issubclass(code, ClippedPGLossFn):
                 raise OwnCodeError(
                     f"{self.key} {self.path}: a loss is a function ({', '.join(LOSS_INPUTS)}) or a class derived from "
                     "grpo_mcore.objective.ClippedPGLossFn"
                 )
             options = {"prev_equals_curr": True, "max_age": None, **self.options}
-            check_call(found, ("cfg",), options, f"{self.key} {self.path}")
-            return found
-        check_call(found, self.takes, self.options, f"{self.key} {self.path}")
-        return found
+            check_call(code, ("cfg",), options, f"{self.key} {self.path}")
+            return code
+        check_call(code, self.takes, self.options, f"{self.key} {self.path}")
+        return code
 
 
 def check_call(function: Callable[..., Any], takes: tuple[str, ...], options: Mapping[str, Any], what: str) -> None:
@@ -198,11 +198,11 @@ def check_own_kl(path: str) -> None:
     OwnPart("loss_fn.reference_policy_kl_type", path, ("log_ratio",)).check()
     ratios = torch.tensor([-0.5, 0.0, 0.5], dtype=torch.float64, requires_grad=True)
     try:
-        found = own_kl_estimate(path)(ratios)
+        result = own_kl_estimate(path)(ratios)
     except Exception as error:
         raise OwnCodeError(f"{key} raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, Tensor) or found.shape != ratios.shape or not found.requires_grad:
-        raise OwnCodeError(f"{key} must return a tensor of its argument's shape, with a gradient; got {found!r:.100}")
+    if not isinstance(result, Tensor) or result.shape != ratios.shape or not result.requires_grad:
+        raise OwnCodeError(f"{key} must return a tensor of its argument's shape, with a gradient; got {result!r:.100}")
 
 
 def check_own_objective(parts: list[OwnPart], kl: str) -> None:

@@ -145,12 +145,12 @@ class RunConsole:
         """Print the metrics of a validation as one line of the table: what no graded reward has, and no failed samples,
         are left out."""
         graded = metrics.get("accuracy") is None and metrics.get("reward") is not None
-        found = "  ".join(
+        text = "  ".join(
             f"{name} {'-' if value is None else f'{value:.4g}'}"
             for name, value in metrics.items()
             if (value or name != "num_failed_samples") and not (graded and value is None)
         )
-        self._print(*textwrap.wrap(f"validation after step {step}: {found}  ({seconds:.1f} s)", WIDTH))
+        self._print(*textwrap.wrap(f"validation after step {step}: {text}  ({seconds:.1f} s)", WIDTH))
 
     def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
         """Print validation samples, each text up to LONGEST_TEXT characters."""

@@ -54,12 +54,12 @@ class MachineMonitor:
 
     def _sample(self) -> dict[str, float]:
         memory = psutil.virtual_memory()
-        found = {
+        values = {
             "cpu.util": psutil.cpu_percent(),
             "mem_gb": (memory.total - memory.available) / GIB,
             "mem_total_gb": memory.total / GIB,
         }
-        return found | (self._gpus.sample() if self._gpus else {})
+        return values | (self._gpus.sample() if self._gpus else {})
 
 
 class _Gpus:
@@ -88,15 +88,15 @@ class _Gpus:
 
     def sample(self) -> dict[str, float]:
         """Return the metrics of each GPU; without one that the device does not report."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         readings = {"util": self._utilization, "mem_gb": self._memory_gb, "power_w": self._power_w}
         for index, handle in enumerate(self._handles):
             for name, read in readings.items():
                 try:
-                    found[f"gpu.{index}.{name}"] = read(handle)
+                    values[f"gpu.{index}.{name}"] = read(handle)
                 except self._nvml.NVMLError_NotSupported:
                     continue
-        return found
+        return values
 
     def _utilization(self, handle: Any) -> float:
         return float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
@@ -130,10 +130,10 @@ def throughput(
 ) -> dict[str, float]:
     """Return the throughput of a step under NeMo RL's names. `tokens`: that were trained on; `flops`: of the training
     pass on all ranks; `devices`: of the run; `ranks`: of the policy; `peak`: FLOP/s of a device."""
-    found = {"tokens_per_sec_per_gpu": tokens / total_s / devices}
+    rates = {"tokens_per_sec_per_gpu": tokens / total_s / devices}
     if train_s > 0 and flops:
-        found["policy_training_tokens_per_sec_per_gpu"] = tokens / train_s / ranks
-        found["train_tflops_per_gpu"] = flops / train_s / ranks / 1e12
+        rates["policy_training_tokens_per_sec_per_gpu"] = tokens / train_s / ranks
+        rates["train_tflops_per_gpu"] = flops / train_s / ranks / 1e12
         if peak:
-            found["train_fp_utilization"] = flops / train_s / ranks / peak
-    return found
+            rates["train_fp_utilization"] = flops / train_s / ranks / peak
+    return rates

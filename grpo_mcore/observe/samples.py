@@ -217,11 +217,11 @@ def _list_column(values: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.A
 
 def sample_steps(run: Path, kind: Kind) -> dict[int, Path]:
     """Return the files of samples of a run's log folder, by step."""
-    found = {}
+    files = {}
     for path in sorted((run / SAMPLES_FOLDER / kind).glob("step_*.parquet")):
         if number := re.fullmatch(r"step_(\d+)", path.stem):
-            found[int(number[1])] = path
-    return found
+            files[int(number[1])] = path
+    return files
 
 
 def read_samples(

@@ -38,18 +38,18 @@ def attach_adapters(chunks: Sequence[Any], weights: ShardedWeights, shape: Adapt
     `init`: how `down` is drawn, see `initial_down`. The same seed gives the same values on every layout.
     Raises FamilyError if a pipeline stage would have nothing to train.
     """
-    found = adapters_of(params_of(weights.shape), shape)
+    adapters = adapters_of(params_of(weights.shape), shape)
     for chunk in chunks:
         chunk.requires_grad_(False)
         chunk.adapters = Adapters(weights.layout, weights.here)
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(_start_gradient)
     for name, (param, tensor) in zip(weights.names, weights.local, strict=True):
-        if param not in found:
+        if param not in adapters:
             continue
         index, _, inner = name.rpartition(":")
         chunk = chunks[int(index or 0)]
-        addition = LowRank(found[param], tensor, weights, shape, init, seed, chunk.config.sequence_parallel)
+        addition = LowRank(adapters[param], tensor, weights, shape, init, seed, chunk.config.sequence_parallel)
         chunk.adapters.add(addition, chunk.get_submodule(inner.removesuffix(".weight")))
         weights.additions[name] = addition.product
         weights.adapters |= {name.removesuffix(".weight") + end: part for end, part in addition.parts().items()}
@@ -223,11 +223,11 @@ class Adapters(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return Megatron-Core's sharded tensors, by name and position in the whole model."""
-        found = {}
+        sharded = {}
         for index, addition in enumerate(self.all):
             for kind, param in (("down", addition.adapter.down), ("up", addition.adapter.up)):
-                found[f"{prefix}all.{index}.{kind}"] = self._sharded(getattr(addition, kind), param)
-        return found
+                sharded[f"{prefix}all.{index}.{kind}"] = self._sharded(getattr(addition, kind), param)
+        return sharded
 
     def _sharded(self, part: Tensor, param: Param) -> Any:
         here, layout = self.here, self.layout
@@ -241,7 +241,7 @@ class Adapters(torch.nn.Module):
             replica = (0, here.tensor, replica[2])
         if param.split is not Split.REPLICATED:
             offsets = [(int(param.split is Split.COLUMNS), rank, size)]
-        found = ShardedTensor.from_rank_offsets(f"adapters.{layer_name(param)}", part, *offsets, replica_id=replica)
+        sharded = ShardedTensor.from_rank_offsets(f"adapters.{layer_name(param)}", part, *offsets, replica_id=replica)
         if param.split is Split.PARTS:
-            return sharded_in_parts(found, [part // layout.tensor for part in param.parts])
-        return apply_swiglu_sharded_factory(found, ()) if param.split is Split.GATE_UP else found
+            return sharded_in_parts(sharded, [part // layout.tensor for part in param.parts])
+        return apply_swiglu_sharded_factory(sharded, ()) if param.split is Split.GATE_UP else sharded

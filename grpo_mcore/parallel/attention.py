@@ -178,8 +178,8 @@ class RotaryByPosition(torch.nn.Module):
     def forward(self, row: PackedRow, **_: Any) -> Any:
         """Return the angles, float32 [t, 1, dim]; of YaRN also its factor for sine and cosine."""
         # Megatron-Core keeps the tables of 32 lengths: powers of two, so that these are few.
-        found = self.embedding(1 << (row.max_seqlen_q - 1).bit_length(), packed_seq=True)
-        angles, *factor = found if isinstance(found, tuple) else (found,)
+        rotary = self.embedding(1 << (row.max_seqlen_q - 1).bit_length(), packed_seq=True)
+        angles, *factor = rotary if isinstance(rotary, tuple) else (rotary,)
         at = angles[:, 0].index_select(0, row.positions)
         return (at, *factor) if factor else at
 

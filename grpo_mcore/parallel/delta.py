@@ -105,19 +105,19 @@ class DeltaMixer(torch.nn.Module):
         assert metadata is not None
         own = {name: value for name, value in self.state_dict(keep_vars=True).items() if "_proj" not in name}
         axes = {name: 0 for name in own if name != "norm.weight"}
-        found = make_sharded_tensors_for_checkpoint(
+        sharded = make_sharded_tensors_for_checkpoint(
             own, prefix, axes, sharded_offsets, tp_group=self.group, dp_cp_group=metadata["dp_cp_group"]
         )
         for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
-            found |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+            sharded |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         delta = self.delta
         for name, parts in (
             ("in_proj_qkvz.weight", (*delta.convolved_parts, delta.values)),
             ("in_proj_ba.weight", (delta.value_heads, delta.value_heads)),
             ("conv1d.weight", delta.convolved_parts),
         ):
-            found[prefix + name] = sharded_in_parts(found[prefix + name], parts)
-        return found
+            sharded[prefix + name] = sharded_in_parts(sharded[prefix + name], parts)
+        return sharded
 
 
 def unit(x: Tensor) -> Tensor:

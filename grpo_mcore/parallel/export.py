@@ -164,16 +164,16 @@ class CheckpointReader:
                 "by one; leave --adapter out to export the merged model"
             )
         values = self.read([part for _, *parts in self._additions.values() for part in parts])
-        found = {}
+        tensors = {}
         for adapter, down, up in self._additions.values():
             for piece in pieces(adapter.up, self.shape, 0, 1):
                 layer = PEFT_PREFIX + piece.hf.removesuffix(".weight.up")
-                if f"{layer}.lora_B.weight" not in found:
+                if f"{layer}.lora_B.weight" not in tensors:
                     tensor = next(tensor for tensor in adapter.up.hf if tensor.name == piece.hf)
-                    found[f"{layer}.lora_A.weight"] = values[down].clone()
-                    found[f"{layer}.lora_B.weight"] = values[up].new_empty(tensor.shape)
-                found[f"{layer}.lora_B.weight"][index_of(piece.hf_box)] = values[up][index_of(piece.local_box)]
-        return found
+                    tensors[f"{layer}.lora_A.weight"] = values[down].clone()
+                    tensors[f"{layer}.lora_B.weight"] = values[up].new_empty(tensor.shape)
+                tensors[f"{layer}.lora_B.weight"][index_of(piece.hf_box)] = values[up][index_of(piece.local_box)]
+        return tensors
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return these entries of the checkpoint, whole."""
@@ -181,12 +181,12 @@ class CheckpointReader:
 
         built = {name: _built(self._entries[name]) for name in names}
         values = self._saved.read([part for structure in built.values() for part in _parts(structure)])
-        found = {}
+        tensors = {}
         for name, structure in built.items():
             loaded = dict_list_map_outplace(lambda part: values[part.key, part.global_offset], structure)
             merge = getattr(self._entries[name], "merge_fn", None)  # of an entry that is saved in several parts
-            found[name] = loaded if merge is None else merge(loaded)
-        return found
+            tensors[name] = loaded if merge is None else merge(loaded)
+        return tensors
 
     def _check(self) -> None:
         """Raise ExportError if the checkpoint lacks a tensor that this model has."""
@@ -220,8 +220,8 @@ class SavedTensors:
         except Exception as error:  # it unpickles, so a damaged file can raise anything
             raise ExportError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        found = metadata.state_dict_metadata.items()
-        self.tensors = {name: tensor for name, tensor in found if isinstance(tensor, TensorStorageMetadata)}
+        stored = metadata.state_dict_metadata.items()
+        self.tensors = {name: tensor for name, tensor in stored if isinstance(tensor, TensorStorageMetadata)}
 
     def read(self, parts: Iterable[Any]) -> dict[tuple[str, tuple[int, ...]], Tensor]:
         """Return the values of Megatron-Core's ShardedTensors by (name, offset). Raises ExportError."""

@@ -248,11 +248,11 @@ class SafetensorsFolder:
 
 def _in_stack(name: str) -> tuple[str, int, int] | None:
     """Return where a checkpoint that stacks its experts has this tensor: (name, expert, half of the rows)."""
-    found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
-    if found is None:
+    match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if match is None:
         return None
-    stack = "down_proj" if found[3] == "down" else "gate_up_proj"
-    return f"{found[1]}.{stack}", int(found[2]), int(found[3] == "up")
+    stack = "down_proj" if match[3] == "down" else "gate_up_proj"
+    return f"{match[1]}.{stack}", int(match[2]), int(match[3] == "up")
 
 
 class HfFolderWriter:
@@ -290,8 +290,8 @@ class HfFolderWriter:
         carried = self._carry(source)
         if len(self.files) > 1 or self._carried:
             tensors = {name: tensors_of(params) for name, params in self.files.items()}
-            where = {tensor.name: name for name, found in tensors.items() for tensor in found}
-            size = sum(_nbytes(tensor, self.dtype) for found in tensors.values() for tensor in found)
+            where = {tensor.name: name for name, of_file in tensors.items() for tensor in of_file}
+            size = sum(_nbytes(tensor, self.dtype) for of_file in tensors.values() for tensor in of_file)
             size += sum(tensor.nbytes for tensor in carried.values())
             where |= dict.fromkeys(carried, CARRIED)
             index = {"metadata": {"total_size": size}, "weight_map": where}
@@ -302,14 +302,14 @@ class HfFolderWriter:
         if not self._carried:
             return {}
         reader = SafetensorsFolder(source)
-        found = {
+        carried = {
             name: file.get_tensor(name)
             for name, file in reader.where.items()
             if any(part in name for part in self._carried)
         }
-        if found:
-            save_file(found, self.folder / CARRIED, metadata={"format": "pt"})
-        return found
+        if carried:
+            save_file(carried, self.folder / CARRIED, metadata={"format": "pt"})
+        return carried
 
     def write(self, name: str, slices: Iterable[tuple[str, Box, Tensor]]) -> None:
         """Write slices of tensors of file `name` in place."""

@@ -23,7 +23,7 @@ def trace_layers(policy: Policy, batches: Sequence[PackedBatch]) -> list[dict[in
     """Return, for each micro-batch, layer number (from 1) -> float64 [2, tokens of its samples]: the norm of the hidden
     state after the layer, and its product with a fixed random direction. Only of this rank's layers. Collective.
     """
-    found: dict[int, list[Tensor]] = defaultdict(list)
+    traces: dict[int, list[Tensor]] = defaultdict(list)
     direction = torch.randn(policy.shape.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     direction = (direction / direction.norm()).to(policy.device)
 
@@ -34,7 +34,7 @@ def trace_layers(policy: Policy, batches: Sequence[PackedBatch]) -> list[dict[in
 
             hidden = gather_from_sequence_parallel_region(hidden)
         hidden = hidden[:, 0].to(torch.float64)
-        found[layer.layer_number].append(network.by_token(torch.stack([hidden.norm(dim=1), hidden @ direction])).cpu())
+        traces[layer.layer_number].append(network.by_token(torch.stack([hidden.norm(dim=1), hidden @ direction])).cpu())
 
     networks = [chunk.module for chunk in policy.chunks]
     hooks = [
@@ -46,6 +46,6 @@ def trace_layers(policy: Policy, batches: Sequence[PackedBatch]) -> list[dict[in
         for hook in hooks:
             hook.remove()
     return [
-        {number: rows[index][:, : sum(batch.lengths)] for number, rows in sorted(found.items())}
+        {number: rows[index][:, : sum(batch.lengths)] for number, rows in sorted(traces.items())}
         for index, batch in enumerate(batches)
     ]

@@ -75,7 +75,7 @@ class MambaMixer(torch.nn.Module):
         assert metadata is not None
         linear = {"in_proj.": self.in_proj, "out_proj.": self.out_proj}
         own = {name: value for name, value in self.state_dict(keep_vars=True).items() if "_proj." not in name}
-        found = make_sharded_tensors_for_checkpoint(
+        sharded = make_sharded_tensors_for_checkpoint(
             own,
             prefix,
             dict.fromkeys(own, 0),
@@ -84,11 +84,11 @@ class MambaMixer(torch.nn.Module):
             dp_cp_group=metadata["dp_cp_group"],
         )
         for name, layer in linear.items():
-            found |= layer.sharded_state_dict(prefix + name, sharded_offsets, metadata)
+            sharded |= layer.sharded_state_dict(prefix + name, sharded_offsets, metadata)
         projected, convolved = self.mamba.projected_parts, self.mamba.convolved_parts
         for name, parts in (("in_proj.weight", projected), ("conv1d.weight", convolved), ("conv1d.bias", convolved)):
-            found[prefix + name] = sharded_in_parts(found[prefix + name], parts)
-        return found
+            sharded[prefix + name] = sharded_in_parts(sharded[prefix + name], parts)
+        return sharded
 
     def _mix(self, projected: Tensor, cu_seqlens: Tensor) -> Tensor:
         mamba = self.mamba

@@ -111,16 +111,16 @@ def accelerator(platform: Platform) -> dict[str, Any]:
     """Return the name, memory and peak use of this process's accelerator; {} without one."""
     if not platform.on_gpu:
         return {}
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"device": found.name, "device bytes": found.total_memory, "peak": torch.cuda.max_memory_allocated()}
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"device": device.name, "device bytes": device.total_memory, "peak": torch.cuda.max_memory_allocated()}
 
 
 def on_device(optimizer: Any) -> list[Any]:
     """Return torch's optimizers of the weights that are updated on this rank's device. Megatron-Core's
     HybridDeviceOptimizer has one of them, or none, and others on the host."""
     inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-    found = [getattr(each, "gpu_optimizer", each) for each in inner]
-    return [each for each in found if each is not None]
+    optimizers = [getattr(each, "gpu_optimizer", each) for each in inner]
+    return [each for each in optimizers if each is not None]
 
 
 def on_host(optimizer: Any) -> list[Any]:
@@ -143,6 +143,6 @@ def host_tensors(optimizer: Any) -> list[Tensor]:
 
 def _tensors_of(inner: Any) -> list[Tensor]:
     """Return what an optimizer updates, and its state, in which its float32 weights may be once more."""
-    found = [parameter for group in inner.param_groups for parameter in group["params"]]
-    found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-    return list({id(tensor): tensor for tensor in found}.values())
+    tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
+    tensors += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -95,14 +95,14 @@ def transformer_config(
             raise FamilyError(f"{at}: decided by the model or by another key of the recipe; remove it")
         if name not in kind.__dataclass_fields__:
             raise FamilyError(f"{at}: Megatron-Core's {kind.__name__} has no such field")
-    found = kind(**values, **settings.model_overrides)
+    config = kind(**values, **settings.model_overrides)
     if (yarn := shape.yarn) is not None:  # Megatron-Core reads these, but its class has no such fields
-        found.yarn_rotary_scaling_factor = yarn.factor
-        found.yarn_original_max_position_embeddings = yarn.original_positions
-        found.yarn_beta_fast, found.yarn_beta_slow = yarn.beta_fast, yarn.beta_slow
-        found.yarn_mscale, found.yarn_mscale_all_dim = yarn.mscale, yarn.mscale_all_dim
-        found.yarn_correction_range_round_to_int = False
-    return found
+        config.yarn_rotary_scaling_factor = yarn.factor
+        config.yarn_original_max_position_embeddings = yarn.original_positions
+        config.yarn_beta_fast, config.yarn_beta_slow = yarn.beta_fast, yarn.beta_slow
+        config.yarn_mscale, config.yarn_mscale_all_dim = yarn.mscale, yarn.mscale_all_dim
+        config.yarn_correction_range_round_to_int = False
+    return config
 
 
 def _recompute_settings(settings: MegatronConfig) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
     latent = shape.latent
     if latent is None:
         return {}
-    found = {
+    values = {
         "q_lora_rank": latent.query_rank,
         "kv_lora_rank": latent.key_value_rank,
         "qk_head_dim": latent.plain_dim,
@@ -141,7 +141,7 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
         "rope_type": "yarn" if latent.yarn else "rope",
     }
     if latent.yarn is not None:
-        found |= {
+        values |= {
             "rotary_scaling_factor": latent.yarn.factor,
             "original_max_position_embeddings": latent.yarn.original_positions,
             "beta_fast": latent.yarn.beta_fast,
@@ -149,7 +149,7 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
             "mscale": latent.yarn.mscale,
             "mscale_all_dim": latent.yarn.mscale_all_dim,
         }
-    return found
+    return values
 
 
 def _expert_settings(

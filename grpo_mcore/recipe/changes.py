@@ -30,13 +30,13 @@ def changes(saved: Mapping[str, Any], config: RecipeSections) -> list[Change]:
     are left out: nobody wrote them.
     """
     before, after = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
-    found = []
+    changed = []
     for key in after | before:
         old, new = before.get(key, _MISSING), after.get(key, _MISSING)
         if old == new or (_MISSING in (old, new) and not _free(key)):
             continue
-        found.append(Change(key, _text(old), _text(new), fixed_on_resume(key)))
-    return found
+        changed.append(Change(key, _text(old), _text(new), fixed_on_resume(key)))
+    return changed
 
 
 def _leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -24,16 +24,16 @@ def readers_by_node(engines: Sequence[Sequence[int]], ranks: int) -> list[list[i
     `engines`: the node numbers of each engine; its `ranks` are spread over them evenly and in order. Raises RefitError
     if the ranks do not divide evenly, or the node numbers have a gap.
     """
-    found: dict[int, set[int]] = {}
+    readers: dict[int, set[int]] = {}
     for nodes in engines:
         each, rest = divmod(ranks, len(nodes))
         if rest:
             raise RefitError(f"the {ranks} ranks of an engine do not divide over its {len(nodes)} nodes")
         for place, node in enumerate(nodes):
-            found.setdefault(node, set()).update(range(place * each, (place + 1) * each))
-    if sorted(found) != list(range(len(found))):
-        raise RefitError(f"the nodes with engines must be numbered 0, 1, 2, ..., not {sorted(found)}")
-    return [sorted(found[node]) for node in range(len(found))]
+            readers.setdefault(node, set()).update(range(place * each, (place + 1) * each))
+    if sorted(readers) != list(range(len(readers))):
+        raise RefitError(f"the nodes with engines must be numbered 0, 1, 2, ..., not {sorted(readers)}")
+    return [sorted(readers[node]) for node in range(len(readers))]
 
 
 class Deliveries:

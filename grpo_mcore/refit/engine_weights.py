@@ -107,10 +107,10 @@ class EngineWeights:
         first_names = {id(parameter): name for name, parameter in reversed(by_name.items())}  # one of a tied pair
         self.unplanned = [
             name
-            for name, found in by_name.items()
-            if id(found) not in planned | self._derived.parameters
-            and first_names[id(found)] == name
-            and _elements(used_by, found)
+            for name, weight in by_name.items()
+            if id(weight) not in planned | self._derived.parameters
+            and first_names[id(weight)] == name
+            and _elements(used_by, weight)
         ]
         if self.unplanned and not self.fallbacks:
             raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(self.unplanned)}")
@@ -176,18 +176,18 @@ class EngineWeights:
 
     def tied(self) -> dict[str, list[nn.Module]]:
         """Return, for each parameter of several modules, those after the first that compute with a packed copy."""
-        found: dict[int, tuple[str, list[nn.Module]]] = {}
+        users: dict[int, tuple[str, list[nn.Module]]] = {}
         for path, module in self._model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in found:
-                    found[id(parameter)][1].append(module)
+                if id(parameter) in users:
+                    users[id(parameter)][1].append(module)
                 else:
-                    found[id(parameter)] = (f"{path}.{name}", [])
+                    users[id(parameter)] = (f"{path}.{name}", [])
         return {
             name: [
                 module for module in modules if isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
             ]
-            for name, modules in found.values()
+            for name, modules in users.values()
             if modules
         }
 
@@ -206,17 +206,17 @@ class EngineWeights:
                 shadow = prepared.setdefault(id(module), shadow_of(module))
                 shadow._parameters[name] = nn.Parameter(target.tensor, requires_grad=False)
         modules = {id(module): module for target in layer for module, _ in self._to_prepare(target)}
-        found: dict[int, Exchange] = {}
+        by_key: dict[int, Exchange] = {}
         for module in modules.values():
             shadow = prepared[id(module)]
             weight = shadow._parameters.get("weight")
             plain = None if weight is None else weight.data
             exchanges = [*self._prepare(module, shadow), *self._derived.follow(module, shadow, plain)]
             for exchange in exchanges:
-                found.setdefault(exchange.key, exchange)  # a tied parameter is exchanged once
+                by_key.setdefault(exchange.key, exchange)  # a tied parameter is exchanged once
         for target in layer:
             target.tensor, target.borrowed = None, False
-        for exchange in found.values():
+        for exchange in by_key.values():
             if self.in_place:
                 exchange.run()
             else:

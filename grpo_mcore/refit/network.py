@@ -97,16 +97,16 @@ class Network:
     def join(self) -> Any:
         """Meet the other members, all of them; later calls return the group."""
         if self._group is None:
-            found = self.description
+            network = self.description
             try:
                 if self._store is None:
-                    self._store = TCPStore(found["host"], found["port"], found["members"], False, self._timeout)
+                    self._store = TCPStore(network["host"], network["port"], network["members"], False, self._timeout)
                 store = PrefixStore("refit", self._store)
                 self._group = self._make_group(store)
             except Exception as error:
                 raise RefitError(
-                    f"member {self._member} of the refit network waited {found['timeout_s']:g} s at "
-                    f"{with_port(found['host'], found['port'])} for the other {found['members'] - 1}: {error}"
+                    f"member {self._member} of the refit network waited {network['timeout_s']:g} s at "
+                    f"{with_port(network['host'], network['port'])} for the other {network['members'] - 1}: {error}"
                 ) from error
         return self._group
 

@@ -82,7 +82,7 @@ class Overview:
         """int64 [policy ranks, nodes / nodes of an engine, ranks of an engine]: bytes that a rank reads of what a
         policy rank wrote. Nodes share the policy ranks that hold the same slice."""
         shape = self.trainer.world_size, self.nodes // self.engine.nodes, self.engine.ranks
-        found = np.zeros(shape, dtype=np.int64)
+        nbytes = np.zeros(shape, dtype=np.int64)
         deliveries = Deliveries(self.plan, (), self.readers)
         together: dict[int, tuple[list[tuple[int, int]], np.ndarray]] = {}  # of the blocks that go alike
         for block in self.plan.blocks():
@@ -93,17 +93,17 @@ class Overview:
         for routes, row in together.values():
             for node, sender in routes:
                 here = self.readers[node]
-                found[sender, node // self.engine.nodes, here] += row[here]
-        return found
+                nbytes[sender, node // self.engine.nodes, here] += row[here]
+        return nbytes
 
     def sent(self) -> np.ndarray:
         """Return int64 [policy ranks]: bytes that each writes, over all nodes."""
-        found = np.zeros(self.trainer.world_size, dtype=np.int64)
+        nbytes = np.zeros(self.trainer.world_size, dtype=np.int64)
         deliveries = Deliveries(self.plan, (), self.readers)
         for block in self.plan.blocks():
             for _, sender in deliveries.of(block):
-                found[sender] += block.nbytes
-        return found
+                nbytes[sender] += block.nbytes
+        return nbytes
 
     def numbers(self) -> dict[str, Any]:
         """Return what a refit costs beyond the bytes that it needs.

@@ -79,9 +79,9 @@ class SharedMemoryBuffer:
                 "owner has exited, or policy ranks and engines of a colocated refit are on different machines"
             ) from None
         if os.fstat(fd).st_size != nbytes:
-            found = os.fstat(fd).st_size
+            size = os.fstat(fd).st_size
             os.close(fd)
-            raise RefitError(f"refit segment {name} has {found:,} bytes, expected {nbytes:,}")
+            raise RefitError(f"refit segment {name} has {size:,} bytes, expected {nbytes:,}")
         return cls(name, nbytes, fd, owner=False)
 
     def pin(self) -> None:

@@ -68,8 +68,8 @@ def export(
     """
     if not replace and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ExportError(f"--output {output} exists and is not empty; choose another folder, or delete it")
-    found = find_checkpoint(path)
-    policy, part = found.recipe.policy, Path(policy_folder(found.folder))
+    checkpoint = find_checkpoint(path)
+    policy, part = checkpoint.recipe.policy, Path(policy_folder(checkpoint.folder))
     name = model or policy.model_name
     try:
         source = Path(model_folder(name))
@@ -86,13 +86,13 @@ def export(
             export_adapter(part, policy, source, name, partial)
         else:
             export_merged(part, policy, source, partial, tokenizer=tokenizer, shard_bytes=shard_bytes)
-        (partial / CARD).write_text(model_card(found, "peft" if adapter else "transformers"), encoding="utf-8")
+        (partial / CARD).write_text(model_card(checkpoint, "peft" if adapter else "transformers"), encoding="utf-8")
         put_in_place(partial, output)
     except OSError as error:
         raise ExportError(f"{output} could not be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return found.folder
+    return checkpoint.folder
 
 
 def best_checkpoint(config: CheckpointingConfig) -> Path | None:

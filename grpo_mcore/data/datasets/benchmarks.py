@@ -31,8 +31,8 @@ def gpqa(row: Row) -> Row:
 
 def mmlu_pro(row: Row) -> Row:
     """TIGER-Lab/MMLU-Pro: {"question", "options", "answer": a letter, "answer_index", "category"}."""
-    found = _choice(row["question"], row["options"], LETTERS.index(row["answer"]))
-    return {**found, "category": row["category"]}
+    choice = _choice(row["question"], row["options"], LETTERS.index(row["answer"]))
+    return {**choice, "category": row["category"]}
 
 
 def _choice(question: str, choices: Sequence[str], right: int) -> Row:

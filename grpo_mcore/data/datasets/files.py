@@ -17,11 +17,11 @@ def question_and_answer(row: Row, *, question: str, answer: str) -> Row:
     `ground_truth` may replace the answer. An answer that is a list or an object is the ground truth and no message."""
     messages = as_messages(required(row, question), question)
     extra = _other_fields(row, question, answer) | _tools(row, "tools")
-    found = field_of(row, answer)
-    if isinstance(found, list | dict):
-        extra.setdefault("ground_truth", found)
-    elif found is not None:
-        messages.append(assistant(str(found)))
+    truth = field_of(row, answer)
+    if isinstance(truth, list | dict):
+        extra.setdefault("ground_truth", truth)
+    elif truth is not None:
+        messages.append(assistant(str(truth)))
     elif row.get("ground_truth") is None:  # GRPO needs no answer beside it
         raise missing(row, answer)
     return {**extra, "messages": messages}

@@ -165,7 +165,7 @@ def conversation_paths(
     for row, parent in enumerate(parents):
         if not deleted[row]:
             replies[parent].append(row)
-    found: dict[tuple[int, ...], None] = {}
+    paths: dict[tuple[int, ...], None] = {}
     unfinished: list[tuple[int, ...]] = [(row,) for row in reversed(replies[None])]
     while unfinished:
         path = unfinished.pop()
@@ -173,10 +173,10 @@ def conversation_paths(
         unfinished += [(*path, row) for row in reversed(further)]
         answered = path if roles[path[-1]] == "assistant" else path[:-1]
         if not further and answered:
-            found.setdefault(answered)
+            paths.setdefault(answered)
     # A path that ends above an unanswered question may be the beginning of a longer one.
-    prefixes = {path[:end] for path in found for end in range(1, len(path))}
-    return [path for path in found if path not in prefixes]
+    prefixes = {path[:end] for path in paths for end in range(1, len(path))}
+    return [path for path in paths if path not in prefixes]
 
 
 def _columns(source: Source) -> list[list[Any]]:

@@ -169,7 +169,7 @@ ResponseDataset = FileDataset  # questions and answers under `input_key` and `ou
 
 DATASET_CLASSES: dict[str, DatasetClass] = {
     **{name: partial(FileDataset, name=name) for name in FILE_DATASETS if name not in PREFERENCE_DATASETS},
-    **{name: partial(PublishedDataset, name=name, published=found) for name, found in PUBLISHED.items()},
+    **{name: partial(PublishedDataset, name=name, published=published) for name, published in PUBLISHED.items()},
 }
 PREFERENCE_CLASSES: dict[str, DatasetClass] = {
     **{name: partial(FileDataset, name=name) for name in PREFERENCE_DATASETS},

@@ -171,7 +171,7 @@ def load_table(
         raise DataError(f"data not found: {path}")
     try:
         if local and (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():
-            found = datasets.load_from_disk(path)
+            loaded = datasets.load_from_disk(path)
         elif local and Path(path).is_file():
             kind = _FILE_TYPES.get(Path(path).suffix)
             options = _csv_options(path, separator) if kind == "csv" else {}
@@ -180,16 +180,16 @@ def load_table(
                 raise DataError(f"{path}: unknown kind of file; known are {known}")
             rows = datasets.load_dataset(kind, data_files=path, cache_dir=download_dir, **options)
             name = split if split and split.isidentifier() else "train"  # a file is whatever split was asked for
-            found = {name: rows["train"]}
+            loaded = {name: rows["train"]}
         else:
-            found = datasets.load_dataset(path, subset, cache_dir=download_dir)
+            loaded = datasets.load_dataset(path, subset, cache_dir=download_dir)
     except DataError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         subset_text = f", subset {subset!r}" if subset else ""
         raise DataError(f"cannot load the dataset {path!r}{subset_text}: {reason}") from error
-    table = _choose_split(found, split, path) if isinstance(found, dict) else found
+    table = _choose_split(loaded, split, path) if isinstance(loaded, dict) else loaded
     if len(table) == 0:
         raise DataError(f"{path}: the dataset is empty")
     return table
@@ -209,17 +209,17 @@ def _csv_options(path: str, separator: str | None) -> dict[str, Any]:
     return {"sep": separator, "features": text, "keep_default_na": False, "na_values": [""], "encoding": "utf-8-sig"}
 
 
-def _choose_split(found: dict[str, Any], split: str | None, path: str) -> Any:
+def _choose_split(splits: dict[str, Any], split: str | None, path: str) -> Any:
     import datasets
 
-    name = split or (next(iter(found)) if len(found) == 1 else "train")
-    if name in found:
-        return found[name]
+    name = split or (next(iter(splits)) if len(splits) == 1 else "train")
+    if name in splits:
+        return splits[name]
     try:
-        wanted = datasets.ReadInstruction.from_spec(name).to_absolute({key: len(rows) for key, rows in found.items()})
+        wanted = datasets.ReadInstruction.from_spec(name).to_absolute({key: len(rows) for key, rows in splits.items()})
     except (ValueError, AssertionError) as error:
-        near = nearest(name, found)
+        near = nearest(name, splits)
         hint = f"; nearest: {near}" if near else ""
-        raise DataError(f"{path}: no split {name!r}; set split to one of {sorted(found)}{hint}") from error
-    parts = [found[part.splitname].select(range(part.from_, part.to)) for part in wanted]
+        raise DataError(f"{path}: no split {name!r}; set split to one of {sorted(splits)}{hint}") from error
+    parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in wanted]
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)

@@ -68,17 +68,17 @@ def gym_to_grpo(
             if reward_threshold != 0 and (reward or 0.0) < reward_threshold - ROUNDING:
                 raise Filtered(too_low)
             answer = final_text(output_items(rollout))
-            found = _find(rollout.row, places)
-            if not answer.strip() and found is None:
+            truth = _find(rollout.row, places)
+            if not answer.strip() and truth is None:
                 raise Filtered(NO_ANSWER + ", and no ground truth")
             params = rollout.responses_create_params
             row, whole = prompt(params, input_items(params))
             row["output"] = answer
-            if found is not None:
-                row["ground_truth"] = found[0]
+            if truth is not None:
+                row["ground_truth"] = truth[0]
             line = encode(row)
-            if found is not None:
-                summary.ground_truth_from[found[1]] += 1
+            if truth is not None:
+                summary.ground_truth_from[truth[1]] += 1
             elif summary.without_ground_truth is not None:
                 summary.without_ground_truth += 1
             if not whole:

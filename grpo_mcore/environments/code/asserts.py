@@ -122,8 +122,8 @@ def _parts(test: ast.expr) -> list[Part] | None:
     """Return (kind of step, expression, condition) for each part of an assertion. None where it must run as it is."""
     match test:
         case ast.BoolOp(ast.And(), parts):
-            found = [_parts(part) for part in parts]
-            return None if None in found else [one for part in found for one in part or []]
+            nested = [_parts(part) for part in parts]
+            return None if None in nested else [one for part in nested for one in part or []]
         case ast.UnaryOp(ast.Not(), operand):
             inner = _parts(operand)
             if inner is None or len(inner) != 1:

@@ -103,8 +103,8 @@ def _system() -> Iterator[str]:
         yield from (folder for name in ("lib", "lib64") if os.path.isdir(folder := f"{prefix}/{name}"))
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     by_architecture = [f"/usr/lib/{multiarch}", f"/lib/{multiarch}"]
-    found = [folder for folder in by_architecture if multiarch and os.path.isdir(folder)] or ["/usr/lib"]
-    for folder in (*found, "/usr/lib64", "/lib64", "/lib"):
+    folders = [folder for folder in by_architecture if multiarch and os.path.isdir(folder)] or ["/usr/lib"]
+    for folder in (*folders, "/usr/lib64", "/lib64", "/lib"):
         if os.path.islink(folder) or (os.path.isdir(folder) and folder != "/lib") or folder == "/usr/lib":
             if not os.path.islink(os.path.dirname(folder)):  # else that link brings it
                 yield folder

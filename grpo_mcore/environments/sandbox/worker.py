@@ -119,11 +119,11 @@ class Worker:
                 return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
             except OSError:  # a sandbox without /proc
                 return []
-        found, new = [], [os.getpid()]
+        pids, new = [], [os.getpid()]
         while new:
             new = [child for parent in new for child in children(parent)]
-            found += new
-        return found
+            pids += new
+        return pids
 
     def end_all(self) -> None:
         """Kill and reap every process of a program."""

@@ -99,10 +99,10 @@ class AnswerReader:
             if reasoning:
                 message["reasoning_content"] = reasoning
         if parser is not None and content:
-            found = parser.extract_tool_calls(content, parsed)
-            content = found.content
-            if found.tools_called:
-                message["tool_calls"] = [call.model_dump() for call in found.tool_calls]
+            called = parser.extract_tool_calls(content, parsed)
+            content = called.content
+            if called.tools_called:
+                message["tool_calls"] = [call.model_dump() for call in called.tool_calls]
         message["content"] = content or ("" if "tool_calls" not in message else None)
         return message
 

@@ -136,8 +136,8 @@ class ChatRecord:
     def weight_versions(self, fingerprints: Sequence[str]) -> list[Spans | None]:
         """Return the weight versions of each completion; None for tokens that were not generated here."""
         with self._lock:
-            found = [self._generated.get(fingerprint) for fingerprint in fingerprints]
-        return [known and known[0] for known in found]
+            entries = [self._generated.get(fingerprint) for fingerprint in fingerprints]
+        return [known and known[0] for known in entries]
 
     def engine_of(self, fingerprint: str) -> int | None:
         """Return the engine that generated a completion, and so may have it in its prefix cache."""

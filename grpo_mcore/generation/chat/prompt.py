@@ -126,21 +126,21 @@ def _template_variables(tokenizer: Any, template: str | None) -> set[str]:
 
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message as templates expect it: content as text, arguments of calls as objects, no token ids."""
-    found = {key: value for key, value in message.items() if key not in TOKEN_FIELDS}
-    if found.get("role") == "developer":
-        found["role"] = "system"
-    content = found.get("content")
+    fields = {key: value for key, value in message.items() if key not in TOKEN_FIELDS}
+    if fields.get("role") == "developer":
+        fields["role"] = "system"
+    content = fields.get("content")
     if isinstance(content, list):
-        found["content"] = "".join(_text(part) for part in content)
+        fields["content"] = "".join(_text(part) for part in content)
     elif content is None:
-        found["content"] = ""
+        fields["content"] = ""
     elif not isinstance(content, str):
         raise RequestError(f"a message's content must be text or a list of parts, got {type(content).__name__}")
-    if calls := found.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in calls]
+    if calls := fields.get("tool_calls"):
+        fields["tool_calls"] = [_call(call) for call in calls]
     else:
-        found.pop("tool_calls", None)
-    return found
+        fields.pop("tool_calls", None)
+    return fields
 
 
 def _text(part: Any) -> str:

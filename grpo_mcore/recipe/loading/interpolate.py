@@ -123,12 +123,12 @@ def _item(node: Node, section: Any, name: str | int, nearest: Nearest, problems:
 def _without_value(error: OmegaConfBaseException, nearest: Nearest) -> str:
     """Return why an interpolation has no value."""
     reason = _reason(error)
-    if found := re.search(r"Interpolation key '(.+)' not found", reason):
-        key = found[1]
+    if match := re.search(r"Interpolation key '(.+)' not found", reason):
+        key = match[1]
         near = nearest(key)
         return f"{key} has no value" + (f"; nearest known key: {near}" if near and near != key else "")
-    if found := re.search(r"Unsupported interpolation type (.+)", reason):
-        return f"there is no function {in_yaml(found[1])}; known: {', '.join(FUNCTIONS)}"
+    if match := re.search(r"Unsupported interpolation type (.+)", reason):
+        return f"there is no function {in_yaml(match[1])}; known: {', '.join(FUNCTIONS)}"
     if "Recursive interpolation" in reason:
         return "the keys refer to each other in a circle"
     return reason

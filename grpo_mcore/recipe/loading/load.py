@@ -213,7 +213,7 @@ def _find_files_beside(node: Node, folder: Path) -> None:
         if name in _FILE_KEYS and isinstance(child.value, str) and "\n" not in child.value and "{" not in child.value:
             places = [folder, *recipe_folders()]
             beside = [place / child.value.removeprefix("examples/") for place in places]
-            if not os.path.exists(child.value) and (found := next(filter(os.path.exists, beside), None)):
-                child.value = shown(found.resolve())
+            if not os.path.exists(child.value) and (file := next(filter(os.path.exists, beside), None)):
+                child.value = shown(file.resolve())
         else:
             _find_files_beside(child, folder)

@@ -72,11 +72,11 @@ def _full_key(key: str) -> str:
     """Return the known key, with `*` for positions in lists, that is written as `key` or ends with it."""
     wanted = "." + ".".join(part for part in key.split(".") if not part.isdecimal() and part != "*")
     ends = {f".{path}".replace(".*", ""): path for path in known_keys()}
-    found = [ends[wanted]] if wanted in ends else [path for plain, path in ends.items() if plain.endswith(wanted)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise KeyError(f"{key}: which one? {', '.join(found)}")
+    keys = [ends[wanted]] if wanted in ends else [path for plain, path in ends.items() if plain.endswith(wanted)]
+    if len(keys) == 1:
+        return keys[0]
+    if keys:
+        raise KeyError(f"{key}: which one? {', '.join(keys)}")
     if wanted.startswith(".env."):
         raise KeyError(f"{key}: an environment's keys are those of its class; docs/environments.md has them")
     near = nearest_key(key)
@@ -111,21 +111,21 @@ def _sections(section: type[Section], path: str, written: dict[type[Section], st
     inner: list[tuple[type[Section], str]] = []
     rows = []
     for name, field in section.model_fields.items():
-        found, is_list = section_of(field.annotation)
+        nested, is_list = section_of(field.annotation)
         key = joined(path, name)
-        if found is None:
+        if nested is None:
             kind = _type(field.annotation, field.metadata)
             fixed = " Fixed when a run resumes." if FIXED in field.metadata else ""
             rows.append((f"`{name}`", kind, _default(field), docstrings(section)[name] + fixed))
         else:
-            inner.append((found, key + ".*" if is_list else key))
+            inner.append((nested, key + ".*" if is_list else key))
     purpose = " ".join((inspect.getdoc(section) or "").split()).removeprefix(f"`{path}`").lstrip(":. ")
     if path and rows:
         yield f"## `{path}`\n\n{purpose[:1].upper()}{purpose[1:]}\n\n{_table(rows)}"
     elif rows:
         yield f"## Top level\n\n{_table(rows)}"
-    for found, key in inner:
-        yield from _sections(found, key, written)
+    for nested, key in inner:
+        yield from _sections(nested, key, written)
 
 
 def _table(rows: list[tuple[str, str, str, str]]) -> str:

@@ -78,10 +78,10 @@ class Node:
         """Return the node at a dotted path, or None."""
         node = self
         for part in path.split(".") if path else ():
-            found = dict(node.children()).get(part)
-            if found is None:
+            child = dict(node.children()).get(part)
+            if child is None:
                 return None
-            node = found
+            node = child
         return node
 
     def plain(self) -> Any:

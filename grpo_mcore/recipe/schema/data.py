@@ -212,10 +212,10 @@ class DataConfig(Section):
 def extract_necessary_env_names(data_config: DataConfig | Mapping[str, Any]) -> list[str]:
     """Return the names of the environments that the datasets of a section `data` name, without repetition. Accepts the
     section of a MasterConfig, or a mapping with `train`, `validation` and `default`."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name in ("train", "validation", "default"):
         value = data_config.get(name)
         for entry in value if isinstance(value, list) else [value]:
             if entry is not None and (env_name := entry.get("env_name")) is not None:
-                found[env_name] = None
-    return list(found)
+                names[env_name] = None
+    return list(names)

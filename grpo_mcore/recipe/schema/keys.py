@@ -47,14 +47,14 @@ def field_at(key: str) -> FieldInfo | None:
 
 def plain_defaults(section: type[Section] = RecipeSections) -> dict[str, Any]:
     """Return the default of every key that has one, as nested dicts."""
-    found = {}
+    defaults = {}
     for name, field in section.model_fields.items():
         inner, is_list = section_of(field.annotation)
         if inner is not None and not is_list:
-            found[name] = plain_defaults(inner)
+            defaults[name] = plain_defaults(inner)
         elif not field.is_required():
-            found[name] = field.get_default(call_default_factory=True)
-    return found
+            defaults[name] = field.get_default(call_default_factory=True)
+    return defaults
 
 
 def fixed_on_resume(key: str) -> bool:
@@ -98,15 +98,15 @@ def nearest_key(key: str) -> str | None:
     elsewhere: dict[str, list[str]] = {}
     for path in known_keys():
         elsewhere.setdefault(path.rpartition(".")[2], []).append(path.replace(".*", ""))
-    if found := nearest(name, [sibling for sibling in siblings if _same_words(name, sibling)], cutoff=0.0):
-        return joined(section, found)
+    if near := nearest(name, [sibling for sibling in siblings if _same_words(name, sibling)], cutoff=0.0):
+        return joined(section, near)
     if len(elsewhere.get(name, ())) == 1:
         return elsewhere[name][0]
-    if found := nearest(name, siblings):
-        return joined(section, found)
+    if near := nearest(name, siblings):
+        return joined(section, near)
     alike = [known for known in elsewhere if _same_words(name, known)]
-    found = name if name in elsewhere else nearest(name, alike, cutoff=0.0) or nearest(name, elsewhere, cutoff=0.75)
-    return elsewhere[found][0] if found else None
+    near = name if name in elsewhere else nearest(name, alike, cutoff=0.0) or nearest(name, elsewhere, cutoff=0.75)
+    return elsewhere[near][0] if near else None
 
 
 def _section_meant(section: str) -> str:
@@ -135,11 +135,11 @@ def _same_words(name: str, known: str) -> bool:
 def docstrings(section: type[Section]) -> dict[str, str]:
     """Return the docstring of each field of a section, its inherited ones included, on one line."""
     base = section.__base__
-    found = dict(docstrings(base)) if base is not None and issubclass(base, Section) else {}
+    texts = dict(docstrings(base)) if base is not None and issubclass(base, Section) else {}
     (tree,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(tree, ast.ClassDef)
     for field, after in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
             if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-                found[field.target.id] = " ".join(after.value.value.split())
-    return found
+                texts[field.target.id] = " ".join(after.value.value.split())
+    return texts

@@ -31,8 +31,8 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
     for path, entry in tables["values"].items():
         _replace_value(tree, path, entry, notes)
     for path, entry in tables["dropped_while"].items():
-        found = [tree.find(key) for key in entry["key"]]
-        if any((None if node is None else node.value) in entry["is"] for node in found):
+        nodes = [tree.find(key) for key in entry["key"]]
+        if any((None if node is None else node.value) in entry["is"] for node in nodes):
             for section, name in _places(tree, path.split(".")):
                 _note(notes, section.value.pop(name), f"dropped: {entry['why']}")
     for table in ("dropped", "refused", "refused_unless"):

@@ -79,14 +79,14 @@ Check = Callable[[], Iterable[Finding]]
 def examine(needs: Needs, *, deadline_s: float = DEADLINE_S, checks: dict[str, Check] | None = None) -> list[Finding]:
     """Run all checks at once. Return their findings in order; one that hangs or fails is a fault."""
     checks = checks_of(needs) if checks is None else checks
-    found: dict[str, list[Finding]] = {}
+    findings: dict[str, list[Finding]] = {}
     end = time.monotonic() + deadline_s
 
     def look(name: str, check: Check) -> None:
         try:
-            found[name] = list(check())
+            findings[name] = list(check())
         except Exception as error:
-            found[name] = [fault(name, f"{type(error).__name__}: {error}", "the check itself failed")]
+            findings[name] = [fault(name, f"{type(error).__name__}: {error}", "the check itself failed")]
 
     threads = [threading.Thread(target=look, args=each, daemon=True) for each in checks.items()]
     for thread in threads:
@@ -94,7 +94,7 @@ def examine(needs: Needs, *, deadline_s: float = DEADLINE_S, checks: dict[str, C
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     late = f"no answer in {deadline_s:.0f} s", "a hanging mount, driver or network"
-    return [finding for name in checks for finding in found.get(name, [fault(name, *late)])]
+    return [finding for name in checks for finding in findings.get(name, [fault(name, *late)])]
 
 
 def checks_of(needs: Needs) -> dict[str, Check]:
@@ -129,8 +129,8 @@ def judged(check: str, saw: str, remedy: str | Literal[False]) -> Finding:
 
 def requirements(extra: str) -> list[str]:
     """Return this package's requirements, including those of `extra`."""
-    found = map(Requirement, metadata.requires("grpo-mcore") or ())
-    return [f"{r.name}{r.specifier}" for r in found if r.marker is None or r.marker.evaluate({"extra": extra})]
+    needed = map(Requirement, metadata.requires("grpo-mcore") or ())
+    return [f"{r.name}{r.specifier}" for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})]
 
 
 def versions(pins: Sequence[str], extra: str) -> Iterator[Finding]:
@@ -185,12 +185,12 @@ def list_gpus(timeout_s: float = 15.0) -> list[Gpu] | None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         raise OSError(f"nvidia-smi: {(done.stderr or done.stdout).strip()}")
-    found = []
+    listed = []
     for line in done.stdout.splitlines():
         index, name, driver, total, used, errors = (part.strip() for part in line.split(","))
         count = int(errors) if errors.isdigit() else None
-        found.append(Gpu(int(index), name, driver, int(total) * 2**20, int(used) * 2**20, count))
-    return found
+        listed.append(Gpu(int(index), name, driver, int(total) * 2**20, int(used) * 2**20, count))
+    return listed
 
 
 def _on_gpu(needs: Needs) -> bool:
@@ -200,40 +200,40 @@ def _on_gpu(needs: Needs) -> bool:
 def gpus(needs: Needs) -> Iterable[Finding]:
     if needs.gpu is False:
         return [Finding("GPUs", "ok", "not used: cluster.platform is cpu")]
-    found = list_gpus()
+    present = list_gpus()
     wanted = needs.gpus_per_node if needs.gpu else 0
-    if found:
+    if present:
         import torch
 
-        return judge_gpus(found, wanted, torch.cuda.device_count())
+        return judge_gpus(present, wanted, torch.cuda.device_count())
     if not wanted:
         return [Finding("GPUs", "ok", "none, and none asked for")]
-    reason = "no nvidia-smi" if found is None else "no device"
+    reason = "no nvidia-smi" if present is None else "no device"
     advice = "install the driver, start the container with --gpus all, or set cluster.platform: cpu"
     return [fault("GPUs", f"{reason}, but {wanted} are asked for", advice)]
 
 
-def judge_gpus(found: Sequence[Gpu], wanted: int, seen_by_torch: int) -> list[Finding]:
+def judge_gpus(present: Sequence[Gpu], wanted: int, seen_by_torch: int) -> list[Finding]:
     """Check the GPUs of a node. `wanted`: GPUs that the recipe needs (0: any)."""
-    names, drivers = sorted({gpu.name for gpu in found}), sorted({gpu.driver for gpu in found})
+    names, drivers = sorted({gpu.name for gpu in present}), sorted({gpu.driver for gpu in present})
     faults = []
-    if len(found) < wanted:
-        faults.append(fault("GPUs", f"{len(found)} instead of {wanted}", "lower cluster.gpus_per_node, or see dmesg"))
-    if seen_by_torch != len(found):
-        saw = f"torch sees {seen_by_torch} of {len(found)}"
+    if len(present) < wanted:
+        faults.append(fault("GPUs", f"{len(present)} instead of {wanted}", "lower cluster.gpus_per_node, or see dmesg"))
+    if seen_by_torch != len(present):
+        saw = f"torch sees {seen_by_torch} of {len(present)}"
         faults.append(fault("GPUs", saw, "unset CUDA_VISIBLE_DEVICES; install a CUDA build of torch"))
     if any(int(driver.split(".")[0]) < MIN_DRIVER for driver in drivers):
         faults.append(fault("driver", f"driver {', '.join(drivers)}", f"CUDA 13 needs {MIN_DRIVER} or newer"))
     if len(names) > 1:
         faults.append(fault("GPUs", f"they differ: {', '.join(names)}", "use nodes of one kind of GPU"))
-    for gpu in found:
+    for gpu in present:
         if gpu.used > USED_BEFORE * gpu.memory:
             saw = f"GPU {gpu.index}: {gpu.used / GB:.1f} GB are in use"
             faults.append(fault("GPU memory", saw, "end the processes that nvidia-smi lists"))
         if gpu.errors:
             saw = f"GPU {gpu.index}: {gpu.errors} uncorrected ECC errors"
             faults.append(fault("GPU errors", saw, "drain the node and reset or replace the GPU"))
-    sound = Finding("GPUs", "ok", f"{len(found)} x {', '.join(names)}, driver {', '.join(drivers)}")
+    sound = Finding("GPUs", "ok", f"{len(present)} x {', '.join(names)}, driver {', '.join(drivers)}")
     return faults or [sound]
 
 
@@ -461,7 +461,7 @@ def all_reduce(backend: str, ranks: Sequence[tuple[str, int, int]], timeout_s: f
         for rank in ranks
     ]
     end = began + timeout_s
-    found: list[tuple[float, str | None]] = []
+    results: list[tuple[float, str | None]] = []
     try:
         for process in started:
             error = None
@@ -473,10 +473,10 @@ def all_reduce(backend: str, ranks: Sequence[tuple[str, int, int]], timeout_s: f
                 error = f"no answer in {timeout_s:.0f} s"
             if error:
                 end = min(end, time.monotonic() + PEERS_S)
-            found.append((time.monotonic() - began, error))
+            results.append((time.monotonic() - began, error))
     finally:
         processes.end(started, grace_s=0)
-    return found
+    return results
 
 
 def pair_reduced(check: str, who: str, answers: Sequence[tuple[float, str | None]]) -> Finding:

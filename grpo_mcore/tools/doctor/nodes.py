@@ -80,7 +80,7 @@ def _examine_all(ray: Any, needs: Needs, address: str) -> dict[str, list[Finding
             with suppress(OSError):
                 mark.unlink()
     whole += [_compare_clock(ray, node, names[node]) for node in alive]
-    hosts = {node: found["NodeManagerAddress"] for node, found in alive.items()}
+    hosts = {node: node_info["NodeManagerAddress"] for node, node_info in alive.items()}
     backend = "nccl" if gpus and needs.gpu is not False else "gloo"
     for half in (0, 1):  # pairs without a common node at the same time
         whole += _links(ray, list(pairwise(alive))[half::2], hosts, names, backend)
@@ -106,8 +106,8 @@ def seen(what: str, path: str, nodes: dict[str, bool]) -> Finding:
 def _look(needs: Needs, marks: dict[str, Path]) -> tuple[list[Finding], dict[str, bool]]:
     """Run on a node. Return its findings, without those about Ray, and which marks it sees."""
     visible = {what: os.path.exists(path) for what, path in marks.items()}
-    found = [finding for finding in examine(needs, deadline_s=CHECKS_S) if finding.check not in {"ports", "Ray"}]
-    return found, visible
+    findings = [finding for finding in examine(needs, deadline_s=CHECKS_S) if finding.check not in {"ports", "Ray"}]
+    return findings, visible
 
 
 def _now() -> float:
@@ -160,7 +160,7 @@ def _names(alive: dict[str, Any]) -> dict[str, str]:
     """Return host names by node; with a port if several nodes run on one host."""
     hosts = [node["NodeManagerHostname"] for node in alive.values()]
     return {
-        node: found["NodeManagerHostname"]
-        + (f":{found['NodeManagerPort']}" if hosts.count(found["NodeManagerHostname"]) > 1 else "")
-        for node, found in alive.items()
+        node: node_info["NodeManagerHostname"]
+        + (f":{node_info['NodeManagerPort']}" if hosts.count(node_info["NodeManagerHostname"]) > 1 else "")
+        for node, node_info in alive.items()
     }

@@ -37,16 +37,16 @@ def read_crd(file: Path) -> Object:
     """Return the openAPIV3Schema of ray.io/v1 RayJob from a custom resource definition, as `kubectl get crd
     rayjobs.ray.io -o yaml` prints it, or from a file that holds only the schema. Raises CrdError."""
     try:
-        found = yaml.safe_load(file.read_text())
+        schema = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise CrdError(f"{file} is not readable: {error}") from error
-    versions = found.get("spec", {}).get("versions", []) if isinstance(found, dict) else []
+    versions = schema.get("spec", {}).get("versions", []) if isinstance(schema, dict) else []
     for version in versions:
         if version["name"] == "v1":
-            found = version["schema"]["openAPIV3Schema"]
-    if not isinstance(found, dict) or "spec" not in found.get("properties", {}):
+            schema = version["schema"]["openAPIV3Schema"]
+    if not isinstance(schema, dict) or "spec" not in schema.get("properties", {}):
         raise CrdError(f"{file} holds no schema of ray.io/v1 RayJob: kubectl get crd rayjobs.ray.io -o yaml > {file}")
-    return found
+    return schema
 
 
 def check_file(file: Path, schema: Object) -> list[str]:

@@ -137,10 +137,10 @@ def job_name(stem: str) -> str:
 
 def _texts(config: MasterConfig) -> tuple[tuple[str, str], ...]:
     """Return (path, content) of the prompt files that the recipe names by a relative path, and of launch.code."""
-    found = {name: Path(name).read_text() for name in code_files(config.launch.code)}
+    texts = {name: Path(name).read_text() for name in code_files(config.launch.code)}
     for entry in [config.data.default, *config.data.train, *config.data.validation]:
         for key in _TEXT_FILES:
             name = getattr(entry, key, None) if entry is not None else None
             if name and not Path(name).is_absolute() and Path(name).is_file():
-                found[name] = Path(name).read_text()
-    return tuple(sorted(found.items()))
+                texts[name] = Path(name).read_text()
+    return tuple(sorted(texts.items()))

@@ -53,9 +53,9 @@ def seconds(limit: str) -> int:
 
 def validate(recipe: Recipe, target: Target) -> None:
     """Raise RecipeError with every finding for `target`, if there is any."""
-    found = [finding for check in CHECKS[target] for finding in check(recipe.config)]
-    if found:
-        raise RecipeError([_problem(finding, recipe) for finding in found], shown(recipe.path))
+    findings = [finding for check in CHECKS[target] for finding in check(recipe.config)]
+    if findings:
+        raise RecipeError([_problem(finding, recipe) for finding in findings], shown(recipe.path))
 
 
 def _problem(finding: Finding, recipe: Recipe) -> Problem:
@@ -134,37 +134,37 @@ def _mounts(config: MasterConfig) -> Iterator[Finding]:
 
 def code_files(paths: Sequence[str]) -> list[str]:
     """Return the files of launch.code: of a folder all below it that are not hidden or compiled."""
-    found: list[str] = []
+    files: list[str] = []
     for path in map(Path, paths):
         below = sorted(path.rglob("*")) if path.is_dir() else [path]
         hidden = (".", "__pycache__")
-        found += [
+        files += [
             file.as_posix() for file in below if file.is_file() and not any(p.startswith(hidden) for p in file.parts)
         ]
-    return found
+    return files
 
 
 def own_modules(config: MasterConfig) -> dict[str, str]:
     """Return the modules in the working directory that the recipe names by import path: key -> file."""
-    found = {}
+    modules = {}
     for key in leaves(config.model_dump(exclude={"launch"})):
         value = value_at(config, key)
         path = IMPORT.fullmatch(value) if isinstance(value, str) else None
         if path is None or path[1].startswith("grpo_mcore."):
             continue
         if (file := Path(*path[1].split(".")).with_suffix(".py")).is_file():
-            found[key] = file.as_posix()
-    return found
+            modules[key] = file.as_posix()
+    return modules
 
 
 def models_and_data(config: MasterConfig) -> dict[str, Path]:
     """Return the models and data that the recipe names by a path of this machine, each once: key -> absolute path."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for key in filter(READ_BY_NODES.search, leaves(config.model_dump(exclude={"launch"}))):
         value = value_at(config, key)
-        if isinstance(value, str) and Path(value).exists() and Path(value).absolute() not in found.values():
-            found[key] = Path(value).absolute()
-    return found
+        if isinstance(value, str) and Path(value).exists() and Path(value).absolute() not in paths.values():
+            paths[key] = Path(value).absolute()
+    return paths
 
 
 def _data_on_slurm(config: MasterConfig) -> Iterator[Finding]:

@@ -69,18 +69,18 @@ class ParityCase:
     @property
     def ok(self) -> bool:
         """Whether all differences are within the limits. False for NaN."""
-        return all(found <= LOGPROB_LIMIT for found in self.logprobs.values()) and all(
-            found <= GRADIENT_LIMIT for found in self.gradients.values()
+        return all(error <= LOGPROB_LIMIT for error in self.logprobs.values()) and all(
+            error <= GRADIENT_LIMIT for error in self.gradients.values()
         )
 
     def by_layer(self) -> dict[str, tuple[float, str]]:
         """Return (largest relative error, its parameter) by layer; a parameter outside the layers has its own entry."""
-        found: dict[str, tuple[float, str]] = {}
+        largest: dict[str, tuple[float, str]] = {}
         for name, error in self.gradients.items():
             layer = re.search(r"\.layers\.(\d+)\.", name)
             key = f"layer {layer[1]}" if layer else name
-            found[key] = max(found.get(key, (-1.0, "")), (error, name))
-        return found
+            largest[key] = max(largest.get(key, (-1.0, "")), (error, name))
+        return largest
 
     def plain(self) -> dict[str, Any]:
         """Return the case as plain values, for --json."""
@@ -122,13 +122,13 @@ def reference_of(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
 
 def unstacked(tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """Return tensors of a checkpoint by the names that the family declares, experts apart."""
-    found = dict(tensors)
+    by_name = dict(tensors)
     for tensor in (tensor for param in params_of(shape) for tensor in param.hf):
         if tensor.stack is not None:
             stack = tensors[tensor.stored.name]
-            found[tensor.name] = stack[tensor.stack[0]].permute(*reversed(range(stack.dim() - 1)))
-            found.pop(tensor.stored.name, None)
-    return found
+            by_name[tensor.name] = stack[tensor.stack[0]].permute(*reversed(range(stack.dim() - 1)))
+            by_name.pop(tensor.stored.name, None)
+    return by_name
 
 
 def fitting(folder: Path, layouts: Iterable[LayoutCase]) -> tuple[list[LayoutCase], dict[str, str]]:
@@ -148,12 +148,12 @@ def fitting(folder: Path, layouts: Iterable[LayoutCase]) -> tuple[list[LayoutCas
 
 def compare_layouts(reference: Reference, layouts: Sequence[LayoutCase], pool: RankPool) -> list[ParityCase]:
     """Compare each layout with packed rows and without. Raises RankFailed."""
-    target, found = "grpo_mcore.tools.parity.rank:logprobs_and_gradients", []
+    target, cases = "grpo_mcore.tools.parity.rank:logprobs_and_gradients", []
     for case in layouts:
         for packed in (False, True):
             ranks = pool.run(case.world_size, target, str(reference.folder), case, packed, timeout_s=RANK_TIMEOUT_S)
-            found.append(compare(reference, ranks, case.name, packed))
-    return found
+            cases.append(compare(reference, ranks, case.name, packed))
+    return cases
 
 
 def compare(reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, packed: bool) -> ParityCase:

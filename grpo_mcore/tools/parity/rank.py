@@ -64,10 +64,10 @@ def layout_named(name: str, shape: ModelShape) -> LayoutCase:
     name = name.upper().replace("X", "x")
     sizes = dict.fromkeys(DIMENSIONS, 0)
     for part in name.replace("-SP", "").split("x"):
-        found = re.fullmatch(r"([A-Z]+)([1-9]\d*)", part)
-        if found is None or found[1] not in sizes:
+        match = re.fullmatch(r"([A-Z]+)([1-9]\d*)", part)
+        if match is None or match[1] not in sizes:
             raise LayoutNameError(f"--layouts: {name!r}: {part!r} is not one of {', '.join(DIMENSIONS)} with a number")
-        sizes[found[1]] = int(found[2])
+        sizes[match[1]] = int(match[2])
     tensor = sizes["TP"] or sizes["ETP"] or 1
     context, expert, expert_tensor = (sizes[dimension] or 1 for dimension in ("CP", "EP", "ETP"))
     return LayoutCase(
@@ -175,9 +175,9 @@ def logprobs_and_gradients(address: Address, model: str, case: LayoutCase, packe
     """Return the log-probs by sequence (last stage), and the gradient of the loss: the change of the owned slices."""
     policy = make_policy(address, model, case)
     batches = micro_batches(policy, packed)
-    found: dict[int, torch.Tensor] = {}
+    logprobs: dict[int, torch.Tensor] = {}
     for batch, row in zip(batches, policy.logprobs(batches) or (), strict=False):
-        found |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
+        logprobs |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
     before = owned_slices(policy)
     report = policy.train_step(
         batches, compared_loss(), global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
@@ -185,4 +185,4 @@ def logprobs_and_gradients(address: Address, model: str, case: LayoutCase, packe
     gradients = [
         (name, box, was - now) for (name, box, was), (_, _, now) in zip(before, owned_slices(policy), strict=True)
     ]
-    return {"logprobs": found, "gradients": gradients, "grad_norm": report.grad_norm}
+    return {"logprobs": logprobs, "gradients": gradients, "grad_norm": report.grad_norm}

@@ -84,14 +84,14 @@ def _device(memory: Mapping[str, Any]) -> Device | None:
 def _seconds(plan: Plan, steps: Sequence[Mapping[str, float]]) -> list[Compared]:
     """Compare the seconds, without the first step, which warms everything up, if there are others."""
     steps = steps[1:] or steps
-    found = []
+    compared = []
     for phase in plan.times.phases:
         if (timer := TIMERS.get(phase.name)) is None:
             continue  # a run measures it as part of the others
         measured = [step[timer] for step in steps if timer in step]
         if measured:
-            found.append(Compared(phase.name, phase.likely, median(measured), "s"))
-    return found
+            compared.append(Compared(phase.name, phase.likely, median(measured), "s"))
+    return compared
 
 
 def _bytes(plan: Plan, memory: Sequence[Mapping[str, Any]]) -> list[Compared]:

@@ -130,18 +130,18 @@ def activation_bytes(
     head = last_stage_bytes(load.shape, rank, here) if last else 0.0
     heads = chunks[-1] if layout.virtual == 1 else 1  # interleaved: the last stage starts the backward pass at once
     kept = layer_input_bytes(load.shape, rank, here)
-    found, largest = chunks[0] * ends, 0.0
+    nbytes, largest = chunks[0] * ends, 0.0
     of_layer = partial(layer_bytes, load.shape, rank, here, length=load.mean_length, padding=padding)
     for flying, layers in zip(chunks, load.chunks[stage], strict=True):
         for layer in layers:
             whole = of_layer(layer)
             rest = kept if load.recompute else of_layer(layer, recomputed=load.recomputed)
-            found += flying * rest
+            nbytes += flying * rest
             largest = max(largest, whole - rest)
     if not (load.recompute or load.recomputed):
-        return int(found + heads * head)
+        return int(nbytes + heads * head)
     # One layer at a time is recomputed, after the head's activations and the logits are freed.
-    return int(found + max(head, largest - logits))
+    return int(nbytes + max(head, largest - logits))
 
 
 def _in_flight(load: Workload, stage: int) -> list[int]:
@@ -155,10 +155,10 @@ def _in_flight(load: Workload, stage: int) -> list[int]:
         return [min(stages - stage, count)]
     total = -(-count // stages) * stages * chunks
     ahead = total if total == stages * chunks else min(total, (stages - stage - 1) * 2 + (chunks - 1) * stages + 1)
-    found = [0] * chunks
+    counts = [0] * chunks
     for step in range(ahead):
-        found[step // stages % chunks] += 1
-    return found
+        counts[step // stages % chunks] += 1
+    return counts
 
 
 def engine_memory(load: Workload, device: Device) -> EngineMemory:

@@ -106,10 +106,10 @@ def _rank_params(
 def _of_chunk(shape: ModelShape, layers: Sequence[int], *, first: bool, last: bool) -> list[Param]:
     """Return the parameters of a model chunk, in the order of the forward pass."""
     before, by_layer, behind = _sorted(shape)
-    found = [*before] if first else []
-    found += [param for layer in layers for param in by_layer[layer]]
+    params = [*before] if first else []
+    params += [param for layer in layers for param in by_layer[layer]]
     # The last stage has a copy of tied embeddings, unless it is the first one too.
-    return found + [param for param in behind if last and not (param.copy and first)]
+    return params + [param for param in behind if last and not (param.copy and first)]
 
 
 @cache

@@ -87,16 +87,16 @@ def trace_text(traced: Sequence[TracedPhase], device: Device) -> str:
     return "\n".join(lines)
 
 
-def search_text(found: Sequence[Candidate], nodes: int) -> str:
+def search_text(candidates: Sequence[Candidate], nodes: int) -> str:
     """Return the candidates, best first, each with its overrides."""
-    if not found:
+    if not candidates:
         return (
             f"no layout fits {nodes} nodes: take more nodes, a device with more memory, a smaller "
             "policy.sequence_packing.train_mb_tokens, or a policy.train_global_batch_size with more divisors"
         )
     lines = [f"layouts that fit {nodes} nodes, the fastest of each kind; the recipe's first if it is about as fast"]
-    for number, candidate in enumerate(found, 1):
-        slower = f", {candidate.seconds / found[0].seconds - 1:.0%} slower by this estimate" if number > 1 else ""
+    for number, candidate in enumerate(candidates, 1):
+        slower = f", {candidate.seconds / candidates[0].seconds - 1:.0%} slower by this estimate" if number > 1 else ""
         own = f" (the recipe's{slower})" if candidate.own else ""
         lines += [f"{number}. {candidate.layout}{own}", f"   {candidate.reason}", f"   {' '.join(candidate.overrides)}"]
     return "\n".join(lines)

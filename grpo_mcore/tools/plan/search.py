@@ -44,14 +44,14 @@ def search(load: Workload, device: Device, nodes: int, best: int = 5) -> list[Ca
     fastest: dict[tuple[bool, ...], Candidate] = {}
     own: Candidate | None = None
     for option in _options(load, nodes):
-        found = _candidate(option, device, own=option is load)
-        if found is None:
+        tried = _candidate(option, device, own=option is load)
+        if tried is None:
             continue
-        own = found if found.own else own
+        own = tried if tried.own else own
         layout = option.layout
         kind = (layout.tensor > 1, layout.pipeline > 1, layout.expert > 1, option.recompute)
-        if kind not in fastest or found.seconds < fastest[kind].seconds:
-            fastest[kind] = found
+        if kind not in fastest or tried.seconds < fastest[kind].seconds:
+            fastest[kind] = tried
     ranked = sorted(fastest.values(), key=lambda candidate: candidate.seconds)[:best]
     if own is not None:
         ranked = [candidate for candidate in ranked if candidate.layout != own.layout]

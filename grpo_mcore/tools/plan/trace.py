@@ -63,12 +63,12 @@ def trace(config: MasterConfig, plan: Plan, hf_config: dict[str, Any]) -> list[T
         Path(folder, "config.json").write_text(json.dumps(hf_config))
         policy = config.policy.model_copy(update={"model_name": folder}, deep=True)
         policy.megatron_cfg.optimizer.use_precision_aware_optimizer = False  # see `_trace_stage`
-        found = []
+        compared = []
         for stage in sorted({0, plan.load.layout.pipeline - 1}):
             rows = _rows(plan.load)
             phases = _trace_stage(config.model_copy(update={"policy": policy}), plan.load, stage, rows)
-            found += [_compared(phase, plan, stage, len(rows)) for phase in phases]
-        return found
+            compared += [_compared(phase, plan, stage, len(rows)) for phase in phases]
+        return compared
 
 
 def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[PackedBatch]) -> list[PhaseCounts]:
