@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from grpo_mcore.environments.gym_penalties import THOUGHT_MARKS, TOOL_CALL_MARKS, RewardPenalties, flag_of, text_of
 from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn, fingerprint
 
 FAILURE, NOT_KEPT, TERMINAL = "_ng_failure_class", "_ng_no_persist", "_ng_failure_terminal"
@@ -34,6 +35,8 @@ class ModelCall:
     generated: list[int]
     logprobs: list[float]
     text: str
+    flag: str = ""
+    """What is wrong with its messages: one of rollout.trajectory.FLAGS, or ""."""
 
     @property
     def tokens(self) -> list[int]:
@@ -80,6 +83,7 @@ class GymRollout:
                     torch.tensor(call.logprobs, dtype=torch.float32),
                     loss_mask=True,
                     text=call.text,
+                    flag=call.flag,
                 )
             )
             for version, first, last in versions:
@@ -99,7 +103,19 @@ class GymRollout:
         )
 
 
-def read_result(result: Any, seconds: float, max_tokens: int | None = None) -> GymRollout:
+@dataclass(frozen=True)
+class FormRules:
+    """What is looked for in the form of a rollout: marks of tool calls and thoughts in its messages' texts, and what
+    makes its reward 0."""
+
+    tool_marks: Sequence[str] = TOOL_CALL_MARKS
+    thought_marks: Sequence[str] = THOUGHT_MARKS
+    penalties: RewardPenalties = field(default_factory=RewardPenalties)
+
+
+def read_result(
+    result: Any, seconds: float, max_tokens: int | None = None, form: FormRules = FormRules()
+) -> GymRollout:
     """Read the reply of the agent's /run, up to `max_tokens` tokens of all branches. Raises GymFailure."""
     if not isinstance(result, dict):
         raise GymFailure(f"the Gym's result is not an object, but {type(result).__name__}")
@@ -117,7 +133,7 @@ def read_result(result: Any, seconds: float, max_tokens: int | None = None) -> G
     reward = _number(result.get("reward"))
     if reward is None:
         raise GymFailure(f"the Gym's reward is {result.get('reward')!r}")
-    calls = _calls(output)
+    calls = _calls(output, form)
     if not calls:
         raise GymFailure(
             "no item of the output has generation_token_ids: set return_token_id_information for the Gym's model server"
@@ -128,20 +144,25 @@ def read_result(result: Any, seconds: float, max_tokens: int | None = None) -> G
     cut = len(calls) - kept
     why = f"{kept} turns" + (f" in {len(branches)} branches" if len(branches) > 1 else "")
     why += f", {cut} more for which there is no room are cut off" if cut else ""
+    if broken := form.penalties.broken(output, [(call.prompt, call.generated) for call in calls], form.thought_marks):
+        why, reward = f"{why}; penalised: {', '.join(broken)}; its reward was {reward:g}", 0.0
     score = Score(reward, calls[kept - 1].text, why, seconds, _parts(result))
     return GymRollout(
         tuple(map(tuple, branches)), cut, reason == "max_output_tokens" and not cut, score, _prompt_text(result)
     )
 
 
-def _calls(output: Sequence[Any]) -> list[ModelCall]:
+def _calls(output: Sequence[Any], form: FormRules) -> list[ModelCall]:
     calls = []
+    messages: list[str] = []  # texts since the last call
     flat = (one for item in output for one in (item if isinstance(item, list) else [item]))
     text = ""
     for item in flat:
         if not isinstance(item, dict):
             continue
         text += _text(item)
+        if item.get("type", "message") == "message" and item.get("role") == "assistant":
+            messages.append(text_of(item.get("content")))
         if not item.get("generation_token_ids"):
             continue
         prompt = _ids(item, "prompt_token_ids")
@@ -152,8 +173,9 @@ def _calls(output: Sequence[Any]) -> list[ModelCall]:
         numbers = [_number(value) for value in logprobs]
         if None in numbers:
             raise GymFailure(f"a log-prob is {logprobs[numbers.index(None)]!r}")
-        calls.append(ModelCall(prompt, generated, [value for value in numbers if value is not None], text))
-        text = ""
+        flag = flag_of(messages, form.tool_marks, form.thought_marks)
+        calls.append(ModelCall(prompt, generated, [value for value in numbers if value is not None], text, flag))
+        text, messages = "", []
     return calls
 
 
@@ -203,19 +225,12 @@ def _text(item: Mapping[str, Any]) -> str:
         return f"{item.get('name')}({item.get('arguments')})"
     if item.get("role") != "assistant":
         return ""
-    return _joined(item.get("content"))
+    return text_of(item.get("content"))
 
 
 def _prompt_text(result: Mapping[str, Any]) -> str:
     params = result.get("responses_create_params")
     asked = params.get("input") if isinstance(params, dict) else None
     if isinstance(asked, list):
-        return "\n".join(_joined(item.get("content")) for item in asked if isinstance(item, dict))
+        return "\n".join(text_of(item.get("content")) for item in asked if isinstance(item, dict))
     return asked if isinstance(asked, str) else ""
-
-
-def _joined(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))

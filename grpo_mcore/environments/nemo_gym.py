@@ -20,7 +20,8 @@ from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
 from grpo_mcore.environments.gym_client import GymClient, GymError, PolicyEndpoint
-from grpo_mcore.environments.gym_result import GymFailure, GymRollout, read_result
+from grpo_mcore.environments.gym_penalties import THOUGHT_MARKS, TOOL_CALL_MARKS, RewardPenalties
+from grpo_mcore.environments.gym_result import FormRules, GymFailure, GymRollout, read_result
 from grpo_mcore.environments.http_retries import RetryPolicy
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.rollout.trajectory import Sampling, Score, Trajectory
@@ -50,6 +51,14 @@ class NemoGymConfig(EnvConfig):
     broken connections, failures that it does not call final)."""
     num_samples_in_parallel: int | None = Field(None, ge=1)
     """Maximum concurrent rollouts. null: all."""
+    invalid_tool_call_patterns: list[str] = list(TOOL_CALL_MARKS)
+    """Texts that a message must not have, because they belong to a call of a tool: such a message is flagged, for
+    grpo.invalid_tool_call_advantage."""
+    thinking_tags: list[str] = list(THOUGHT_MARKS)
+    """Marks of thoughts that a message must not have: such a message is flagged, for
+    grpo.malformed_thinking_advantage."""
+    reward_penalties: RewardPenalties = Field(default_factory=RewardPenalties)
+    """What makes the reward of a rollout 0. In NeMo RL's recipes it stands at the top."""
     responses_create_params: dict[str, Any] = Field(default_factory=dict)
     """Replaces these fields of every task's responses_create_params."""
 
@@ -113,6 +122,9 @@ class NemoGymEnvironment(EnvironmentBase):
             start_timeout_s=self.config.start_timeout_s,
             timeout_s=self.config.rollout_timeout_s,
         )
+        self._form = FormRules(
+            self.config.invalid_tool_call_patterns, self.config.thinking_tags, self.config.reward_penalties
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nemo-gym", daemon=True)
         self._thread.start()
@@ -162,7 +174,7 @@ class NemoGymEnvironment(EnvironmentBase):
         async def attempt() -> tuple[Any, GymRollout, Trajectory]:
             async with self._room:
                 result = await self._client.run(agent, row)
-            rollout = read_result(result, time.perf_counter() - began, sample.max_tokens)
+            rollout = read_result(result, time.perf_counter() - began, sample.max_tokens, self._form)
             versions = await self._client.weight_versions(endpoint, rollout.fingerprints())
             return result, rollout, rollout.trajectory(sample.uid, sample.generation_index, versions)
 

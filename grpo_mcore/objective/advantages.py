@@ -5,8 +5,8 @@ Groups are identified by an id, not by equal prompts. A failed sample is left ou
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,19 @@ class GroupStats:
 
 
 @dataclass(frozen=True)
+class AdvantageTerm:
+    """A part of the advantages, with which a person can compute them: weight * (rewards - baseline) / scale."""
+
+    rewards: Tensor
+    """float64 [N]: as the estimator got them: scaled and shaped, with the KL where it is in the reward."""
+    baseline: Tensor
+    """float64 [N]"""
+    scale: Tensor
+    """float64 [N]: the standard deviation with its eps; 1 where there is none."""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class AdvantageEstimate:
     """Advantages of N samples: token t of sample i trains with advantages[i] - kl_weight * kl_to_go[i, t]."""
 
@@ -51,6 +64,10 @@ class AdvantageEstimate:
     """Statistics of the rewards from which the advantages were computed."""
     kl_weight: float = 0.0
     """Above 0 only if the KL is subtracted from the advantage token by token."""
+    terms: Mapping[str, AdvantageTerm] = field(default_factory=dict)
+    """By name of the reward, "" for the only one: advantages = sum of the terms / scale. Empty: a custom estimator."""
+    scale: float = 1.0
+    """Divisor of the sum, the same for all samples of the step."""
 
 
 def group_index(keys: Sequence[Hashable]) -> Tensor:
@@ -113,10 +130,18 @@ def grpo_advantages(
     if leave_one_out:
         size = groups.size[groups.index].to(torch.float64)
         advantages = advantages * size / (size - 1).clamp(min=1)
+    term = advantage_term(rewards, advantages)
     if normalize:
         std = groups.std[groups.index]
         advantages = torch.where(std > 0, advantages / (std + eps), advantages)
-    return AdvantageEstimate(advantages, groups)
+        term = replace(term, scale=torch.where(std > 0, std + eps, 1.0))
+    return AdvantageEstimate(advantages, groups, terms={"": term})
+
+
+def advantage_term(rewards: Tensor, difference: Tensor) -> AdvantageTerm:
+    """Return the term of rewards whose differences to their baselines are known, [N] each, without a scale."""
+    rewards = rewards.to(torch.float64)
+    return AdvantageTerm(rewards, rewards - difference, torch.ones_like(rewards))
 
 
 def clip_advantages(advantages: Tensor, low: float | None = None, high: float | None = None) -> Tensor:

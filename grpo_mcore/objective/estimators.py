@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeAlias, get_args
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from grpo_mcore.objective.advantages import (
     EQUAL_REWARDS_TOLERANCE,
     AdvantageEstimate,
+    advantage_term,
     group_stats,
     grpo_advantages,
 )
@@ -71,7 +73,8 @@ def estimate_advantages(
                 "gdpo normalises each named reward by itself, so there is no single reward to subtract the KL from: "
                 "keep the KL in the loss (use_kl_in_reward=false)"
             )
-        total = gdpo_advantages(
+        return gdpo_advantages(
+            rewards,
             rewards_by_name or {},
             group_ids,
             valid,
@@ -80,7 +83,6 @@ def estimate_advantages(
             leave_one_out=leave_one_out,
             eps=eps,
         )
-        return AdvantageEstimate(total, group_stats(rewards, group_ids, valid))
     if kl is not None and kl_penalty:
         rewards = rewards_minus_kl(rewards, kl, kl_penalty, valid)
     return grpo_advantages(
@@ -119,11 +121,15 @@ def reinforce_plus_plus_advantages(
     counted = torch.where(groups.valid, tokens.to(torch.float64), 0.0)
     mean, std = token_moments(values, counted, kl, kl_penalty)
     scale = torch.where(std > 0, 1 / (std + eps), 0.0)
-    advantages = torch.where(groups.valid, (values - mean) * scale, 0.0)
-    return AdvantageEstimate(advantages, groups, kl_penalty * float(scale))
+    differences = torch.where(groups.valid, values - mean, 0.0) if std > 0 else torch.zeros_like(values)
+    term = advantage_term(rewards, differences)
+    if std > 0:
+        term = replace(term, scale=torch.full_like(values, float(std) + eps))
+    return AdvantageEstimate(differences * scale, groups, kl_penalty * float(scale), {"": term})
 
 
 def gdpo_advantages(
+    rewards: Tensor,
     rewards_by_name: Mapping[str, Tensor],
     group_ids: Tensor,
     valid: Tensor | None = None,
@@ -132,8 +138,8 @@ def gdpo_advantages(
     normalize: bool = True,
     leave_one_out: bool = True,
     eps: float = 1e-6,
-) -> Tensor:
-    """GDPO (arXiv 2601.05242): float64 [N], 0 for failed samples.
+) -> AdvantageEstimate:
+    """GDPO (arXiv 2601.05242): 0 for failed samples. `rewards` [N]: of all names together, for the statistics.
 
     A_k = (r_k - mean) / std of the group, for each named reward by itself (`grpo_advantages`); A = sum of w_k A_k;
     then A / (std(A) + eps) over all valid samples of the step (std with n - 1). The mean is 0 in every group, so over
@@ -148,7 +154,7 @@ def gdpo_advantages(
             "with one reward use the estimator grpo"
         )
     weight_of = weights_by_name(names, weights)
-    parts = []
+    parts, terms = [], {}
     # No eps within a group: where named rewards cancel out, it would leave a remainder that the step's std amplifies.
     compared = partial(grpo_advantages, normalize=normalize, leave_one_out=leave_one_out, eps=0.0)
     for name in names:
@@ -157,11 +163,15 @@ def gdpo_advantages(
         except ValueError as error:
             raise ValueError(f"named reward {name!r}: {error}") from error
         parts.append(weight_of[name] * estimate.advantages)
+        terms[name] = replace(estimate.terms[""], weight=weight_of[name])
     total = torch.stack(parts).sum(0)
     count = total.numel() if valid is None else int(valid.sum())
     std = (total.square().sum() / max(count - 1, 1)).sqrt()
     rounding = EQUAL_REWARDS_TOLERANCE * torch.stack(parts).abs().sum(0)
-    return torch.where((std > rounding).all(), total / (std + eps), 0.0)
+    groups = group_stats(rewards, group_ids, valid)
+    if not (std > rounding).all():
+        return AdvantageEstimate(torch.zeros_like(total), groups)
+    return AdvantageEstimate(total / (std + eps), groups, terms=terms, scale=float(std) + eps)
 
 
 def weights_by_name(names: Sequence[str], weights: RewardWeights | None) -> dict[str, float]:

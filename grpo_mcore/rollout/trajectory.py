@@ -18,6 +18,8 @@ from torch import Tensor
 from grpo_mcore.batching.prefix_trees import prefix_sketch
 
 FinishReason = Literal["stop", "length", "abort"]
+INVALID_TOOL_CALL, MALFORMED_THINKING = FLAGS = ("invalid_tool_call", "malformed_thinking")
+"""What may be wrong with the form of a generated turn: its tokens may have an advantage of their own."""
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
 
 
@@ -27,7 +29,8 @@ class Turn:
 
     `token_ids`: int64 [n]. `logprobs`: float32 [n] of the sampled tokens, None where they were not generated.
     `loss_mask`: True where the policy generated the tokens. `text`: for people and environments, not for
-    training. Two turns are equal when all five agree, tensors bit by bit.
+    training. `flag`: one of FLAGS, "" where nothing is wrong. Two turns are equal when all six agree, tensors bit by
+    bit.
     """
 
     role: str
@@ -35,6 +38,7 @@ class Turn:
     logprobs: Tensor | None = None
     loss_mask: bool = False
     text: str = ""
+    flag: str = ""
 
     def __post_init__(self) -> None:
         if self.token_ids.dtype != torch.int64 or self.token_ids.dim() != 1:
@@ -56,7 +60,7 @@ class Turn:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Turn):
             return NotImplemented
-        if (self.role, self.loss_mask, self.text) != (other.role, other.loss_mask, other.text):
+        if (self.role, self.loss_mask, self.text, self.flag) != (other.role, other.loss_mask, other.text, other.flag):
             return False
         if not torch.equal(self.token_ids, other.token_ids):
             return False
@@ -70,14 +74,17 @@ class Turn:
     def __reduce__(self) -> tuple[Any, ...]:
         # As bytes: torch takes 20 times as long to pickle a short tensor, and a step has thousands.
         logprobs = None if self.logprobs is None else self.logprobs.numpy().tobytes()
-        return turn_of_bytes, (self.role, self.token_ids.numpy().tobytes(), logprobs, self.loss_mask, self.text)
+        ids = self.token_ids.numpy().tobytes()
+        return turn_of_bytes, (self.role, ids, logprobs, self.loss_mask, self.text, self.flag)
 
 
-def turn_of_bytes(role: str, token_ids: bytes, logprobs: bytes | None, loss_mask: bool, text: str) -> Turn:
+def turn_of_bytes(
+    role: str, token_ids: bytes, logprobs: bytes | None, loss_mask: bool, text: str, flag: str = ""
+) -> Turn:
     """Return a turn from its tensors' bytes: int64 and float32."""
     ids = torch.from_numpy(np.frombuffer(token_ids, np.int64).copy())
     scores = None if logprobs is None else torch.from_numpy(np.frombuffer(logprobs, np.float32).copy())
-    return Turn(role, ids, scores, loss_mask, text)
+    return Turn(role, ids, scores, loss_mask, text, flag)
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,11 @@ class Trajectory:
         for version, first, last in self.weight_versions:
             versions[first:last] = version
         return versions
+
+    def flags(self) -> Tensor:
+        """int64 [length]: 1 + the place in FLAGS of the turn's flag, 0 where it has none."""
+        parts = [torch.full((len(turn),), 1 + FLAGS.index(turn.flag) if turn.flag else 0) for turn in self.turns]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def loss_mask(self) -> Tensor:
         """bool [length]: True where the policy generated the token."""

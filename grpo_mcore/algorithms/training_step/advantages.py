@@ -22,7 +22,7 @@ from grpo_mcore.objective import (
     shape_rewards,
 )
 from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, is_path, teacher_weight
-from grpo_mcore.rollout.trajectory import accuracy, mean_parts
+from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING, accuracy, mean_parts
 
 Stats = Mapping[str, Tensor]
 T = TypeVar("T")
@@ -82,6 +82,15 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
         valid_toks=tuple(toks),
         advantages=estimate.advantages,
         kl_weight=estimate.kl_weight,
+        flag_advantages={
+            flag: advantage
+            for flag, advantage in (
+                (INVALID_TOOL_CALL, grpo.invalid_tool_call_advantage),
+                (MALFORMED_THINKING, grpo.malformed_thinking_advantage),
+            )
+            if advantage is not None
+        },
+        estimate=estimate,
         clip=clip,
         teacher_weight=teacher_weight(config) if "gap_sum" in stats else 0.0,
         teacher_gaps=stats["gap_sum"] / batch.trained_tokens.clamp(min=1) if "gap_sum" in stats else None,

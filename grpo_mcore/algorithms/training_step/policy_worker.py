@@ -13,14 +13,14 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
 from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows, share_prefixes
-from grpo_mcore.objective import kl_to_go, sample_stats, teacher_gap, token_advantages
+from grpo_mcore.objective import clip_advantages, kl_to_go, sample_stats, teacher_gap, token_advantages
 from grpo_mcore.parallel.layer_traces import trace_layers
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform, PlatformChoice
 from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
 from grpo_mcore.recipe import KLType, PolicyConfig, bins_per_logprob_row
 from grpo_mcore.refit.sender import RefitSender
-from grpo_mcore.rollout.trajectory import Trajectory
+from grpo_mcore.rollout.trajectory import FLAGS, Trajectory
 from grpo_mcore.rollout.workers import ObjectStore, Ref
 
 
@@ -90,6 +90,7 @@ class PolicyWorker(Policy):
         )
         teacher = dict(zip(step.teacher, self._store.fetch_many(list(step.teacher.values())), strict=True))
         multiple = self.row_multiple
+        flagged = any(turn.flag for trajectory in trajectories.values() for turn in trajectory.turns)
         self._bins, self._trained = [], []
         for bins in step.batches:
             rows = [
@@ -100,6 +101,7 @@ class PolicyWorker(Policy):
                         weight_version,
                         step.shares_prefixes,
                         [teacher[i] for i in bin] if teacher else None,
+                        flagged=flagged,
                     ),
                     torch.tensor(bin),
                 )
@@ -117,6 +119,8 @@ class PolicyWorker(Policy):
         weight_version: int,
         shares_prefixes: bool,
         teacher: Sequence[Tensor] | None = None,
+        *,
+        flagged: bool = False,
     ) -> PackedBatch:
         columns = [
             {
@@ -125,6 +129,7 @@ class PolicyWorker(Policy):
                 "generation_logprobs": trajectory.logprobs(),
                 "ages": weight_version - trajectory.token_versions(default=weight_version),
             }
+            | ({"flags": trajectory.flags()} if flagged else {})
             for trajectory in trajectories
         ]
         hidden = teacher is not None and teacher[0].ndim == 2
@@ -261,7 +266,10 @@ class PolicyWorker(Policy):
             advantages = batch.per_token(targets.advantages[bin.samples])
             if targets.teacher_weight:
                 advantages = advantages + targets.teacher_weight * teacher_gap(batch.loss_inputs())
-            columns["advantages"] = token_advantages(advantages, to_go, targets.kl_weight, *targets.clip)
+            advantages = token_advantages(advantages, to_go, targets.kl_weight)
+            for flag, value in targets.flag_advantages.items() if "flags" in columns else ():
+                advantages = torch.where(columns["flags"] == 1 + FLAGS.index(flag), value, advantages)
+            columns["advantages"] = clip_advantages(advantages, *targets.clip)
         return [bin.batch for bin in bins]
 
     def host_network(self, *arguments: Any) -> dict[str, Any]:

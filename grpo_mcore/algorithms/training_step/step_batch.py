@@ -16,7 +16,7 @@ from grpo_mcore.batching.packing import PADDED
 from grpo_mcore.batching.plan import StepPlan, plan_step
 from grpo_mcore.batching.prefix_trees import Prefixes, computed_tokens, in_blocks, prefixes_of, saves_enough
 from grpo_mcore.layout import PolicyLayout
-from grpo_mcore.objective import clip_advantages, overlong_filter
+from grpo_mcore.objective import AdvantageEstimate, clip_advantages, overlong_filter
 from grpo_mcore.recipe import Algorithm, MasterConfig, bin_tokens, samples_together
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
@@ -59,6 +59,10 @@ class TrainTargets:
     """Mean over each sample's trained tokens of the teacher's log-prob minus the policy's; None without teachers."""
     rewards: Tensor | None = None
     """Rewards of the environment, if a term of the loss needs them."""
+    flag_advantages: Mapping[str, float] = field(default_factory=dict)
+    """Advantages of the tokens of flagged turns, by flag, in place of their sample's."""
+    estimate: AdvantageEstimate | None = None
+    """How the advantages came about, for the files of samples. The ranks do without it."""
     reference_sums: Tensor | None = None
     """Log-prob of each sample's trained tokens under the reference, if the loss needs it by sample."""
 

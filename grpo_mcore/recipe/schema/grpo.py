@@ -169,6 +169,12 @@ class GRPOConfig(Section):
     """Lower bound of the advantages. null: none. Read by objective/."""
     advantage_clip_high: float | None = None
     """Upper bound of the advantages. null: none. Read by objective/."""
+    invalid_tool_call_advantage: float | None = None
+    """Advantage, before clipping, of the tokens of messages in which a Gym's agent left a tool call as text. null: that
+    of the sample."""
+    malformed_thinking_advantage: float | None = None
+    """Advantage, before clipping, of the tokens of a Gym's messages with a mark of a thought in their text. null: that
+    of the sample."""
     val_period: NonNegative = 10
     """Steps between two validations. 0: never."""
     val_start_at: Annotated[int, Field(ge=-1)] = -1

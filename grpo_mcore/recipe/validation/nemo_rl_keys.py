@@ -177,6 +177,7 @@ def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
     """Return the tree without the switches that NeMo RL has in `env`, after doing what they say. Idempotent.
 
     should_use_nemo_gym: true makes NeMo Gym the environment of datasets that name none; false removes its section.
+    `reward_penalties`, which stands at the top there, becomes a key of that section.
     """
     env = tree.find("env")
     if env is None or not env.is_mapping:
@@ -188,6 +189,14 @@ def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
     if mask is not None and mask.value is False:
         message = "samples that NeMo Gym flags (mask_sample) are always left out"
         problems.append(Problem(mask.source, mask.key, message))
+    gym, penalties = sections.get(GYM), tree.value.get("reward_penalties")
+    if penalties is not None and gym is not None and gym.is_mapping:
+        tree = Node(
+            {name: node for name, node in tree.value.items() if name != "reward_penalties"}, tree.source, tree.key
+        )
+        if penalties.value is not None:
+            own = {**gym.value, "reward_penalties": penalties}
+            sections[GYM] = Node(own, gym.source, gym.key, gym.replaces)
     tree = Node({**tree.value, "env": Node(sections, env.source, env.key, env.replaces)}, tree.source, tree.key)
     if use is None:
         return tree

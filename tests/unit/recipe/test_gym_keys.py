@@ -38,6 +38,18 @@ def test_the_switch_assigns_datasets_to_the_gym() -> None:
     assert again == config
 
 
+def test_reward_penalties_become_keys_of_the_gym() -> None:
+    penalties = {"penalize_empty_final_answer": True}
+    config = MasterConfig.model_validate(recipe(reward_penalties=penalties, grpo__invalid_tool_call_advantage=-5.0))
+    assert config.env["nemo_gym"]["reward_penalties"] == penalties
+    assert config.grpo.invalid_tool_call_advantage == -5.0 and config.grpo.malformed_thinking_advantage is None
+    assert MasterConfig.model_validate(config.model_dump()) == config
+    off = MasterConfig.model_validate(recipe(reward_penalties=None))
+    assert "reward_penalties" not in off.env["nemo_gym"]
+    with pytest.raises(RecipeError, match="only rollouts of a NeMo Gym are penalised"):
+        MasterConfig.model_validate(recipe(reward_penalties=penalties, env={"math": {}}))
+
+
 def test_the_switch_removes_the_gym() -> None:
     config = MasterConfig.model_validate(recipe(env__should_use_nemo_gym=False))
     assert list(config.env) == ["math"] and config.data.train[0].env_name == "math"

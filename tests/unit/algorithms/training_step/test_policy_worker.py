@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from grpo_mcore.algorithms.training_step.policy_worker import Bin, PolicyWorker
-from grpo_mcore.algorithms.training_step.step_batch import RankStep
+from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.families import FamilyError
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.recipe import PolicyConfig, bins_per_logprob_row
-from grpo_mcore.rollout.trajectory import Trajectory, Turn
+from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING, Trajectory, Turn
 
 LENGTHS = ((3, 4), (5,), (2, 2, 1), (6,), ())  # of the samples in a rank's training bins; the last bin is padding
 
@@ -86,6 +86,33 @@ def test_samples_share_prefixes_if_their_step_was_planned_for_it(
     worker.receive(RankStep((((0, 1),),), {0: 0, 1: 1}, shares), weight_version=1)
     shared = worker._bins[0][0].batch.shared
     assert (None if shared is None else shared.new_tokens) == (None if new_tokens is None else (101, new_tokens))
+
+
+def test_tokens_of_flagged_turns_have_an_advantage_of_their_own_before_clipping() -> None:
+    def turn(size: int, flag: str = "", generated: bool = True) -> Turn:
+        logprobs = torch.zeros(size) if generated else None
+        return Turn("assistant" if generated else "user", torch.arange(size), logprobs, generated, flag=flag)
+
+    turns = [(turn(2, generated=False), turn(2, INVALID_TOOL_CALL), turn(1), turn(2, MALFORMED_THINKING)), (turn(3),)]
+    kept = [Trajectory("a", i, of_sample, (), "stop", truncated=False) for i, of_sample in enumerate(turns)]
+    worker = object.__new__(PolicyWorker)
+    worker.config, worker.is_last_stage = PolicyConfig.model_validate({"model_name": "tiny"}), True
+    worker.layout = SimpleNamespace(tensor=1, sequence_parallel=False)  # type: ignore[assignment]
+    worker._store = SimpleNamespace(fetch_many=lambda refs: [kept[ref] for ref in refs])  # type: ignore[assignment]
+
+    def advantages(flagged: dict[str, float], clip: Any = (None, None)) -> list[float]:
+        worker.receive(RankStep((((0, 1),),), {0: 0, 1: 1}), weight_version=1)
+        own = torch.tensor([0.5, -1.0], dtype=torch.float64)
+        weights = torch.ones(2, dtype=torch.float64)
+        targets = TrainTargets(weights, (2,), (8,), own, clip=clip, flag_advantages=flagged)
+        (batch,) = worker._with_targets(worker._bins[0], targets)
+        return batch.columns["advantages"][0, :10].tolist()
+
+    both = {INVALID_TOOL_CALL: -5.0, MALFORMED_THINKING: -7.0}
+    assert advantages(both) == [0.5, 0.5, -5, -5, 0.5, -7, -7, -1, -1, -1]
+    assert advantages(both, (-6.0, None)) == [0.5, 0.5, -5, -5, 0.5, -6, -6, -1, -1, -1]
+    assert advantages({MALFORMED_THINKING: 0.0}) == [0.5, 0.5, 0.5, 0.5, 0.5, 0, 0, -1, -1, -1]
+    assert advantages({}) == [0.5] * 7 + [-1] * 3
 
 
 def make_bin(lengths: tuple[int, ...]) -> Bin:

@@ -1,0 +1,124 @@
+"""Form of a NeMo Gym rollout: which of its rewards become 0, and which messages are flagged for an advantage of their
+own. Both look at what the policy wrote, not at what the Gym's verifier said of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING
+
+TOOL_CALL_MARKS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
+THOUGHT_MARKS = ("<think>", "</think>")
+
+
+class PenaltyTokens(BaseModel):
+    """`reward_penalties.token_ids`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    unwanted: list[int] = []
+    """Tokens that a rollout must not generate."""
+    think_open: int | None = None
+    """Token that opens a thought. null: only the text is looked at."""
+    think_close: int | None = None
+    """Token that closes a thought."""
+
+
+class RewardPenalties(BaseModel):
+    """`reward_penalties`: conditions under which the reward of a Gym's rollout becomes 0."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    penalize_duplicated_reasoning: bool = False
+    """A message repeats the thought right before it."""
+    penalize_empty_final_answer: bool = False
+    """The last thing is neither a text nor a call of a tool."""
+    penalize_unwanted_tokens: bool = False
+    """A token of token_ids.unwanted was generated."""
+    penalize_malformed_think_tag: bool = False
+    """A thought was opened by the policy, or not closed exactly once where the prompt opens it; or a message has a mark
+    of a thought in its text."""
+    token_ids: PenaltyTokens = PenaltyTokens()
+
+    @model_validator(mode="after")
+    def _has_its_tokens(self) -> RewardPenalties:
+        if self.penalize_unwanted_tokens and not self.token_ids.unwanted:
+            raise ValueError("penalize_unwanted_tokens needs token_ids.unwanted")
+        return self
+
+    def broken(
+        self, output: Sequence[Any], calls: Sequence[tuple[Sequence[int], Sequence[int]]], marks: Sequence[str]
+    ) -> list[str]:
+        """Return the conditions that a rollout meets, in words. `output`: items of the response; `calls`: (prompt,
+        generated tokens) of each call; `marks`: of thoughts."""
+        items = [item for item in output if isinstance(item, dict)]
+        tokens = self.token_ids
+        checks = (
+            (self.penalize_duplicated_reasoning, "duplicated reasoning", lambda: _repeats_a_thought(items)),
+            (self.penalize_empty_final_answer, "empty final answer", lambda: _has_no_end(items)),
+            (
+                self.penalize_unwanted_tokens,
+                "unwanted tokens",
+                lambda: any(set(tokens.unwanted) & set(generated) for _, generated in calls),
+            ),
+            (
+                self.penalize_malformed_think_tag,
+                "malformed thought",
+                lambda: (
+                    any(mark in _message(item) for item in items for mark in marks)
+                    or any(not _closes_its_thought(*call, tokens) for call in calls)
+                ),
+            ),
+        )
+        return [name for wanted, name, met in checks if wanted and met()]
+
+
+def flag_of(texts: Sequence[str], tool_marks: Sequence[str], thought_marks: Sequence[str]) -> str:
+    """Return what is wrong with the messages of one call: a tool call that was left in the text, or a mark of a thought
+    outside it; "" where nothing is."""
+    for marks, flag in ((tool_marks, INVALID_TOOL_CALL), (thought_marks, MALFORMED_THINKING)):
+        if any(mark in text for mark in marks for text in texts):
+            return flag
+    return ""
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content: a text, or a list of parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+
+
+def _message(item: Mapping[str, Any]) -> str:
+    is_message = item.get("type", "message") == "message" and item.get("role", "assistant") == "assistant"
+    return text_of(item.get("content")) if is_message else ""
+
+
+def _repeats_a_thought(items: Sequence[Mapping[str, Any]]) -> bool:
+    for thought, after in zip(items, items[1:], strict=False):
+        text = text_of(thought.get("summary") or thought.get("content")) if thought.get("type") == "reasoning" else ""
+        if text.strip() and text.strip() == _message(after).strip():
+            return True
+    return False
+
+
+def _has_no_end(items: Sequence[Mapping[str, Any]]) -> bool:
+    if items and items[-1].get("type") == "function_call":
+        return False
+    messages = [_message(item) for item in items if item.get("type", "message") == "message"]
+    return not messages or not messages[-1].strip()
+
+
+def _closes_its_thought(prompt: Sequence[int], generated: Sequence[int], tokens: PenaltyTokens) -> bool:
+    if tokens.think_open is None or tokens.think_close is None:
+        return True
+    count = [
+        (list(side).count(tokens.think_open), list(side).count(tokens.think_close)) for side in (prompt, generated)
+    ]
+    (opened, closed), written = count
+    return 0 <= opened - closed <= 1 and written == (0, opened - closed)
