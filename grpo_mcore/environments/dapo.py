@@ -51,7 +51,7 @@ def find_answer(response: str) -> str | None:
 def normalized(answer: str) -> str:
     r"""Return the normal form of an answer; of an equation the right side: "x = 5" is "5". An equation of two numbers,
     "3 = 4", stays whole."""
-    text = _content(answer).strip().strip("*").rstrip(".").strip()
+    text = _content(answer).strip().strip("*_`").rstrip(".").strip("*_` ")
     left, equals, right = text.rpartition("=")
     if equals and (re.search(r"[a-zA-Z]", left) or _plain(left) == _plain(right)):
         text = right

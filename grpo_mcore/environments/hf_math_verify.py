@@ -16,6 +16,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from grpo_mcore.environments.math_text import (
     Statement,
     alternatives,
+    as_interval,
     in_base,
     is_negated,
     is_pure,
@@ -50,6 +51,7 @@ _EQUALS = re.compile(r"(?<![\\<>!:])=(?![=>])")
 _LABEL = re.compile(
     r"^(?:\\text\s*\{[^{}]*:\s*\}|\\approx(?![a-zA-Z])|\\sim(?:eq)?(?![a-zA-Z])|approximately|about)\s*"
 )
+_HALF_OF_DAY = re.compile(r"\\text\{ [ap]m\}")
 _NUMBERS = re.compile(r"[-+]?[\d.]+(?:(?:\s*[,;]\s+|\s*;\s*|\s*,?\s+and\s+|\s+)[-+]?[\d.]+)+\.?")
 _NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*")
 
@@ -99,8 +101,14 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
         return said.lstrip("0") == gold_base[0]
     if re.sub(r"\s", "", said) == re.sub(r"\s", "", gold_text):
         return _sides_agree(said)
+    if _HALF_OF_DAY.search(said) and _HALF_OF_DAY.search(gold_text):  # math-verify does not look at it
+        return False
+    if _words(said) is not None and _words(said) == _words(gold_text):
+        return True
     if _equal(gold, answers):
         return _sides_agree(said)
+    if (interval := as_interval(said)) is not None and _equal(gold, _parse_formula(interval)):
+        return True
     sides = _EQUALS.split(said)
     if len(sides) > 1 and len(_EQUALS.split(gold_text)) == 1 and "," not in said and _sides_agree(said):
         if all(_NAME.fullmatch(side) or _value(side) is not None for side in sides[:-1]):
@@ -185,6 +193,12 @@ def _contradicts(said: str, gold: str, after: str = "") -> bool:
     if said_unit is None and after and gold_unit is not None:
         said_unit = split_unit("1 " + after.strip(" $\\)]").lstrip())[1]
     return said_unit is not None and gold_unit is not None and said_unit != gold_unit
+
+
+def _words(text: str) -> str | None:
+    """Return the words of an answer that is nothing but words, in one case; None for any other."""
+    plain = re.sub(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}", r"\1", text).strip()
+    return plain.casefold() if re.fullmatch(r"[a-zA-Z]{2,}(?:[ -][a-zA-Z]+)*", plain) else None
 
 
 def _has_several(gold: str) -> bool:

@@ -57,7 +57,7 @@ _GROUPS = re.compile(
     rf"(?<![\d.,])(\d{{1,3}})((?:(?:{_SPACING}+|,\\!|\{{,\}}(?:\\!)?|\\text\{{,\}}|'(?=\d{{3}}(?!\d)))\d{{3}})+)(?![\d])"
 )
 _NOT_DIGITS = re.compile(r"\\thinspace|[^\d]")
-_DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
+_DECIMAL_COMMA = re.compile(r"(?<=\d)\{[.,]\}(?=\d)")
 _OVERLINE = re.compile(
     r"(?<![\d.])(-?)(\d*)\.(\d*)\s*(?:\\(?:overline|bar|overset\{[^{}]*\})\s*(?:\{(\d+)\}|(\d))|\((\d+)\)(?![\d(^])|"
     r"((?:\\dot\s*(?:\{\d\}|\d))\d*(?:\\dot\s*(?:\{\d\}|\d))?)|(\d)[\u0305\u0304])"
@@ -78,6 +78,20 @@ _WRAPPERS = re.compile(
 )
 _TEXT_NUMBER = re.compile(
     r"\\(?:text|mathrm|textrm|textnormal|textsf|texttt|operatorname)\s*\{\s*([-+]?[\d.,]+%?)\s*\}"
+)
+_TEXT_QUANTITY = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*([-+]?\d[\d.,]*)\s+([a-zA-Z][a-zA-Z .]*)\}")
+_CLOCK = re.compile(
+    r"(?<![\d:])(\d{1,2}:\d\d)\s*(?:\\[,;: ]|~)?\s*(\\(?:text|mathrm|textrm)\s*\{\s*)?"
+    r"([apAP])\.?\s?[mM]\b\.?(?(2)\s*\})"
+)
+_SCALE = re.compile(
+    r"(?<![\w.])(\d+(?:\.\d+)?)\s*(?:\\[,;: ]|~)?\s*(\\(?:text|mathrm|textrm)\s*\{\s*)?"
+    r"(thousand|million|billion|trillion)\b(?(2)\s*\})",
+    re.IGNORECASE,
+)
+_ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_CHAIN = re.compile(
+    r"(?P<low>[^<>=]+?)\s*(?P<first><|\\leq?(?![a-zA-Z]))\s*(?P<name>[a-zA-Z])\s*(?P<second><|\\leq?(?![a-zA-Z]))\s*(?P<high>[^<>=]+)"
 )
 _SCIENTIFIC = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
 
@@ -140,11 +154,14 @@ def normalized(text: str) -> str:
         text = _NARROW_FRACTION.sub(r"\\frac", text)
         text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
         text = _without_wrappers(_STYLE.sub("", text))
+        text = _TEXT_QUANTITY.sub(r"\1 \\text{ \2}", text)
         text = _TEXT_NUMBER.sub(r"\1", text).replace(r"\text{\$}", r"\$").replace(r"\varnothing", r"\emptyset")
     text = _GROUPS.sub(lambda match: match[1] + _NOT_DIGITS.sub("", match[2]), text)
     text = _DECIMAL_COMMA.sub(".", text)
     text = _OVERLINE.sub(_repeating, text)
     text = _DOTS.sub(lambda match: _as_fraction(match[1], match[2], match[3], match[4]), text)
+    text = _CLOCK.sub(lambda match: rf"{match[1]}\text{{ {match[3].lower()}m}}", text)
+    text = _SCALE.sub(_scaled, text)
     text = _MIXED.sub(_mixed, text)
     text = _MIXED_PLAIN.sub(_mixed, text)
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
@@ -152,6 +169,20 @@ def normalized(text: str) -> str:
 
 def _ascii_digit(one: str) -> str:
     return str(unicodedata.digit(one)) if not one.isascii() and unicodedata.category(one) == "Nd" else one
+
+
+def _scaled(match: re.Match[str]) -> str:
+    value = Fraction(match[1]) * 10 ** _ZEROS[match[3].lower()]
+    return str(value) if value.denominator == 1 else match[0]
+
+
+def as_interval(text: str) -> str | None:
+    """Return "[0, 1)" of a chain such as "0 \\le x < 1"; None of any other text."""
+    match = _CHAIN.fullmatch(text.strip())
+    if match is None:
+        return None
+    opening, closing = "(" if match["first"] == "<" else "[", ")" if match["second"] == "<" else "]"
+    return f"{opening}{match['low'].strip()}, {match['high'].strip()}{closing}"
 
 
 def _root(match: re.Match[str]) -> str:

@@ -73,7 +73,7 @@ def _pattern(words: str, letters: str) -> re.Pattern[str]:
     )
 
 
-_ENGLISH = _pattern(rf"\b{_WORDS['en']}", _LATIN)
+_ENGLISH = _pattern(rf"\b{_WORDS['en']}", "".join(_SCRIPTS[:2]))
 _ANY_LANGUAGE = _pattern(" ".join(_WORDS.values()), "".join(_LETTER))
 _TRUTH = re.compile(rf"{_OPENING}([{''.join(_LETTER)}])\W*", re.IGNORECASE)
 

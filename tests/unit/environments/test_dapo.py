@@ -36,6 +36,9 @@ from grpo_mcore.environments.dapo import dapo_math_verify, find_answer, normaliz
         (r"Answer: \boxed{\text{13}}", "13", 1.0),
         (r"Answer: \mathbf{13}", "13", 1.0),
         (r"Answer: .5", "0.5", 1.0),
+        ("Answer: `12`", "12", 1.0),
+        ("Answer: __12__", "12", 1.0),
+        ("Answer: a_1", "1", -1.0),
         (r"Answer: $5$ cm", "5 cm", 1.0),
         ("Answer: 5 cm", r"5 \text{ centimeters}", 1.0),
         ("Answer: 2 + 3 = 5", "5", -1.0),  # a number on the left side that is written in another way
