@@ -61,6 +61,24 @@ SCHEMA = pa.schema(
         ("left_out", pa.string()),  # why no step trained on its group; null: one did
         ("weight", pa.float64()),  # 1: counts in the loss, 0: masked; null: not trained on
         ("advantage", pa.float64()),
+        ("unclipped_advantage", pa.float64()),  # (shaped_reward - baseline) / scale; null: of several terms, or custom
+        (
+            "shaped_reward",
+            pa.float64(),
+        ),  # as the estimator got it: scaled, shaped, with the KL where it is in the reward
+        ("baseline", pa.float64()),
+        ("scale", pa.float64()),  # standard deviation with its eps; 1: not divided
+        ("group_size", pa.int32()),  # samples of its group that have a reward
+        (
+            "terms",
+            pa.string(),
+        ),  # JSON, of several: sum of weight * (reward - baseline) / scale by name, over step_scale
+        ("step_scale", pa.float64()),
+        ("kl_weight", pa.float64()),  # above 0: of the KL to the end that each token's advantage is less
+        ("teacher_part", pa.float64()),  # that teachers add to it, the mean over the sample's tokens; null: no teacher
+        ("clip_low", pa.float64()),  # bounds of the advantage; null: none
+        ("clip_high", pa.float64()),
+        ("columns", pa.string()),  # JSON: the columns of its row, long values cut off
         ("trained_version", pa.int32()),  # weight version that trained on it
         ("versions", pa.list_(_SPAN)),  # weight versions that generated its tokens
         ("turns", pa.list_(_TURN)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,10 @@ def test_a_walk_through_the_page(
     page.locator("#sample-list tbody tr").nth(1).click()
     assert page.locator("#sample .card").count() == 2  # its group side by side
     assert page.locator("#sample .card.open .facts b").first.inner_text() == "0"
+    for card in page.locator("#sample .card").all():  # an advantage is what its formula gives, to the last digit
+        advantage, formula = card.locator(".advantage").inner_text(), card.locator(".formula").inner_text()
+        assert re.fullmatch(r"[-+*/(). 0-9e]+", formula) and float(advantage) == float(f"{eval(formula):.6g}")
+        assert "2 rewards in its group" in card.inner_text() and "level hard" in card.inner_text()
     tokens = page.locator("#sample .card.open .tokens s")
     assert tokens.count() == 58 and "policy" in tokens.first.get_attribute("data-tip")
     page.select_option("#colour", "none")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.policy_group import logprobs_by_sample
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets
 from grpo_mcore.cluster import Cluster, Future
+from grpo_mcore.objective import AdvantageEstimate
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, SampleFiles
 from grpo_mcore.recipe import GRPOLoggerConfig
 from grpo_mcore.rollout.group import Group
@@ -21,6 +24,9 @@ from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef
 SAMPLED_PROMPTS = 4
 """Prompts of each step whose samples are written with logger.samples = sampled."""
 GB = 1e9
+LONGEST_COLUMN = 300
+"""Maximum number of characters written of a column of a sample's row."""
+_NO_COLUMNS = ("messages", "ground_truth")  # which the turns and the truth show
 
 
 class SampleWriter:
@@ -59,9 +65,13 @@ class SampleWriter:
             return
         self.generating()
         advantages = targets.sample_advantages()
-        columns = {"weight": targets.weights.tolist()}
+        columns: dict[str, list[Any]] = {"weight": targets.weights.tolist()}
         if advantages is not None:
             columns["advantage"] = advantages.tolist()
+        if targets.estimate is not None:
+            columns |= advantage_columns(targets.estimate, targets.clip)
+        if targets.teacher_gaps is not None:
+            columns["teacher_part"] = (targets.teacher_weight * targets.teacher_gaps).tolist()
         rows = partial(self._trained_rows, groups, step, columns, logprobs)
         self._write_step = partial(self._files.add, "train", step, rows)
 
@@ -83,7 +93,7 @@ class SampleWriter:
             self._files.close()
 
     def _trained_rows(
-        self, groups: Sequence[Group], step: int, columns: Mapping[str, list[float]], logprobs: Sequence[Future]
+        self, groups: Sequence[Group], step: int, columns: Mapping[str, list[Any]], logprobs: Sequence[Future]
     ) -> Iterator[dict[str, Any]]:
         by_index, first, indices = logprobs_by_sample(logprobs), 0, list[int]()
         for position, group in enumerate(groups):
@@ -109,6 +119,47 @@ class SampleWriter:
         return self._most is None or position * self._most // count != (position - 1) * self._most // count
 
 
+def advantage_columns(estimate: AdvantageEstimate, clip: tuple[float | None, float | None]) -> dict[str, list[Any]]:
+    """Return what a person needs to compute each sample's advantage by hand, as columns of `SCHEMA`."""
+    groups, count = estimate.groups, len(estimate.advantages)
+    columns: dict[str, list[Any]] = {
+        "group_size": groups.size[groups.index].tolist(),
+        "kl_weight": [estimate.kl_weight] * count,
+        "clip_low": [clip[0]] * count,
+        "clip_high": [clip[1]] * count,
+    }
+    numbers: dict[str, list[list[float | None]]] = {
+        name: [_known(values) for values in (term.rewards, term.baseline, term.scale)]
+        for name, term in estimate.terms.items()
+    }
+    if list(numbers) == [""]:
+        columns |= dict(zip(("shaped_reward", "baseline", "scale"), numbers[""], strict=True))
+        columns["unclipped_advantage"] = estimate.advantages.tolist()
+    elif numbers:
+        columns["step_scale"] = [estimate.scale] * count
+        columns["terms"] = []
+        for index in range(count):
+            terms: dict[str, dict[str, float | None]] = {}
+            for name, term in estimate.terms.items():
+                reward, baseline, scale = (values[index] for values in numbers[name])
+                terms[name] = {"weight": term.weight, "reward": reward, "baseline": baseline, "scale": scale}
+            columns["terms"].append(json.dumps(terms))
+    return columns
+
+
+def _known(values: Tensor) -> list[float | None]:
+    """Return the values of a tensor; None for those of failed samples, which are NaN."""
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def _cut(value: Any) -> Any:
+    """Return a value of a row as JSON has it, long ones as the beginning of their text."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= LONGEST_COLUMN else text[:LONGEST_COLUMN] + " ..."
+
+
 def sample_row(
     group: Group,
     sample: TrajectoryRef,
@@ -118,7 +169,8 @@ def sample_row(
 ) -> dict[str, Any]:
     """Return a sample as a row of `SCHEMA`. `trajectory` None: its rollout failed and left no tokens. `decode`: returns
     the text of a turn's tokens, for turns that do not have it."""
-    truth = group.prompt["extra_env_info"].get("ground_truth")
+    info = group.prompt["extra_env_info"]
+    truth = info.get("ground_truth")
     row = {
         "uid": sample.uid,
         "generation": sample.generation_index,
@@ -135,6 +187,7 @@ def sample_row(
         "stop_token": sample.stop_token,
         "cut_turns": sample.cut_turns,
         "token_ids": [],
+        "columns": json.dumps({name: _cut(value) for name, value in info.items() if name not in _NO_COLUMNS}),
     }
     if trajectory is not None:
         tokens = [turn.token_ids.numpy() for turn in trajectory.turns]  # in numpy, which is faster on short rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,8 @@ class PolicyGroup:
 
     def train(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
         """Run every optimizer step of the step received. Return metrics over all ranks and optimizer steps."""
-        reports = self._all("train", loss_fn, self.cluster.store.put(targets), what="training")
+        sent = self.cluster.store.put(replace(targets, estimate=None))
+        reports = self._all("train", loss_fn, sent, what="training")
         self.updates += 1
         self.train_times = [[report.times for report in of_rank] for of_rank in reports]
         return self._combined(reports) | {

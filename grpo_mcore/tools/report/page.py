@@ -214,6 +214,48 @@ def _page_samples(path: Path, uids: Sequence[str] | None = None, prompts: int | 
     return {"prompts": prompts, "samples": [_page_sample(row) for row in read_samples(path, uids=uids)]}
 
 
+def advantage_formula(row: Mapping[str, Any]) -> str | None:
+    """Return an advantage as a formula with its numbers filled in, such as "(1 - 0.25) / 0.5345". The numbers have as
+    many digits as it takes to compute from them the advantage that the page shows. None for custom estimators, and for
+    samples without a reward."""
+    terms: dict[str, Any] = json.loads(row.get("terms") or "{}")
+    if row.get("baseline") is not None:
+        terms = {"": {"weight": 1.0, "reward": row["shaped_reward"]} | {key: row[key] for key in ("baseline", "scale")}}
+    if row["advantage"] is None or not terms or any(None in term.values() for term in terms.values()):
+        return None
+    for digits in range(4, 18):
+        parts, total = [], 0.0
+        rounded = {name: {key: _rounded(value, digits) for key, value in term.items()} for name, term in terms.items()}
+        for term in rounded.values():
+            weight, reward, baseline, scale = (term[key] for key in ("weight", "reward", "baseline", "scale"))
+            total += weight * (reward - baseline) / scale
+            factor = "" if weight == 1 else f"{_number(weight)} * "
+            parts.append(
+                f"{factor}({_number(reward)} - {_number(baseline)})" + ("" if scale == 1 else f" / {_number(scale)}")
+            )
+        text, step_scale = " + ".join(parts), _rounded(row.get("step_scale") or 1.0, digits)
+        if step_scale != 1:
+            text, total = f"({text}) / {_number(step_scale)}", total / step_scale
+        if row.get("teacher_part"):
+            part = _rounded(row["teacher_part"], digits)
+            text, total = f"{text} + {_number(part)}", total + part
+        for bound, name, cut in ((row.get("clip_low"), "max", max), (row.get("clip_high"), "min", min)):
+            if bound is not None:
+                text, total = f"{name}({text}, {_number(bound)})", cut(total, bound)
+        if _short(total) == _short(row["advantage"]):
+            break
+    return text
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _number(value: float) -> str:
+    text = f"{value:.17g}" if float(f"{value:.15g}") != value else f"{value:.15g}"
+    return f"({text})" if value < 0 else text
+
+
 def _page_sample(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample with short names; numbers by token are of its generated tokens only."""
     mask = [turn["generated"] for turn in row["turns"] or () for _ in range(turn["tokens"])]
@@ -236,6 +278,10 @@ def _page_sample(row: Mapping[str, Any]) -> dict[str, Any]:
         "r": row["reward"],
         "R": json.loads(row["rewards"] or "{}"),
         "a": None if row["advantage"] is None else _short(row["advantage"]),
+        "A": advantage_formula(row),
+        "n": row.get("group_size"),
+        "kl": row.get("kl_weight") or None,
+        "row": json.loads(row.get("columns") or "{}"),
         "w": row["weight"],
         "ans": row["answer"],
         "truth": row["truth"],

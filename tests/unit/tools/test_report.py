@@ -74,7 +74,11 @@ def rows(step: int, groups: int, length: int) -> list[dict[str, Any]]:
             ]
             sample = {"uid": f"p{group}", "generation": generation, "reward": float(generation), "turns": turns}
             tokens = [7, group, *draw.integers(0, 5000, length - 2)]  # each step has the same prompts
-            sample |= {"token_ids": np.array(tokens), "engine_logprobs": logprobs, "advantage": 0.5}
+            reward = group / 7 + generation  # the other's reward is the baseline, the standard deviation 1 / sqrt(2)
+            baseline, scale = group / 7 + 1 - generation, 0.5**0.5 + 1e-6
+            sample |= {"token_ids": np.array(tokens), "engine_logprobs": logprobs}
+            sample |= {"shaped_reward": reward, "baseline": baseline, "scale": scale, "group_size": 2}
+            sample |= {"advantage": (reward - baseline) / scale, "columns": '{"level": "hard"}'}
             sample |= {"policy_logprobs": logprobs + 0.25, "weight": 1.0, "trained_version": step}
             found.append(sample | {"versions": [{"version": step - 1, "first": 0, "end": length}]})
     return found
