@@ -492,8 +492,8 @@ def scoring_metrics(groups: Sequence[Group]) -> dict[str, float]:
     seconds = [score.seconds for score in scores]
     failed = Counter(failure.partition(":")[0] for score in scores for failure in score.failures)
     return {
-        "scoring/seconds_mean": sum(seconds) / max(len(seconds), 1),
-        "scoring/seconds_max": max(seconds, default=0.0),
+        "timing/reward/sample_mean": sum(seconds) / max(len(seconds), 1),
+        "timing/reward/sample_max": max(seconds, default=0.0),
         "scoring/failed_attempts": float(failed.total()),
         **{f"scoring/failed_attempts/{name}": float(count) for name, count in failed.items()},
     }
