@@ -307,7 +307,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 def test_checkpoints_are_complete_and_older_ones_are_removed(resumed: tuple[Run, Inside]) -> None:
     run, _ = resumed
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "step_3", "step_4"]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "pass_rates.jsonl", "step_3", "step_4"]
     newest = run.checkpoints / "step_4"
     assert sorted(path.name for path in newest.iterdir()) == [
         "config.yaml", "data.pt", "digests.json", "policy", "training_info.json",
@@ -362,7 +362,7 @@ def test_a_run_survives_a_full_disk_and_sigterm(
     printed = " ".join(run.out.split())
     assert "the checkpoint of step 2 was not written" in printed and "the run goes on" in printed
     assert "SIGTERM asked the run to stop: what is trained so far is saved, then the run ends" in run.out
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "step_3"]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "pass_rates.jsonl", "step_3"]
     resumed = run_here("train", tmp_path, recipe, "--resume")
     assert resumed.code == 0, resumed.err
     assert resumed.outcome() == whole[0].outcome()
