@@ -66,6 +66,8 @@ def test_a_lost_worker_node_is_replaced_and_the_run_reaches_its_end(
     with ExitStack() as stack:
         stack.enter_context(ray_node("head", address, 0, 0, tmp_path / "head.log"))
         worker = stack.enter_context(ray_node("worker", address, 1, 4, tmp_path / "worker.log"))
+        wait = [sys.executable, "-m", "grpo_mcore.cluster.ray_node", "wait", f"--address={address}", "--nodes=2"]
+        subprocess.run(wait, check=True, timeout=LONG_S, env=with_token(tmp_path))
         command = [sys.executable, "-m", "grpo_mcore.cli.main", "train", str(path)]
         run = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
