@@ -118,12 +118,15 @@ def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: floa
 
 
 def _meeting_point(address: Address, platform: Platform, timeout_s: float) -> dict[str, Any]:
-    """Return where the ranks meet, as `init_process_group` takes it. Where a cluster gave an address, rank 0 listens
-    there alone; under torchrun its agent listens, or torch at all addresses of the machine."""
+    """Return where the ranks meet, as `init_process_group` takes it. A single rank listens nowhere. Where a cluster
+    gave an address, rank 0 listens there alone; under torchrun its agent listens, or torch at all addresses of the
+    machine."""
     if platform.traced:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         return {"store": FakeStore()}
+    if address.world_size == 1:
+        return {"store": torch.distributed.HashStore()}
     host, port = address.master_addr, address.master_port
     if is_address(host) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         if address.rank == 0:

@@ -135,5 +135,6 @@ def test_names_of_the_public_api_are_there() -> None:
             "cluster",
             "checkpointing",
             "launch",
+            "on_policy_distillation",
         )
     }

@@ -271,6 +271,7 @@ def test_the_search_includes_the_recipes_own_layout() -> None:
 
 
 NOT_FIRST = {  # docs/plan_and_doctor.md has the reasons
+    "grpo-llama3.1-8B-2n8g": "no pipeline",
     "grpo-qwen3-30BA3B-4n8g": "experts over EP 8",
     "grpo-qwen3.5-35BA3B-4n8g": "experts over EP 8",
     "grpo-qwen3-30BA3B-4n8g-async-1off": "generates and trains at the same time",
