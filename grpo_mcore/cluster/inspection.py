@@ -1,4 +1,4 @@
-"""What the processes of a run are doing, and which of them the others wait for.
+"""Asks the processes of a run for their stacks, and finds the one that the others wait for.
 
 Each worker answers over a socket of its machine, on a thread of its own that its calls do not block. One that does not
 answer, because C code holds the interpreter, writes its stacks on SIGUSR1. py-spy, where it is installed and allowed,
@@ -64,7 +64,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Report:
-    """What a process is doing. `frames`: its stacks, innermost first, as `own_frames` returns them; `sends`: a send or
+    """The state of one process. `frames`: its stacks, innermost first, as `own_frames` returns them; `sends`: a send or
     receive between two ranks is under way; `state`: empty if it runs, else why it does not, such as "has ended"."""
 
     frames: str = ""
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def waiting(self) -> str | None:
-        """What it waits for together with its group, in words; None if it does not."""
+        """Return the collectives that it waits in, in words; None if it waits in none."""
         told = [f"{c.what}, number {c.number} of {c.group}" for c in self.collectives if c.waits]
         if told:
             return " and ".join(told)

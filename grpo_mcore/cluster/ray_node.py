@@ -28,7 +28,7 @@ from grpo_mcore.cluster.orphan_reaper import OrphanReaper
 from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
 
 ENDED_BY_ITSELF = "this node of Ray ended by itself"
-"""What a node says at its end that nobody has asked to end. Job scripts look for it (slurm_body.sh)."""
+"""Line that a node prints if it ends without having been asked to. Job scripts look for it (slurm_body.sh)."""
 
 END_S = 8.0
 """Seconds that Ray gets to end its processes by itself."""

@@ -39,7 +39,7 @@ class CheckReport:
     file: str
     read_as: str = ""
     unit: str = "line"
-    """What numbers count: line, row of a table, or object of a JSON list."""
+    """The unit of the numbers: line, row of a table, or object of a JSON list."""
     rows: int = 0
     """Rows of a table, or lines that are not blank."""
     usable_rows: int = 0

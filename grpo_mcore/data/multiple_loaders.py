@@ -92,7 +92,7 @@ class MultipleDataloaderWrapper:
         self.dataloaders = dict(dataloaders)
         self.records: dict[str, Any] = {"reward": 0.0}  # until the first step
         self.pass_rates = PassRates()
-        """Of the run that reads the data."""
+        """Pass rates of the run that reads the data."""
         self._iterators: Iterators | None = None
 
     def __iter__(self) -> MultipleDataloaderWrapper:

@@ -36,7 +36,7 @@ class ModelCall:
     logprobs: list[float]
     text: str
     flag: str = ""
-    """What is wrong with its messages: one of rollout.trajectory.FLAGS, or ""."""
+    """Fault of its messages: one of rollout.trajectory.FLAGS, or ""."""
 
     @property
     def tokens(self) -> list[int]:
@@ -105,8 +105,8 @@ class GymRollout:
 
 @dataclass(frozen=True)
 class FormRules:
-    """What is looked for in the form of a rollout: marks of tool calls and thoughts in its messages' texts, and what
-    makes its reward 0."""
+    """Checks of the form of a rollout: marks of tool calls and thoughts in its messages' texts, and the faults that
+    make its reward 0."""
 
     tool_marks: Sequence[str] = TOOL_CALL_MARKS
     thought_marks: Sequence[str] = THOUGHT_MARKS

@@ -184,7 +184,7 @@ class RuleEnvironment(EnvironmentInterface):
 
 @dataclass
 class _Scored:
-    """What the components have said of a sample so far. `why`: why it is over, with its `reward` if it has one."""
+    """The components' results for a sample so far. `why`: why it is over, with its `reward` if it has one."""
 
     reward: float | None = None
     values: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What is wrong with values of a recipe, before it is tied to a file and a line, and the error that says so."""
+"""A problem with values of a recipe, before it is tied to a file and a line, and the error that carries it."""
 
 from __future__ import annotations
 

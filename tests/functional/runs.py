@@ -30,8 +30,6 @@ TIME_DEPENDENT = (
     "train_tflops",
     "seconds",
     "refit/",
-    "scoring/seconds",
-    "tail/",
 )
 
 
