@@ -1,6 +1,6 @@
 """Checks the packages that a run needs beside torch: every package of kernels imports; TransformerEngine's layers
-compute what the local ones do; an engine gives the same samples after it slept. What is not installed is a row that says
-so.
+compute what the local ones do; an engine gives the same samples after it slept. What is not installed is a row that
+says so.
 
 Each comparison has a process of its own, because Megatron-Core and vLLM decide at import what they use.
 """
