@@ -21,6 +21,7 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.rollouts import Answer, Case, Stream, World
+from grpo_mcore.algorithms.engines.engine_group import EngineSlot
 from grpo_mcore.cluster import Parcel
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
@@ -91,7 +92,7 @@ class InstantEnvironment:
 class InstantWorld(World):
     def __init__(self, engines: int) -> None:
         super().__init__(Case(1, 0.0), 0, together=False, engines=engines)
-        self.engines.workers = [InstantEngine(f"engine-{number}") for number in range(engines)]  # type: ignore[misc]
+        self.engines.slots = [EngineSlot(InstantEngine(f"engine-{number}")) for number in range(engines)]  # type: ignore[arg-type]
 
     def environment(self) -> Any:
         return InstantEnvironment(self)

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.driver import exponent
 from benchmarks.rollouts import Tokenizer
-from grpo_mcore.algorithms.engines.engine_group import PARCELS, EngineGroup
+from grpo_mcore.algorithms.engines.engine_group import PARCELS, EngineGroup, EngineSlot
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import Parcel, call_all
@@ -89,11 +89,11 @@ def main() -> None:
 
         environment = EnvironmentWorker(cluster, start, calls=CALLED, timeout_s=600.0)
         environment.ready().result()
-        call_all(cluster, [environment] * 64, "nothing")
+        call_all(cluster, [environment] * 64, Environment.nothing)()
         costs = []
         for calls in options.rounds:
             began = time.process_time()
-            call_all(cluster, [environment] * calls, "nothing")
+            call_all(cluster, [environment] * calls, Environment.nothing)()
             costs.append((time.process_time() - began) / calls * 1e6)
         rounded = dict(zip(options.rounds, (round(cost, 1) for cost in costs), strict=True))
         show({"what": "rounds", "us_a_call": rounded, "exponent": round(exponent(options.rounds, costs), 3)})
@@ -106,7 +106,7 @@ def main() -> None:
             for engine in engines:
                 engine.ready().result()
             limits = TurnLimits(1, 10**9, together=False)
-            group = EngineGroup(cluster, engines, sleeps=False)
+            group = EngineGroup(cluster, list(map(EngineSlot, engines)), sleeps=False)
             made = Rollouts(group, {"task": environment}, Tokenizer(), limits, seed=0)
             run_step(made, 256, 8, 0)
             return made

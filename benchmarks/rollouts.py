@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import LocalCluster, Parcel
@@ -192,7 +192,7 @@ class World(LocalCluster):
         self.numbers = itertools.count()
         self.came: list[Any] = []  # streams and answers of which something has come, or was taken since
         self.workers = [Engine(self, f"engine-{number}") for number in range(engines)]
-        self.engines = EngineGroup(self, self.workers, sleeps=False)  # type: ignore[arg-type]
+        self.engines = EngineGroup(self, list(map(EngineSlot, self.workers)), sleeps=False)  # type: ignore[arg-type]
         tool = EnvironmentWorker(self, self.environment, calls=10**6, timeout_s=1e9)  # type: ignore[arg-type, return-value]
         limits = TurnLimits(case.turns, 10**9, together=together)
         self.rollouts = Rollouts(self.engines, {"task": tool}, Tokenizer(), limits, seed=seed, enough_samples=enough)

@@ -45,11 +45,10 @@ class Weights:
         return self._values
 
 
-def send(pipe: Any, text: str, device: torch.device, through_host: bool, pinned: bool) -> None:
+def send(pipe: Any, plan: RefitPlan, device: torch.device, through_host: bool, pinned: bool) -> None:
     """The process of a policy rank: fill the buckets that it is asked for. None ends it."""
     if not pinned:
         SharedMemoryBuffer.pin = lambda self: None  # type: ignore[method-assign]
-    plan = RefitPlan.from_json(text)
     sender = RefitSender(Weights(plan, device), 0, uuid.uuid4().hex[:8], through_host=through_host)
     part = parts_of(plan, 1, (), (), ()).senders[0]
     pipe.send(sender.open_refit(part, Seat(1, 0, 1, 1, 600.0))["transport"]["buffer"])
@@ -90,7 +89,7 @@ def one_way(plan: RefitPlan, setting: Setting, through_host: bool, pinned: bool)
     """Return (seconds of a refit without checksums, the first difference in one with all of them)."""
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
-    arguments = (other, plan.to_json(), setting.torch_device, through_host, pinned)
+    arguments = (other, plan, setting.torch_device, through_host, pinned)
     process = context.Process(target=send, args=arguments, daemon=True)
     process.start()
     other.close()

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker, node_of_engine
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot, EngineWorker, node_of_engine
 from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
@@ -21,7 +21,7 @@ from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.training_step.teachers import Teacher, Teachers
 from grpo_mcore.algorithms.weight_sync.refit_settings import refit_settings
-from grpo_mcore.cluster import Cluster, Future, Worker, gather, is_fault, open_cluster
+from grpo_mcore.cluster import Cluster, Future, Worker, call_all, gather, is_fault, open_cluster
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import engine_options, engine_overrides, read_hf_config
 from grpo_mcore.generation import EngineConfig, engine_environment
@@ -273,12 +273,11 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     started = [start(index) for index in range(count)]
     return EngineGroup(
         cluster,
-        [engine for engine, *_ in started],
+        [EngineSlot(engine, followers) for engine, *followers in started],
         sleeps,
         engine_layout(config),
         colocated=colocated,
         pauses=pauses,
-        followers=[followers for _, *followers in started],
         start=start,
         start_timeout_s=config.cluster.start_timeout_s,
         restarts=Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s),
@@ -389,18 +388,14 @@ def watch_machines(config: MasterConfig, cluster: Cluster, logger: Logger) -> No
     monitoring, not the run."""
     nodes, interval = config.cluster.num_nodes, config.logger.gpu_monitoring.collection_interval
     monitors = cluster.spawn_group("monitor", MachineMonitor, [(interval,)] * nodes, cpus=0.01, nodes=nodes)
-    names = gather(
-        cluster, [monitor.call("gpu_names") for monitor in monitors], timeout_s=config.cluster.start_timeout_s,
-        what="start of the monitors",
-    )  # fmt: skip
+    start_s, what = config.cluster.start_timeout_s, "start of the monitors"
+    names = call_all(cluster, monitors, MachineMonitor.gpu_names, timeout_s=start_s, what=what)()
     peaks = [peak_flops(name) for node in names for name in node]
     logger.peak_flops = peaks[0] if peaks else None
 
     def take() -> dict[str, float]:
         try:
-            taken = gather(
-                cluster, [monitor.call("take") for monitor in monitors], timeout_s=MONITOR_S, what="machine metrics"
-            )
+            taken = call_all(cluster, monitors, MachineMonitor.take, timeout_s=MONITOR_S, what="machine metrics")()
         except Exception as error:
             if not is_fault(error):
                 raise

@@ -28,6 +28,8 @@ from grpo_mcore.rollout.workers import (
     WorkerDied,
     WorkerFailed,
     is_fault,
+    remote_call,
+    remote_stream,
 )
 
 if TYPE_CHECKING:  # every worker process imports this file

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, Future, Stream, Worker, WorkerDied, WorkerFailed
+from grpo_mcore.rollout.workers import (
+    Cluster,
+    DeadlineExceeded,
+    Future,
+    Stream,
+    Worker,
+    WorkerDied,
+    WorkerFailed,
+    remote_call,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 GRACE_S = 10.0
 """Seconds to wait for the other workers once one has failed: ranks of a group mostly fail together, and the error of
@@ -31,24 +43,22 @@ class BackgroundWork(Protocol):
 def call_all(
     cluster: Cluster,
     workers: Sequence[Worker],
-    method: str,
-    *args: Any,
-    args_per_worker: Sequence[Sequence[Any]] | None = None,
+    method: Callable[Concatenate[Any, P], R],
+    *,
     timeout_s: float | None = None,
     what: str | None = None,
     grace_s: float = GRACE_S,
     background: BackgroundWork | None = None,
-) -> list[Any]:
-    """Call `method(*args)` on every worker at once, or `method(*args_per_worker[i])` on worker i. Return the results by
-    worker. Other arguments and errors: see `gather`."""
-    if args_per_worker is None:
-        args_per_worker = [args] * len(workers)
-    timeout_s = cluster.call_timeout_s if timeout_s is None else timeout_s
-    futures = [
-        worker.call(method, *own, timeout_s=timeout_s, what=what)
-        for worker, own in zip(workers, args_per_worker, strict=True)
-    ]
-    return gather(cluster, futures, timeout_s=timeout_s, what=what or method, grace_s=grace_s, background=background)
+) -> Callable[P, list[R]]:
+    """Return a function that calls `method`, of the workers' class, on every worker at once and returns the results by
+    worker: `call_all(cluster, workers, PolicyWorker.train)(loss_fn, targets)`. Errors: see `gather`."""
+    limit_s, name = cluster.call_timeout_s if timeout_s is None else timeout_s, what or method.__name__
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> list[R]:
+        futures = [remote_call(worker, method, timeout_s=limit_s, what=name)(*args, **kwargs) for worker in workers]
+        return gather(cluster, futures, timeout_s=limit_s, what=name, grace_s=grace_s, background=background)
+
+    return call
 
 
 def gather(

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from grpo_mcore.families import ModelShape, Param, Piece, Split, engine_pieces
-from grpo_mcore.layout.findings import ENGINE_EXPERT, ENGINE_TENSOR, Finding, LayoutError
+from grpo_mcore.layout.findings import Finding, Key, LayoutError
 
 WHOLE = "hf:"
 """Prefix of destinations that are whole tensors for vLLM's own loading instead of engine parameters."""
@@ -54,7 +54,7 @@ class EngineLayout:
             return count
         if count % self.tensor:
             message = f"{self.tensor} does not divide the {count} experts of this model"
-            raise LayoutError(Finding((ENGINE_EXPERT, ENGINE_TENSOR), message))
+            raise LayoutError(Finding((Key.ENGINE_EXPERT, Key.ENGINE_TENSOR), message))
         return count // self.tensor
 
     def readers(self, param: Param, num_layers: int) -> tuple[tuple[int, ...], ...]:

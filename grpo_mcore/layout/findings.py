@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-POLICY = "policy.megatron_cfg."
-TENSOR, PIPELINE = POLICY + "tensor_model_parallel_size", POLICY + "pipeline_model_parallel_size"
-CONTEXT, VIRTUAL = POLICY + "context_parallel_size", POLICY + "virtual_pipeline_model_parallel_size"
-EXPERT, EXPERT_TENSOR = POLICY + "expert_model_parallel_size", POLICY + "expert_tensor_parallel_size"
-FIRST, LAST = POLICY + "num_layers_in_first_pipeline_stage", POLICY + "num_layers_in_last_pipeline_stage"
-SEQUENCE = POLICY + "sequence_parallel"
-ENGINE_TENSOR = "policy.generation.vllm_cfg.tensor_parallel_size"
-ENGINE_PIPELINE = "policy.generation.vllm_cfg.pipeline_parallel_size"
-ENGINE_EXPERT = "policy.generation.vllm_cfg.expert_parallel_size"
+
+class Key:
+    """The keys of a recipe that layouts come from."""
+
+    TENSOR = "policy.megatron_cfg.tensor_model_parallel_size"
+    PIPELINE = "policy.megatron_cfg.pipeline_model_parallel_size"
+    CONTEXT = "policy.megatron_cfg.context_parallel_size"
+    VIRTUAL = "policy.megatron_cfg.virtual_pipeline_model_parallel_size"
+    EXPERT = "policy.megatron_cfg.expert_model_parallel_size"
+    EXPERT_TENSOR = "policy.megatron_cfg.expert_tensor_parallel_size"
+    FIRST = "policy.megatron_cfg.num_layers_in_first_pipeline_stage"
+    LAST = "policy.megatron_cfg.num_layers_in_last_pipeline_stage"
+    SEQUENCE = "policy.megatron_cfg.sequence_parallel"
+    ENGINE_TENSOR = "policy.generation.vllm_cfg.tensor_parallel_size"
+    ENGINE_PIPELINE = "policy.generation.vllm_cfg.pipeline_parallel_size"
+    ENGINE_EXPERT = "policy.generation.vllm_cfg.expert_parallel_size"
 
 
 @dataclass(frozen=True)

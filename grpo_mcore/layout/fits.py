@@ -12,22 +12,7 @@ from dataclasses import dataclass
 
 from grpo_mcore.families import ModelShape, engine_sizes, tensor_parallel_sizes
 from grpo_mcore.layout.engine import EngineLayout
-from grpo_mcore.layout.findings import (
-    CONTEXT,
-    ENGINE_EXPERT,
-    ENGINE_PIPELINE,
-    ENGINE_TENSOR,
-    EXPERT,
-    EXPERT_TENSOR,
-    FIRST,
-    LAST,
-    PIPELINE,
-    SEQUENCE,
-    TENSOR,
-    VIRTUAL,
-    Finding,
-    LayoutError,
-)
+from grpo_mcore.layout.findings import Finding, Key, LayoutError
 from grpo_mcore.layout.policy import PolicyLayout
 
 
@@ -77,25 +62,25 @@ def _ranks(policy: PolicyLayout, ranks: int) -> Iterator[Finding]:
     copy = tensor * pipeline * policy.context
     if ranks % copy or not ranks:
         yield Finding(
-            (TENSOR, PIPELINE, CONTEXT, "cluster.gpus_per_node", "cluster.num_nodes"),
+            (Key.TENSOR, Key.PIPELINE, Key.CONTEXT, "cluster.gpus_per_node", "cluster.num_nodes"),
             f"one copy of the policy needs TP {tensor} x PP {pipeline} x CP {policy.context} = {copy} ranks, and "
             f"{ranks} is not a multiple of that; the policy has cluster.num_nodes x gpus_per_node ranks, less those of "
             "engines with their own devices",
         )
     elif ranks // pipeline % (policy.expert * policy.expert_tensor):
         yield Finding(
-            (EXPERT, EXPERT_TENSOR),
+            (Key.EXPERT, Key.EXPERT_TENSOR),
             f"EP {policy.expert} x ETP {policy.expert_tensor} = {policy.expert * policy.expert_tensor} does not divide "
             f"the {ranks // pipeline} ranks of a pipeline stage ({ranks} ranks / PP {pipeline})",
         )
     if policy.sequence_parallel and tensor == 1:
-        yield Finding((SEQUENCE, TENSOR), "sequence parallelism needs tensor_model_parallel_size above 1")
-    for key, layers in ((FIRST, policy.first_layers), (LAST, policy.last_layers)):
+        yield Finding((Key.SEQUENCE, Key.TENSOR), "sequence parallelism needs tensor_model_parallel_size above 1")
+    for key, layers in ((Key.FIRST, policy.first_layers), (Key.LAST, policy.last_layers)):
         if layers is not None and pipeline == 1:
-            yield Finding((key, PIPELINE), "an uneven split needs pipeline_model_parallel_size above 1")
+            yield Finding((key, Key.PIPELINE), "an uneven split needs pipeline_model_parallel_size above 1")
     if policy.virtual > 1 and pipeline == 1:
         message = f"{policy.virtual} model chunks per stage need pipeline_model_parallel_size above 1"
-        yield Finding((VIRTUAL, PIPELINE), message)
+        yield Finding((Key.VIRTUAL, Key.PIPELINE), message)
     if policy.expert * policy.expert_tensor > 1:
         yield from _split_tokens(policy)
 
@@ -104,7 +89,7 @@ def _split_tokens(policy: PolicyLayout) -> Iterator[Finding]:
     """Each rank must send its own tokens to the experts."""
     if policy.tensor > 1 and not policy.sequence_parallel:
         yield Finding(
-            (SEQUENCE, TENSOR),
+            (Key.SEQUENCE, Key.TENSOR),
             "experts under tensor parallelism need sequence_parallel: true; without it every tensor-parallel rank "
             "sends all tokens to the experts",
         )
@@ -116,27 +101,27 @@ def _policy_model(policy: PolicyLayout, shape: ModelShape) -> Iterator[Finding]:
     if wrong := _undivided(sizes, policy.tensor):
         allowed = [n for n in range(1, shape.num_kv_heads + 1) if not _undivided(sizes, n)]
         message = f"{policy.tensor} does not divide {', '.join(wrong)} {model}; it can be one of {allowed}"
-        yield Finding((TENSOR,), message)
+        yield Finding((Key.TENSOR,), message)
     yield from (uneven := _problems(policy.layers, shape.num_layers))
     experts = shape.experts
     if experts is None:
-        for key, size in ((EXPERT, policy.expert), (EXPERT_TENSOR, policy.expert_tensor)):
+        for key, size in ((Key.EXPERT, policy.expert), (Key.EXPERT_TENSOR, policy.expert_tensor)):
             if size > 1:
                 yield Finding((key,), f"{size}: this {shape.family} model has no experts; set it to 1")
         return
     yield from _problems(policy.experts_per_rank, experts.count)
     if experts.ffn_hidden_size % policy.expert_tensor:
         width = f"the experts' intermediate size {experts.ffn_hidden_size}"
-        yield Finding((EXPERT_TENSOR,), f"{policy.expert_tensor} does not divide {width}")
+        yield Finding((Key.EXPERT_TENSOR,), f"{policy.expert_tensor} does not divide {width}")
     if shape.biases and policy.expert_tensor > 1:
-        yield Finding((EXPERT_TENSOR,), f"{policy.expert_tensor}: the experts of a {shape.family} model stay whole")
+        yield Finding((Key.EXPERT_TENSOR,), f"{policy.expert_tensor}: the experts of a {shape.family} model stay whole")
     yield from _split_tokens(policy)
     if uneven or policy.pipeline == 1 or policy.virtual > 1:
         return
     first_stage = policy.layers(shape.num_layers)[0][0]
     if not any(map(shape.is_expert_layer, first_stage)):
         yield Finding(
-            (FIRST, PIPELINE),
+            (Key.FIRST, Key.PIPELINE),
             f"the {len(first_stage)} layers of the first stage have no experts; it needs at least one layer with "
             "experts, because checkpoints keep the experts' optimizer settings there",
         )
@@ -145,7 +130,7 @@ def _policy_model(policy: PolicyLayout, shape: ModelShape) -> Iterator[Finding]:
 def _devices(engines: EngineDevices) -> Iterator[Finding]:
     """Engines must fit their devices: an engine uses a part of one node, or whole nodes."""
     pool, each = engines.pool, engines.layout.ranks
-    keys = (ENGINE_TENSOR, ENGINE_PIPELINE, "policy.generation.num_engines", "cluster.gpus_per_node")
+    keys = (Key.ENGINE_TENSOR, Key.ENGINE_PIPELINE, "policy.generation.num_engines", "cluster.gpus_per_node")
     if engines.counted and pool.per_node % each and each % pool.per_node:
         yield Finding(
             keys,
@@ -174,9 +159,9 @@ def _engine_model(engine: EngineLayout, shape: ModelShape) -> Iterator[Finding]:
     if shape.biases and tensor > 1:
         wrong.append("the experts' biases")
     if wrong:
-        yield Finding((ENGINE_TENSOR,), f"{tensor} does not divide {', '.join(wrong)} of this {shape.family} model")
+        yield Finding((Key.ENGINE_TENSOR,), f"{tensor} does not divide {', '.join(wrong)} of this {shape.family} model")
     if engine.expert_parallel and experts is None:
-        yield Finding((ENGINE_EXPERT,), f"{tensor}: this {shape.family} model has no experts; set it to 1")
+        yield Finding((Key.ENGINE_EXPERT,), f"{tensor}: this {shape.family} model has no experts; set it to 1")
     elif experts is not None:
         yield from _problems(engine.experts_per_rank, experts.count)
 

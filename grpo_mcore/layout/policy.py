@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from grpo_mcore.families import ModelShape, Param, Piece, Split, Stage, pieces
-from grpo_mcore.layout.findings import EXPERT, FIRST, LAST, PIPELINE, VIRTUAL, Finding, LayoutError
+from grpo_mcore.layout.findings import Finding, Key, LayoutError
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ class PolicyLayout:
     def experts_per_rank(self, count: int) -> int:
         """Return how many of `count` experts a rank holds. Raises LayoutError if they do not divide."""
         if count % self.expert:
-            raise LayoutError(Finding((EXPERT,), f"{self.expert} does not divide the {count} experts of this model"))
+            raise LayoutError(
+                Finding((Key.EXPERT,), f"{self.expert} does not divide the {count} experts of this model")
+            )
         return count // self.expert
 
     def split(self, param: Param) -> int:
@@ -161,13 +163,13 @@ def _layers(layout: PolicyLayout, num_layers: int) -> tuple[tuple[range, ...], .
     others, rest = stages - len(given), num_layers - sum(given.values())
     if rest < others or (rest % others if others else rest):
         among = f"the other {others} stages" if given else f"{others} stages"
-        message = f"{rest} of {num_layers} layers do not divide over {among}; set {FIRST} or {LAST}"
-        raise LayoutError(Finding((PIPELINE, FIRST, LAST), message))
+        message = f"{rest} of {num_layers} layers do not divide over {among}; set {Key.FIRST} or {Key.LAST}"
+        raise LayoutError(Finding((Key.PIPELINE, Key.FIRST, Key.LAST), message))
     counts = [given.get(stage, rest // others if others else 0) for stage in range(stages)]
     if any(count % layout.virtual for count in counts):
         each = ", ".join(map(str, sorted(set(counts))))
         message = f"{layout.virtual} does not divide the layers of every stage ({each})"
-        raise LayoutError(Finding((VIRTUAL, PIPELINE), message))
+        raise LayoutError(Finding((Key.VIRTUAL, Key.PIPELINE), message))
     sizes = [count // layout.virtual for count in counts] * layout.virtual
     ends = list(accumulate(sizes))
     ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -105,37 +105,10 @@ class RefitPlan:
         """First byte of bucket `index` in the buffer."""
         return index % 2 * self.half_bytes
 
-    @cached_property
-    def _json(self) -> str:
-        plain = {
-            "half_bytes": self.half_bytes,
-            "dtype": self.dtype,
-            "holders": self.holders,
-            "buckets": self.buckets,
-        }
-        return json.dumps(plain, separators=(",", ":"))
-
     def to_json(self) -> str:
         """Return the plan as canonical JSON: equal plans give equal text."""
-        return self._json
-
-    @classmethod
-    def from_json(cls, text: str) -> RefitPlan:
-        plain: dict[str, Any] = json.loads(text)
-        buckets = tuple(
-            Bucket(
-                tuple(
-                    Block(
-                        *(source, param, _box(box), offset, nbytes, holders, dtype, negative_exp),
-                        tuple(Read(rank, name, _box(place)) for rank, name, place in reads),
-                    )
-                    for source, param, box, offset, nbytes, holders, dtype, negative_exp, reads in blocks
-                ),
-                size,
-            )
-            for blocks, size in plain["buckets"]
-        )
-        return cls(buckets, plain["half_bytes"], plain["dtype"], tuple(map(tuple, plain["holders"])))
+        plain = [self.half_bytes, self.dtype, self.holders, self.buckets]
+        return json.dumps(plain, separators=(",", ":"))
 
     @cached_property
     def digest(self) -> str:
@@ -510,10 +483,6 @@ def _volume(box: Box) -> int:
     for start, stop in box:
         volume *= stop - start
     return volume
-
-
-def _box(spans: Iterable[Sequence[int]]) -> Box:
-    return tuple((start, stop) for start, stop in spans)
 
 
 def _gib_up(nbytes: int) -> float:

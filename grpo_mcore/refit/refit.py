@@ -8,23 +8,46 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 from grpo_mcore.refit.delivery import engine_ranks, readers_by_node
 from grpo_mcore.refit.parts import Seat, parts_of
 from grpo_mcore.refit.plan import RefitError, RefitPlan
 from grpo_mcore.refit.proof import BlockSums, Sums, Verify, first_difference
-from grpo_mcore.rollout.workers import Future, Worker
+from grpo_mcore.refit.receiver import RefitReceiver
+from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.rollout.workers import Future, Worker, remote_call
+
+P = ParamSpec("P")
 
 ABORT_TIMEOUT_S = 60.0
 
 
 class Timer(Protocol):
     def time(self, label: str) -> AbstractContextManager[Any]: ...
+
+
+class RefitEngine(Protocol):
+    """The methods of an engine that a refit calls."""
+
+    def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Give every rank its part of the plan. Return {digest, in_place, dtype, verify, transport}."""
+
+    def stage_refit(self) -> dict[str, Any]:
+        """Take every bucket. Return {seconds, sums by rank}."""
+
+    def commit_refit(self, version: int, recompute_kv: bool = False) -> dict[str, Any]:
+        """Pause, and switch all ranks to the new weights. Return {version, fallbacks}."""
+
+    def finish_refit(self) -> None:
+        """Go on generating."""
+
+    def abort_refit(self) -> None:
+        """Leave the refit, with the old weights."""
 
 
 class RefitState(Enum):
@@ -37,36 +60,23 @@ class RefitState(Enum):
     ABORTED = "aborted"  # every living engine is on the old weights
 
 
-_ORDER = (
-    RefitState.IDLE,
-    RefitState.PLANNED,
-    RefitState.STAGING,
-    RefitState.STAGED,
-    RefitState.COMMITTING,
-    RefitState.COMMITTED,
-)
+_ORDER = tuple(state for state in RefitState if state is not RefitState.ABORTED)
 NEXT: dict[RefitState, frozenset[RefitState]] = {
     **{state: frozenset({after, RefitState.ABORTED}) for state, after in zip(_ORDER, _ORDER[1:], strict=False)},
     RefitState.COMMITTED: frozenset(),
     RefitState.ABORTED: frozenset(),
 }
+"""The states that may follow each."""
 
 
-class RefitProtocol:
-    """The state of one refit to `version`; only the transitions in `NEXT` are allowed."""
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.state = RefitState.IDLE
-
-    def advance(self, to: RefitState) -> None:
-        """Change the state. Raises RefitError for a transition that does not exist."""
-        if to not in NEXT[self.state]:
-            raise RefitError(
-                f"refit to weight version {self.version}: no way from {self.state.value} to {to.value}; "
-                f"possible: {sorted(state.value for state in NEXT[self.state]) or 'none, it has ended'}"
-            )
-        self.state = to
+def advanced(version: int, state: RefitState, to: RefitState) -> RefitState:
+    """Return `to`. Raises RefitError if it may not follow `state`."""
+    if to not in NEXT[state]:
+        raise RefitError(
+            f"refit to weight version {version}: no way from {state.value} to {to.value}; possible: "
+            f"{sorted(state.value for state in NEXT[state]) or 'none, it has ended'}"
+        )
+    return to
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +220,7 @@ class Refit:
         if missing := set(range(len(self._nodes))) - set(node_of_rank) if node_of_rank else None:
             raise RefitError(f"no policy rank is on the engine nodes {sorted(missing)}")
         self._receivers = list(nodes.hosts) if nodes and not node_of_rank else []
-        self._protocol = RefitProtocol(version)
+        self._version, self.state = version, RefitState.IDLE
         self._timeline, self._timeout_s = timeline, timeout_s
         self._seconds: dict[str, float] = defaultdict(float)
         self._outstanding: list[Call] = []
@@ -235,30 +245,29 @@ class Refit:
         )
         self._seats = _Seats(self._rank_nodes, self._engine_nodes, len(self._parts.readers), timeout_s)
 
-    @property
-    def state(self) -> RefitState:
-        return self._protocol.state
+    def _advance(self, to: RefitState) -> None:
+        self.state = advanced(self._version, self.state, to)
 
     def stage(self) -> None:
         """Open the plan on every worker and move all buckets. The engines may generate meanwhile."""
         with self._or_abort():
             with self._stage("open"):
                 self._open()
-            self._protocol.advance(RefitState.STAGING)
+            self._advance(RefitState.STAGING)
             with self._stage("stage"):
                 self._move()
                 self._check()
-            self._protocol.advance(RefitState.STAGED)
+            self._advance(RefitState.STAGED)
 
     def commit(self, *, recompute_kv: bool = False) -> RefitReport:
         """Pause the engines, switch all of them to the new weights, then let them go on together."""
         with self._or_abort():
-            self._protocol.advance(RefitState.COMMITTING)
+            self._advance(RefitState.COMMITTING)
             with self._stage("commit"):
                 fallbacks = self._commit(recompute_kv)
         pause = self._seconds["commit"] + (self._seconds["open"] + self._seconds["stage"] if self._in_place else 0.0)
         return RefitReport(
-            version=self._protocol.version,
+            version=self._version,
             bytes=self._plan.block_bytes,
             seconds=sum(self._seconds[name] for name in ("open", "stage", "commit")),
             pause_seconds=pause,
@@ -271,7 +280,7 @@ class Refit:
 
     def _open(self) -> None:
         """Give every process its part of the plan, its seat, and the buffer of its node."""
-        version = self._protocol.version
+        version = self._version
         network, opened, transports = self._open_policy()
         waves = [[e for e in self._numbers if self._engines[e] in self._receivers], []]
         waves[1] = [e for e in self._numbers if e not in waves[0]]
@@ -304,7 +313,7 @@ class Refit:
             raise RefitError(f"the engines hold their weights in different formats: {sorted(dtypes)}")
         strongest = max((started[e]["verify"] for e in self._numbers), key=("off", "sample", "full").index)
         self._send_arguments = (strongest, version, dtypes.pop())
-        self._protocol.advance(RefitState.PLANNED)
+        self._advance(RefitState.PLANNED)
 
     @property
     def _numbers(self) -> range:
@@ -316,7 +325,7 @@ class Refit:
     def _start_engine(self, engine: int, transports: list[Any], network: Any) -> Call:
         manifest = {
             "digest": self._plan.digest,
-            "version": self._protocol.version,
+            "version": self._version,
             "verify": self._verify,
             "parts": list(self._parts.readers),
             "seats": self._seats.of_engine(engine),
@@ -325,7 +334,7 @@ class Refit:
         worker = self._engines[engine]
         if worker in self._receivers:
             manifest["receiver"] = self._receiver_arguments(self._receivers.index(worker), network)
-        (call,) = self._start([worker], "start_refit", manifest)
+        (call,) = self._start([worker], RefitEngine.start_refit)(manifest)
         return call
 
     def _receiver_arguments(self, node: int, network: Any) -> tuple[Any, ...]:
@@ -336,17 +345,19 @@ class Refit:
         already)."""
         ranks, network = len(self._policy), None
         if self._nodes:
-            (network,) = self._all(
-                self._policy[:1],
-                "host_network",
-                ranks + len(self._receivers),
-                self._receiving,
-                self._rank_nodes,
-                self._timeout_s,
+            (network,) = self._wait(
+                self._start(self._policy[:1], RefitSender.host_network)(
+                    ranks + len(self._receivers),
+                    self._receiving,
+                    self._rank_nodes,
+                    self._timeout_s,
+                )
             )
         others = [node for node, worker in enumerate(self._receivers) if worker not in self._engines]
         receiving = [
-            self._start([self._receivers[node]], "open_receiver", *self._receiver_arguments(node, network))[0]
+            self._start([self._receivers[node]], RefitReceiver.open_receiver)(*self._receiver_arguments(node, network))[
+                0
+            ]
             for node in others
         ]
         transports: list[Any] = [None] * max(1, len(self._nodes))
@@ -365,16 +376,20 @@ class Refit:
     def _open_rank(self, rank: int, transport: Any, network: Any) -> Call:
         node = self._rank_nodes[rank]
         seat = self._seats.of_writer(node, self._rank_nodes[:rank].count(node)) if node >= 0 else None
-        (call,) = self._start([self._policy[rank]], "open_refit", self._parts.senders[rank], seat, transport, network)
+        (call,) = self._start([self._policy[rank]], RefitSender.open_refit)(
+            self._parts.senders[rank], seat, transport, network
+        )
         return call
 
     def _move(self) -> None:
         """Have the policy ranks send, the receivers receive and the engines stage; they go through the buckets by
         themselves. An error of any ends it for all."""
-        receiving = self._start([one for one in self._receivers if one not in self._engines], "receive_refit")
+        receiving = self._start(
+            [one for one in self._receivers if one not in self._engines], RefitReceiver.receive_refit
+        )()
         # First whoever only waits for its own threads: in one process a call returns when it is done.
-        sending = self._start(self._policy, "send_refit", *self._send_arguments)
-        staging = self._start(self._engines, "stage_refit")
+        sending = self._start(self._policy, RefitSender.send_refit)(*self._send_arguments)
+        staging = self._start(self._engines, RefitEngine.stage_refit)()
         sent, staged = self._wait(sending), self._wait(staging)
         self._wait(receiving)
         self._seconds["fill"] += max(answer["seconds"] for answer in sent)
@@ -388,11 +403,11 @@ class Refit:
     def _check(self) -> None:
         """Compare the checksums: the engines must hold what the policy ranks hold."""
         if difference := first_difference(self._plan, self._sent, self._arrived):
-            raise RefitError(f"refit to weight version {self._protocol.version}: {difference}")
+            raise RefitError(f"refit to weight version {self._version}: {difference}")
 
     def _commit(self, recompute_kv: bool) -> tuple[str, ...]:
-        version = self._protocol.version
-        commits = self._start(self._engines, "commit_refit", version, recompute_kv)
+        version = self._version
+        commits = self._start(self._engines, RefitEngine.commit_refit)(version, recompute_kv)
         fallbacks: tuple[str, ...] = ()
         for call, answer in zip(commits, self._wait(commits), strict=True):
             if answer["version"] != version:
@@ -400,8 +415,8 @@ class Refit:
             if answer["fallbacks"]:
                 fallbacks = self._plan.fallbacks
         # The point of no return: an engine that does not answer now is on the new version, or dead.
-        self._protocol.advance(RefitState.COMMITTED)
-        self._all(self._engines, "finish_refit")
+        self._advance(RefitState.COMMITTED)
+        self._wait(self._start(self._engines, RefitEngine.finish_refit)())
         return fallbacks
 
     @contextmanager
@@ -409,40 +424,48 @@ class Refit:
         try:
             yield
         except Exception as error:
-            if self._protocol.state is RefitState.COMMITTED:
+            if self.state is RefitState.COMMITTED:
                 self._drain(error)
-            elif self._protocol.state is not RefitState.ABORTED:
+            elif self.state is not RefitState.ABORTED:
                 self._abort(error)
             raise
 
     def _abort(self, error: Exception) -> None:
         """Close what is open on every worker. Failures here become notes of `error`."""
-        staging = self._protocol.state is RefitState.STAGING
-        self._protocol.advance(RefitState.ABORTED)
+        staging = self.state is RefitState.STAGING
+        self._advance(RefitState.ABORTED)
         if not staging:  # open calls end by themselves; those that stage may wait for somebody who was never called
             self._drain(error)
         self._timeout_s = min(self._timeout_s, ABORT_TIMEOUT_S)
-        self._leave([(engine, "abort_refit") for engine in self._engines], error)
+        self._leave([(engine, RefitEngine.abort_refit) for engine in self._engines], error)
         if self._nodes:  # the next refit cannot use a network that lost a message
-            closing = [(worker, "close_refit") for worker in self._policy]
-            self._leave(closing + [(receiver, "close_receiver") for receiver in self._receivers], error)
+            closing: list[tuple[Worker, Callable[[Any], None]]]
+            closing = [(worker, RefitSender.close_refit) for worker in self._policy]
+            closing += [(receiver, RefitReceiver.close_receiver) for receiver in self._receivers]
+            self._leave(closing, error)
 
-    def _leave(self, calls: Sequence[tuple[Worker, str]], error: Exception) -> None:
+    def _leave(self, calls: Sequence[tuple[Worker, Callable[[Any], None]]], error: Exception) -> None:
         """Make the calls, then wait for all that are open. Failures become notes of `error`."""
         for worker, method in calls:
             try:
-                self._start([worker], method)
+                self._start([worker], method)()
             except Exception as failure:
-                error.add_note(f"{method} could not be sent to {worker.name}: {failure}")
+                error.add_note(f"{method.__name__} could not be sent to {worker.name}: {failure}")
         self._drain(error)
 
-    def _start(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Call]:
-        what = f"{method} of the refit to weight version {self._protocol.version}"
-        calls = []
-        for worker in workers:
-            calls.append(Call(worker, what, worker.call(method, *args, timeout_s=self._timeout_s, what=what)))
-            self._outstanding.append(calls[-1])
-        return calls
+    def _start(self, workers: Sequence[Worker], method: Callable[Concatenate[Any, P], Any]) -> Callable[P, list[Call]]:
+        """Return a function that starts a method of these workers."""
+        what = f"{method.__name__} of the refit to weight version {self._version}"
+
+        def start(*args: P.args, **kwargs: P.kwargs) -> list[Call]:
+            calls = []
+            for worker in workers:
+                future = remote_call(worker, method, timeout_s=self._timeout_s, what=what)(*args, **kwargs)
+                calls.append(Call(worker, what, future))
+                self._outstanding.append(calls[-1])
+            return calls
+
+        return start
 
     def _wait(self, calls: list[Call]) -> list[Any]:
         """Return all answers in order. Raises RefitError for the first that fails, naming the worker and the call."""
@@ -454,9 +477,6 @@ class Refit:
             except Exception as error:
                 raise RefitError(f"{call.what} failed on {call.worker.name}: {error}") from error
         return answers
-
-    def _all(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
-        return self._wait(self._start(workers, method, *args))
 
     def _drain(self, error: Exception) -> None:
         while self._outstanding:

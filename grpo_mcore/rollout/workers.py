@@ -6,7 +6,8 @@ import errno
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 Ref = Any
 """A reference to an object in the cluster's store. Under Ray an ObjectRef; in process the object itself."""
@@ -161,11 +162,28 @@ class Worker(Protocol):
         """Return where it runs, once its process is up."""
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Future:
-        """Start `method(*args)`. A reference given as an argument arrives as the object; inside another argument it
-        stays a reference, for `ObjectStore.fetch`. `what` names the call in errors."""
+        """Start `method(*args)`; loops use `remote_call`, so that mypy checks the arguments. A reference given as an
+        argument arrives as the object; inside another argument it stays a reference, for `ObjectStore.fetch`. `what`
+        names the call in errors."""
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Stream:
-        """Start the generator `method(*args)`."""
+        """Start the generator `method(*args)`; callers use `remote_stream`."""
+
+
+P = ParamSpec("P")
+
+
+def remote_call(worker: Any, method: Callable[Concatenate[Any, P], Any], **how: Any) -> Callable[P, Future]:
+    """Return a function that starts `method`, of the worker's class, there: `remote_call(worker, Engine.prepare)(3)`.
+
+    It takes the method's arguments, by position. `worker`: a Worker, or what stands in front of one. `how`: timeout_s
+    and what, see `Worker.call`."""
+    return partial(worker.call, method.__name__, **how)
+
+
+def remote_stream(worker: Any, method: Callable[Concatenate[Any, P], Any], **how: Any) -> Callable[P, Stream]:
+    """Return a function that starts `method`, a generator of the worker's class, there; otherwise as `remote_call`."""
+    return partial(worker.stream, method.__name__, **how)
 
 
 class ObjectStore(Protocol):

@@ -24,6 +24,7 @@ from grpo_mcore.cluster import (
     call_all,
     gather,
     ray_cluster,
+    remote_call,
 )
 from grpo_mcore.cluster.inspection import ask
 from grpo_mcore.cluster.orphan_reaper import MARKER, SOCKETS, marked
@@ -338,40 +339,37 @@ def ranks(cluster: RayCluster):
 
 
 def test_a_group_forms_a_process_group(cluster, ranks):
-    facts = call_all(cluster, ranks, "facts")
+    facts = call_all(cluster, ranks, Rank.facts)()
     assert [worker.name for worker in ranks] == ["rank-0", "rank-1"]
     assert [word for _, word in facts] == ["a", "b"]
     rendezvous = [fact for fact, _ in facts]
     assert [(r.rank, r.world_size, r.local_rank) for r in rendezvous] == [(0, 2, 0), (1, 2, 1)]
     assert len({(r.master_addr, r.master_port) for r in rendezvous}) == 1
-    assert call_all(cluster, ranks, "all_reduce") == [3.0, 3.0]
+    assert call_all(cluster, ranks, Rank.all_reduce)() == [3.0, 3.0]
 
 
 def test_the_failing_rank_is_named_and_the_others_are_not_waited_for(cluster, ranks, tmp_path):
     with pytest.raises(WorkerFailed, match="rank-1: act failed: .* rank 1 has had enough") as caught:
-        call_all(cluster, ranks, "act", 1, str(tmp_path / "gate"), grace_s=0.3)
+        call_all(cluster, ranks, Rank.act, grace_s=0.3)(1, str(tmp_path / "gate"))
     assert caught.value.__notes__ == ["rank-0 was still at work on act 0.3 s later"]
     (tmp_path / "gate").touch()
-    assert call_all(cluster, ranks, "act", 9) == [0, 1]
+    assert call_all(cluster, ranks, Rank.act)(9) == [0, 1]
 
 
 def test_a_deadline_names_the_rank_that_is_missing(cluster, ranks, tmp_path):
-    args = [(9, str(tmp_path / "gate")), (9,)]
+    act = [remote_call(rank, Rank.act, what="the act") for rank in ranks]
+    calls = [act[0](9, str(tmp_path / "gate")), act[1](9)]
     with pytest.raises(DeadlineExceeded, match="the act: no answer from rank-0 within 2 s"):
-        call_all(cluster, ranks, "act", args_per_worker=args, timeout_s=2.0, what="the act")
+        gather(cluster, calls, timeout_s=2.0, what="the act")
     (tmp_path / "gate").touch()
-    assert call_all(cluster, ranks, "act", 9) == [0, 1]
-
-
-def test_arguments_per_worker(cluster, abacus, second):
-    assert call_all(cluster, [abacus, second], "sum", args_per_worker=[([1],), ([2, 3],)]) == [1, 5]
+    assert call_all(cluster, ranks, Rank.act)(9) == [0, 1]
 
 
 def test_gpus_are_visible_to_their_rank_and_to_colocated_workers(cluster):
     group = cluster.spawn_group("gpu", Rank, [("a",), ("b",)], cpus=0.1, gpus=1)
     places = [worker.place() for worker in group]
     assert sorted(gpu for place in places for gpu in place.gpus) == ["0", "1"]
-    assert [fact.local_rank for fact, _ in call_all(cluster, group, "facts")] == [0, 0]
+    assert [fact.local_rank for fact, _ in call_all(cluster, group, Rank.facts)()] == [0, 0]
     engine = cluster.spawn("beside", Abacus, cpus=0.1, colocate_with=group)
     assert engine.place().node == places[0].node
     assert engine.place().gpus == places[0].gpus + places[1].gpus
@@ -379,7 +377,7 @@ def test_gpus_are_visible_to_their_rank_and_to_colocated_workers(cluster):
         "parts", Rank, [("a",), ("b",)], cpus=0.1, colocate_with=[group[:1], group[1:]], concurrency=2
     )
     assert [part.place().gpus for part in parts] == [place.gpus for place in places]
-    assert [fact.rank for fact, _ in call_all(cluster, parts, "facts")] == [0, 1]
+    assert [fact.rank for fact, _ in call_all(cluster, parts, Rank.facts)()] == [0, 1]
     cluster.stop([*group, engine, *parts])
     again = cluster.spawn("gpu-again", Abacus, cpus=0.1, gpus=2)  # their GPUs are free again
     assert again.place().gpus == ("0", "1")

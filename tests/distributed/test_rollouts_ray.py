@@ -14,7 +14,7 @@ import ray
 import torch
 
 from examples.sliding_puzzle.make_model import CHARACTERS, WORDS, make_tokenizer
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker, as_workers
@@ -100,7 +100,7 @@ def test_turns_over_ray(cluster: RayCluster) -> None:
     ]
     game = cluster.spawn("game", FakeEnvironment, decide, cpus=0.1)
     broken = cluster.spawn("broken", FakeEnvironment, fail, cpus=0.1)
-    engines = EngineGroup(cluster, workers, sleeps=False)
+    engines = EngineGroup(cluster, list(map(EngineSlot, workers)), sleeps=False)
 
     def rollouts(environment: Any) -> Rollouts:
         limits = TurnLimits(4, 100_000)
@@ -135,7 +135,11 @@ def test_an_environment_that_dies_or_hangs_costs_its_own_sample(cluster: RayClus
     judge = EnvironmentWorker(cluster, start, calls=2, timeout_s=10.0)
     engine = cluster.spawn("engine", FakeEngine, cluster.store, lambda request: 5, 0, cpus=0.1)
     play = Rollouts(
-        EngineGroup(cluster, [engine], sleeps=False), {"game": judge}, CharacterTokenizer(), TurnLimits(1, 100), seed=1
+        EngineGroup(cluster, [EngineSlot(engine)], sleeps=False),
+        {"game": judge},
+        CharacterTokenizer(),
+        TurnLimits(1, 100),
+        seed=1,
     )
     for numbers, generations in ((range(4), 3), ([4], 1), ([5], 3)):
         play.dispatch([prompt(number) for number in numbers], Sampling(8), generations=generations, step=1)
@@ -184,7 +188,7 @@ def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
         started.append(cluster.spawn("gym", AgentWorker, NemoGymEnvironment, section, cpus=0.1, streams=4))
         return started[-1]
 
-    engines = EngineGroup(cluster, workers, sleeps=False)
+    engines = EngineGroup(cluster, list(map(EngineSlot, workers)), sleeps=False)
     endpoint = Endpoint(engines, model="policy", token="the token", host=cluster.address)
     gym = GymServer(endpoint.address.url, "the token", "policy")
     engines.endpoint = endpoint
@@ -216,7 +220,7 @@ def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
 
 def test_the_drivers_memory_does_not_grow_with_the_length_of_samples(cluster: RayCluster) -> None:
     """Run 50 steps of 16 samples, then 50 with samples 16 times longer, which have 160 MB in total."""
-    engines = EngineGroup(cluster, [cluster.spawn("long", LongEngine, cpus=0.1)], sleeps=False)
+    engines = EngineGroup(cluster, [EngineSlot(cluster.spawn("long", LongEngine, cpus=0.1))], sleeps=False)
     judge = cluster.spawn("at-once", FakeEnvironment, decide_at_once, cpus=0.1)
     rank = cluster.spawn("rank", Rank, cluster.store, cpus=0.1)
     play = Rollouts(engines, {"game": judge}, CharacterTokenizer(), TurnLimits(1, 100_000), seed=1)

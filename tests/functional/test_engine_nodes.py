@@ -143,7 +143,7 @@ def change(policy: PolicyGroup, twin: Policy, seed: int) -> None:
 def test_it_says_what_an_engine_inside_a_node_says(
     cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, folder: Path
 ) -> None:
-    leader, follower = engines.hosts(0)
+    leader, follower = engines.slots[0].hosts
     assert leader.place().node != follower.place().node
     assert [host.place().node for host in (leader, follower)] == [rank.place().node for rank in policy.workers]
     assert tokens_of(cluster, engines) == tokens(inside)
@@ -164,7 +164,7 @@ def test_it_says_what_an_engine_inside_a_node_says(
 def test_a_death_on_either_node_is_named_and_the_engine_starts_anew_on_both(
     cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, what: str
 ) -> None:
-    before = engines.hosts(0)
+    before = engines.slots[0].hosts
     gone = [process for host in before for process in ranks_of(host)]
     assert len(gone) >= 2
     endless = Sampling(max_new_tokens=CONTEXT - 20)
@@ -183,7 +183,7 @@ def test_a_death_on_either_node_is_named_and_the_engine_starts_anew_on_both(
         list(stream)
     assert engines.replace_dead(caught.value) == [0]
     engines.await_successors()
-    assert all(old.place().pid != new.place().pid for old, new in zip(before, engines.hosts(0), strict=True))
+    assert all(old.place().pid != new.place().pid for old, new in zip(before, engines.slots[0].hosts, strict=True))
     wait_until(lambda: not any(map(lives, gone)), "the end of the old engine's ranks")
     refit_policy_generation(policy, engines)
     engines.lost.clear()
@@ -192,9 +192,9 @@ def test_a_death_on_either_node_is_named_and_the_engine_starts_anew_on_both(
 
 def end(cluster: RayCluster, engines: EngineGroup) -> None:
     """Nothing is left."""
-    processes = [process for host in engines.hosts(0) for process in ranks_of(host)]
+    processes = [process for host in engines.slots[0].hosts for process in ranks_of(host)]
     assert len(processes) == 2
-    cluster.stop(engines.hosts(0))
+    cluster.stop(engines.slots[0].hosts)
     wait_until(lambda: not any(map(lives, processes)), "the end of the ranks", 20.0)
 
 

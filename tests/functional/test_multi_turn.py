@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from examples.sliding_puzzle.make_model import make_puzzle_model
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot, EngineWorker
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.cluster import LocalCluster
@@ -71,7 +71,7 @@ def cluster() -> Iterator[LocalCluster]:
 def engines(folder: Path, cluster: LocalCluster) -> EngineGroup:
     config = EngineConfig(str(folder), dtype="float32", max_model_len=CONTEXT, kv_cache_memory_gb=0.1)
     engine = cluster.spawn("engine-0", EngineWorker, config, cluster.store)
-    return EngineGroup(cluster, [engine], sleeps=False)
+    return EngineGroup(cluster, [EngineSlot(engine)], sleeps=False)
 
 
 def play(engines: EngineGroup, tokenizer: Any, *, prompts: int, turns: int = TURNS) -> list[Group]:

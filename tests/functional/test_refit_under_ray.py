@@ -209,7 +209,7 @@ def test_refits_beside_streams(
     # While the engine waits for buckets, and before the commit, a further stream must begin: staging holds no stream
     # up, and no stream staging.
     paced(policy, 0, {"send_refit": traffic.wait}, monkeypatch)
-    paced(engines, 0, {"commit_refit": traffic.wait}, monkeypatch)
+    monkeypatch.setattr(engines.slots[0], "worker", Paced(engines.workers[0], {"commit_refit": traffic.wait}))
     try:
         traffic.wait()
         for version in range(2, 12):

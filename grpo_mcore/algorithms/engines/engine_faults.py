@@ -52,7 +52,8 @@ class EngineFaults:
         timeout_s = self._engines.cluster.call_timeout_s
         if not self._last_active:
             return timeout_s
-        since = max(next(iter(self._last_active.values())), self._engines.prepared_at)
+        engine, active = next(iter(self._last_active.items()))
+        since = max(active, self._engines.slots[engine].prepared_at)
         return max(0.0, timeout_s - self._clock() + since)
 
     def late_engine(self) -> int | None:
@@ -67,7 +68,7 @@ class EngineFaults:
         """
         if isinstance(error.__cause__, ValueError):
             raise error
-        name = self._engines.workers[engine].name
+        name = self._engines.slots[engine].worker.name
         if isinstance(error, DeadlineExceeded):
             self._engines.replace([engine], error)
         elif not self._engines.replace_dead(error, [engine]):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.cluster import (
@@ -22,13 +22,17 @@ from grpo_mcore.cluster import (
     WorkerFailed,
     call_all,
     gather,
+    remote_call,
 )
 from grpo_mcore.generation import Engine, EngineConfig, EngineFollower, EngineNode
 from grpo_mcore.generation.chat.endpoint import ChatEngine, Endpoint
 from grpo_mcore.layout import EngineLayout
 from grpo_mcore.refit.receiver import RefitReceiver
-from grpo_mcore.refit.refit import EngineNodes
+from grpo_mcore.refit.refit import EngineNodes, RefitEngine
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PARCELS = 32
 """Maximum number of samples that are one object in the store: whoever needs one of them fetches all."""
@@ -62,7 +66,7 @@ class FollowerWorker(_RefitReceiverMixin, EngineFollower):
     """The part of an engine on one of its further nodes."""
 
 
-class EngineWorker(_RefitReceiverMixin, Engine):
+class EngineWorker(_RefitReceiverMixin, Engine, RefitEngine):
     """An engine whose samples stay in the cluster's store: the driver receives TrajectoryRefs."""
 
     def __init__(self, config: EngineConfig, store: ObjectStore) -> None:
@@ -115,6 +119,23 @@ def with_trajectories(requests: Sequence[GenerationRequest], store: ObjectStore)
     return [r if r.continues is None else replace(r, continues=next(trajectories)) for r in requests]
 
 
+@dataclass(eq=False)
+class EngineSlot:
+    """The place of one engine in its group: the engine, or the successor of one that died, and its state."""
+
+    worker: Worker
+    followers: Sequence[Worker] = ()  # its workers on further nodes
+    version: int = 0  # of the weights that it committed last
+    waits: bool = False  # it is lost, and its successor waits for the policy's memory
+    paused: bool = False  # generation stands still now
+    prepared_at: float = 0.0  # monotonic time of the last `prepare`
+
+    @property
+    def hosts(self) -> list[Worker]:
+        """The engine and its followers: one worker on each of its nodes, in the order of its ranks."""
+        return [self.worker, *self.followers]
+
+
 @dataclass
 class EngineGroup:
     """All engines of a run, each known by its number.
@@ -124,46 +145,53 @@ class EngineGroup:
     """
 
     cluster: Cluster
-    workers: Sequence[Worker]
+    slots: Sequence[EngineSlot]  # by number; a `subset` has the same objects
     sleeps: bool  # the engines give their memory to the policy while it trains
     layout: EngineLayout = EngineLayout()  # of one engine
-    weight_version: int = 0  # of the last refit that every engine committed
     colocated: bool = True  # on the policy's devices; otherwise weights come over the network
     pauses: bool = False  # generation stands still while the policy trains
-    followers: Sequence[Sequence[Worker]] = ()  # by engine: its workers on further nodes; empty: each has one node
-    paused: bool = False  # generation stands still now
-    prepared_at: float = 0.0  # monotonic time of the last `prepare`
     endpoint: Endpoint | None = None  # in front of the engines, if the recipe asks for one
     start: Callable[[int], Sequence[Worker]] | None = None  # spawns an engine and its followers; None: not replaceable
     start_timeout_s: float = 600.0
     restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
     lost: dict[int, str] = field(default_factory=dict)  # engine -> reason
     deaths: dict[int, WorkerDied] = field(default_factory=dict)  # that only the endpoint has noticed so far
-    to_start: set[int] = field(default_factory=set)  # lost engines whose successors wait for the policy's memory
-    restored: dict[int, int] = field(default_factory=dict)  # engine that came back since the last full refit -> version
 
-    def hosts(self, number: int) -> list[Worker]:
-        """Return the engine and its followers: one worker on each of its nodes, in the order of its ranks."""
-        return [self.workers[number], *(self.followers[number] if self.followers else ())]
+    @property
+    def workers(self) -> list[Worker]:
+        return [slot.worker for slot in self.slots]
+
+    @property
+    def weight_version(self) -> int:
+        """The weights that every engine has committed, or newer ones: engines that came back since may be ahead."""
+        return min((slot.version for slot in self.slots), default=0)
+
+    @property
+    def paused(self) -> bool:
+        """Whether generation stands still on an engine now."""
+        return any(slot.paused for slot in self.slots)
 
     def all_hosts(self) -> list[Worker]:
-        return [host for number in range(len(self.workers)) for host in self.hosts(number)]
+        return [host for slot in self.slots for host in slot.hosts]
 
     def nodes(self) -> EngineNodes:
         """Return the nodes of the engines, in order of appearance, with the first worker on each as its host."""
         first: dict[str, tuple[int, Worker]] = {}
         engines = []
-        for number in range(len(self.workers)):
-            places = [(host.place().node, host) for host in self.hosts(number)]
+        for slot in self.slots:
+            places = [(host.place().node, host) for host in slot.hosts]
             engines.append([first.setdefault(node, (len(first), host))[0] for node, host in places])
         return EngineNodes(engines, [host for _, host in first.values()])
 
     def prepare(self) -> None:
         """Make every engine ready to generate with the committed weights, and resume paused generation."""
-        versions = [(self.restored.get(number, self.weight_version),) for number in self.serving()]
-        self.paused = False
-        self._all("prepare", versions)
-        self.prepared_at = time.monotonic()
+        slots, what = [self.slots[number] for number in self.serving()], "prepare of the engines"
+        for slot in slots:
+            slot.paused = False
+        calls = [remote_call(slot.worker, EngineWorker.prepare, what=what)(slot.version) for slot in slots]
+        gather(self.cluster, calls, timeout_s=self.cluster.call_timeout_s, what=what)
+        for slot in slots:
+            slot.prepared_at = time.monotonic()
 
     def resume(self) -> None:
         """Resume paused generation."""
@@ -174,18 +202,19 @@ class EngineGroup:
         """Pause the engines, and give their memory to the policy, if they share devices."""
         if self.sleeps or self.pauses:
             with suppress(WorkerDied):  # a dead engine holds nothing; the next refit will find it dead
-                self._all("release", [(self.pauses,)] * len(self.serving()))
-            self.paused = self.pauses
+                self._all(EngineWorker.release)(self.pauses)
+            for number in self.serving():
+                self.slots[number].paused = self.pauses
 
     def start_profile(self) -> None:
         """Have every rank trace what it does with torch's profiler."""
         with suppress(WorkerDied):  # whoever waits for its samples will find it dead
-            self._all("start_profile", [()] * len(self.serving()))
+            self._all(EngineWorker.start_profile)()
 
     def stop_profile(self, folder: Path) -> None:
         """End the traces, and write them to `folder`."""
         with suppress(WorkerDied):
-            self._all("stop_profile", [(folder,)] * len(self.serving()))
+            self._all(EngineWorker.stop_profile)(folder)
 
     def close(self) -> None:
         """Close the endpoint, if there is one; the engines end with their cluster."""
@@ -194,7 +223,7 @@ class EngineGroup:
 
     def serving(self) -> list[int]:
         """Return the numbers of the engines that can take requests."""
-        return [number for number in range(len(self.workers)) if number not in self.lost]
+        return [number for number in range(len(self.slots)) if number not in self.lost]
 
     def reachable(self) -> list[int]:
         """Return `serving` without the engines that the endpoint has found dead."""
@@ -214,18 +243,15 @@ class EngineGroup:
 
     def subset(self, numbers: Sequence[int]) -> EngineGroup:
         """Return a group of these engines, none of them lost, to refit all of it."""
-        workers = [self.workers[number] for number in numbers]
-        followers = [self.followers[number] for number in numbers] if self.followers else ()
-        return replace(self, workers=workers, followers=followers, lost={}, to_start=set(), restored={})
+        return replace(self, slots=[self.slots[number] for number in numbers], lost={}, deaths={})
 
-    def mark_refitted(self, numbers: Sequence[int], version: int) -> None:
-        """Record that these engines have the weights of `version`, generate again and can take requests. A refit works
-        on a `subset`, whose state is its own."""
-        if len(numbers) == len(self.workers):
-            self.weight_version, self.restored = version, {}
-            self.paused, self.prepared_at = False, time.monotonic()
-        else:
-            self.restored |= dict.fromkeys(numbers, version)
+    def committed(self, version: int) -> None:
+        """Record that every engine has committed the weights of `version`."""
+        for slot in self.slots:
+            slot.version = version
+
+    def mark_refitted(self, numbers: Sequence[int]) -> None:
+        """Record that these engines have the policy's weights and can take requests."""
         for number in numbers:
             self.lost.pop(number, None)
 
@@ -236,8 +262,8 @@ class EngineGroup:
             return []
         timeout_s = min(HEALTH_S, self.cluster.call_timeout_s)
         checks = {
-            number: self.workers[number].call("health", timeout_s=timeout_s, what="health")
-            for number in (range(len(self.workers)) if among is None else among)
+            number: remote_call(self.slots[number].worker, EngineWorker.health, timeout_s=timeout_s, what="health")()
+            for number in (range(len(self.slots)) if among is None else among)
         }
         dead = [number for number, check in checks.items() if not _is_healthy(check)]
         if dead:
@@ -253,32 +279,30 @@ class EngineGroup:
         for number in numbers:
             self.lost[number] = str(error).partition("\n")[0]
             self.deaths.pop(number, None)
-            self.cluster.stop(self.hosts(number))
-            self.to_start.add(number)
+            self.cluster.stop(self.slots[number].hosts)
+            self.slots[number].waits, self.slots[number].paused = True, False
         if not self.sleeps:
             self._start_successors()
 
     def _start_successors(self) -> None:
-        for number in sorted(self.to_start):
-            assert self.start is not None, "replace has checked it"
-            successor, *followers = self.start(number)
-            self.workers = [successor if index == number else worker for index, worker in enumerate(self.workers)]
-            self.followers = [followers if index == number else old for index, old in enumerate(self.followers)]
-        self.to_start.clear()
+        for number, slot in enumerate(self.slots):
+            if slot.waits:
+                assert self.start is not None, "replace has checked it"
+                slot.worker, *slot.followers = self.start(number)
+                slot.waits = False
 
     def await_successors(self) -> None:
         """Wait until the successors of lost engines are up; the policy must have given its memory away. Raises what a
         constructor raised, or DeadlineExceeded."""
         self._start_successors()
         if self.lost:
-            starting = [host.ready() for number in sorted(self.lost) for host in self.hosts(number)]
+            starting = [host.ready() for number in sorted(self.lost) for host in self.slots[number].hosts]
             gather(self.cluster, starting, timeout_s=self.start_timeout_s, what="restart of an engine")
 
-    def _all(self, method: str, args_per_worker: Sequence[tuple[Any, ...]]) -> None:
-        """Call a method of the engines that can take requests."""
-        workers = [self.workers[number] for number in self.serving()]
-        what = f"{method} of the engines"
-        call_all(self.cluster, workers, method, args_per_worker=args_per_worker, what=what)
+    def _all(self, method: Callable[Concatenate[EngineWorker, P], R]) -> Callable[P, list[R]]:
+        """Return a function that calls a method of the engines that can take requests."""
+        workers = [self.slots[number].worker for number in self.serving()]
+        return call_all(self.cluster, workers, method, what=f"{method.__name__} of the engines")
 
 
 def _is_healthy(check: Future) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerFailed
+from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerFailed, remote_stream
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
 from grpo_mcore.rollout.group import Group
@@ -121,9 +121,9 @@ class AgentRollouts:
 
     def _start(self, worker: EnvironmentWorker, sampling: Sampling, samples: list[GymSample]) -> None:
         assert self._engines.endpoint is not None
-        arguments = (samples, sampling, self._engines.endpoint.address, self._on_outcome is not None)
         what = f"{len(samples)} samples that {worker.name} plays"
-        stream = worker.stream("run_agents", *arguments, timeout_s=worker.timeout_s, what=what)
+        run = remote_stream(worker, AgentWorker.run_agents, timeout_s=worker.timeout_s, what=what)
+        stream = run(samples, sampling, self._engines.endpoint.address, self._on_outcome is not None)
         expected = {(sample.uid, sample.generation_index): sample for sample in samples}
         self._batches[id(stream)] = AgentBatch(worker, sampling, stream, expected)
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_faults import EngineFaults, cause
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentRollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker, RewardScorer
@@ -39,6 +39,7 @@ from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, TrajectoryRef, Turn, sample_seed
+from grpo_mcore.rollout.workers import remote_call, remote_stream
 
 STREAMS = 4
 """Number of streams that are opened on an engine, each of which holds a thread of it; further requests join one of
@@ -223,7 +224,7 @@ class Rollouts:
         while self._aborts:  # an abort that arrives late could hit a prompt that is dispatched again
             self._confirm_abort(*self._aborts.popitem()[1])
         requests: dict[int, list[GenerationRequest]] = defaultdict(list)
-        candidates = self.engines.serving() or range(len(self.engines.workers))
+        candidates = self.engines.serving() or range(len(self.engines.slots))
         by_load = [(self._load[engine], engine) for engine in candidates]  # a heap
         heapq.heapify(by_load)
         for_agents: list[DatumSpec] = []
@@ -309,7 +310,9 @@ class Rollouts:
         return engines
 
     def _abort_on_engine(self, engine: int, uids: Collection[str]) -> Future:
-        return self.engines.workers[engine].call("give_up", tuple(uids), what="giving samples up")
+        return remote_call(self.engines.slots[engine].worker, EngineWorker.give_up, what="giving samples up")(
+            tuple(uids)
+        )
 
     def _confirm_abort(self, answer: Future, engine: int) -> None:
         """Wait until the engine has aborted. A dead engine has no samples; its streams or a refit will find it dead."""
@@ -356,7 +359,7 @@ class Rollouts:
             return self.cluster.ready(things, min(left_s, timeout_s), "samples and verdicts", self._hooks.watch)
         except DeadlineExceeded as error:
             if (late := self._faults.late_engine()) is not None:
-                name = self.engines.workers[late].name
+                name = self.engines.slots[late].worker.name
                 self._handle_failure(late, DeadlineExceeded("samples", name, timeout_s, error.detail))
             elif left_s == timeout_s:
                 raise
@@ -395,7 +398,7 @@ class Rollouts:
             if not missing:  # its last samples were aborted, or came too late: their answers say so
                 self._end_call(call)
                 return
-            name, why = self.engines.workers[call.engine].name, f"its stream ended without {missing} samples"
+            name, why = self.engines.slots[call.engine].worker.name, f"its stream ended without {missing} samples"
             self._handle_failure(call.engine, WorkerFailed(name, stream.what, why), call)
             return
         for parcel in parcels:
@@ -436,7 +439,7 @@ class Rollouts:
         del self._calls[id(call.stream)]
         self._calls_of[call.engine].remove(call)
         self._mark_if_idle(call.engine)
-        self._hooks.on_span(self.engines.workers[call.engine].name, "generate", call.since, time.perf_counter())
+        self._hooks.on_span(self.engines.slots[call.engine].worker.name, "generate", call.since, time.perf_counter())
 
     def _mark_if_idle(self, engine: int) -> None:
         if not self._calls_of[engine] and all(join.call.engine != engine for join in self._joins.values()):
@@ -596,16 +599,16 @@ class Rollouts:
         if engine in self.engines.lost:
             self._queue(engine, step, sampling, requests)
             return
-        worker, what = self.engines.workers[engine], f"{len(requests)} samples of step {step}"
+        worker, what = self.engines.slots[engine].worker, f"{len(requests)} samples of step {step}"
         expected = {(request.uid, request.generation_index): request for request in requests}
         if joined is not None:
-            answer = worker.call("join", joined.name, requests, sampling, what=what)
+            answer = remote_call(worker, EngineWorker.join, what=what)(joined.name, requests, sampling)
             joined.expected |= expected
             self._joins[id(answer)] = _Join(self._calls_made, joined, answer, expected)
             return
         self._calls_made += 1
         name = f"{self._name}-{self._calls_made}"
-        stream = worker.stream("generate_refs", requests, sampling, name, what=what)
+        stream = remote_stream(worker, EngineWorker.generate_refs, what=what)(requests, sampling, name)
         if not self._calls_of[engine]:
             self._faults.mark_active(engine)
         call = self._calls[id(stream)] = _EngineCall(self._calls_made, engine, name, step, stream, expected)
@@ -615,7 +618,7 @@ class Rollouts:
         self, engine: int, error: WorkerFailed | DeadlineExceeded, failed: _EngineCall | _Join | None = None
     ) -> None:
         """Repeat what a failed call, or a lost engine with all its calls, did not finish. May raise `error`."""
-        name, lost = self.engines.workers[engine].name, False
+        name, lost = self.engines.slots[engine].worker.name, False
         if not self._is_counted(engine, error, failed):
             lost = self._faults.handle(error, engine)
             self._failed_at[engine] = self._calls_made

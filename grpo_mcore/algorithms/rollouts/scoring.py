@@ -25,9 +25,10 @@ from grpo_mcore.cluster import (
     Worker,
     WorkerDied,
     WorkerFailed,
+    remote_call,
 )
 from grpo_mcore.cluster.local_cluster import LocalWorker
-from grpo_mcore.environments.interfaces import RemoteEnvironment
+from grpo_mcore.environments.interfaces import EnvironmentInterface, RemoteEnvironment
 from grpo_mcore.parallel.platform import Platform, PlatformChoice
 from grpo_mcore.rollout.trajectory import Outcome
 
@@ -298,7 +299,9 @@ class RewardScorer:
             call.since = time.perf_counter()
             call.deadline = time.monotonic() + queue.timeout_s
             what, limit_s = f"the verdict on {call.label}", queue.timeout_s
-            call.pending = queue.worker.call("advance", metadata, *references, timeout_s=limit_s, what=what)
+            call.pending = remote_call(queue.worker, EnvironmentInterface.advance, timeout_s=limit_s, what=what)(
+                metadata, *references
+            )
             queue.running[id(call.pending)] = call
 
     def _next_call(self, queue: EnvQueue) -> _Call:

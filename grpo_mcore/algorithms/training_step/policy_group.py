@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from torch import Tensor
 
+from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
 from grpo_mcore.algorithms.weight_sync.refit_settings import RefitSettings
-from grpo_mcore.cluster import BackgroundWork, Cluster, Future, Worker, call_all
+from grpo_mcore.cluster import BackgroundWork, Cluster, Future, Worker, call_all, gather, remote_call
 from grpo_mcore.families import ModelShape
 from grpo_mcore.file_digests import Digest
 from grpo_mcore.layout import PolicyLayout
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from grpo_mcore.algorithms.training_step.teachers import Teachers
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -56,7 +60,7 @@ class PolicyGroup:
 
     def build(self, timeout_s: float) -> None:
         """Let ranks that were spawned with `build_later` build the model and load its weights."""
-        call_all(self.cluster, self.workers, "build", timeout_s=timeout_s, what="start of the policy")
+        call_all(self.cluster, self.workers, PolicyWorker.build, timeout_s=timeout_s, what="start of the policy")()
 
     @contextmanager
     def run_alongside(self, other: BackgroundWork | None) -> Iterator[None]:
@@ -70,28 +74,21 @@ class PolicyGroup:
     def score(self, steps: Sequence[RankStep], hidden: bool = False) -> dict[int, Ref]:
         """Return references to what `PolicyWorker.score` says of each sample, by index in the step. `steps`: by
         data-parallel rank."""
-        shares = [(steps[self.layout.coordinates(rank).data], hidden) for rank in range(self.layout.world_size)]
-        parts = call_all(
-            self.cluster,
-            self.workers,
-            "score",
-            args_per_worker=shares,
-            what="the teacher's pass",
-            background=self.background,
+        parts = self._wait(
+            remote_call(worker, PolicyWorker.score, what="the teacher's pass")(
+                steps[self.layout.coordinates(rank).data], hidden
+            )
+            for rank, worker in enumerate(self.workers)
         )
         return {index: ref for part in parts for index, ref in part.items()}
 
     def receive(self, steps: Sequence[RankStep]) -> None:
         """Give every rank the samples of its data-parallel rank. `steps`: by data-parallel rank."""
         version, put = self.updates + 1, [self.cluster.store.put(step) for step in steps]
-        shares = [(put[self.layout.coordinates(rank).data], version) for rank in range(self.layout.world_size)]
-        call_all(
-            self.cluster,
-            self.workers,
-            "receive",
-            args_per_worker=shares,
-            what="receiving the step's samples",
-            background=self.background,
+        what = "receiving the step's samples"
+        self._wait(
+            remote_call(worker, PolicyWorker.receive, what=what)(put[self.layout.coordinates(rank).data], version)
+            for rank, worker in enumerate(self.workers)
         )
 
     def infer_logprobs(
@@ -100,7 +97,7 @@ class PolicyGroup:
         """Compute log-probs of the step received; the ranks keep them. `dropout`: the current weights act as they do in
         training. Return the objective.sample_stats of the step's `samples`: float64 [samples] each, 0 for samples that
         no rank has."""
-        parts = self._all("infer_logprobs", prev, reference, kl_kind, dropout, what="log-probs")
+        parts = self._all(PolicyWorker.infer_logprobs, "log-probs")(prev, reference, kl_kind, dropout)
         stats: dict[str, Tensor] = {}
         for index, stats_of_rank in filter(None, parts):
             for name, values in stats_of_rank.items():
@@ -110,7 +107,7 @@ class PolicyGroup:
     def train(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
         """Run every optimizer step of the step received. Return metrics over all ranks and optimizer steps."""
         sent = self.cluster.store.put(replace(targets, estimate=None))
-        reports = self._all("train", loss_fn, sent, what="training")
+        reports = self._all(PolicyWorker.train, "training")(loss_fn, sent)
         self.updates += 1
         self.train_times = [[report.times for report in of_rank] for of_rank in reports]
         return self._combined(reports) | {
@@ -121,30 +118,31 @@ class PolicyGroup:
     def token_logprobs(self) -> list[Future]:
         """Ask the ranks for `PolicyWorker.token_logprobs` of the last `train`. Does not wait for the answers."""
         ranks = [rank for rank in range(self.layout.world_size) if self.layout.is_reporting_rank(rank)]
-        return [self.workers[rank].call("token_logprobs", what="log-probs of the samples") for rank in ranks]
+        what = "log-probs of the samples"
+        return [remote_call(self.workers[rank], PolicyWorker.token_logprobs, what=what)() for rank in ranks]
 
     def load_teacher_head(self, folder: str) -> None:
         """Have each rank load its rows of the output layer of a teacher, a Hugging Face folder."""
-        self._all("load_teacher_head", folder, what=f"the output layer of {folder}")
+        self._all(PolicyWorker.load_teacher_head, f"the output layer of {folder}")(folder)
 
     def trace_layers(self) -> dict[int, dict[int, Tensor]]:
         """Return what comes out of each layer, as parallel/layer_traces.py describes it, for the samples received:
         sample index -> layer -> float64 [2, length]."""
         traces: dict[int, dict[int, Tensor]] = {}
-        for part in self._all("trace_layers", what="the layers' outputs"):
+        for part in self._all(PolicyWorker.trace_layers, "the layers' outputs")():
             for index, layers in part.items():
                 traces.setdefault(index, {}).update(layers)
         return traces
 
     def skip(self) -> None:
         """Count a step that trains nothing: the weights stay."""
-        self._all("skip", what="leaving out a step")
+        self._all(PolicyWorker.skip, "leaving out a step")()
         self.train_times = []
         self.updates += 1
 
     def evaluate(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
         """Return the metrics of the step received under the current weights, without training."""
-        return self._combined(self._all("evaluate", loss_fn, self.cluster.store.put(targets), what="evaluation"))
+        return self._combined(self._all(PolicyWorker.evaluate, "evaluation")(loss_fn, self.cluster.store.put(targets)))
 
     def _combined(self, reports: Sequence[Sequence[TrainReport]]) -> dict[str, float]:
         """Combine over data-parallel ranks, then over optimizer steps. One rank reports for all with its samples."""
@@ -166,60 +164,67 @@ class PolicyGroup:
         an engine that was replaced since."""
         receiving = _processes(receivers)
         if self.connected and self.connected != receiving:
-            self._all("close_refit", what="leaving the network to the engines")
+            self._all(PolicyWorker.close_refit, "leaving the network to the engines")()
         self.connected = receiving
 
     def memory(self) -> list[dict[str, Any]]:
         """Return what each rank held while it trained: see `Policy.memory`."""
-        return self._all("memory", what="what the policy's ranks hold")
+        return self._all(PolicyWorker.memory, "what the policy's ranks hold")()
 
     def offload(self) -> None:
         """Make room for the engines, if they share devices."""
         if self.colocated:
-            self._all("offload", what="moving the policy to the host")
+            self._all(PolicyWorker.offload, "moving the policy to the host")()
 
     def onload(self) -> None:
         """Undo `offload`."""
         if self.colocated:
-            self._all("onload", what="moving the policy back to the accelerator")
+            self._all(PolicyWorker.onload, "moving the policy back to the accelerator")()
 
     def start_profile(self) -> None:
         """Have every rank trace what it does with torch's profiler."""
-        self._all("start_profile", what="start of the profiler")
+        self._all(PolicyWorker.start_profile, "start of the profiler")()
 
     def stop_profile(self, folder: Path) -> None:
         """End the traces, and write them to `folder`."""
-        self._all("stop_profile", folder, what=f"writing the profile to {folder}")
+        self._all(PolicyWorker.stop_profile, f"writing the profile to {folder}")(folder)
 
     def start_save(self, folder: str, optimizer: bool) -> None:
         """Start to save in the background. It must be finished, see `is_saved`, before the next one. `optimizer`: save
         its state too."""
-        self._all("start_save", folder, optimizer, what=f"copying the policy for {folder}")
+        self._all(PolicyWorker.start_save, f"copying the policy for {folder}")(folder, optimizer)
 
     def is_saved(self, wait: bool) -> bool:
         """Return whether every rank has finished what `start_save` began. `wait`: wait until it has."""
-        return all(self._all("is_saved", wait, what="writing the policy's checkpoint"))
+        return all(self._all(PolicyWorker.is_saved, "writing the policy's checkpoint")(wait))
 
     def damage(self, folder: str, digests: Mapping[str, Digest]) -> str | None:
         """Return what is wrong with a saved policy; None if its files are what was saved. `digests`: of its files, each
         of which one rank reads."""
-        names, size = list(digests), self.layout.world_size
-        shares = [(folder, {name: digests[name] for name in names[rank::size]}) for rank in range(size)]
-        problems = call_all(
-            self.cluster, self.workers, "damage", args_per_worker=shares, what=f"comparing {folder} with its digests"
+        names, what = list(digests), f"comparing {folder} with its digests"
+        problems = self._wait(
+            remote_call(worker, PolicyWorker.damage, what=what)(
+                folder, {name: digests[name] for name in names[rank :: len(self.workers)]}
+            )
+            for rank, worker in enumerate(self.workers)
         )
         return next(filter(None, problems), None)
 
     def load(self, folder: str) -> None:
-        if not all(self._all("load", folder, what=f"loading the policy from {folder}")):
+        if not all(self._all(PolicyWorker.load, f"loading the policy from {folder}")(folder)):
             logger.warning("%s holds no optimizer (checkpointing.save_optimizer): its moments start at 0", folder)
 
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder."""
-        self._all("export_hf", folder, what=f"exporting the policy to {folder}")
+        self._all(PolicyWorker.export_hf, f"exporting the policy to {folder}")(folder)
 
-    def _all(self, method: str, *args: Any, what: str) -> list[Any]:
-        return call_all(self.cluster, self.workers, method, *args, what=what, background=self.background)
+    def _wait(self, calls: Iterable[Future]) -> list[Any]:
+        """Wait for a call of each rank."""
+        futures, timeout_s = list(calls), self.cluster.call_timeout_s
+        return gather(self.cluster, futures, timeout_s=timeout_s, what=futures[0].what, background=self.background)
+
+    def _all(self, method: Callable[Concatenate[PolicyWorker, P], R], what: str) -> Callable[P, list[R]]:
+        return call_all(self.cluster, self.workers, method, what=what, background=self.background)
 
 
 def logprobs_by_sample(answers: Sequence[Future]) -> dict[int, dict[str, np.ndarray]]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import RankStep
 from grpo_mcore.algorithms.weight_sync.refit_settings import ParityCheck, parity_check
+from grpo_mcore.cluster import remote_stream
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.rollout.workers import Ref
@@ -118,9 +119,9 @@ def measure_parity(policy: PolicyGroup, engines: EngineGroup, check: ParityCheck
     requests = probes(-(-SAMPLES // data) * data, policy.shape.vocab_size, check.max_length)
     new_tokens = min(NEW_TOKENS, check.max_length - _prompt_tokens(check.max_length))
     sampling = Sampling(new_tokens, check.temperature, check.top_p, check.top_k)
+    what = "samples to compare engine and policy by"
     streams = [
-        worker.stream("generate_refs", requests, sampling, what="samples to compare engine and policy by")
-        for worker in engines.workers
+        remote_stream(worker, EngineWorker.generate_refs, what=what)(requests, sampling) for worker in engines.workers
     ]
     by_engine = [[parcel.content for parcels in stream for parcel in parcels] for stream in streams]
     engines.release()

@@ -36,7 +36,7 @@ def refit_engines(
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
     compared = None if lost_only else sampled
     once = partial(refit_once, policy, timeline=timeline, recompute_kv=recompute_kv, sampled=compared)
-    if engines.to_start:
+    if any(slot.waits for slot in engines.slots):
         policy.offload()  # the successors of lost engines take its memory
     return refit_until_done(engines, once, on_restart, lost_only=lost_only)
 
@@ -57,16 +57,16 @@ def refit_until_done(
     while True:
         try:
             engines.await_successors()
-            numbers = sorted(engines.lost) if lost_only else list(range(len(engines.workers)))
-            report = refit_group(group := engines.subset(numbers))
+            numbers = sorted(engines.lost) if lost_only else list(range(len(engines.slots)))
+            report = refit_group(engines.subset(numbers))
         except (RefitError, WorkerFailed, DeadlineExceeded) as error:
             dead = engines.replace_dead(error)
             if not dead:
                 raise
             for number in dead:
-                on_restart(engines.workers[number].name, engines.lost[number])
+                on_restart(engines.slots[number].worker.name, engines.lost[number])
         else:
-            engines.mark_refitted(numbers, group.weight_version)
+            engines.mark_refitted(numbers)
             return report
 
 
@@ -123,7 +123,7 @@ def refit_once(
         timeline=timeline,
         timeout_s=policy.cluster.call_timeout_s,
     )
-    engines.weight_version = version
+    engines.committed(version)
     engines.prepare()
     if policy.refit.parity is not None:
         parity = measure_parity(policy, engines, policy.refit.parity)

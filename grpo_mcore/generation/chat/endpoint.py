@@ -30,7 +30,9 @@ from aiohttp import web
 from grpo_mcore.addresses import with_port
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
+from grpo_mcore.generation.engine import Engine
 from grpo_mcore.rollout.trajectory import fingerprint, sample_seed
+from grpo_mcore.rollout.workers import remote_stream
 from grpo_mcore.text import has_surrogates
 
 Spans = tuple[tuple[int, int, int], ...]
@@ -293,9 +295,8 @@ class Endpoint:
         while (index := self._choose(recorded_tokens(body))) is not None:
             engine = self._engines.workers[index]
             try:
-                stream = engine.stream(
-                    "chat", kind, body, seed, timeout_s=self._timeout_s, what=f"a chat {kind} request"
-                )
+                what = f"a chat {kind} request"
+                stream = remote_stream(engine, Engine.chat, timeout_s=self._timeout_s, what=what)(kind, body, seed)
                 reply = next(stream)
                 next(stream, None)  # the end of the stream
             except Exception as error:  # any error must reach the client and the log

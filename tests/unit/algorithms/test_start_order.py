@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.run_control.checks import Model
 from grpo_mcore.algorithms.setup import start_policy_and_engines, wait_until_ready
@@ -133,8 +133,8 @@ def test_policy_and_engines_have_the_environment_variables_of_the_recipe() -> No
 def test_a_successor_waits_for_the_policys_memory(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
     engines = EngineGroup(
-        node, [node.worker("engine-0")], sleeps=shared, start=lambda number: [node.spawn(f"engine-{number}")],
-        restarts=Retries(1, 0.0),
+        node, [EngineSlot(node.worker("engine-0"))], sleeps=shared,
+        start=lambda number: [node.spawn(f"engine-{number}")], restarts=Retries(1, 0.0),
     )  # type: ignore[arg-type]  # fmt: skip
     engines.replace([0], WorkerDied("engine-0", "generate_refs", "its process ended"))
     assert node.events == ["stop engine-0"] + ([] if shared else ["spawn engine-0"])

@@ -21,6 +21,8 @@ from grpo_mcore.cluster import (
     call_all,
     gather,
     open_cluster,
+    remote_call,
+    remote_stream,
 )
 from grpo_mcore.recipe import load_recipe
 
@@ -168,10 +170,9 @@ def test_the_end_closes_the_workers_once(cluster):
 
 def test_call_all(cluster):
     workers = [cluster.spawn("first", Abacus, 0), cluster.spawn("second", Abacus, 5)]
-    assert call_all(cluster, workers, "add", 1) == [1, 6]
-    assert call_all(cluster, workers, "add", args_per_worker=[(1,), (2,)]) == [2, 8]
-    with pytest.raises(ValueError, match="shorter"):
-        call_all(cluster, workers, "add", args_per_worker=[(1,)])
+    assert call_all(cluster, workers, Abacus.add)(1) == [1, 6]
+    assert remote_call(workers[0], Abacus.add, what="the sum")(2).result() == 3
+    assert list(remote_stream(workers[0], Abacus.count)(2)) == list(workers[0].stream("count", 2))
 
 
 def test_the_recipe_chooses(tmp_path: Path):

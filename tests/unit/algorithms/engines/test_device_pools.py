@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import LocalCluster, Place
 from grpo_mcore.cluster.local_cluster import LocalWorker
@@ -51,7 +51,7 @@ def test_only_a_policy_that_shares_its_devices_makes_room() -> None:
 
 def test_the_nodes_of_the_engines() -> None:
     workers = [Placed(f"engine-{i}", node, i) for i, node in enumerate(("b", "a", "b", "c", "a"))]
-    found = EngineGroup(LocalCluster(), workers, sleeps=False, colocated=False).nodes()
+    found = EngineGroup(LocalCluster(), list(map(EngineSlot, workers)), sleeps=False, colocated=False).nodes()
     assert found.engines == [[0], [1], [0], [2], [1]]
     assert [host.name for host in found.hosts] == ["engine-0", "engine-1", "engine-3"]
 
@@ -59,7 +59,7 @@ def test_the_nodes_of_the_engines() -> None:
 def test_the_nodes_of_engines_over_several_nodes() -> None:
     workers = [Placed("engine-0", "a", 0), Placed("engine-1", "c", 1)]
     followers = [[Placed("engine-0-node-1", "b", 2)], [Placed("engine-1-node-1", "d", 3)]]
-    group = EngineGroup(LocalCluster(), workers, sleeps=False, followers=followers)
+    group = EngineGroup(LocalCluster(), list(map(EngineSlot, workers, followers)), sleeps=False)
     found = group.nodes()
     assert found.engines == [[0, 1], [2, 3]]
     assert [host.name for host in found.hosts] == ["engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"]
@@ -85,10 +85,11 @@ def test_ranks_leave_the_network_group_of_an_engine_that_was_replaced() -> None:
 def test_engines_release_their_memory_only_if_they_share_devices() -> None:
     for sleeps, pauses, asked in ((False, False, {}), (True, False, {("release", False): 1})):
         worker = LocalWorker("engine-0", Called())
-        group = EngineGroup(LocalCluster(), [worker], sleeps, pauses=pauses)
+        group = EngineGroup(LocalCluster(), [EngineSlot(worker)], sleeps, pauses=pauses)
         group.release()
         assert worker.target.calls == asked and not group.paused
-    group = replace(group, pauses=True, weight_version=4)
+    group = replace(group, pauses=True)
+    group.committed(4)
     worker.target.calls.clear()
     group.release()
     assert worker.target.calls == {("release", True): 1} and group.paused
@@ -96,6 +97,8 @@ def test_engines_release_their_memory_only_if_they_share_devices() -> None:
     assert worker.target.calls[("prepare", 4)] == 1 and not group.paused
     group.release()
     assert group.paused
-    group.subset([0]).prepare()  # as a refit does
-    group.mark_refitted([0], 5)
-    assert not group.paused and group.prepared_at > 0, "the loop must not offload the policy a second time"
+    part = group.subset([0])  # as a refit does
+    part.committed(5)
+    part.prepare()
+    assert worker.target.calls[("prepare", 5)] == 1 and group.weight_version == 5
+    assert not group.paused and group.slots[0].prepared_at > 0, "the loop must not offload the policy a second time"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup, with_trajectories
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot, with_trajectories
 from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.cluster import LocalCluster, Parcel
@@ -147,7 +147,7 @@ def engine_group(cluster: Shuffling, count: int, seed: int = 0, ends: Any = None
         FakeEngine(cluster.store, length, seed + 100 * index, ends or {}, cluster.store.put) for index in range(count)
     ]
     workers = [LocalWorker(f"engine-{index}", engine) for index, engine in enumerate(engines)]
-    return EngineGroup(cluster, workers, sleeps=False)
+    return EngineGroup(cluster, list(map(EngineSlot, workers)), sleeps=False)
 
 
 def prompt(number: int, **changes: Any) -> dict[str, Any]:

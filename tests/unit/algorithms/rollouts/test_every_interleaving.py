@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts import rollouts as rollouts_module
 from grpo_mcore.algorithms.rollouts import scoring
@@ -223,7 +223,7 @@ class World(LocalCluster):
     def __post_init__(self) -> None:
         super().__init__(TIMEOUT_S)
         workers = [Engine(self, f"engine-{number}") for number in range(self.num_engines)]
-        self.engines = EngineGroup(self, workers, sleeps=self.sleeps, start=self.successor)  # type: ignore[arg-type]
+        self.engines = EngineGroup(self, list(map(EngineSlot, workers)), sleeps=self.sleeps, start=self.successor)  # type: ignore[arg-type]
         self.engines.restarts = Retries(5, 0.0)
         environment = EnvironmentWorker(self, lambda: Environment(self), calls=2, timeout_s=VERDICT_S)  # type: ignore[arg-type, return-value]
         limits = TurnLimits(self.turns, 999, together=self.together)
