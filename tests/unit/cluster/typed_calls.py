@@ -20,7 +20,7 @@ def calls(cluster: Cluster, worker: Worker, policy: PolicyGroup, sampling: Sampl
     remote_stream(worker, EngineWorker.generate_refs)([], sampling)
     remote_stream(worker, EngineWorker.generate_refs)(sampling, [])  # type: ignore[arg-type]
     remote_call(worker, PolicyWorker.infer_logprobs)(True, False, None)
-    remote_call(worker, PolicyWorker.infer_logprobs)(True, False, "k9")  # type: ignore[arg-type]
+    remote_call(worker, PolicyWorker.infer_logprobs)("prev", False, None)  # type: ignore[arg-type]
     remote_call(worker, RefitSender.open_refit)(b"", None, {}, None)
     remote_call(worker, RefitSender.open_refit)("part", None)  # type: ignore[arg-type]
     saved: list[bool] = call_all(cluster, [worker], PolicyWorker.is_saved)(True)
