@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,7 @@ def test_samples_go_on_under_new_weights(
     seen: list[Trajectory] = []
     generate = EngineWorker.generate_together
 
+    @functools.wraps(generate)  # a call goes by the name of the method
     def recorded(self: EngineWorker, *args: Any) -> Iterator[list[Trajectory]]:
         for trajectories in generate(self, *args):
             seen.extend(trajectories)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
@@ -52,6 +53,7 @@ class Inside:
 def looking_inside() -> Iterator[Inside]:
     inside, generate, train_step = Inside(), EngineWorker.generate_together, PolicyWorker.train_step
 
+    @functools.wraps(generate)  # a call goes by the name of the method
     def recorded_generate(self: EngineWorker, *args: Any) -> Iterator[Any]:
         for trajectories in generate(self, *args):
             for trajectory in trajectories:
@@ -60,6 +62,7 @@ def looking_inside() -> Iterator[Inside]:
                 inside.samples[key] = (turn.token_ids.tolist(), turn.logprobs.tolist())
             yield trajectories
 
+    @functools.wraps(train_step)
     def recorded_train_step(self: PolicyWorker, *args: Any, **options: Any) -> Any:
         report = train_step(self, *args, **options)
         inside.optimizer_steps.append(report.metrics)
@@ -339,6 +342,7 @@ def test_a_run_survives_a_full_disk_and_sigterm(
     """Limit the size of files while step 2 is saved, and send SIGTERM in the middle of step 4."""
     save, generate, versions = PolicyWorker.start_save, EngineWorker.generate_together, []
 
+    @functools.wraps(save)  # a call goes by the name of the method
     def save_on_a_full_disk(self: PolicyWorker, folder: str, optimizer: bool) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if folder.endswith("tmp_step_2/policy") else soft, hard))
@@ -347,6 +351,7 @@ def test_a_run_survives_a_full_disk_and_sigterm(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
+    @functools.wraps(generate)
     def terminated_in_step_4(self: EngineWorker, *args: Any) -> Iterator[Any]:
         for trajectories in generate(self, *args):
             before = versions.count(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -166,6 +167,7 @@ def looking_inside(config: MasterConfig) -> Iterator[Variant]:
         seen.terms.append(Term(PolicyTerm(*values), curr.detach(), advantages, tokens))
         return term
 
+    @functools.wraps(train)  # a call goes by the name of the method
     def recorded_train(self: PolicyWorker, *args: Any) -> Any:
         reports = train(self, *args)
         seen.optimizer_steps += [report.metrics for report in reports]
