@@ -105,10 +105,11 @@ def grpo_train(
     position = checkpointer.position()
     schedule = start_schedule(config, grpo_save_state, validates=val_dataloader is not None)
     report = RunReport(logger, config, schedule, policy, engines, tokenizer, compare)
-    clock = Timeline(on_span=report.span)
+    clock = Timeline(policy.cluster.clock.now, report.span)
     ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
     record = start_record(config, schedule, grpo_save_state, dataloader, ledger_folder, report, position)
-    refit = partial(refit_engines, policy, engines, config, record.restarted, sampled=sampled_parity(config))
+    parity = sampled_parity(config, policy.cluster.clock)
+    refit = partial(refit_engines, policy, engines, config, record.restarted, sampled=parity)
     hooks = RolloutHooks(
         restore_engines=partial(refit, lost_only=True), on_restart=record.restarted, watch=stop.check,
         on_span=report.spans.span,
@@ -234,7 +235,9 @@ def make_rollouts(
         tokenizer,
         turn_limits(config),
         seed=config.grpo.seed,
-        retries=Retries(ahead.max_generation_failures if ahead.enabled else 0, config.cluster.retry_wait_s),
+        retries=Retries(
+            ahead.max_generation_failures if ahead.enabled else 0, config.cluster.retry_wait_s, engines.cluster.clock
+        ),
         enough_samples=ahead.min_samples_per_group if ahead.max_age else None,
         max_running=generation.max_running or generation.vllm_kwargs.get("max_num_seqs"),
         hooks=replace(hooks, on_sample=record.sample_finished, on_retry=record.retried),

@@ -8,8 +8,7 @@ samples a model has engines and environments, `with open_sampler(prepared, logs)
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +50,7 @@ from grpo_mcore.algorithms.setup import (
 )
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
+from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import (
     TaskData,
@@ -206,30 +206,36 @@ class Run:
 
 
 @contextmanager
-def open_run(prepared: Prepared, stop: StopRequest | None = None) -> Iterator[Run]:
+def open_run(
+    prepared: Prepared,
+    stop: StopRequest | None = None,
+    *,
+    clock: Clock = REAL,
+    start_cluster: Callable[[MasterConfig, Path], Cluster] = start_cluster,
+) -> Iterator[Run]:
     """Start a run, and end all that was started with the context: hold the checkpoint folder, open the log (that of
     the run that this one resumes, or a new one), start cluster and workers.
 
-    `stop`: SIGTERM asks it to stop, also after Ray has installed a handler of its own. Raises what the workers'
-    constructors raise.
+    `stop`: SIGTERM asks it to stop, also after Ray has installed a handler of its own. `clock`: that of the cluster
+    which `start_cluster` starts. Raises what the workers' constructors raise.
     """
     config, checkpointer = prepared.config, prepared.checkpointer
     with ExitStack() as stack:
         if prepared.trains:
             stack.enter_context(checkpointer.held())
         log_run = checkpointer.log_run() if prepared.trains else None
-        log = stack.enter_context(closing(Logger(config.logger, run=log_run)))
+        log = stack.enter_context(closing(Logger(config.logger, run=log_run, clock=clock)))
         stack.enter_context(messages_kept(log.console))
         what = "policy and engines" if prepared.algorithm == "grpo" else "the policy"
         logger.info("starting %s (logs: %s) ...", what, log.log_dir)
-        began = time.monotonic()
+        began = clock.now()
         cluster = stack.enter_context(start_cluster(config, log.log_dir))
         if stop is not None:
             stack.enter_context(on_sigterm(stop))
-        logger.info("  cluster: %s, ready after %.0f s", config.cluster.backend, time.monotonic() - began)
+        logger.info("  cluster: %s, ready after %.0f s", config.cluster.backend, clock.now() - began)
         run = start_run(prepared, cluster, log)
         stack.enter_context(closing(run.policy_generation))
-        logger.info("  everything is ready after %.0f s", time.monotonic() - began)
+        logger.info("  everything is ready after %.0f s", clock.now() - began)
         yield run
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -153,7 +152,7 @@ def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy:
         known = its.model_dump_json() if section.deduplicate_shared_teacher_checkpoints else alias
         if known not in started:
             start = partial(_start_teacher, alias, recipe, cluster, its_model, policy)
-            restarts = Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s)
+            restarts = Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s, cluster.clock)
             started[known] = Teacher(alias, recipe, start, start(), restarts)
         by_alias[alias] = started[known]
     policy.teachers = Teachers(section, by_alias) if by_alias else None
@@ -280,7 +279,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
         pauses=pauses,
         start=start,
         start_timeout_s=config.cluster.start_timeout_s,
-        restarts=Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s),
+        restarts=Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s, cluster.clock),
     )
 
 
@@ -338,7 +337,8 @@ def wait_until_ready(
 ) -> None:
     """Wait until all workers are constructed, and log how long each kind took and what late ones are doing. Raises what
     a constructor raised, or DeadlineExceeded after cluster.start_timeout_s."""
-    began = said = time.monotonic()
+    clock = cluster.clock
+    began = said = clock.now()
     starting = [worker.name for worker in workers]
 
     def ready(future: Future) -> None:
@@ -346,12 +346,12 @@ def wait_until_ready(
         kind = _kind(future.whom)
         if kind not in map(_kind, starting):
             spawning = max(worker.spawn_seconds for worker in workers if _kind(worker.name) == kind)
-            log.info("  %s: ready after %.0f s", kind, time.monotonic() - began + spawning)
+            log.info("  %s: ready after %.0f s", kind, clock.now() - began + spawning)
 
     def watch() -> None:
         nonlocal said
-        if time.monotonic() - said >= START_NOTE_S:
-            said, late = time.monotonic(), starting[0]
+        if clock.now() - said >= START_NOTE_S:
+            said, late = clock.now(), starting[0]
             others = f" and {len(starting) - 1} more" if starting[1:] else ""
             log.info("  still starting after %.0f s: %s%s: %s", said - began, late, others, cluster.last_log_line(late))
 

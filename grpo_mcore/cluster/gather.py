@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -80,11 +79,11 @@ def gather(
     """
     results: dict[int, Any] = {}
     waiting = {id(future): future for future in futures}
-    start = time.monotonic()
-    deadline = start + timeout_s
+    clock = cluster.clock
+    deadline = clock.now() + timeout_s
     failure: WorkerFailed | None = None
     while waiting:
-        left = max(deadline - time.monotonic(), 0.0)
+        left = max(deadline - clock.now(), 0.0)
         others = background.awaited() if background and left and failure is None else ()
         try:
             things: list[Any] = [*waiting.values(), *others]
@@ -105,7 +104,7 @@ def gather(
                 on_result(future)
             except WorkerFailed as error:
                 if failure is None:
-                    deadline = min(deadline, time.monotonic() + grace_s)
+                    deadline = min(deadline, clock.now() + grace_s)
                 failure = _merged(failure, error)
     if failure is not None:
         for future in waiting.values():

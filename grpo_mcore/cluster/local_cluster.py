@@ -6,11 +6,11 @@ No threads and no deadlines: a call runs when it is made, a stream when its item
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.cluster.inspection import Answering, current_frames, own_frames
 from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import Cluster, ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
@@ -97,6 +97,7 @@ class LocalCluster(Cluster):
     def __init__(self, call_timeout_s: float = 3600.0, log_dir: Path | None = None) -> None:
         self.store: ObjectStore = LocalStore()
         self.call_timeout_s = call_timeout_s
+        self.clock: Clock = REAL
         self.address = "127.0.0.1"
         self._workers: list[LocalWorker] = []
         self._environment_before: dict[str, str | None] = {}
@@ -122,9 +123,9 @@ class LocalCluster(Cluster):
         for key, value in (env or {}).items():
             self._environment_before.setdefault(key, os.environ.get(key))
             os.environ[key] = value
-        began = time.monotonic()
+        began = self.clock.now()
         built = LocalFuture(name, "its constructor", lambda: cls(*args)).result()
-        worker = LocalWorker(name, built, time.monotonic() - began)
+        worker = LocalWorker(name, built, self.clock.now() - began)
         self._workers.append(worker)
         return worker
 

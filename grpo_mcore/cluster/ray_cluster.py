@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.cluster.diagnostics import last_line, wait_graph
 from grpo_mcore.cluster.environment import chosen
 from grpo_mcore.cluster.inspection import Answering, Collector, Report, current_frames, own_frames, reports_here
@@ -75,6 +76,7 @@ class RayCluster(Cluster):
     ) -> None:
         self.log_dir = Path(log_dir).absolute()
         self.call_timeout_s = call_timeout_s
+        self.clock: Clock = REAL
         self.store: ObjectStore = RayStore(call_timeout_s)
         self._env_vars = tuple(env_vars)
         self._start_timeout_s = start_timeout_s

@@ -7,13 +7,13 @@ import io
 import os
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from grpo_mcore.clock import REAL
 from grpo_mcore.observe.append_file import AppendFile
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.step_table import HEADER_EVERY, StepRow, header_lines, row_line
@@ -113,7 +113,7 @@ class RunConsole:
     def __init__(
         self,
         stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = REAL.now,
         kept: AppendFile | None = None,
     ) -> None:
         self._kept = kept

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.observe.append_file import AppendFile
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,9 @@ class Ledger:
     ended       why, data_ended
     """
 
-    def __init__(self, path: Path, *, step: int, kept: int, max_age: int, last: str | None = None) -> None:
+    def __init__(
+        self, path: Path, *, step: int, kept: int, max_age: int, last: str | None = None, clock: Clock = REAL
+    ) -> None:
         """`kept`, `last`: what `sync` and `last_digest` gave when the checkpoint that this run goes on from was saved;
         0 and None for a new run. A file that is another run's is set aside."""
         self.path = path
@@ -49,7 +51,7 @@ class Ledger:
         self._file = AppendFile(path)
         if last is not None and self.entries >= kept and self.last_digest(kept) != last:
             self._file.close()
-            aside = path.with_name(f"{path.name}.of-another-run-{time.time_ns()}")
+            aside = path.with_name(f"{path.name}.of-another-run-{clock.unix() * 1e9:.0f}")
             path.rename(aside)
             logger.warning("%s is the ledger of another run: it is now %s, and a new one begins", path, aside.name)
             self._file = AppendFile(path)
@@ -60,7 +62,9 @@ class Ledger:
                 "once can be told only from here on",
                 *(path, missing, kept),
             )
-        self.write("started", step=step, kept=kept - missing, missing=missing, max_age=max_age, time=round(time.time()))
+        self.write(
+            "started", step=step, kept=kept - missing, missing=missing, max_age=max_age, time=round(clock.unix())
+        )
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an entry, which survives the end of this process; on a full disk it is written later."""

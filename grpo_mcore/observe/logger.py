@@ -8,13 +8,13 @@ import logging
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.observe.alarms import Alarm, post_alarm
 from grpo_mcore.observe.append_file import AppendFile
@@ -61,14 +61,14 @@ class Logger:
     Raises MissingPackage.
     """
 
-    def __init__(self, config: GRPOLoggerConfig, *, run: str | None = None) -> None:
+    def __init__(self, config: GRPOLoggerConfig, *, run: str | None = None, clock: Clock = REAL) -> None:
         chosen = chosen_backends(config)
         self.log_dir = run_folder(Path(config.log_dir), run)
         (self.log_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is not over
         self._file = AppendFile(self.log_dir / METRICS_FILE)
         self.console = AppendFile(self.log_dir / CONSOLE_FILE)
         """The text of the run's console."""
-        self.opened = time.perf_counter()
+        self._clock, self.opened = clock, clock.now()
         """When the run began, before its cluster was started."""
         tensorboard = self.log_dir / (config.tensorboard.log_dir or "tensorboard")
         self.tensorboard_dir = tensorboard if config.tensorboard_enabled else None
@@ -94,7 +94,7 @@ class Logger:
         values = dict(_flat(metrics))
         if taken := [name for name in RESERVED if name in values]:
             raise ValueError(f"{taken} cannot be names of metrics: the lines of {METRICS_FILE} use them")
-        head = {"step": step, "prefix": prefix, "unix_time": round(time.time(), 3)}
+        head = {"step": step, "prefix": prefix, "unix_time": round(self._clock.unix(), 3)}
         finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps(head | finite))
         named = {f"{prefix}/{name}" if prefix else name: v for name, v in values.items() if v is not None}

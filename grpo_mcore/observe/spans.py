@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.observe.append_file import AppendFile
 
 EVENTS_FILE = "events.jsonl"
@@ -32,18 +32,16 @@ class SpanFile:
     "train" of a policy rank also has `parts`: the seconds of each micro-batch and, last, of the update.
     """
 
-    def __init__(
-        self, folder: Path, *, step: Callable[[], int], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, folder: Path, *, step: Callable[[], int], clock: Clock = REAL) -> None:
         """`step`: returns the number of the step that is being trained."""
         self._file = AppendFile(folder / EVENTS_FILE)
-        self._to_unix = time.time() - clock()
+        self._clock, self._to_unix = clock, clock.unix() - clock.now()
         self._step = step
         self._open: tuple[str, float, float] | None = None  # the driver's last phase: name, start, end
 
     def begin(self, devices: Mapping[str, Sequence[str]], colocated: bool, algorithm: str) -> None:
         """Record which processes run on which device."""
-        now = round(time.time(), 3)
+        now = round(self._clock.unix(), 3)
         self._write(what="begin", time=now, devices=dict(devices), colocated=colocated, algorithm=algorithm)
 
     def span(self, process: str, what: str, start: float, end: float) -> None:
@@ -76,7 +74,7 @@ class SpanFile:
         self._write(what="tail", step=self._step(), samples=list(samples))
 
     def restarted(self, process: str, why: str) -> None:
-        self._write(what="restart", process=process, why=why, time=round(time.time(), 3))
+        self._write(what="restart", process=process, why=why, time=round(self._clock.unix(), 3))
 
     def close(self) -> None:
         """May be called again."""

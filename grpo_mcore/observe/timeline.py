@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+
+from grpo_mcore.clock import REAL
 
 TOTAL = "total"
 EVERYTHING_ELSE = "everything_else"
@@ -16,7 +17,7 @@ class Timeline:
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = REAL.now,
         on_span: Callable[[str, float, float], None] = lambda name, start, end: None,
     ) -> None:
         """`on_span`: gets each phase and each named pause when it ends, as (path, start, end) of the clock."""

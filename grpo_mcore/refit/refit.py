@@ -5,7 +5,6 @@ If a refit fails, all workers leave it together, on the old weights.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Concatenate, ParamSpec, Protocol
 
+from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.refit.delivery import engine_ranks, readers_by_node
 from grpo_mcore.refit.parts import Seat, parts_of
 from grpo_mcore.refit.plan import RefitError, RefitPlan
@@ -131,6 +131,7 @@ def refit(
     nodes: EngineNodes | None = None,
     node_of_rank: Sequence[int] = (),
     timeline: Timer | None = None,
+    clock: Clock = REAL,
     timeout_s: float = 600.0,
 ) -> RefitReport:
     """Make every engine's weights equal the policy's, as weight version `version`: stage and commit a `Refit`.
@@ -147,6 +148,7 @@ def refit(
         nodes=nodes,
         node_of_rank=node_of_rank,
         timeline=timeline,
+        clock=clock,
         timeout_s=timeout_s,
     )
     run.stage()
@@ -198,6 +200,7 @@ class Refit:
         nodes: EngineNodes | None = None,
         node_of_rank: Sequence[int] = (),
         timeline: Timer | None = None,
+        clock: Clock = REAL,
         timeout_s: float = 600.0,
     ) -> None:
         """`policy_workers`: all policy ranks. Each call waits at most `timeout_s`.
@@ -221,7 +224,7 @@ class Refit:
             raise RefitError(f"no policy rank is on the engine nodes {sorted(missing)}")
         self._receivers = list(nodes.hosts) if nodes and not node_of_rank else []
         self._version, self.state = version, RefitState.IDLE
-        self._timeline, self._timeout_s = timeline, timeout_s
+        self._timeline, self._clock, self._timeout_s = timeline, clock, timeout_s
         self._seconds: dict[str, float] = defaultdict(float)
         self._outstanding: list[Call] = []
         self._in_place: tuple[str, ...] = ()
@@ -488,7 +491,7 @@ class Refit:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+        began = self._clock.now()
         with self._timeline.time(f"refit/{name}") if self._timeline else nullcontext():
             yield
-        self._seconds[name] += time.perf_counter() - began
+        self._seconds[name] += self._clock.now() - began

@@ -32,7 +32,7 @@ class Conversation:
     """A sample under way. Its turn is generated and scored; then it is `over`, or its next turn is requested.
 
     `metadata` and `stop_strings`: of the turn under way. `sample`: up to the last generated turn. `score`: over the
-    turns judged so far, rewards added up. `ended_at`: when it was over, by time.perf_counter.
+    turns judged so far, rewards added up. `ended_at`: when it was over, by the cluster's clock.
     """
 
     metadata: dict[str, Any]

@@ -11,7 +11,7 @@ from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
 @dataclass(frozen=True)
 class Group:
     """A prompt with its finished samples and their scores, in order of the generation index. `ended_at`: when each of
-    them was scored, by time.perf_counter; empty where that is not known, as after a resume."""
+    them was scored, by the cluster's clock; empty where that is not known, as after a resume."""
 
     prompt: DatumSpec
     samples: tuple[TrajectoryRef, ...]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
+from grpo_mcore.clock import Clock
+
 Ref = Any
 """A reference to an object in the cluster's store. Under Ray an ObjectRef; in process the object itself."""
 
@@ -207,6 +209,8 @@ class Cluster(Protocol):
     """Spawns workers and moves objects between them. `with cluster:` shuts it down at the end."""
 
     store: ObjectStore
+    clock: Clock
+    """The time of everything on this side."""
     call_timeout_s: float
     """Deadline of calls that give none, in seconds."""
     address: str

@@ -135,6 +135,30 @@ def test_workers_are_called_by_methods_of_their_class() -> None:
     report(findings)
 
 
+OTHER_TIME = {
+    "algorithms/checkpointing/lease.py": "beats for processes of other machines",
+    "observe/tracker.py": "a thread that talks to a service outside",
+    "observe/backends.py": "values for that service",
+}
+"""Files of the driver's rooms that need the machine's time, and why."""
+
+
+def test_the_driver_has_one_clock() -> None:
+    """Whatever else tells the time, sleeps or starts threads would not follow a virtual clock."""
+    driver = [*python_files(*(f"grpo_mcore/{room}" for room in ("algorithms", "rollout", "observe")))]
+    driver += [PACKAGE / "cluster" / "gather.py", PACKAGE / "refit" / "refit.py"]
+    others = [PACKAGE / name for name in OTHER_TIME]
+    modules = "time", "datetime", "sched", "asyncio"
+    report([
+        f"{file.relative_to(ROOT)}:{line}: {name}; take it from the cluster's clock (clock.py)"
+        for file in driver if file not in others
+        for line, name in imports(file)
+        if name.split(".")[0] in modules or name.endswith("ThreadPoolExecutor")
+    ])  # fmt: skip
+    idle = [file.name for file in others if "time" not in {name for _, name in imports(file)}]
+    assert not idle, f"exceptions that nobody needs: {idle}"
+
+
 def test_commands_import_inside_the_verb() -> None:
     """`grpo-mcore --help` must not wait for torch. The recipe room does without."""
     quick = ("grpo_mcore.cli", "grpo_mcore.observe", "grpo_mcore.recipe", "grpo_mcore.text")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -71,7 +70,8 @@ class BackgroundCheckpoints:
         self._on_saved, self._on_failure = on_saved, on_failure
         self._unfinished: _Unfinished | None = None
         self._last: _Contents | None = None  # None once it is saved
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._clock = policy.cluster.clock
+        self._thread = self._clock.thread("checkpoint")
 
     def start(
         self,
@@ -106,7 +106,7 @@ class BackgroundCheckpoints:
         for seconds in RETRY_S:
             if self._last is None:
                 break
-            time.sleep(seconds)
+            self._clock.sleep(seconds)
             self.start(self._last.step, self._last.snapshot, self._last.write_more)
             self.wait()
         return None if self._last is None else self._last.step

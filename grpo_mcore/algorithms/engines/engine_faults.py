@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -24,18 +23,17 @@ class EngineFaults:
         retries: Retries,
         restore: Callable[[], object] | None,
         on_restart: Callable[[str, str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`retries`: limit for calls that fail while their engine is alive. `restore`: waits for restarted engines and
         refits them. `on_restart`: gets the name of each engine that is restarted, and the reason."""
         self._engines, self._retries = engines, retries
-        self._restore, self._on_restart, self._clock = restore, on_restart, clock
+        self._restore, self._on_restart, self._clock = restore, on_restart, engines.cluster.clock
         # Engines with calls under way, in the order of the time at which each last returned something or got a call:
         self._last_active: OrderedDict[int, float] = OrderedDict()
 
     def mark_active(self, engine: int) -> None:
         """Record that the engine returned something, or was given its first call."""
-        self._last_active[engine] = self._clock()
+        self._last_active[engine] = self._clock.now()
         self._last_active.move_to_end(engine)
 
     def mark_idle(self, engine: int) -> None:
@@ -54,7 +52,7 @@ class EngineFaults:
             return timeout_s
         engine, active = next(iter(self._last_active.items()))
         since = max(active, self._engines.slots[engine].prepared_at)
-        return max(0.0, timeout_s - self._clock() + since)
+        return max(0.0, timeout_s - self._clock.now() + since)
 
     def late_engine(self) -> int | None:
         """Return the engine that timed out first, if one has."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -191,7 +190,7 @@ class EngineGroup:
         calls = [remote_call(slot.worker, EngineWorker.prepare, what=what)(slot.version) for slot in slots]
         gather(self.cluster, calls, timeout_s=self.cluster.call_timeout_s, what=what)
         for slot in slots:
-            slot.prepared_at = time.monotonic()
+            slot.prepared_at = self.cluster.clock.now()
 
     def resume(self) -> None:
         """Resume paused generation."""

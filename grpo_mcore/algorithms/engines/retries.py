@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from grpo_mcore.clock import REAL, Clock
 
 LONGEST_WAIT_S = 60.0
 
@@ -12,8 +11,8 @@ class Retries:
     """Counts consecutive failures. The first is followed by a wait of `first_wait_s` seconds, each further one by twice
     the wait before, at most LONGEST_WAIT_S. After `tolerated` failures the next one is raised."""
 
-    def __init__(self, tolerated: int, first_wait_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._tolerated, self._first_wait_s, self._sleep = tolerated, first_wait_s, sleep
+    def __init__(self, tolerated: int, first_wait_s: float, clock: Clock = REAL) -> None:
+        self._tolerated, self._first_wait_s, self._clock = tolerated, first_wait_s, clock
         self._in_a_row = 0
 
     @property
@@ -26,7 +25,7 @@ class Retries:
         if self.exhausted:
             raise error
         self._in_a_row += 1
-        self._sleep(min(self._first_wait_s * 2 ** (self._in_a_row - 1), LONGEST_WAIT_S))
+        self._clock.sleep(min(self._first_wait_s * 2 ** (self._in_a_row - 1), LONGEST_WAIT_S))
 
     def reset(self) -> None:
         """Record a success: failures are counted from 0 again."""

@@ -269,6 +269,8 @@ def start_record(
         step=schedule.step,
         kept=position.ledger_entries if position else 0,
         max_age=schedule.config.max_trajectory_age,
+        last=position.ledger_digest if position else None,
+        clock=report.clock,
     )
     sampler = config.data.sampler
     prompts = PromptStream(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import textwrap
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,14 +71,15 @@ class RunReport:
         summary."""
         self.logger, self.config, self._schedule = logger, config, schedule
         self._compare = compare
-        self.console = RunConsole(kept=logger.console)
+        self.clock = clock = policy.cluster.clock
+        self.console = RunConsole(kept=logger.console, clock=clock.now)
         self.samples = SampleWriter(config.logger, logger.log_dir, policy.cluster, tokenizer)
-        self.spans = SpanFile(logger.log_dir, step=lambda: schedule.step + 1)
+        self.spans = SpanFile(logger.log_dir, step=lambda: schedule.step + 1, clock=clock)
         self.spans.begin(devices_of(policy, engines), engines.colocated, "grpo")
         self.alarms = StepAlarms(config.logger.alarms.stop_after)
         self._policy = policy
         self._timers: list[dict[str, float]] = []
-        self._began = time.perf_counter()
+        self._began = clock.now()
         self._phases = {"start": self._began - logger.opened}  # seconds
         self._first_step = schedule.step + 1
         self._rewards: dict[int, float] = {}
@@ -309,7 +309,7 @@ class RunReport:
 
         A resumed run that had no step left to do keeps the files of the run before it.
         """
-        seconds = time.perf_counter() - self._began
+        seconds = self.clock.now() - self._began
         phases = dict(self._phases)
         phases["other"] = max(seconds + phases["start"] - sum(phases.values()), 0.0)
         folder = self.logger.log_dir

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -75,13 +74,14 @@ class TuningRecord:
         self._waiting = self._take()  # the next step's batch; a short one ends the run
         self._asked: str | None = None  # why the run stops early
         self._metrics: Metrics = {}
-        self.console = RunConsole(kept=log.console)
-        self.spans = SpanFile(log.log_dir, step=lambda: self.step + 1)
+        self._clock = clock = policy.cluster.clock
+        self.console = RunConsole(kept=log.console, clock=clock.now)
+        self.spans = SpanFile(log.log_dir, step=lambda: self.step + 1, clock=clock)
         self.spans.begin(devices_of(policy, run.policy_generation), colocated=True, algorithm=algorithm)
-        self.clock = Timeline(on_span=self._span)
+        self.clock = Timeline(clock.now, self._span)
         self.samples = SampleWriter(config.logger, log.log_dir, policy.cluster, run.tokenizer, decodes=True)
         self._alarms = StepAlarms(config.logger.alarms.stop_after)
-        self._began, self._tokens = time.perf_counter(), 0
+        self._began, self._tokens = clock.now(), 0
         self._phases = {"start": self._began - log.opened}  # seconds
         self._open = ExitStack()
         log.log_hyperparams(config)
@@ -216,7 +216,7 @@ class TuningRecord:
         config, log, name = self._run.master_config, self._run.logger, self._algorithm.upper()
         early = self._asked is not None
         target = self._export() if exports_model(config) and not early else None
-        seconds = time.perf_counter() - self._began
+        seconds = self._clock.now() - self._began
         phases = {**self._phases, "other": max(seconds - sum(self._phases.values()) + self._phases["start"], 0.0)}
         summary: dict[str, Any] = {
             "steps": self.step,

@@ -3,7 +3,6 @@ collects the samples as they come."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -186,7 +185,7 @@ class AgentRollouts:
         if self._on_outcome is not None:
             self._on_outcome(outcome)
         group = self._open[outcome.uid]
-        group.samples[outcome.generation_index] = sample, outcome.score, time.perf_counter()
+        group.samples[outcome.generation_index] = sample, outcome.score, self._engines.cluster.clock.now()
         if len(group.samples) == group.generations:
             del self._open[outcome.uid]
             columns = zip(*(group.samples[index] for index in range(group.generations)), strict=True)

@@ -21,7 +21,6 @@ import copy
 import heapq
 import secrets
 import sys
-import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -86,8 +85,8 @@ class _EngineCall:
     step: int
     stream: Stream
     expected: dict[tuple[str, int], GenerationRequest]
+    since: float
     closed: bool = False
-    since: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(eq=False)
@@ -114,7 +113,7 @@ class RolloutHooks:
     on_outcome: Callable[[GymOutcome], None] | None = None
     """Gets every outcome of environments that run agents."""
     on_span: Callable[[str, str, float, float], None] = lambda worker, what, start, end: None
-    """Gets (worker, what it did, start, end) of each call that has ended, by time.perf_counter."""
+    """Gets (worker, what it did, start, end) of each call that has ended, by the cluster's clock."""
     phase: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
     """Opens the phase in which `next_group` waits: "generate" while samples are generated, "reward" while only rewards
     are awaited."""
@@ -439,7 +438,9 @@ class Rollouts:
         del self._calls[id(call.stream)]
         self._calls_of[call.engine].remove(call)
         self._mark_if_idle(call.engine)
-        self._hooks.on_span(self.engines.slots[call.engine].worker.name, "generate", call.since, time.perf_counter())
+        self._hooks.on_span(
+            self.engines.slots[call.engine].worker.name, "generate", call.since, self.cluster.clock.now()
+        )
 
     def _mark_if_idle(self, engine: int) -> None:
         if not self._calls_of[engine] and all(join.call.engine != engine for join in self._joins.values()):
@@ -516,7 +517,7 @@ class Rollouts:
                 self._queue(group.engine, group.step, group.sampling, [request])
                 group.unfinished += 1
                 continue
-            conversation.ended_at = time.perf_counter()
+            conversation.ended_at = self.cluster.clock.now()
             if sample.turns < self.limits.max_turns:
                 self._record_end(group, index)
 
@@ -611,7 +612,9 @@ class Rollouts:
         stream = remote_stream(worker, EngineWorker.generate_refs, what=what)(requests, sampling, name)
         if not self._calls_of[engine]:
             self._faults.mark_active(engine)
-        call = self._calls[id(stream)] = _EngineCall(self._calls_made, engine, name, step, stream, expected)
+        call = self._calls[id(stream)] = _EngineCall(
+            self._calls_made, engine, name, step, stream, expected, self.cluster.clock.now()
+        )  # fmt: skip
         self._calls_of[engine].append(call)
 
     def _handle_failure(

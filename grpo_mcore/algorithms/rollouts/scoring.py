@@ -9,7 +9,6 @@ schedule tolerates few prompts without any reward.
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +114,8 @@ class ScoreRequest:
 @dataclass(eq=False)
 class _Call:
     """A call about some samples: (request, position) of each. `alone`: the environment gets no other call at the same
-    time. `again`: one of its samples has failed before, and no other sample joins it. `queued_at`: monotonic time."""
+    time. `again`: one of its samples has failed before, and no other sample joins it. `queued_at`: by the cluster's
+    clock."""
 
     samples: list[tuple[ScoreRequest, int]]
     queued_at: float
@@ -176,6 +176,7 @@ class RewardScorer:
         joins: bool = False,
     ) -> None:
         self._on_restart, self._on_span, self._joins = on_restart, on_span, joins
+        self._clock = cluster.clock
         queues: dict[int, EnvQueue] = {}
         for worker in environments.values():
             limits: tuple[float, float, BatchLimits] = (float("inf"), cluster.call_timeout_s, BatchLimits())
@@ -199,7 +200,7 @@ class RewardScorer:
         generation indexes; none: 0, 1, ..."""
         queue = self._by_task[task]
         request = ScoreRequest(uid, metadata, references, indices or range(len(references)))
-        queue.waiting.append(_Call([(request, position) for position in range(len(references))], time.monotonic()))
+        queue.waiting.append(_Call([(request, position) for position in range(len(references))], self._clock.now()))
         self._send(queue)
 
     def uids(self) -> set[str]:
@@ -232,7 +233,7 @@ class RewardScorer:
 
     def seconds_left(self) -> float:
         """Return the seconds until the first deadline of a call, or until a call that is held back is sent."""
-        now = time.monotonic()
+        now = self._clock.now()
         deadlines = [next(iter(queue.running.values())).deadline - now for queue in self._queues if queue.running]
         held = [queue.hold_s(now) for queue in self._queues if queue.waiting and len(queue.running) < queue.max_calls]
         return min((max(left, 0.0) for left in (*deadlines, *filter(None, held))), default=float("inf"))
@@ -244,7 +245,7 @@ class RewardScorer:
 
     def next(self) -> ScoreRequest | None:
         """Return a request whose rewards have all come; None if there is no such request."""
-        now = time.monotonic()
+        now = self._clock.now()
         for queue in self._queues:
             while queue.running and now >= (first := next(iter(queue.running.values()))).deadline:
                 self._take(queue, first)
@@ -261,7 +262,7 @@ class RewardScorer:
         return False
 
     def _take(self, queue: EnvQueue, call: _Call) -> None:
-        self._on_span(queue.worker.name, "reward", call.since, time.perf_counter())
+        self._on_span(queue.worker.name, "reward", call.since, self._clock.now())
         try:
             outcomes = call.pending.result()
         except WorkerDied as error:
@@ -291,13 +292,13 @@ class RewardScorer:
         while queue.waiting and len(queue.running) < queue.max_calls:
             if queue.running and (queue.waiting[0].alone or next(iter(queue.running.values())).alone):
                 return
-            if hold and self._joins and queue.hold_s(time.monotonic()):
+            if hold and self._joins and queue.hold_s(self._clock.now()):
                 return
             call = self._next_call(queue)
             metadata = [request.metadata[position] for request, position in call.samples]
             references = [request.references[position] for request, position in call.samples]
-            call.since = time.perf_counter()
-            call.deadline = time.monotonic() + queue.timeout_s
+            call.since = self._clock.now()
+            call.deadline = self._clock.now() + queue.timeout_s
             what, limit_s = f"the verdict on {call.label}", queue.timeout_s
             call.pending = remote_call(queue.worker, EnvironmentInterface.advance, timeout_s=limit_s, what=what)(
                 metadata, *references

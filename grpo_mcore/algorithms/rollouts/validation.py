@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +51,8 @@ def run_validation(
     """
     if dataloader is None or not environments:
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
-    began, grpo = time.perf_counter(), config.grpo
+    clock, grpo = engines.cluster.clock, config.grpo
+    began = clock.now()
     sampling = sampling_of(config.policy.generation, tokenizer, validation=True)
     rollouts = Rollouts(
         engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1, hooks=hooks or RolloutHooks()
@@ -72,7 +72,7 @@ def run_validation(
         raise DataError("there is no validation prompt: check data.validation, or set grpo.val_period to 0")
     samples = [_shown(engines, group) for group in shown]
     metrics = validation_metrics(groups) | rewards_by_column(groups, config.logger.metrics_by)
-    return Validation(metrics, samples, time.perf_counter() - began, groups)
+    return Validation(metrics, samples, clock.now() - began, groups)
 
 
 def stop_reason(metrics: Mapping[str, float | None], grpo: GRPOConfig) -> str | None:

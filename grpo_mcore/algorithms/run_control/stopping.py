@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Literal, TypeVar
+
+from grpo_mcore.clock import REAL, Clock
 
 T = TypeVar("T")
 
@@ -31,20 +32,20 @@ class StopRequest:
     or while a line is printed. The loop reads the note between its commands, and `check` reads it during waits.
     """
 
-    def __init__(self, save_by: float | None = None) -> None:
+    def __init__(self, save_by: float | None = None, clock: Clock = REAL) -> None:
         """`save_by`: unix time after which the run stops by itself."""
         self.at_once = False
         self.stage: Literal["start", "loop", "end"] = "start"
         """Before, in or after the loop that reacts to requests."""
         self._reason: str | None = None
-        self._save_by = save_by
+        self._save_by, self._clock = save_by, clock
         self._interruptible = False
         self._interrupted = False
 
     @property
     def reason(self) -> str | None:
         self._raise_if_interrupted()
-        if self._save_by is not None and time.time() >= self._save_by:
+        if self._save_by is not None and self._clock.unix() >= self._save_by:
             self.ask("checkpointing.checkpoint_must_save_by has come")
         return self._reason
 

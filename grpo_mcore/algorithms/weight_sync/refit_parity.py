@@ -4,7 +4,6 @@ log-probs. Unlike the checksums of a refit this also covers the model's code on 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import RankStep
 from grpo_mcore.algorithms.weight_sync.refit_settings import ParityCheck, parity_check
+from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.cluster import remote_stream
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
@@ -33,7 +33,7 @@ class SampledParity:
     The next comparison is expected to take as long as the longest so far; the first one as long as a step.
     """
 
-    def __init__(self, check: ParityCheck, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, check: ParityCheck, clock: Callable[[], float] = REAL.now) -> None:
         self.check = check
         self._clock, self._began = clock, clock()
         self._refits, self._spent_s, self._longest_s = 0, 0.0, 0.0
@@ -54,9 +54,9 @@ class SampledParity:
         self._longest_s = max(self._longest_s, spent_s)
 
 
-def sampled_parity(config: MasterConfig) -> SampledParity | None:
+def sampled_parity(config: MasterConfig, clock: Clock = REAL) -> SampledParity | None:
     """Return the comparisons of a run that has policy.refit_parity=sample."""
-    return SampledParity(parity_check(config)) if config.policy.refit_parity == "sample" else None
+    return SampledParity(parity_check(config), clock.now) if config.policy.refit_parity == "sample" else None
 
 
 @dataclass(frozen=True)

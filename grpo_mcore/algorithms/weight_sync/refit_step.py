@@ -121,6 +121,7 @@ def refit_once(
         nodes=None if on_one_node else nodes,
         node_of_rank=[] if on_one_node else rank_nodes,
         timeline=timeline,
+        clock=policy.cluster.clock,
         timeout_s=policy.cluster.call_timeout_s,
     )
     engines.committed(version)

@@ -18,6 +18,7 @@ from grpo_mcore.families import shape_of
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MasterConfig, policy_layout
+from tests.clocks import StandingClock
 
 
 class Answer:
@@ -34,6 +35,7 @@ class Node:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.store, self.call_timeout_s, self.address = None, 60.0, "here"
+        self.clock = StandingClock()
         self.variables: dict[str, Any] = {}
 
     def worker(self, name: str) -> Any:
@@ -95,13 +97,12 @@ def test_on_cpu_both_start_at_once() -> None:
 def test_the_start_tells_who_is_ready_and_what_the_late_ones_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node, now = Node(), [0.0]
+    node = Node()
     node.last_log_line = lambda worker: f"{worker} loads shard 3 of 8"  # type: ignore[attr-defined]
-    monkeypatch.setattr("grpo_mcore.algorithms.setup.time.monotonic", lambda: now[0])
 
     def ready(things: list[Any], timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
         for _ in range(25):
-            now[0] += 1
+            node.clock.at += 1
             watch()
         return things[:1]
 

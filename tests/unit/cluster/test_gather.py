@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.gather import gather
+from tests.clocks import StandingClock
 
 
 class Answer:
@@ -25,18 +25,17 @@ class Answer:
 class Script:
     """A cluster that has only `ready`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+    def __init__(self) -> None:
+        self.clock = StandingClock()
 
     def ready(
         self, things: Sequence[Answer], timeout_s: float, what: str, watch: Any = None, *, patient: bool = False
     ) -> list[Answer]:
         first = min(things, key=lambda thing: thing.at)
-        if first.at > self.now + timeout_s:
-            self.now += timeout_s
+        if first.at > self.clock.at + timeout_s:
+            self.clock.at += timeout_s
             raise DeadlineExceeded(what, ", ".join(thing.whom for thing in things), timeout_s, "stacks")
-        self.now = max(self.now, first.at)
+        self.clock.at = max(self.clock.at, first.at)
         return [first]
 
 
@@ -45,14 +44,14 @@ def failed(whom: str, cause: str) -> WorkerFailed:
 
 
 @pytest.fixture
-def script(monkeypatch) -> Script:
-    return Script(monkeypatch)
+def script() -> Script:
+    return Script()
 
 
 def test_results_keep_the_order_of_the_workers(script):
     answers = [Answer("a", 3, "A"), Answer("b", 1, "B"), Answer("c", 2, "C")]
     assert gather(script, answers, timeout_s=10, what="work") == ["A", "B", "C"]
-    assert script.now == 3
+    assert script.clock.at == 3
     assert gather(script, [], timeout_s=10, what="work") == []
 
 
@@ -60,7 +59,7 @@ def test_the_deadline_is_one_for_all_and_names_the_missing(script):
     answers = [Answer("a", 6), Answer("b", 99), Answer("c", 9), Answer("d", 99)]
     with pytest.raises(DeadlineExceeded) as caught:
         gather(script, answers, timeout_s=10, what="work")
-    assert script.now == 10
+    assert script.clock.at == 10
     assert (caught.value.whom, caught.value.seconds) == ("b, d", 10)  # the whole timeout, not that of the last wait
     assert str(caught.value) == "work: no answer from b, d within 10 s\nstacks"
 
@@ -72,7 +71,7 @@ def test_the_first_failure_is_raised_and_the_others_get_a_grace(script):
     ]
     with pytest.raises(WorkerFailed, match="b: work failed: out of memory") as caught:
         gather(script, answers, timeout_s=1000, what="work", grace_s=5)
-    assert script.now == 7
+    assert script.clock.at == 7
     assert caught.value.__notes__ == [
         "a failed too: connection reset",
         "d was still at work on work 5 s later",
@@ -83,7 +82,7 @@ def test_the_grace_does_not_outlast_the_deadline(script):
     answers = [Answer("a", 9, failed("a", "x")), Answer("b", 99)]
     with pytest.raises(WorkerFailed, match="a: work failed"):
         gather(script, answers, timeout_s=10, what="work", grace_s=50)
-    assert script.now == 10
+    assert script.clock.at == 10
 
 
 class Others:
@@ -105,14 +104,14 @@ def test_other_work_goes_on_while_it_waits(script):
     others = Others(1, 2, 2.5, 7)
     answers = [Answer("a", 3, "A"), Answer("b", 5, "B")]
     assert gather(script, answers, timeout_s=10, what="work", background=others) == ["A", "B"]
-    assert [other.at for other in others.taken] == [1, 2, 2.5] and script.now == 5
+    assert [other.at for other in others.taken] == [1, 2, 2.5] and script.clock.at == 5
 
 
 def test_other_work_moves_no_deadline_and_takes_no_blame(script):
     others = Others(*range(1, 50))
     with pytest.raises(DeadlineExceeded) as caught:
         gather(script, [Answer("a", 99)], timeout_s=10, what="work", background=others)
-    assert script.now == 10 and caught.value.whom == "a" and len(others.taken) < 11
+    assert script.clock.at == 10 and caught.value.whom == "a" and len(others.taken) < 11
 
 
 def test_a_death_is_the_cause_of_what_was_heard_before(script):

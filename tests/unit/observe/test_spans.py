@@ -8,20 +8,20 @@ import pytest
 
 from grpo_mcore.observe import Timeline
 from grpo_mcore.observe.spans import EventFile, SpanFile, parts_of
-from tests.unit.observe.test_timeline import Clock
+from tests.clocks import StandingClock
 
 
 def test_phases_and_calls_are_events(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = StandingClock()
     spans = SpanFile(tmp_path, step=lambda: 3, clock=clock)
     spans.begin({"policy-0": ["policy-0", "engine-0"]}, colocated=True, algorithm="grpo")
-    timeline = Timeline(clock, spans.phase)
+    timeline = Timeline(clock.now, spans.phase)
     with timeline.phase("refit"):
-        clock.now += 1
+        clock.at += 1
         with timeline.phase("commit"):
-            clock.now += 2
+            clock.at += 2
     with timeline.pause("validation"):
-        clock.now += 4
+        clock.at += 4
     spans.span("engine-0", "generate", 5.0, 7.0)
     spans.optimizer_step("policy-0", (1000.0, 1000.5, 1002.0, 1002.25))
     spans.restarted("engine-0", "died")

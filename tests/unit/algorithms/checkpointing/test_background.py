@@ -13,6 +13,7 @@ from grpo_mcore.algorithms.checkpointing import background, checkpoints
 from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, RunSnapshot
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
+from tests.clocks import StandingClock
 from tests.unit.algorithms.training_step.step_cases import config
 
 
@@ -20,7 +21,7 @@ class Ranks:
     """A policy whose ranks finish writing when `written` is set or they are waited for. `error`: they raise it then."""
 
     def __init__(self) -> None:
-        self.cluster = SimpleNamespace(call_timeout_s=30.0)
+        self.cluster = SimpleNamespace(call_timeout_s=30.0, clock=StandingClock())
         self.calls: list[str] = []
         self.written = False
         self.error: Exception | None = None
@@ -175,7 +176,7 @@ def test_it_is_renamed_at_the_end_of_the_run_if_everything_is_written(tmp_path: 
 
 
 def test_the_last_checkpoint_is_tried_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "RETRY_S", (0.0, 0.0))
+    monkeypatch.setattr(background, "RETRY_S", (1.0, 2.0))
     world = World(tmp_path)
     full = OSError(errno.ENOSPC, "No space left on device")
     with world.saves:
@@ -186,7 +187,7 @@ def test_the_last_checkpoint_is_tried_again_at_the_end(tmp_path: Path, monkeypat
 
 
 def test_the_end_knows_that_the_last_checkpoint_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "RETRY_S", (0.0, 0.0))
+    monkeypatch.setattr(background, "RETRY_S", (1.0, 2.0))
     world = World(tmp_path)
 
     def full(folder: Path) -> None:

@@ -15,6 +15,7 @@ from grpo_mcore.observe import LEDGER_FILE, Timeline, audit, read_ledger
 from grpo_mcore.observe.alarms import StepAlarms
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout import schedule as s
+from tests.clocks import StandingClock
 from tests.unit.algorithms.training_step.step_cases import config, group
 
 
@@ -40,6 +41,7 @@ class Report:
     """Writes down what it is told, in order."""
 
     run_name = "exp_001"
+    clock = StandingClock()
 
     def __init__(self) -> None:
         self.alarms = StepAlarms(stop_after=1)
@@ -138,6 +140,19 @@ def test_a_checkpoint_and_a_run_that_resumes_from_it(tmp_path: Path) -> None:
         train_a_step(record)
     found = audit(read_ledger(tmp_path / LEDGER_FILE))
     assert found.starts == 2 and not found.flaws
+
+
+def test_a_run_that_resumes_beside_the_ledger_of_another_run_begins_a_new_one(tmp_path: Path) -> None:
+    with record_in(tmp_path) as record:
+        train_a_step(record)
+        data = record.snapshot().data_state
+    other = (tmp_path / LEDGER_FILE).read_text().replace("p0", "q0")
+    (tmp_path / LEDGER_FILE).write_text(other)
+    position = SavedPosition(tmp_path, data, {}, data["ledger"], data["ledger_digest"])
+    with record_in(tmp_path, position=position):
+        pass
+    (aside,) = tmp_path.glob("*.of-another-run-*")
+    assert aside.read_text() == other and events(tmp_path) == ["started"]
 
 
 def test_a_request_to_stop_is_recorded_again_when_it_becomes_urgent(tmp_path: Path) -> None:

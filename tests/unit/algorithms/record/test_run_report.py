@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from grpo_mcore.algorithms.record.run_report import RunReport
 from grpo_mcore.algorithms.rollouts.validation import Validation
+from grpo_mcore.clock import REAL
 from grpo_mcore.families import forward_flops, shape_of
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.observe import Logger
@@ -49,7 +50,7 @@ def new_report(folder: Path) -> RunReport:
         shape=SHAPE,
         precision="bfloat16",
         layout=policy_layout(config.policy.megatron_cfg, 2),
-        cluster=None,
+        cluster=SimpleNamespace(clock=REAL),
         workers=[],
         train_times=[],
     )

@@ -12,6 +12,7 @@ from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentRollouts
 from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
+from grpo_mcore.clock import REAL
 from grpo_mcore.cluster import Parcel, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
@@ -64,7 +65,9 @@ def gym() -> Gym:
 
 @pytest.fixture
 def agents(gym: Gym) -> AgentRollouts:
-    engines: Any = SimpleNamespace(endpoint=SimpleNamespace(address="here"), weight_version=1)
+    engines: Any = SimpleNamespace(
+        endpoint=SimpleNamespace(address="here"), weight_version=1, cluster=SimpleNamespace(clock=REAL)
+    )
     return AgentRollouts({"game": gym}, engines, 5, gym.groups.append, lambda: None)
 
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from grpo_mcore.cluster import DeadlineExceeded, LocalCluster, Parcel, WorkerDie
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, TrajectoryRef
+from tests.clocks import StandingClock
 from tests.unit.algorithms.rollouts.fake_rollouts import END, SAMPLING, CharacterTokenizer, prompt
 
 TIMEOUT_S, VERDICT_S = 10.0, 7.0
@@ -216,12 +216,12 @@ class World(LocalCluster):
     enough: int | None = None
     together: bool = True
     at_once: bool = False  # all that is ready comes at once, what was chosen first
-    now: float = 0.0
     hung: set[Any] = field(default_factory=set)
     lost_rewards: int = 0
 
     def __post_init__(self) -> None:
         super().__init__(TIMEOUT_S)
+        self.clock = StandingClock()
         workers = [Engine(self, f"engine-{number}") for number in range(self.num_engines)]
         self.engines = EngineGroup(self, list(map(EngineSlot, workers)), sleeps=self.sleeps, start=self.successor)  # type: ignore[arg-type]
         self.engines.restarts = Retries(5, 0.0)
@@ -231,7 +231,6 @@ class World(LocalCluster):
             self.engines, {"game": environment}, CharacterTokenizer(), limits, seed=5,
             retries=Retries(5, 0.0), hooks=RolloutHooks(restore_engines=self.restore), enough_samples=self.enough,
         )  # fmt: skip
-        self.rollouts._faults._clock = lambda: self.now
 
     def successor(self, number: int) -> list[Any]:
         return [Engine(self, f"engine-{number}")]
@@ -270,7 +269,7 @@ class World(LocalCluster):
             self.hung.add(chosen[1])
             if len(first) > 1:
                 return self.ready(things, timeout_s, what)
-        self.now += timeout_s
+        self.clock.at += timeout_s
         raise DeadlineExceeded(what, "somebody", timeout_s)
 
     def check(self) -> None:
@@ -398,14 +397,11 @@ LARGE = {
 )
 def test_every_interleaving_keeps_the_laws(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, surprises, sizes, at_least = (CASES | FREE | LARGE)[case]
-    clock = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: 0.0)
-    monkeypatch.setattr(scoring, "time", clock)
     monkeypatch.setattr(scoring.logger, "disabled", True)
     monkeypatch.setattr(rollouts_module, "STREAMS", 1 if "joins" in case else 4)
 
     def one(choose: Choices) -> None:
         world = World(choose, **sizes)  # type: ignore[arg-type]
-        clock.monotonic = lambda: world.now
         run(world, prompts, surprises)
 
     count = every_run(one)

@@ -9,23 +9,12 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.rollouts import scoring
 from grpo_mcore.algorithms.rollouts.scoring import BatchLimits, EnvironmentWorker, RewardScorer
 from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
 from grpo_mcore.rollout.trajectory import Outcome
+from tests.clocks import StandingClock
 
 TIMEOUT_S = 10.0
-
-
-class Clock:
-    """Time passes only while somebody waits."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
 
 
 class Answer:
@@ -73,7 +62,7 @@ class World:
     call_timeout_s = TIMEOUT_S
 
     def __init__(self, calls: int = 2) -> None:
-        self.clock = Clock()
+        self.clock = StandingClock(100.0)
         self.asked: list[list[str]] = []
         self.stopped: list[FakeWorker] = []
         worker = EnvironmentWorker(self, lambda: FakeWorker(self), calls=calls, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
@@ -86,7 +75,7 @@ class World:
         for thing in things:
             if thing.is_there():
                 return thing
-        self.clock.now += timeout_s
+        self.clock.at += timeout_s
         raise DeadlineExceeded(what, "environment", timeout_s)
 
     def score(self, *groups: Sequence[str]) -> dict[str, list[Outcome]]:
@@ -110,10 +99,8 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    world = World()
-    monkeypatch.setattr(scoring, "time", world.clock)
-    return world
+def world() -> World:
+    return World()
 
 
 def rewards(scored: dict[str, list[Outcome]]) -> list[list[float | None]]:
@@ -222,10 +209,10 @@ def test_in_a_joined_call_only_the_sample_that_fails_has_no_reward(world: World)
 
 def test_a_call_that_is_not_full_waits_for_more_samples(world: World) -> None:
     limits = BatchLimits(max_size=3, max_wait_s=2.0)
-    began = world.clock.now
+    began = world.clock.at
     scored = one_by_one(world, "12345", limits, calls=4)
     assert len(scored) == 5 and world.asked == [["1", "2", "3"], ["4", "5"]]
-    assert world.clock.now == began + 2.0
+    assert world.clock.at == began + 2.0
 
 
 def test_what_waits_for_more_samples_is_sent_when_no_more_can_come(world: World) -> None:

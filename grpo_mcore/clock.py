@@ -1,0 +1,45 @@
+"""What time it is for the driver: one object that is passed in, so that a run also works under a virtual clock.
+
+Everything on the driver's side of `Cluster` takes its time from `cluster.clock`. Workers, and what talks to the world
+outside a run (leases of folders, trackers), have the machine's time.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Tells the time, and lets it pass."""
+
+    def now(self) -> float:
+        """Return seconds, for differences: they never go back."""
+
+    def unix(self) -> float:
+        """Return the seconds since 1970."""
+
+    def sleep(self, seconds: float) -> None: ...
+
+    def thread(self, name: str) -> Executor:
+        """Return an executor with one thread. Under a virtual clock, which no thread can follow, it works at once."""
+
+
+class RealClock:
+    """The machine's time."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def unix(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def thread(self, name: str) -> Executor:
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
+
+
+REAL = RealClock()
