@@ -45,6 +45,7 @@ from grpo_mcore.algorithms.setup import (
     start_environments,
     start_policy,
     start_policy_and_engines,
+    start_teachers,
     wait_until_ready,
     watch_machines,
 )
@@ -251,6 +252,7 @@ def start_run(prepared: Prepared, cluster: Cluster, log: Logger) -> Run:
         environments, engines = {}, EngineGroup(cluster, [], sleeps=False)
         policy = start_policy(config, cluster, model, prepared.algorithm)
         wait_until_ready(config, cluster, policy.workers, "start of the policy")
+        start_teachers(config, cluster, model, policy)
         loss = make_loss(config, prepared.algorithm)
     save_state = first_save_state()
     if (folder := checkpointer.resumed_from) is not None:

@@ -32,6 +32,7 @@ from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
     Algorithm,
     MasterConfig,
+    compares_distributions,
     engine_layout,
     engine_nodes,
     engine_pool,
@@ -369,13 +370,12 @@ def _kind(worker: str) -> str:
 def make_loss(config: MasterConfig, algorithm: Algorithm = "grpo") -> LossFn:
     """Build the recipe's loss. With one optimizer step per RL step, GRPO's log-probs before the update are those of the
     training pass itself."""
+    if compares_distributions(config):
+        return DistillationLossFn(config.on_policy_distillation.divergence)
     if algorithm == "sft":
         return NLLLossFn()
     if algorithm == "dpo":
         return PreferenceLossFn(config.dpo)
-    teaching = config.on_policy_distillation
-    if teaching.enabled and teaching.divergence.enabled:
-        return DistillationLossFn(teaching.divergence)
     return build_loss(
         config.loss_fn,
         prev_equals_curr=not needs_prev(config),

@@ -12,7 +12,7 @@ Not here: what is logged and when a validation or a checkpoint is due (record/tu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import TrajectoryRef
 
 
 def sft_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
@@ -61,13 +62,18 @@ def _validate(record: TuningRecord, policy: PolicyGroup, loss: LossFn, config: M
 
 
 def validate(
-    batches: Iterable[Sequence[DatumSpec]], policy: PolicyGroup, loss: LossFn, config: MasterConfig
+    batches: Iterable[Sequence[DatumSpec]],
+    policy: PolicyGroup,
+    loss: LossFn,
+    config: MasterConfig,
+    send: Callable[[SFTStep, PolicyGroup], None] = lambda step, policy: policy.receive(step.ranks),
 ) -> Metrics:
-    """Return val_loss: negative log-likelihood of an answer token, averaged over the tokens of all batches."""
+    """Return val_loss: the loss (SFT: negative log-likelihood) of an answer token, averaged over the tokens of all
+    batches. `send`: gives the ranks their examples."""
     total, tokens = 0.0, 0
     for batch in batches:
         step = build_step(batch, policy, config)
-        policy.receive(step.ranks)
+        send(step, policy)
         count = sum(step.targets.valid_toks)
         total += policy.evaluate(loss, step.targets)["loss"] * count
         tokens += count
@@ -76,11 +82,13 @@ def validate(
 
 @dataclass(frozen=True)
 class SFTStep:
-    """A batch of examples as the ranks get it. `groups`: one example each."""
+    """A batch of examples as the ranks get it. `groups`: one example each; `samples`: all that the ranks hold, with the
+    copies of examples that are fewer than these."""
 
     ranks: tuple[RankStep, ...]
     targets: TrainTargets
     groups: list[Group]
+    samples: list[TrajectoryRef]
 
 
 def build_step(batch: Sequence[DatumSpec], policy: PolicyGroup, config: MasterConfig) -> SFTStep:
@@ -101,6 +109,6 @@ def build_step(batch: Sequence[DatumSpec], policy: PolicyGroup, config: MasterCo
     version = policy.updates + 1
     groups = [
         as_group(datum, [trajectory], [ref], version)
-        for datum, trajectory, ref in zip(batch, trajectories, refs, strict=False)  # without the copies
+        for datum, trajectory, ref in zip(examples, trajectories, refs, strict=True)
     ]
-    return SFTStep(ranks, targets, groups)
+    return SFTStep(ranks, targets, groups[: len(batch)], [group.samples[0] for group in groups])

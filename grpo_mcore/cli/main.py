@@ -30,6 +30,7 @@ VERBS = {
     "train": ("train a model with GRPO", True),
     "sft": ("fine-tune a model on examples", True),
     "dpo": ("train a model on pairs of a chosen and a rejected answer", True),
+    "distill": ("train a model to give a teacher's distribution at every token", True),
     "eval": ("measure how well models or checkpoints solve tasks", False),
     "export": ("write a checkpoint as a model in Hugging Face's format", False),
     "plan": ("predict memory, time and refit of a recipe before anything is started", True),
@@ -54,7 +55,7 @@ LOST = 69
 """Exit code of a run that lost a process, a machine, a device or a connection, and that may reach its end when resumed
 (EX_UNAVAILABLE)."""
 
-RUNS = {"train", "sft", "dpo", "eval", "demo", "sweep"}
+RUNS = {"train", "sft", "dpo", "distill", "eval", "demo", "sweep"}
 """Verbs whose work goes on where nobody can read what they print."""
 
 

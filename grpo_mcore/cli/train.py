@@ -83,10 +83,12 @@ def _train(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None
     """Run a recipe once with the loop of its algorithm, and return the summary."""
     if algorithm == "grpo":
         return train(config, resume, began)
+    from grpo_mcore.algorithms.distill import distill_train
     from grpo_mcore.algorithms.dpo import dpo_train
     from grpo_mcore.algorithms.sft import sft_train
 
-    return run_recipe(algorithm, dpo_train if algorithm == "dpo" else sft_train, config, resume, began)
+    fine_tune = distill_train if config.on_policy_distillation.enabled else sft_train
+    return run_recipe(algorithm, dpo_train if algorithm == "dpo" else fine_tune, config, resume, began)
 
 
 def check(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None) -> int:

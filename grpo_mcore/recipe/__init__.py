@@ -15,6 +15,7 @@ from grpo_mcore.recipe.derived import (
     batch_equation,
     bin_tokens,
     bins_per_logprob_row,
+    compares_distributions,
     data_parallel_size,
     divides_nodes,
     engine_layout,

@@ -169,14 +169,20 @@ def needs_reference(config: RecipeSections) -> bool:
     """Return whether reference log-probs are computed at all."""
     if (algorithm := algorithm_of(config)) != "grpo":
         return algorithm == "dpo" and config.dpo.preference_loss != "simpo"
-    return config.loss_fn.reference_policy_kl_penalty > 0
+    return config.loss_fn.reference_policy_kl_penalty > 0 and not compares_distributions(config)
+
+
+def compares_distributions(config: RecipeSections) -> bool:
+    """Return whether the loss is a divergence from a teacher over the vocabulary; it reads no other log-probs."""
+    section = config.on_policy_distillation
+    return section.enabled and section.divergence.enabled
 
 
 def needs_prev(config: RecipeSections) -> bool:
     """Return whether log-probs from before the step's first update are computed: the policy changes within the step, or
     rewards or masks depend on these log-probs."""
     grpo, loss = config.grpo, config.loss_fn
-    changes = samples_per_step(config) > config.policy.train_global_batch_size
+    changes = samples_per_step(config) > config.policy.train_global_batch_size and not compares_distributions(config)
     measured = loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
     return changes or measured or teacher_weight(config) > 0
 
@@ -185,7 +191,7 @@ def teacher_weight(config: RecipeSections) -> float:
     """Return the weight of the teacher's log-prob minus the policy's in a token's advantage; 0 without teachers, and
     where the loss compares whole distributions."""
     estimator, section = config.grpo.adv_estimator, config.on_policy_distillation
-    if not section.enabled or section.divergence.enabled:
+    if not section.enabled or compares_distributions(config):
         return 0.0
     return 1.0 if estimator.name == "opd" else estimator.opd_weight
 

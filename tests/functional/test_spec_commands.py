@@ -100,15 +100,20 @@ def test_training_commands(
     assert ("SFT is over" if name == "sft" else "all checks passed") in out
 
 
-@pytest.mark.parametrize("script", ["run_grpo.py", "run_grpo_math.py", "run_sft.py"])
+DEFAULTS = {
+    "run_grpo.py": "grpo_math_1B", "run_grpo_math.py": "grpo", "run_sft.py": "sft",
+    "run_distillation.py": "distillation_math",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", DEFAULTS)
 def test_scripts_have_the_documented_default_and_one_message_for_a_mistake(script: str) -> None:
     """Without --config; a wrong key is reported with the file of the default, before anything is imported."""
     ran = subprocess.run(
         [sys.executable, f"examples/{script}", "cluster.num_node=3"], cwd=ROOT, capture_output=True, text=True
     )
-    default = {"run_grpo.py": "grpo_math_1B", "run_grpo_math.py": "grpo", "run_sft.py": "sft"}[script]
     assert ran.returncode == 2 and "Traceback" not in ran.stderr
-    assert f"1 problem in examples/configs/{default}.yaml" in ran.stderr
+    assert f"1 problem in examples/configs/{DEFAULTS[script]}.yaml" in ran.stderr
     assert "command line: cluster.num_node: unknown key; nearest known key: cluster.num_nodes" in ran.stderr
 
 

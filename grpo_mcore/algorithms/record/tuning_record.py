@@ -60,7 +60,8 @@ class TuningRecord:
     """
 
     def __init__(self, algorithm: Algorithm, run: Run, stop: StopRequest) -> None:
-        self._run, self._algorithm, self._stop = run, algorithm, stop
+        self._run, self._stop = run, stop
+        self._name = algorithm.upper() if run.policy.teachers is None else "Distillation"
         config, log, policy = run.master_config, run.logger, run.policy
         self._settings: FineTuningConfig = config[algorithm]
         self._size = config.policy.train_global_batch_size
@@ -86,7 +87,7 @@ class TuningRecord:
         self._open = ExitStack()
         log.log_hyperparams(config)
         self.console.banner(
-            f"{algorithm.upper()} of {config.policy.model_name}",
+            f"{self._name} of {config.policy.model_name}",
             {
                 "batch": batch_equation(config, algorithm),
                 "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
@@ -213,7 +214,7 @@ class TuningRecord:
         """Write summary.json and, if the run came to its end, the model in Hugging Face's format. Return the summary:
         steps, why it ended, whether it stopped early or was terminated, the last step if it could not be saved (as
         `unsaved`), and the folder of the model."""
-        config, log, name = self._run.master_config, self._run.logger, self._algorithm.upper()
+        config, log = self._run.master_config, self._run.logger
         early = self._asked is not None
         target = self._export() if exports_model(config) and not early else None
         seconds = self._clock.now() - self._began
@@ -247,7 +248,7 @@ class TuningRecord:
             paths["samples"] = log.log_dir / "samples"
         model = target or "not written: checkpointing.enabled is false, and save_hf is none"
         facts = {f"ALARM, step {alarm.step}": alarm.text for alarm in self._alarms.raised} | outages
-        self.console.summary(f"{name} is over", {"model": model, **facts}, paths)
+        self.console.summary(f"{self._name} is over", {"model": model, **facts}, paths)
         return summary if target is None else summary | {"exported": target}
 
     def _export(self) -> Path:

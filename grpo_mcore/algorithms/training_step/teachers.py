@@ -90,17 +90,27 @@ class Teachers:
 
     def score(self, batch: StepBatch, background: BackgroundWork | None = None) -> StepBatch:
         """Return the step with references to what the teachers say of its samples."""
-        samples, aliases = batch.samples, self.aliases(batch)
-        indices = sorted(index for rank in batch.ranks for index in rank.trajectories)
+        aliases = self.aliases(batch)
+        return replace(
+            batch, ranks=self.score_ranks(batch.ranks, batch.samples, aliases, background), teachers=tuple(aliases)
+        )
+
+    def score_ranks(
+        self,
+        ranks: Sequence[RankStep],
+        samples: Sequence[TrajectoryRef],
+        aliases: Sequence[str],
+        background: BackgroundWork | None = None,
+    ) -> tuple[RankStep, ...]:
+        """Return the ranks' shares of a step with references to what the teachers say of their samples. `samples`,
+        `aliases`: each sample of the step, and the alias of its teacher, by index in the step."""
+        indices = sorted(index for rank in ranks for index in rank.trajectories)
         scored: dict[int, Ref] = {}
         for teacher in {id(teacher): teacher for teacher in self.by_alias.values()}.values():
             of_teacher = {i: samples[i] for i in indices if self.by_alias[aliases[i]] is teacher}
             if of_teacher:
                 scored |= teacher.score(of_teacher, background)
-        ranks = tuple(
-            replace(rank, teacher={index: scored[index] for index in rank.trajectories}) for rank in batch.ranks
-        )
-        return replace(batch, ranks=ranks, teachers=tuple(aliases))
+        return tuple(replace(rank, teacher={index: scored[index] for index in rank.trajectories}) for rank in ranks)
 
 
 def teacher_steps(samples: Mapping[int, TrajectoryRef], config: MasterConfig, ranks: PolicyGroup) -> Sequence[RankStep]:

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.errors import nearest_hint
-from grpo_mcore.recipe.schema.master import RecipeSections
+from grpo_mcore.recipe.schema.distillation import TeacherConfig, TeacherPlacesConfig
+from grpo_mcore.recipe.schema.keys import nearest_key
+from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
+from grpo_mcore.recipe.schema.megatron import MegatronConfig
 
 _AT = "on_policy_distillation."
 _ESTIMATOR = "grpo.adv_estimator."
@@ -16,11 +19,12 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
     """Teachers must exist where their log-probs are wanted, and be wanted where they exist."""
     section, estimator = config.on_policy_distillation, config.grpo.adv_estimator
     names = section.teacher_model_by_agent_name
-    wanted = estimator.name == "opd" or estimator.opd_weight > 0
+    given_answers = algorithm_of(config) == "sft"
+    wanted = estimator.name == "opd" or estimator.opd_weight > 0 or given_answers
     if estimator.name == "opd" and estimator.opd_weight > 0:
         message = "the weight of the estimator opd is 1; remove it"
         yield Finding((_ESTIMATOR + "opd_weight", _ESTIMATOR + "name"), message)
-    if wanted and not section.enabled:
+    if wanted and not section.enabled and not given_answers:
         key = "name" if estimator.name == "opd" else "opd_weight"
         yield Finding(
             (_ESTIMATOR + key, _AT + "enabled"),
@@ -45,7 +49,11 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
             (_AT + "default_teacher_alias", _AT + "teacher_model_by_agent_name"),
             f"is needed with {len(names)} teachers; or set strict_agent_name_match: true",
         )
-    if section.divergence.enabled and (estimator.name != "opd" or section.use_orm_advantage or len(names) > 1):
+    if given_answers:
+        if not section.divergence.enabled or len(names) > 1:
+            message = "answers of the data are compared over the whole vocabulary, with one teacher; set it to true"
+            yield Finding((_AT + "divergence.enabled", _AT + "enabled"), message)
+    elif section.divergence.enabled and (estimator.name != "opd" or section.use_orm_advantage or len(names) > 1):
         yield Finding(
             (_AT + "divergence.enabled", _ESTIMATOR + "name", _AT + "use_orm_advantage"),
             "is a loss of its own, with one teacher: it needs grpo.adv_estimator.name: opd without use_orm_advantage",
@@ -63,7 +71,19 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
                 (f"{_AT}non_colocated_teachers.teacher_overrides.{alias}",),
                 f"{alias!r} is none of the teachers{nearest_hint(alias, list(names))}",
             )
-    yield from _pure(config)
+    for at, teacher in (("default_teacher_cfg", places.default_teacher_cfg), *_overrides(places)):
+        for name in teacher.megatron_cfg_overrides:
+            if name not in MegatronConfig.model_fields:
+                near = nearest_key(f"policy.megatron_cfg.{name}")
+                hint = f"; nearest: {near.rpartition('.')[2]}" if near else ""
+                key = f"{_AT}non_colocated_teachers.{at}.megatron_cfg_overrides.{name}"
+                yield Finding((key,), f"is no key of policy.megatron_cfg{hint}")
+    if not given_answers:
+        yield from _pure(config)
+
+
+def _overrides(places: TeacherPlacesConfig) -> Iterator[tuple[str, TeacherConfig]]:
+    return ((f"teacher_overrides.{alias}", teacher) for alias, teacher in places.teacher_overrides.items())
 
 
 def _pure(config: RecipeSections) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
 from grpo_mcore.recipe.loading.data_layouts import nested_layout
+from grpo_mcore.recipe.loading.distillation_layout import distillation_layout
 from grpo_mcore.recipe.loading.eval_layout import eval_layout
 from grpo_mcore.recipe.loading.yaml_tree import Node
 from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
@@ -90,7 +91,9 @@ def validated(
     tree = apply_gym_switches(tree, problems)
     tree = eval_layout(tree, problems)
     tree = nested_layout(tree, problems)
-    tree = without_nemo_rl_keys(tree, problems, [] if notes is None else notes)
+    notes = [] if notes is None else notes
+    tree = distillation_layout(tree, problems, notes)
+    tree = without_nemo_rl_keys(tree, problems, notes)
     config, faulty = _typed(kind, "", tree, recipe, problems)
     if config is not None:
         for finding in (finding for check in CHECKS for finding in check(config)):

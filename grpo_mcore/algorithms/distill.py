@@ -1,0 +1,76 @@
+"""Distillation on given answers: make the policy's distribution that of a teacher at every token of the data's answers.
+The same policy, batches and packing as SFT; no engine generates.
+
+One step: the next examples of the data -> the teacher's hidden states at the answers' tokens -> divergence of the two
+distributions over the vocabulary, averaged over these tokens -> update.
+
+Consumes: batches of the data loader. Waits for: the teacher's ranks and the policy's, which take turns on the devices.
+
+On the policy's own samples, distillation is the loop of grpo.py with the same teachers and the same loss: between the
+generation and the update of a step, `train_on_groups` has the teachers score the samples.
+
+Not here: the divergences (parallel/divergence.py, the loss in objective/distillation.py), the teachers
+(training_step/teachers.py), what is logged and when a checkpoint is due (record/tuning_record.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mcore.algorithms.record.tuning_record import TuningRecord, start_tuning_record
+from grpo_mcore.algorithms.run import Run
+from grpo_mcore.algorithms.run_control.stopping import StopRequest
+from grpo_mcore.algorithms.sft import SFTStep, build_step, validate
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.training_step.step_batch import RankStep
+from grpo_mcore.parallel.policy import LossFn
+from grpo_mcore.recipe import MasterConfig
+
+
+def distill_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
+    """Train until sft.max_num_steps or the end of the data, or until `stop` asks for the end: the step under way is
+    then finished and saved. Go on from the checkpoint, if the run resumes one. Return the summary."""
+    policy, config, loss = run.policy, run.master_config, run.loss_fn
+    record, checkpoints = start_tuning_record("sft", run, stop)
+    with record, checkpoints:
+        if record.validates_first:
+            _validate(record, policy, loss, config)
+        while batch := record.next_batch():
+            checkpoints.poll()
+            with record.clock.phase("prepare"):
+                step = build_step(batch, policy, config)
+            with record.clock.phase("teachers"):
+                ranks = score(step, policy)
+            with record.clock.phase("prepare"):
+                policy.onload()
+                policy.receive(ranks)
+            with record.clock.phase("train"):
+                metrics = policy.train(loss, step.targets)
+            record.trained(batch, step.groups, step.targets, metrics)
+            if record.validation_is_due:
+                _validate(record, policy, loss, config)
+            if record.checkpoint_is_due:
+                with record.clock.pause("checkpoint"):
+                    checkpoints.start(record.step, record.snapshot)
+        return record.ended(unsaved=checkpoints.finish())
+
+
+def _validate(record: TuningRecord, policy: PolicyGroup, loss: LossFn, config: MasterConfig) -> None:
+    def send(step: SFTStep, policy: PolicyGroup) -> None:
+        ranks = score(step, policy)
+        policy.onload()
+        policy.receive(ranks)
+
+    with record.clock.pause("validation"):
+        metrics = validate(record.validation_batches(), policy, loss, config, send)
+    record.validated(metrics)
+
+
+def score(step: SFTStep, policy: PolicyGroup) -> tuple[RankStep, ...]:
+    """Return the ranks' shares of a step with the teacher's hidden states at the answers' tokens. The policy makes room
+    for the teacher."""
+    teachers = policy.teachers
+    assert teachers is not None, "the recipe names no teacher"
+    (alias,) = teachers.by_alias
+    policy.offload()
+    return teachers.score_ranks(step.ranks, step.samples, [alias] * len(step.samples))
