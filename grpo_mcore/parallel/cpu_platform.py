@@ -86,6 +86,7 @@ def install() -> None:
     cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(seed)
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None  # profiling marks of the schedules
     with _compile_disabled():
+        import megatron.core.tensor_parallel.mappings as mappings
         import megatron.core.tensor_parallel.random as megatron_random
         import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
         from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -94,6 +95,10 @@ def install() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
     # Set here, because vLLM in the same process replaces torch's stream by one without events.
     token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()
+
+    # Ranks that share experts across data-parallel ranks have different numbers of tokens, which Gloo does not take.
+    mappings._gather_along_first_dim = _gather_evenly(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_evenly(mappings._reduce_scatter_along_first_dim)
 
     # An optimizer on the host asks each tensor whether it is on a GPU.
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = _split_as_on_cuda(
@@ -143,6 +148,34 @@ class _NoStream:
 
 def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather_evenly(gather: Any) -> Any:
+    """Let a gathering of parts [sizes[rank], ...] pad them to the largest, for Gloo."""
+
+    def gather_evenly(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any) -> torch.Tensor:
+        if output_split_sizes is None or len(set(output_split_sizes)) == 1:
+            return gather(input_, group, output_split_sizes, *args)
+        parts = gather(_padded(input_, max(output_split_sizes)), group, None, *args).chunk(len(output_split_sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    return gather_evenly
+
+
+def _reduce_scatter_evenly(scatter: Any) -> Any:
+    """Let a sum whose parts [sizes[rank], ...] go to different ranks pad them to the largest, for Gloo."""
+
+    def scatter_evenly(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any) -> torch.Tensor:
+        if input_split_sizes is None or len(set(input_split_sizes)) == 1:
+            return scatter(input_, group, input_split_sizes, *args)
+        parts = [_padded(part, max(input_split_sizes)) for part in input_.split(list(input_split_sizes))]
+        return scatter(torch.cat(parts), group, None, *args)[: input_split_sizes[group.rank()]]
+
+    return scatter_evenly
+
+
+def _padded(part: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
 
 
 def _split_as_on_cuda(split: Any) -> Any:

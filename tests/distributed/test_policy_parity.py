@@ -82,6 +82,16 @@ def test_logprobs_and_gradients_equal_transformers(
     )
 
 
+def test_experts_may_be_split_over_data_parallel_ranks_with_rows_of_their_own_length(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """ETP 2 over two data-parallel ranks, which send each other different numbers of tokens."""
+    reference = reference_of(make_tiny_model("qwen3_moe", tmp_path_factory.mktemp("etp")))
+    case = LayoutCase("DP2xETP2", data=2, expert_tensor=2)
+    results = ranks.run(2, "grpo_mcore.tools.parity.rank:logprobs_and_gradients", str(reference.folder), case)
+    assert compare(reference, results, case.name, packed=True).ok
+
+
 def test_batched_by_length_logprobs_and_gradients_equal_float64(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
