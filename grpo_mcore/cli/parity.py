@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
@@ -31,13 +32,57 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--engine", action="store_true", help="compare a vLLM engine too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--fuzz",
+        type=int,
+        metavar="SEED",
+        help="random layouts, features and small shapes of the model instead, each against transformers in float64; "
+        "the first case that differs is made smaller for as long as it differs",
+    )
+    parser.add_argument("--draws", type=int, default=200, metavar="N", help="cases that --fuzz computes (200)")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="largest layout of --fuzz, in ranks (2)")
+    parser.add_argument("--case", metavar="JSON", help="compute one case that --fuzz has printed")
     return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the comparison. Return 1 if anything differs or a layout given by --layouts is refused, else 0."""
     with tempfile.TemporaryDirectory(prefix="grpo-mcore-parity-") as scratch:
+        if args.fuzz is not None or args.case:
+            return _fuzz(args, Path(scratch))
         return _run(args, _folder(args.model, Path(scratch), args.engine))
+
+
+def _fuzz(args: argparse.Namespace, scratch: Path) -> int:
+    from transformers.utils import logging
+
+    from grpo_mcore.data.tiny_models import tiny_like
+    from grpo_mcore.families import read_hf_config
+    from grpo_mcore.parallel.rank_pool import RankPool
+    from grpo_mcore.tools.parity.fuzz import Draw, Failure, Fuzzer, fuzz
+
+    logging.disable_progress_bar()  # it loads a model for each case
+    family, values = args.model.removeprefix(TINY), {}
+    if not args.model.startswith(TINY):
+        family, values = tiny_like(read_hf_config(args.model))
+    draw = Draw.from_json(args.case) if args.case else None
+    with closing(RankPool(draw.layout.world_size if draw else args.ranks)) as pool:
+        fuzzer = Fuzzer(family, values, pool, scratch)
+        if draw is not None:
+            done, what = 1, fuzzer.failure(draw)
+            failure = Failure(draw, what) if what else None
+        else:
+            done, failure = fuzz(fuzzer, args.fuzz, args.draws, args.ranks)
+    if failure is None:
+        print(f"{done} cases of {args.model}: none differs")
+        return 0
+    again = f"grpo-mcore parity {args.model} --case {shlex.quote(failure.draw.to_json())}"
+    if args.json:
+        print(json.dumps({"model": args.model, "cases": done, "what": failure.what, "again": again}, indent=1))
+    else:
+        print(f"case {done} of {args.model} differs; the smallest that still does:")
+        print(f"  {failure.draw.describe()}\n  {failure.what}\nagain: {again}")
+    return 1
 
 
 def _run(args: argparse.Namespace, folder: Path) -> int:

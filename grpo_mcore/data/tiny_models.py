@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,33 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, words: bool = F
                 buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+NOT_OF_A_MODEL = ("architectures", "dtype", "torch_dtype", "transformers_version", "quantization_config", "auto_map")
+"""Keys of a Hugging Face config that a small model of the same form does without."""
+
+
+def tiny_like(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the tiny model (of FAMILIES) that is most like a Hugging Face config, and the config's values that give it
+    the same form: switches, names and rotary settings. Sizes stay tiny. Raises UnknownFamily."""
+    (architecture,) = config.get("architectures") or [""]
+    name = architecture.replace("ForCausalLM", "").replace("ForConditionalGeneration", "")
+    text = config.get("text_config", config)
+    alike = [family for family, tiny in FAMILIES.items() if tiny["class"] == name and "vision" not in tiny]
+    if not alike:
+        raise UnknownFamily(f"no tiny model of {architecture!r}; there are {', '.join(FAMILIES)}")
+    family = max(alike, key=lambda one: sum(text.get(key) is not None for key in FAMILIES[one].get("config", {})))
+    tiny = SIZES | FAMILIES[family].get("config", {})
+    values = {}
+    for key, value in text.items():
+        size = isinstance(tiny.get(key), int | list) and not isinstance(tiny[key], bool) and value is not None
+        if not (size or key in NOT_OF_A_MODEL or key.endswith("_token_id") or key in ("model_type", "layer_types")):
+            values[key] = value
+    if tiny.get("num_hidden_layers") is None:  # the layers of a hybrid model are a list
+        values = {key: value for key, value in values.items() if "pattern" not in key and key != "num_hidden_layers"}
+    if "mrope_section" in (values.get("rope_parameters") or {}):
+        del values["rope_parameters"]  # its sections are sizes
+    return family, values
 
 
 def _write_words(folder: Path, vocabulary: int) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 from grpo_mcore.parallel.mesh import Address
-from grpo_mcore.tools.parity import rank
-from grpo_mcore.tools.parity.rank import LayoutCase
+from grpo_mcore.tools.parity.rank import LayoutCase, Workload, logprobs_and_gradients
 
 LAYOUTS = (
     LayoutCase("TP1"),
@@ -51,5 +49,4 @@ MOE_LAYOUTS = (
 
 def in_bins(address: Address, model: str, case: LayoutCase, bins: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Compute log-probs and gradients of these bins; bin i belongs to data-parallel rank i modulo their number."""
-    with patch.object(rank, "BINS", bins):
-        return rank.logprobs_and_gradients(address, model, case)
+    return logprobs_and_gradients(address, model, case, work=Workload(bins=tuple(map(tuple, bins))))

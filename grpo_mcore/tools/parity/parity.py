@@ -30,9 +30,10 @@ from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import policy_layout
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.tools.parity.rank import (
-    ENTROPY_COEFF,
     LENGTHS,
+    STANDARD,
     LayoutCase,
+    Workload,
     advantages,
     policy_config,
     sequences,
@@ -95,29 +96,44 @@ class ParityCase:
         }
 
 
-def reference_of(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
+def reference_of(folder: Path, dtype: torch.dtype = torch.float32, work: Workload = STANDARD) -> Reference:
     """Run transformers forward and backward in `dtype`. Raises FamilyError for a model without a family."""
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
     shape = shape_of(read_hf_config(folder))
     check_weights(Path(folder), shape)
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    # torch has no grouped product in float64
+    how = {"experts_implementation": "eager"} if dtype is torch.float64 and shape.experts else {}
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how)
+    network.get_input_embeddings().padding_idx = None  # for which torch gives no gradient
     for module in network.modules():
         if hasattr(module, "time_step_limit"):  # of Mamba2; the engine and the policy have none
             module.time_step_limit = (0.0, float("inf"))
-    logprobs, loss = {}, torch.zeros(())
-    for i, (tokens, advantage) in enumerate(zip(sequences(shape.vocab_size), advantages(), strict=True)):
-        scores = torch.log_softmax(network(tokens[None]).logits[0, :-1], -1)
+    logprobs, loss = {}, torch.zeros((), dtype=dtype)
+    for i, (tokens, advantage) in enumerate(zip(sequences(shape.vocab_size, work), advantages(work), strict=True)):
+        logits = network(tokens[None]).logits[0, :-1] / work.temperature
+        scores = torch.log_softmax(_cut(logits, tokens[1:], work), -1)
         chosen = scores.gather(1, tokens[1:, None]).squeeze(1)
-        logprobs[i] = torch.cat([torch.zeros(1), chosen.detach()])
-        entropies = -(scores.exp() * scores).sum(-1)
-        loss = loss - (advantage * chosen + ENTROPY_COEFF * entropies).sum() / (sum(LENGTHS) - len(LENGTHS))
+        entropies = -(scores.exp() * scores.clamp(min=-1e30)).sum(-1)
+        counts = (torch.arange(1, len(tokens)) >= work.prompts[i]) & (i not in work.left_out)
+        logprobs[i] = torch.cat([torch.zeros(1, dtype=dtype), chosen.detach() * counts])
+        loss = loss - ((advantage * chosen + work.entropy_coeff * entropies) * counts).sum() / work.trained
     loss.backward()
     # Without a gradient are parameters that the loss does not depend on, such as the indexer of sparse attention.
     gradients = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
     gradients = unstacked(revert_weight_conversion(network, gradients), shape)
     return Reference(folder, shape.family, network, logprobs, gradients)
+
+
+def _cut(logits: Tensor, targets: Tensor, work: Workload) -> Tensor:
+    """Return logits [n, vocabulary] with those lowered that the workload's top-k and top-p leave out."""
+    likeliest = logits.detach().topk(min(work.top_k or logits.size(-1), logits.size(-1))).values
+    probabilities = likeliest.softmax(-1)
+    kept = probabilities.cumsum(-1) - probabilities < work.top_p
+    floor = likeliest.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+    drawn = torch.zeros_like(logits, dtype=torch.bool).scatter(1, targets[:, None], True)
+    return logits.masked_fill((logits < floor) & ~drawn, -1e30)
 
 
 def unstacked(tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
@@ -156,8 +172,11 @@ def compare_layouts(reference: Reference, layouts: Sequence[LayoutCase], pool: R
     return cases
 
 
-def compare(reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, packed: bool) -> ParityCase:
-    """Compare the results of all ranks of a mesh with transformers. Raises ValueError if they are not complete."""
+def compare(
+    reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, packed: bool, smallest: float = 0.0
+) -> ParityCase:
+    """Compare the results of all ranks of a mesh with transformers. A gradient's error is relative to its norm, or to
+    the part `smallest` of the norm of all. Raises ValueError if the results are not complete."""
     logprobs: dict[int, Tensor] = {}
     for result in ranks:
         logprobs |= result["logprobs"]
@@ -174,8 +193,9 @@ def compare(reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, 
             raise ValueError(f"{layout}: two ranks own {name} {box}")
         there.copy_(part)
     differences = {i: (logprobs[i] - expected).abs().max().item() for i, expected in reference.logprobs.items()}
+    whole = torch.stack([expected.norm() for expected in reference.gradients.values()]).norm().item()
     errors = {
-        name: ((moved[name] - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+        name: ((moved[name] - expected).norm() / expected.norm().clamp(min=max(1e-12, smallest * whole))).item()
         for name, expected in reference.gradients.items()
     }
     return ParityCase(reference.family, layout, packed, differences, errors)

@@ -6,14 +6,16 @@ The functions are module-level, so that the processes of a `RankPool` can import
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows, share_prefixes
 from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Address
@@ -83,24 +85,58 @@ def layout_named(name: str, shape: ModelShape) -> LayoutCase:
     )
 
 
-def sequences(vocab_size: int) -> list[torch.Tensor]:
-    """Return sequences of random tokens, int64 [n] each, always the same."""
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
-
-
 ENTROPY_COEFF = 0.1
 """The loss has an entropy term, so that gradients of log-probs and of entropies are compared."""
 
 
-def advantages() -> list[float]:
+@dataclass(frozen=True)
+class Workload:
+    """The sequences of a comparison, and what is computed of them."""
+
+    lengths: tuple[int, ...] = LENGTHS
+    bins: tuple[tuple[int, ...], ...] = BINS
+    prompts: tuple[int, ...] = (1,) * len(LENGTHS)
+    """Tokens at the start of each sequence that are not trained on; at least the first."""
+    left_out: tuple[int, ...] = ()
+    """Sequences whose sample_mask is 0."""
+    common: int = 0
+    """Tokens with which all sequences begin alike. Above 0, bins compute common blocks of SHARED_BLOCK tokens once."""
+    entropy_coeff: float = ENTROPY_COEFF
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    @property
+    def trained(self) -> int:
+        """Tokens that are trained on."""
+        sizes = zip(self.lengths, self.prompts, strict=True)
+        return sum(n - prompt for i, (n, prompt) in enumerate(sizes) if i not in self.left_out)
+
+
+STANDARD = Workload()
+
+SHARED_BLOCK = 4
+"""Tokens of the blocks that sequences share, if they begin alike."""
+
+
+def sequences(vocab_size: int, work: Workload = STANDARD) -> list[torch.Tensor]:
+    """Return sequences of random tokens, int64 [n] each, always the same."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = [torch.randint(0, vocab_size, (n,), generator=generator) for n in work.lengths]
+    start = torch.randint(0, vocab_size, (work.common,), generator=generator)
+    for ids in tokens:
+        ids[: work.common] = start[: len(ids)]
+    return tokens
+
+
+def advantages(work: Workload = STANDARD) -> list[float]:
     """Return the advantage of each sequence."""
-    return [(-1) ** i * (0.5 + 0.25 * i) for i in range(len(LENGTHS))]
+    return [(-1) ** i * (0.5 + 0.25 * i) for i in range(len(work.lengths))]
 
 
-def compared_loss() -> ClippedPGLossFn:
+def compared_loss(work: Workload = STANDARD) -> ClippedPGLossFn:
     """Return the loss that `parity.reference_of` computes with transformers."""
-    settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, entropy_coeff=ENTROPY_COEFF)
+    settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, entropy_coeff=work.entropy_coeff)
     return ClippedPGLossFn(settings, prev_equals_curr=True)
 
 
@@ -138,27 +174,26 @@ def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> Poli
     return config
 
 
-def micro_batches(policy: Policy, packed: bool = True) -> list[PackedBatch]:
-    """Return the rows of this data-parallel rank; `packed`: with several sequences in each, else one."""
-    tokens, weights = sequences(policy.shape.vocab_size), advantages()
-    bins = BINS if packed else tuple((i,) for i in range(len(LENGTHS)))
-    mine = [bin for i, bin in enumerate(bins) if i % policy.layout.data == policy.here.data]
-    return [
-        pack_rows(
-            [tokens[i] for i in bin],
-            [
-                {
-                    "token_mask": torch.ones(LENGTHS[i]),
-                    "sample_mask": torch.tensor(1.0),
-                    "advantages": torch.tensor(weights[i]),
-                }
-                for i in bin
-            ],
-            policy.row_multiple,
-            names=[str(i) for i in bin],
-        )
-        for bin in mine
+def micro_batches(policy: Policy, packed: bool = True, work: Workload = STANDARD) -> list[PackedBatch]:
+    """Return the rows of this data-parallel rank, equally many on every one; `packed`: the workload's bins, else each
+    sequence in a row of its own."""
+    tokens, weights = sequences(policy.shape.vocab_size, work), advantages(work)
+    bins = work.bins if packed else tuple((i,) for i in range(len(work.lengths)))
+
+    def columns(i: int) -> dict[str, torch.Tensor]:
+        mask = (torch.arange(work.lengths[i]) >= work.prompts[i]).float()
+        counts = torch.tensor(float(i not in work.left_out))
+        return {"token_mask": mask, "sample_mask": counts, "advantages": torch.tensor(weights[i])}
+
+    rows = [
+        pack_rows([tokens[i] for i in bin], [columns(i) for i in bin], policy.row_multiple, names=[str(i) for i in bin])
+        for bin in bins
     ]
+    if work.common:
+        rows = [share_prefixes(row, policy.row_multiple, SHARED_BLOCK) for row in rows]
+    data = policy.layout.data
+    rows += [replace(rows[0].empty_like(policy.row_multiple), names=())] * (-len(rows) % data)
+    return rows[policy.here.data :: data]
 
 
 def make_policy(address: Address, model: str, case: LayoutCase, **overrides: Any) -> Policy:
@@ -171,16 +206,27 @@ def owned_slices(policy: Policy) -> list[tuple[str, Any, torch.Tensor]]:
     return [(name, box, view.clone()) for name, box, view in policy.weights.slices(owned_only=True)]
 
 
-def logprobs_and_gradients(address: Address, model: str, case: LayoutCase, packed: bool = True) -> dict[str, Any]:
-    """Return the log-probs by sequence (last stage), and the gradient of the loss: the change of the owned slices."""
-    policy = make_policy(address, model, case)
-    batches = micro_batches(policy, packed)
+def logprobs_and_gradients(
+    address: Address,
+    model: str,
+    case: LayoutCase,
+    packed: bool = True,
+    work: Workload = STANDARD,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the log-probs by sequence (last stage), and the gradient of the loss: the change of the owned slices.
+    `overrides`: of the policy section."""
+    policy = make_policy(address, model, case, **overrides)
+    batches = micro_batches(policy, packed, work)
     logprobs: dict[int, torch.Tensor] = {}
     for batch, row in zip(batches, policy.logprobs(batches) or (), strict=False):
         logprobs |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
     before = owned_slices(policy)
     report = policy.train_step(
-        batches, compared_loss(), global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
+        batches,
+        compared_loss(work),
+        global_valid_seqs=len(work.lengths) - len(work.left_out),
+        global_valid_toks=work.trained,
     )
     gradients = [
         (name, box, was - now) for (name, box, was), (_, _, now) in zip(before, owned_slices(policy), strict=True)
