@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_mcore.recipe import is_override
+from grpo_mcore.recipe import environment_class, is_override
 from grpo_mcore.text import escaped
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ def _truth_problems(config: MasterConfig | None, env_name: str | None, rows: lis
         return [None] * len(rows)
     section = sections.get(name, {})
     section.pop("verdict_timeout_s", None)
-    return create_env_class(str(section.pop("environment", name)))[0].check_truths(section, rows)
+    class_name, section = environment_class(name, section)
+    return create_env_class(class_name)[0].check_truths(section, rows)
 
 
 def _kind_problem(read: Callable[..., Any], row: dict[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from grpo_mcore.observe.colors import painted
-from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.recipe import MasterConfig, environment_class, load_recipe
 
 if TYPE_CHECKING:
     from grpo_mcore.tools.doctor import Finding, Needs
@@ -67,7 +67,7 @@ def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:
         shm_bytes=int(1e9 + 2**30 * config.policy.refit_buffer_size_gb),
         ports=ports,
         sandbox=any(
-            section.get("environment", name) == "code" and section.get("sandbox") != TRUST
+            environment_class(name, section)[0] == "code" and section.get("sandbox") != TRUST
             for name, section in config.env.items()
         ),
         gpu_packages=_gpu_packages(config),

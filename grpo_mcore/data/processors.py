@@ -7,6 +7,7 @@ path. None of them truncates: a prompt that does not fit gets loss_multiplier 0,
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 from grpo_mcore.data.answers import Chat, trained_spans
@@ -21,7 +22,7 @@ from grpo_mcore.data.interfaces import (
     uid_text,
 )
 from grpo_mcore.imports import import_by_path
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import CustomCode, MasterConfig
 from grpo_mcore.rollout.chat_form import chat_form
 from grpo_mcore.rollout.datum import DatumSpec, Message
 
@@ -194,8 +195,10 @@ def longest_prompt(config: MasterConfig) -> int:
     return min(limit for limit in (*limits, config.policy.max_total_sequence_length) if limit is not None)
 
 
-def find_processor(name: str) -> TaskDataProcessFnCallable:
-    """Return a processor by name, or by import path ("package.module:function" or "package.module.function")."""
+def find_processor(named: str | CustomCode) -> TaskDataProcessFnCallable:
+    """Return a processor by name or import path ("package.module:function" or "package.module.function"), or a custom
+    one with its options."""
+    name, options = (named.path, named.options) if isinstance(named, CustomCode) else (named, {})
     name = SLIDING_PUZZLE if name == "sliding_puzzle_processor" else name
     if name in PROCESSORS:
         return PROCESSORS[name]
@@ -203,13 +206,13 @@ def find_processor(name: str) -> TaskDataProcessFnCallable:
         raise DataError(f"unknown processor {name!r}: known are {sorted(PROCESSORS)}, or an import path")
     processor = import_by_path(name, "processor", DataError)
     try:
-        inspect.signature(processor).bind({}, None, None, None, 0)
+        inspect.signature(processor).bind({}, None, None, None, 0, **options)
     except TypeError as error:
         raise DataError(
             f"the processor {name!r} cannot be called as fn(datum_dict, task_data_spec, tokenizer, max_seq_length, "
-            f"idx): {error}"
+            f"idx{''.join(f', {option}=' for option in options)}): {error}"
         ) from error
-    return processor
+    return partial(processor, **options) if options else processor
 
 
 def _prompt_datum(

@@ -11,6 +11,17 @@ from grpo_mcore.objective.advantages import (
     grpo_advantages,
 )
 from grpo_mcore.objective.combine import METRIC_REDUCTIONS, CombinedMetrics, combine_metrics, step_metrics
+from grpo_mcore.objective.custom import (
+    LOSS_INPUTS,
+    CustomLoss,
+    CustomPart,
+    StepSamples,
+    build_loss,
+    check_call,
+    check_custom_objective,
+    custom_advantages,
+    custom_shaping,
+)
 from grpo_mcore.objective.distillation import (
     LOG_ZERO,
     DistillationLossFn,
@@ -23,17 +34,6 @@ from grpo_mcore.objective.evaluation import majority_at_k, mean_interval
 from grpo_mcore.objective.kl_in_reward import SampleKL, kl_to_go, token_advantages
 from grpo_mcore.objective.loss import ClippedPGLossFn, NLLLossFn, PolicyTerm
 from grpo_mcore.objective.metrics import CORRECT, pass_at_k, pass_numbers
-from grpo_mcore.objective.own import (
-    LOSS_INPUTS,
-    OwnLoss,
-    OwnPart,
-    StepSamples,
-    build_loss,
-    check_call,
-    check_own_objective,
-    own_advantages,
-    own_shaping,
-)
 from grpo_mcore.objective.preference import PreferenceLossFn, dpo_loss, ipo_loss, simpo_loss
 from grpo_mcore.objective.reduce import MaskedTokens, valid_counts
 from grpo_mcore.objective.rewards import overlong_filter, scale_reward_values, shape_rewards

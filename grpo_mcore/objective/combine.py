@@ -57,9 +57,9 @@ METRIC_REDUCTIONS: dict[str, Reduction] = {
 """How the parts of each metric are combined; `name/age_a` is combined as `name`. A quantile needs all values: a part
 holds one per sequence, -inf for a sequence without any."""
 
-OWN = "own/"
-"""Prefix of the metrics of a user's own loss. They are shares of a mean, and summed; those that begin with `own/min_`
-and `own/max_` are minima and maxima."""
+CUSTOM = "custom/"
+"""Prefix of the metrics of a custom loss. They are shares of a mean, and summed; those that begin with `custom/min_`
+and `custom/max_` are minima and maxima."""
 
 _EMPTY = {"min": math.inf, "max": -math.inf}
 
@@ -116,14 +116,14 @@ def step_metrics(by_optimizer_step: Sequence[Mapping[str, Any]]) -> dict[str, fl
             if share > 0:
                 step[name] = value / share
         else:
-            step[name] = value if name.removeprefix(OWN).startswith("num_") else value / count
+            step[name] = value if name.removeprefix(CUSTOM).startswith("num_") else value / count
     return step
 
 
 def _reduction(name: str) -> Reduction:
     base = name.partition("/age_")[0]
-    if name.startswith(OWN):
-        return {"min_": "min", "max_": "max"}.get(name[len(OWN) :][:4], "sum")  # type: ignore[return-value]
+    if name.startswith(CUSTOM):
+        return {"min_": "min", "max_": "max"}.get(name[len(CUSTOM) :][:4], "sum")  # type: ignore[return-value]
     if base not in METRIC_REDUCTIONS:
         raise ValueError(f"metric {name!r} has no reduction; declare one in METRIC_REDUCTIONS")
     return METRIC_REDUCTIONS[base]

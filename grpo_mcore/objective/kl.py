@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.imports import import_by_path
-from grpo_mcore.recipe import KLType, is_path
+from grpo_mcore.recipe import CustomCode, KLType
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KLType) -> Tensor:
@@ -64,14 +64,14 @@ def _estimate(x: Tensor, kind: KLType) -> Tensor:
         return x.square() / 2
     if kind == "k3":
         return torch.expm1(x) - x
-    if is_path(kind):
-        return own_kl_estimate(kind)(x)
+    if isinstance(kind, CustomCode):
+        return custom_kl_estimate(kind.path)(x, **kind.options)
     raise ValueError(f"unknown KL estimator {kind!r}; choose k1, k2 or k3")
 
 
 @cache
-def own_kl_estimate(path: str) -> Callable[[Tensor], Any]:
-    """Return the user's estimator at an import path: a function of x = reference - logprobs, token by token."""
+def custom_kl_estimate(path: str) -> Callable[[Tensor], Any]:
+    """Return the custom estimator at an import path: a function of x = reference - logprobs, token by token."""
     return import_by_path(path, "code of loss_fn.reference_policy_kl_type", ValueError)
 
 

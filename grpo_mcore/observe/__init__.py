@@ -7,9 +7,9 @@ from grpo_mcore.observe.console import RunConsole, ShownSample
 from grpo_mcore.observe.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from grpo_mcore.observe.ledger_audit import Audit, audit
 from grpo_mcore.observe.logger import (
+    CustomLoggerError,
     Logger,
-    OwnLoggerError,
-    check_own_logger,
+    check_custom_logger,
     messages_kept,
     read_metrics,
     run_folder,

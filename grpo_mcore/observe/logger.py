@@ -20,7 +20,7 @@ from grpo_mcore.observe.alarms import Alarm, post_alarm
 from grpo_mcore.observe.append_file import AppendFile
 from grpo_mcore.observe.backends import chosen_backends
 from grpo_mcore.observe.tracker import Tracker
-from grpo_mcore.recipe import GRPOLoggerConfig, OwnLoggerConfig, without_secrets
+from grpo_mcore.recipe import CustomCode, GRPOLoggerConfig, without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -30,22 +30,22 @@ CONSOLE_FILE = "console.txt"
 RESERVED = ("step", "prefix", "unix_time")
 
 
-class OwnLoggerError(ValueError):
-    """A class under logger.own that is no logger."""
+class CustomLoggerError(ValueError):
+    """A class under logger.custom that is no logger."""
 
 
-def check_own_logger(own: OwnLoggerConfig) -> Any:
-    """Return the class of a logger of the user's own. It is built as `Class(log_dir, **options)` and has
-    `log_metrics(metrics, step, prefix)`, `log_hyperparams(params)` and `close()`. Raises OwnLoggerError for another."""
-    what = f"logger.own {own.path}"
-    cls = import_by_path(own.path, "logger", OwnLoggerError)
+def check_custom_logger(code: CustomCode) -> Any:
+    """Return the class of a custom logger. It is built as `Class(log_dir, **options)` and has
+    `log_metrics(metrics, step, prefix)`, `log_hyperparams(params)` and `close()`. Raises CustomLoggerError."""
+    what = f"logger.custom {code.path}"
+    cls = import_by_path(code.path, "logger", CustomLoggerError)
     try:
-        inspect.signature(cls).bind("log_dir", **own.options)
+        inspect.signature(cls).bind("log_dir", **code.options)
         inspect.signature(cls.log_metrics).bind(None, {}, 1, "train")
         inspect.signature(cls.log_hyperparams).bind(None, {})
         inspect.signature(cls.close).bind(None)
     except (AttributeError, TypeError) as error:
-        raise OwnLoggerError(
+        raise CustomLoggerError(
             f"{what}: {error}; a logger is a class, built as Class(log_dir, **options), with "
             "log_metrics(metrics, step, prefix), log_hyperparams(params) and close()"
         ) from error
@@ -73,9 +73,10 @@ class Logger:
         tensorboard = self.log_dir / (config.tensorboard.log_dir or "tensorboard")
         self.tensorboard_dir = tensorboard if config.tensorboard_enabled else None
         self._backends = [Tracker(name, partial(cls, package, config, self.log_dir)) for name, package, cls in chosen]
-        custom = [(own, check_own_logger(own)) for own in config.own]
+        custom = [(code, check_custom_logger(code)) for code in config.custom]
         self._custom = [
-            Tracker[Any](f"logger.own {own.path}", partial(cls, self.log_dir, **own.options)) for own, cls in custom
+            Tracker[Any](f"logger.custom {code.path}", partial(cls, self.log_dir, **code.options))
+            for code, cls in custom
         ]
         webhook = config.alarms.webhook
         self._webhook = None if webhook is None else Tracker("logger.alarms.webhook", lambda: webhook)

@@ -21,6 +21,7 @@ from grpo_mcore.recipe.derived import (
     engine_layout,
     engine_nodes,
     engine_pool,
+    environment_class,
     exports_model,
     layout_findings,
     model_parallel_size,
@@ -76,8 +77,8 @@ from grpo_mcore.recipe.schema.launch import KubernetesConfig, LaunchConfig, Slur
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig, KLType
 from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of, only_evaluates, runs_grpo
 from grpo_mcore.recipe.schema.megatron import MegatronConfig, OptimizerConfig, PeftConfig, SchedulerConfig
-from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig, OwnLoggerConfig
+from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig
-from grpo_mcore.recipe.schema.section import Section, is_path
+from grpo_mcore.recipe.schema.section import CustomCode, Section
 from grpo_mcore.recipe.validation.run import VALIDATION_METRICS, unknown_validation_metric
 from grpo_mcore.recipe.validation.validate import checked_loss

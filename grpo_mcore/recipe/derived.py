@@ -4,6 +4,7 @@ step."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -288,3 +289,15 @@ def batch_equation(config: RecipeSections, algorithm: Algorithm | None = None) -
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
+def environment_class(name: str, section: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name or import path of the class of the environment `env.<name>`, and the section that it reads: that
+    of a custom class has its `options` and what stands beside them."""
+    rest = dict(section)
+    if "environment" in rest:
+        return str(rest.pop("environment")), rest
+    if "path" in rest:
+        path, options = rest.pop("path"), rest.pop("options", None)
+        return str(path), {**(options or {}), **rest}
+    return name, rest

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.imports import import_by_path
-from grpo_mcore.recipe import SamplerConfig, is_path
+from grpo_mcore.recipe import SamplerConfig
 from grpo_mcore.rollout.pass_rates import PassRates, PromptRecord
 from grpo_mcore.rollout.trajectory import sample_seed
 
@@ -28,11 +28,11 @@ class PromptSampler:
     """Takes prompts or passes them over, by their pass rates."""
 
     def __init__(self, config: SamplerConfig, rates: PassRates, seed: int) -> None:
-        """Raises SamplerError where config.name cannot be imported."""
+        """Raises SamplerError where config.path cannot be imported."""
         self._config, self._rates, self._seed = config, rates, seed
         self._custom: Worth | None = None
-        if is_path(config.name):
-            self._custom = import_by_path(config.name, "data.sampler.name", SamplerError)
+        if config.path is not None:
+            self._custom = import_by_path(config.path, "data.sampler.path", SamplerError)
 
     def worth(self, prompt: DatumSpec) -> float:
         """Return the probability with which a prompt is taken."""
@@ -41,7 +41,7 @@ class PromptSampler:
             return self._of_pool(prompt, record)
         worth = self._custom(prompt, record, self._rates, **self._config.options)
         if not 0.0 <= worth <= 1.0:
-            raise SamplerError(f"data.sampler.name {self._config.name}: returned {worth!r}; a probability is needed")
+            raise SamplerError(f"data.sampler.path {self._config.path}: returned {worth!r}; a probability is needed")
         return worth
 
     def takes(self, prompt: DatumSpec) -> bool:

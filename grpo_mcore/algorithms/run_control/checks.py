@@ -27,14 +27,14 @@ from grpo_mcore.families import (
     shape_of,
 )
 from grpo_mcore.layout import LayoutError, PolicyLayout, fits
-from grpo_mcore.objective import LOSS_INPUTS, OwnPart, check_own_objective
-from grpo_mcore.observe import check_own_logger
+from grpo_mcore.objective import LOSS_INPUTS, CustomPart, check_custom_objective
+from grpo_mcore.observe import check_custom_logger
 from grpo_mcore.parallel.hf_folder import check_weights
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import (
     Algorithm,
     MasterConfig,
-    is_path,
+    environment_class,
     layout_findings,
     own_attention,
     policy_layout,
@@ -157,7 +157,7 @@ def check_run(config: MasterConfig) -> Model:
     Raises what `check_model` raises, and SetupError for a model that vLLM's CPU build cannot run, or for another build
     of vLLM than the platform's.
     """
-    check_own_code(config)
+    check_custom_code(config)
     model = check_model(config)
     check_vllm_build(gpu=model.gpu)
     shape = model.shape
@@ -193,23 +193,23 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def check_own_code(config: MasterConfig) -> None:
+def check_custom_code(config: MasterConfig) -> None:
     """Import what the recipe names by import path for objective and logging, and check how it can be called. Raises
-    OwnCodeError or OwnLoggerError."""
+    CustomCodeError or CustomLoggerError."""
     estimator, shaping, loss = config.grpo.adv_estimator, config.grpo.reward_shaping, config.loss_fn
     parts = []
-    if is_path(estimator.name):
-        parts.append(OwnPart("grpo.adv_estimator.name", estimator.name, ("samples",), estimator.options))
+    if estimator.path is not None:
+        parts.append(CustomPart("grpo.adv_estimator.path", estimator.path, ("samples",), estimator.options))
     if shaping.path is not None:
-        parts.append(OwnPart("grpo.reward_shaping.path", shaping.path, ("samples",), shaping.options))
+        parts.append(CustomPart("grpo.reward_shaping.path", shaping.path, ("samples",), shaping.options))
     if loss.path is not None:
-        parts.append(OwnPart("loss_fn.path", loss.path, LOSS_INPUTS, loss.options))
+        parts.append(CustomPart("loss_fn.path", loss.path, LOSS_INPUTS, loss.options))
     sampler = config.data.sampler
-    if sampler.enabled and is_path(sampler.name):
-        parts.append(OwnPart("data.sampler.name", sampler.name, ("prompt", "record", "pass_rates"), sampler.options))
-    check_own_objective(parts, loss.reference_policy_kl_type)
-    for own in config.logger.own:
-        check_own_logger(own)
+    if sampler.enabled and sampler.path is not None:
+        parts.append(CustomPart("data.sampler.path", sampler.path, ("prompt", "record", "pass_rates"), sampler.options))
+    check_custom_objective(parts, loss.reference_policy_kl_type)
+    for code in config.logger.custom:
+        check_custom_logger(code)
 
 
 def check_checkpointing(config: MasterConfig, algorithm: Algorithm = "grpo") -> None:
@@ -258,7 +258,7 @@ def check_environments(config: MasterConfig, env_names: Mapping[str, str | None]
                 cls.check_row(section, row["extra_env_info"])
             _check_truths(cls, section, of_task)
         except EnvironmentConfigError as error:
-            if "environment" not in config.env.get(name or "", {}):
+            if environment_class(str(name), config.env.get(name or "", {}))[0] == name:
                 raise
             # The class names its own section, such as env.rules; the recipe has it under another name.
             raise EnvironmentConfigError(f"in the recipe's section env.{name}: {error}") from error
@@ -297,7 +297,8 @@ def environment_of(
             f"{step_timeout_s:g} s: the step would end before the environment is restarted; lower it, or raise "
             "cluster.step_timeout_s"
         )
-    cls = create_env_class(str(section.pop("environment", name)))[0]
+    class_name, section = environment_class(name, section)
+    cls = create_env_class(class_name)[0]
     if cls.config_class is not None:  # which would not know them
         for key in _call_keys(cls):
             section.pop(key, None)

@@ -13,15 +13,15 @@ from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTarge
 from grpo_mcore.objective import (
     SampleKL,
     StepSamples,
+    custom_advantages,
+    custom_shaping,
     distillation_metrics,
     estimate_advantages,
     group_index,
-    own_advantages,
-    own_shaping,
     scale_reward_values,
     shape_rewards,
 )
-from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, is_path, teacher_weight
+from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, teacher_weight
 from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING, accuracy, mean_parts
 
 Stats = Mapping[str, Tensor]
@@ -50,9 +50,9 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
     kl = SampleKL(stats["kl_sum"], stats["kl_to_go_sum"], stats["kl_to_go_square"]) if kl_in_reward else None
     penalty = loss.reference_policy_kl_penalty if kl_in_reward else 0.0
     try:
-        if is_path(estimator.name):
+        if estimator.path is not None:
             samples = step_samples(rewards, batch, config, weights > 0, kl, penalty)
-            estimate = own_advantages(estimator.name, samples, estimator.options)
+            estimate = custom_advantages(estimator.path, samples, estimator.options)
         else:
             estimate = estimate_advantages(
                 "grpo" if estimator.name == "opd" else estimator.name,
@@ -69,7 +69,7 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
                 kl_penalty=penalty,
             )
     except ValueError as error:
-        raise TargetsError(f"grpo.adv_estimator {estimator.name}: {error}") from error
+        raise TargetsError(f"grpo.adv_estimator {estimator.path or estimator.name}: {error}") from error
     if estimator.name == "opd":
         section = config.on_policy_distillation
         weight = section.orm_advantage_weight if section.use_orm_advantage else 0.0
@@ -144,7 +144,7 @@ def shaped_rewards(rewards: Tensor, batch: StepBatch, config: MasterConfig) -> T
     if not shaping.enabled:
         return rewards
     if shaping.path is not None:
-        return own_shaping(shaping.path, step_samples(rewards, batch, config, batch.weights > 0), shaping.options)
+        return custom_shaping(shaping.path, step_samples(rewards, batch, config, batch.weights > 0), shaping.options)
     return shape_rewards(
         rewards,
         generated_lengths=batch.trained_tokens,

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from grpo_mcore.recipe.errors import in_yaml, joined
 from grpo_mcore.recipe.schema.keys import docstrings, known_keys, nearest_key, section_of
 from grpo_mcore.recipe.schema.master import RecipeSections
-from grpo_mcore.recipe.schema.section import FIXED, NameOrPath, Section
+from grpo_mcore.recipe.schema.section import FIXED, NameOrCode, Section, check_import_path
 
 _NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", Any: "any", type(None): "null"}
 _SIGNS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
@@ -23,9 +23,9 @@ _HEAD = """\
 
 <!-- Written by `grpo-mcore config --reference > docs/recipe.md`. Edit the docstrings in grpo_mcore/recipe/schema/. -->
 
-Every key of a recipe, by section. "Read by" names the rooms of the package that use a key. `grpo-mcore config RECIPE`
-prints a recipe with all values and the place where each was written. Keys of NeMo RL that do not exist here are
-accepted where they change nothing; otherwise the error says what to use instead.
+Every key of a recipe, by section. `grpo-mcore config RECIPE` prints a recipe with all values and the place where each
+was written. Keys of NeMo RL that do not exist here are accepted where they change nothing; otherwise the error says
+what to use instead.
 
 A run that resumes may change every value but those marked as fixed; `train --resume` prints what changed.
 """
@@ -139,8 +139,10 @@ def _type(annotation: Any, metadata: Any = ()) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0], arguments[1].metadata if isinstance(arguments[1], FieldInfo) else arguments[1:])
-    if named := next((item for item in metadata if isinstance(item, NameOrPath)), None):
-        return ", ".join([*(f"`{name}`" for name in named.names), "import path"])
+    if named := next((item for item in metadata if isinstance(item, NameOrCode)), None):
+        return ", ".join([*(f"`{name}`" for name in named.names or ["text"]), "`{path, options}`"])
+    if annotation is str and any(getattr(item, "func", None) is check_import_path for item in metadata):
+        return "import path"
     if origin is Literal:
         return ", ".join(f"`{choice if isinstance(choice, str) else in_yaml(choice)}`" for choice in arguments)
     if origin in (Union, types.UnionType):

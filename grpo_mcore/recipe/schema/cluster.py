@@ -10,7 +10,7 @@ from grpo_mcore.recipe.schema.section import NonNegative, NonNegativeFloat, Posi
 
 
 class ClusterConfig(Section):
-    """`cluster`. Read by cluster/."""
+    """`cluster`."""
 
     backend: Literal["ray", "local"] = "ray"
     """ray: workers are Ray actors. local: everything runs in this process, with one rank, for a debugger."""
@@ -28,13 +28,13 @@ class ClusterConfig(Section):
     """Maximum seconds of one phase of a step (generation, log-probs, training, refit, ...)."""
     max_engine_restarts: NonNegative = 3
     """Maximum number of engine deaths in a row without a finished group between them. Each engine is restarted and its
-    prompts are generated again. Read by algorithms/."""
+    prompts are generated again."""
     max_restarts: NonNegative = 0
     """Maximum number of restarts in a row without a new checkpoint between them: a run that loses a policy rank, Ray or
-    the driver resumes from its newest checkpoint. Only with backend: ray. Read by cli/."""
+    the driver resumes from its newest checkpoint. Only with backend: ray."""
     retry_wait_s: NonNegativeFloat = 1.0
     """Seconds before the first retry after such a loss. Each further retry in a row waits twice as long, at most a
-    minute. Read by algorithms/ and cli/."""
+    minute."""
     env_vars: list[str] = Field(default_factory=list)
     """Names of environment variables that are copied to the workers, besides those that they need. No others are
     copied."""

@@ -11,9 +11,11 @@ from pydantic import Field, model_validator
 from grpo_mcore.recipe.errors import nearest_hint
 from grpo_mcore.recipe.schema.section import (
     NULL,
+    CustomCode,
     Derived,
     Fixed,
-    NameOrPath,
+    ImportPath,
+    NameOrCode,
     NonNegative,
     NonNegativeFloat,
     OffWhenNull,
@@ -69,7 +71,7 @@ def _plain(name: str) -> str:
 
 
 class DatasetEntry(Section):
-    """One dataset: an entry of `data.train` or `data.validation`, with `data.default` applied. Read by data/."""
+    """One dataset: an entry of `data.train` or `data.validation`, with `data.default` applied."""
 
     dataset_name: str = "ResponseDataset"
     """Name of a known dataset, ResponseDataset for a file of your own, or the import path of a dataset class."""
@@ -112,13 +114,13 @@ class DatasetEntry(Section):
     """File with a prompt template; the question replaces {} in it. null: the question alone."""
     system_prompt_file: str | None = None
     """File with the system prompt. null: none."""
-    processor: str | None = None
-    """Data processor by name or import path. null: the default of the algorithm."""
+    processor: Annotated[str | CustomCode, NameOrCode()] | None = None
+    """Data processor by name, or a custom one: docs/extending.md. null: the default of the algorithm."""
     train_on: Literal["all", "last"] = "all"
     """Answers of a conversation that SFT and DPO train on: all, as the chat template shows them once later turns follow
     (Qwen3 and DeepSeek leave out earlier thoughts then), or the last, as it would be generated."""
     env_name: str | None = None
-    """Entry of `env` that scores this dataset. null: the only entry. Also read by algorithms/."""
+    """Entry of `env` that scores this dataset. null: the only entry."""
     split_validation_size: NonNegativeFloat = 0.0
     """Part of the training data that becomes validation data: a share if below 1, otherwise a number of rows."""
     seed: NonNegative = 42
@@ -131,15 +133,16 @@ class DatasetEntry(Section):
 
 class SamplerConfig(Section):
     """`data.sampler`: which prompts of the training data are worth their tokens. Each prompt is taken or passed over
-    when its turn comes; passed over, it comes again in the next pass. Read by algorithms/."""
+    when its turn comes; passed over, it comes again in the next pass."""
 
     enabled: bool = False
     """Pass over prompts. Otherwise all are taken, in their order."""
-    name: Annotated[str, NameOrPath(("difficulty",))] = "difficulty"
-    """difficulty: by the pool of a prompt's pass rate. An import path: a function of your own that returns the
-    probability, see docs/data.md."""
+    name: Literal["difficulty"] = "difficulty"
+    """difficulty: by the pool of a prompt's pass rate."""
+    path: ImportPath | None = None
+    """Import path of a custom function that returns the probability, in place of the pools: docs/data.md."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a function of your own."""
+    """Keyword arguments of the function at path."""
     thresholds: list[Probability] = Field(default=[0.25, 0.75, 1.0])
     """Highest pass rate of each pool, rising to 1."""
     weights: list[NonNegativeFloat] = Field(default=[0.2, 1.0, 0.2])
@@ -166,7 +169,7 @@ class SamplerConfig(Section):
 
 
 class DataConfig(Section):
-    """`data`. Read by data/."""
+    """`data`."""
 
     max_input_seq_length: Derived[Positive] = NULL
     """Maximum length of a prompt, in tokens; longer ones are excluded and counted. null:

@@ -17,7 +17,7 @@ from grpo_mcore.recipe.schema.section import (
 
 
 class TeacherConfig(Section):
-    """How a teacher's ranks are laid out and what one of their passes holds. Read by algorithms/."""
+    """How a teacher's ranks are laid out and what one of their passes holds."""
 
     tensor_model_parallel_size: Positive | None = None
     """Tensor-parallel size. null: the policy's."""
@@ -56,8 +56,7 @@ DivergenceKind = Literal["forward", "reverse", "mixed", "jsd"]
 
 class DivergenceConfig(Section):
     """`on_policy_distillation.divergence`: learn from the teacher's whole distribution, not from sampled tokens alone.
-    The teacher sends hidden states, which the policy's ranks project with the teacher's output layer. Read by
-    objective/ and parallel/."""
+    The teacher sends hidden states, which the policy's ranks project with the teacher's output layer."""
 
     enabled: bool = False
     """The loss is the mean divergence over trained tokens, in place of loss_fn. Needs grpo.adv_estimator.name: opd and
@@ -80,8 +79,7 @@ class DivergenceConfig(Section):
 
 class OnPolicyDistillationConfig(Section):
     """`on_policy_distillation`: teachers score the student's samples, token by token. The advantage of a token is the
-    log-prob of the teacher minus the student's from before the step (arXiv 2601.02780, equation 8). Read by
-    algorithms/, the formulas by objective/."""
+    log-prob of the teacher minus the student's from before the step (arXiv 2601.02780, equation 8)."""
 
     enabled: bool = False
     """Let teachers score the samples. Needs grpo.adv_estimator.name: opd, or another estimator with opd_weight."""

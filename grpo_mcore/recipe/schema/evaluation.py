@@ -11,7 +11,7 @@ from grpo_mcore.recipe.schema.section import NonNegative, Positive, Section
 
 class EvalConfig(Section):
     """`eval`. A recipe of NeMo RL's form has `generation` (with model_name), `tokenizer` and `data.dataset_name` beside
-    it, which are read as policy.generation with its val_ keys, policy and data.validation. Read by algorithms/."""
+    it, which are read as policy.generation with its val_ keys, policy and data.validation."""
 
     metric: Literal["pass@k", "cons@k"] = "pass@k"
     """Score of a task in the table. pass@k: at least one of k samples is correct. cons@k: the answer that most of k

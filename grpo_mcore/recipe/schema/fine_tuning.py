@@ -41,13 +41,12 @@ class FineTuningConfig(Section):
 
 
 class SFTConfig(FineTuningConfig):
-    """`sft`. A step is one optimizer step. Read by algorithms/sft.py."""
+    """`sft`. A step is one optimizer step."""
 
 
 class DPOConfig(FineTuningConfig):
-    """`dpo`. A step is one optimizer step on policy.train_global_batch_size pairs. Read by algorithms/dpo.py, the loss
-    by objective/preference.py. The loss of a pair is preference_loss_weight x preference loss + sft_loss_weight x the
-    negative log-prob of the chosen answer."""
+    """`dpo`. A step is one optimizer step on policy.train_global_batch_size pairs. The loss of a pair is
+    preference_loss_weight x preference loss + sft_loss_weight x the negative log-prob of the chosen answer."""
 
     max_num_steps: Positive = 150
     """Maximum number of steps."""

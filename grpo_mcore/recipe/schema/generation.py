@@ -51,7 +51,7 @@ class ServingChatConfig(Section):
 
 
 class VllmConfig(Section):
-    """`policy.generation.vllm_cfg`: one vLLM engine. Read by generation/."""
+    """`policy.generation.vllm_cfg`: one vLLM engine."""
 
     tensor_parallel_size: Positive = 1
     """Ranks among which each layer of an engine is split (TP)."""
@@ -93,7 +93,7 @@ class VllmConfig(Section):
     reasoning_parser_plugin: str | None = None
     """Python file that registers more reasoning parsers with vLLM. null: none."""
     env_vars: Annotated[dict[str, VariableText], OffWhenNull] = Field(default_factory=dict)
-    """Environment variables of the engines, with their values. Read by algorithms/."""
+    """Environment variables of the engines, with their values."""
     enable_return_routed_experts: bool = False
     """Record the experts chosen for each token. policy.router_replay.enabled implies it."""
 
@@ -104,7 +104,7 @@ class VllmConfig(Section):
 
 
 class GenerationConfig(Section):
-    """`policy.generation`. Read by generation/ and rollout/."""
+    """`policy.generation`."""
 
     backend: Literal["vllm"] = "vllm"
     """The inference engine."""
@@ -113,18 +113,16 @@ class GenerationConfig(Section):
     max_running: Positive | None = None
     """Maximum number of samples that an engine is given at a time, with `grpo.turns: free`. The others wait in the
     driver: next turns go first, then samples of prompts whose answers have been long so far. null:
-    vllm_kwargs.max_num_seqs; without that all samples are sent, and wait in vLLM in the order of their arrival. Read by
-    algorithms/."""
+    vllm_kwargs.max_num_seqs; without that all samples are sent, and wait in vLLM in the order of their arrival."""
     max_new_tokens: Derived[Positive] = NULL
     """Maximum length of an answer, in tokens. null: policy.max_total_sequence_length."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature in training. The policy's logits are divided by it too. Also read by parallel/."""
+    """Sampling temperature in training. The policy's logits are divided by it too."""
     top_p: PositiveShare = 1.0
     """Sample from the smallest set of tokens with this total probability. Below 1, log-probs of the policy and of its
-    reference are of that part of their distributions too. Also read by parallel/."""
+    reference are of that part of their distributions too."""
     top_k: Positive | None = None
-    """Sample from this many most likely tokens, and take log-probs of these only. null: from all. Also read by
-    parallel/."""
+    """Sample from this many most likely tokens, and take log-probs of these only. null: from all."""
     val_temperature: Derived[NonNegativeFloat] = NULL
     """Sampling temperature in validation. 0 takes the most likely token. null: temperature."""
     val_top_p: Derived[PositiveShare] = NULL

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field
 from grpo_mcore.recipe.schema.section import (
     Fixed,
     ImportPath,
-    NameOrPath,
     NonNegative,
     NonNegativeFloat,
     OffWhenNull,
@@ -38,7 +37,7 @@ _WEIGHTS = BeforeValidator(_weights)
 
 class RewardScalingConfig(Section):
     """`grpo.reward_scaling`: clamp rewards to the source interval, then map it linearly to the target
-    interval. Read by objective/."""
+    interval."""
 
     enabled: bool = False
     """Scale rewards."""
@@ -53,13 +52,12 @@ class RewardScalingConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """`grpo.reward_shaping`: penalties for answers that are too long, applied after scaling, or a function of your own.
-    Read by objective/."""
+    """`grpo.reward_shaping`: penalties for answers that are too long, applied after scaling, or a custom function."""
 
     enabled: bool = False
     """Shape rewards."""
     path: ImportPath | None = None
-    """Import path of a function of your own that shapes rewards, instead of the penalties: docs/extending.md."""
+    """Import path of a custom function that shapes rewards, instead of the penalties: docs/extending.md."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function at path."""
     overlong_buffer_length: Positive = 128
@@ -73,18 +71,19 @@ class RewardShapingConfig(Section):
 
 
 class AdvEstimatorConfig(Section):
-    """`grpo.adv_estimator`: how rewards become advantages. Read by objective/."""
+    """`grpo.adv_estimator`: how rewards become advantages."""
 
-    name: Annotated[str, NameOrPath(("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "opd"))] = "grpo"
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "opd"] = "grpo"
     """Estimator. grpo: relative to the group. dr_grpo: reward minus the group's mean. rloo: reward minus the mean of
     the others. reinforce_plus_plus: standardised over all trained tokens of the step. gdpo: each named reward by
-    itself, then summed. opd: log-prob of the teacher minus the policy's, token by token (on_policy_distillation). An
-    import path: a function of your own, see docs/extending.md."""
+    itself, then summed. opd: log-prob of the teacher minus the policy's, token by token (on_policy_distillation)."""
+    path: ImportPath | None = None
+    """Import path of a custom estimator, in place of the one that is named: docs/extending.md."""
     opd_weight: NonNegativeFloat = 0.0
     """Weight of the teacher's log-prob minus the policy's, added to the advantage of each token. For every estimator
     but opd, whose weight is 1. Above 0 it needs on_policy_distillation."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of an estimator of your own."""
+    """Keyword arguments of the function at path."""
     normalize_rewards: bool | None = None
     """Divide by the standard deviation of the group. Only for grpo and gdpo. null: grpo.normalize_rewards."""
     use_leave_one_out_baseline: bool | None = None
@@ -142,7 +141,7 @@ class AsyncGRPOConfig(Section):
 
 
 class GRPOConfig(Section):
-    """`grpo`. Read by algorithms/ unless stated otherwise."""
+    """`grpo`."""
 
     num_prompts_per_step: Positive = 32
     """Number of prompts of one step."""
@@ -160,15 +159,13 @@ class GRPOConfig(Section):
     step on one engine start each turn together, so that a rerun gives an engine equal batches. null: free; together
     where cluster.backend is local."""
     normalize_rewards: bool = True
-    """Divide advantages by the standard deviation of their group, for estimators with this option. Read by
-    objective/."""
+    """Divide advantages by the standard deviation of their group, for estimators with this option."""
     use_leave_one_out_baseline: bool = True
-    """Use the mean reward of the other samples of the group as baseline, not of all, for estimators with this option.
-    Read by objective/."""
+    """Use the mean reward of the group's other samples as baseline, not of all, for estimators with this option."""
     advantage_clip_low: float | None = None
-    """Lower bound of the advantages. null: none. Read by objective/."""
+    """Lower bound of the advantages. null: none."""
     advantage_clip_high: float | None = None
-    """Upper bound of the advantages. null: none. Read by objective/."""
+    """Upper bound of the advantages. null: none."""
     invalid_tool_call_advantage: float | None = None
     """Advantage, before clipping, of the tokens of messages in which a Gym's agent left a tool call as text. null: that
     of the sample."""
@@ -201,7 +198,7 @@ class GRPOConfig(Section):
     seed: Fixed[NonNegative] = 42
     """Seed of the data order and, together with step, prompt and generation index, of sampling."""
     overlong_filtering: bool = False
-    """Leave truncated samples out of the loss. Read by objective/."""
+    """Leave truncated samples out of the loss."""
     use_dynamic_sampling: bool = False
     """Train only on groups whose rewards, as given by the environment, differ. Generation continues until there are
     num_prompts_per_step of them; surplus prompts are generated again later."""

@@ -11,7 +11,7 @@ from grpo_mcore.recipe.schema.section import NonNegative, Positive, Section
 
 
 class SlurmConfig(Section):
-    """`launch.slurm`. Read by tools/launch/."""
+    """`launch.slurm`."""
 
     account: Annotated[str, Field(pattern=r"^[^\s#]+$")] | None = None
     """Account that is charged."""
@@ -23,7 +23,7 @@ class SlurmConfig(Section):
 
 
 class KubernetesConfig(Section):
-    """`launch.k8s`. Read by tools/launch/."""
+    """`launch.k8s`."""
 
     namespace: str | None = None
     """Namespace. null: the current one when the manifest is applied."""
@@ -61,7 +61,7 @@ class KubernetesConfig(Section):
 
 
 class LaunchConfig(Section):
-    """`launch`. Read by tools/launch/."""
+    """`launch`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=40)] | None = None
     """Name of the job. null: from the recipe's file name."""

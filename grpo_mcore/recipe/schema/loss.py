@@ -8,25 +8,25 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from grpo_mcore.recipe.schema.section import (
+    CustomCode,
     ImportPath,
-    NameOrPath,
+    NameOrCode,
     NonNegativeFloat,
     Positive,
     PositiveFloat,
     Section,
 )
 
-KLType = Annotated[str, NameOrPath(("k1", "k2", "k3"))]
+KLType = Annotated[str | CustomCode, NameOrCode(("k1", "k2", "k3"))]
 
 
 class ClippedPGLossConfig(Section):
     """`loss_fn`. The ratio of a token is its probability under the policy over that before the step's first update.
-    Its importance weight is its probability before the step's first update over that under the engine. Read by
-    objective/."""
+    Its importance weight is its probability before the step's first update over that under the engine."""
 
     path: ImportPath | None = None
-    """Import path of a loss of your own: a class derived from ClippedPGLossFn, or a function (docs/extending.md). null:
-    the loss that this section describes. Read by algorithms/."""
+    """Import path of a custom loss: a class derived from ClippedPGLossFn, or a function (docs/extending.md). null:
+    the loss that this section describes."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function or class at path."""
     disable_ppo_ratio: bool = False
@@ -49,16 +49,16 @@ class ClippedPGLossConfig(Section):
     ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: upper bound of the ratio where the advantage is negative. null: none."""
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
-    """Weight of the KL divergence to the reference. 0: the reference is not computed. Also read by algorithms/."""
+    """Weight of the KL divergence to the reference. 0: the reference is not computed."""
     reference_policy_kl_type: KLType = "k3"
-    """Estimator of the KL divergence. An import path: a function of your own, see docs/extending.md."""
+    """Estimator of the KL divergence, or a custom one: docs/extending.md."""
     kl_input_clamp_value: PositiveFloat | None = 20.0
     """Bound on the absolute log-ratio inside the KL estimator. null: no bound."""
     kl_output_clamp_value: PositiveFloat | None = 10.0
     """Bound on the absolute KL estimate of a token. null: no bound."""
     use_kl_in_reward: bool = False
     """Subtract the KL divergence, with weight reference_policy_kl_penalty, from the reward instead of adding it to the
-    loss. Read by algorithms/."""
+    loss."""
     use_on_policy_kl_approximation: bool = False
     """Weight the KL estimate of a token by its probability under the policy over that under the engine."""
     use_importance_sampling_correction: bool = False
@@ -75,7 +75,7 @@ class ClippedPGLossConfig(Section):
     """Lower bound of the importance weight. null: 0 with tis; icepop and seq-mask-tis need a value."""
     force_on_policy_ratio: bool = False
     """Use the current policy, without gradient, as the previous one: the ratio is 1 and keeps its gradient. Requires
-    exactly one optimizer step per RL step and saves a log-prob pass. Also read by algorithms/."""
+    exactly one optimizer step per RL step and saves a log-prob pass."""
     use_cispo: bool = False
     """CISPO: the clipped ratio, without gradient, weights the log-prob."""
     positive_example_nll_weight: NonNegativeFloat = 0.0

@@ -42,7 +42,7 @@ class RecipeSections(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Evaluation."""
     env: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Environments by name, each with the keys of its class. Read by environments/."""
+    """Environments by name, each with the keys of its class."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Nodes and deadlines."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)

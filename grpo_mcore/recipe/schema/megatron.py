@@ -24,7 +24,7 @@ RecomputedPart = Literal["core_attn", "mlp", "moe", "shared_experts"]
 
 
 class OptimizerConfig(Section):
-    """`policy.megatron_cfg.optimizer`. Read by parallel/."""
+    """`policy.megatron_cfg.optimizer`."""
 
     optimizer: Fixed[Literal["adam", "sgd"]] = "adam"
     """Optimizer. adam with weight_decay above 0 is AdamW. sgd: not supported yet."""
@@ -63,7 +63,7 @@ class OptimizerConfig(Section):
 
 class SchedulerConfig(Section):
     """`policy.megatron_cfg.scheduler`: learning rate and weight decay over time, in RL steps (each may have several
-    optimizer steps) or, in SFT, in optimizer steps. Read by parallel/."""
+    optimizer steps) or, in SFT, in optimizer steps."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     """Shape of the decay from lr to min_lr, after the warm-up."""
@@ -83,7 +83,7 @@ class SchedulerConfig(Section):
 
 
 class DistributedDataParallelConfig(Section):
-    """`policy.megatron_cfg.distributed_data_parallel_config`. Read by parallel/."""
+    """`policy.megatron_cfg.distributed_data_parallel_config`."""
 
     grad_reduce_in_fp32: bool = True
     """Sum gradients over micro-batches and data-parallel ranks in float32. false: in policy.precision; with bfloat16
@@ -100,33 +100,33 @@ class PeftConfig(Section):
     W + alpha / dim x B A. The reference policy is the model without the updates."""
 
     enabled: Fixed[bool] = False
-    """Train adapters instead of the model. Read by parallel/."""
+    """Train adapters instead of the model."""
     target_modules: Fixed[list[str]] = Field(default_factory=list)
     """Linear layers with an adapter: names (linear_qkv, linear_proj, linear_fc1, linear_fc2; in a Mamba2 mixer in_proj,
-    out_proj) or patterns of full names ("*.layers.0.*"). []: all. Read by families/."""
+    out_proj) or patterns of full names ("*.layers.0.*"). []: all."""
     exclude_modules: Fixed[list[str]] = Field(default_factory=list)
-    """Linear layers without an adapter, written the same way, such as "*.local_experts.*". Read by families/."""
+    """Linear layers without an adapter, written the same way, such as "*.local_experts.*"."""
     dim: Fixed[Positive] = 8
-    """Rank of the update. Read by families/."""
+    """Rank of the update."""
     alpha: Fixed[PositiveFloat] = 32.0
-    """The update is scaled by alpha / dim. Read by families/."""
+    """The update is scaled by alpha / dim."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability with which an input feature of A is left out in a step: for all tokens alike, so that log-probs
     before and during training, and recomputed layers, see the same policy on every layout. Engines, validation and
-    export use all features. Read by parallel/."""
+    export use all features."""
     lora_A_init_method: Literal["xavier", "kaiming", "normal"] = "xavier"
-    """Initialisation of A. Read by parallel/."""
+    """Initialisation of A."""
     lora_B_init_method: Literal["zero"] = "zero"
     """Initialisation of B. Zero means that training starts at the model itself."""
     refit: Literal["merged", "adapters"] = "merged"
     """Content of a refit. merged: all weights, with the adapters added. adapters: the adapters alone, which vLLM then
     applies beside the weights that it has loaded from policy.model_name. It has none for experts, and not for every
-    kind of layer. Read by algorithms/."""
+    kind of layer."""
 
 
 class MegatronConfig(Section):
     """`policy.megatron_cfg`. Ranks = tensor x pipeline x context x data parallel; the data-parallel size follows from
-    the cluster's size. Read by parallel/."""
+    the cluster's size."""
 
     enabled: Literal[True] = True
     """Must be true: the policy is always Megatron-Core."""
@@ -197,7 +197,7 @@ class MegatronConfig(Section):
     such a checkpoint resumes only with the same TP, PP, EP and ETP. Weights load on any layout."""
     env_vars: Annotated[dict[str, VariableText], OffWhenNull] = Field(default_factory=dict)
     """Environment variables of the policy's ranks, such as {NCCL_NVLS_ENABLE: "0"}. With TP above 1 on GPUs the ranks
-    have CUDA_DEVICE_MAX_CONNECTIONS: "1" too, unless it is set here. Not for secrets. Read by algorithms/."""
+    have CUDA_DEVICE_MAX_CONNECTIONS: "1" too, unless it is set here. Not for secrets."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     peft: Annotated[PeftConfig, OffWhenNull] = Field(default_factory=PeftConfig)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.schema.section import ImportPath, NonNegative, OffWhenNull, Positive, PositiveFloat, Section
+from grpo_mcore.recipe.schema.section import CustomCode, NonNegative, OffWhenNull, Positive, PositiveFloat, Section
 
 
 class WandbConfig(Section):
-    """`logger.wandb`. Read by observe/."""
+    """`logger.wandb`."""
 
     project: str | None = None
     """Project of Weights & Biases."""
@@ -21,7 +21,7 @@ class WandbConfig(Section):
 
 
 class MLflowConfig(Section):
-    """`logger.mlflow`. Read by observe/."""
+    """`logger.mlflow`."""
 
     experiment_name: str | None = None
     """Experiment; it is made if it does not exist. null: grpo."""
@@ -36,7 +36,7 @@ class MLflowConfig(Section):
 
 
 class SwanLabConfig(Section):
-    """`logger.swanlab`. Read by observe/."""
+    """`logger.swanlab`."""
 
     project: str | None = None
     """Project of SwanLab."""
@@ -49,7 +49,7 @@ class SwanLabConfig(Section):
 
 
 class GpuMonitoringConfig(Section):
-    """`logger.gpu_monitoring`. Read by algorithms/."""
+    """`logger.gpu_monitoring`."""
 
     collection_interval: PositiveFloat = 10.0
     """Seconds between two samples."""
@@ -58,23 +58,14 @@ class GpuMonitoringConfig(Section):
 
 
 class TensorBoardConfig(Section):
-    """`logger.tensorboard`. Read by observe/."""
+    """`logger.tensorboard`."""
 
     log_dir: str | None = None
     """Folder of the event files, inside the run's log folder. null: tensorboard."""
 
 
-class OwnLoggerConfig(Section):
-    """An entry of `logger.own`: a logger of your own. Read by observe/."""
-
-    path: ImportPath
-    """Import path of its class: docs/extending.md."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class."""
-
-
 class AlarmsConfig(Section):
-    """`logger.alarms`: what is done when a step's metrics look as if the run is spoilt. Read by observe/."""
+    """`logger.alarms`: what is done when a step's metrics look as if the run is spoilt."""
 
     webhook: str | None = None
     """Address that gets each alarm as a POST of JSON, with `text`, `run`, `step` and `kind`, such as a Slack webhook.
@@ -84,7 +75,7 @@ class AlarmsConfig(Section):
 
 
 class GRPOLoggerConfig(Section):
-    """`logger`. A JSONL file with all metrics is always written. Read by observe/."""
+    """`logger`. A JSONL file with all metrics is always written."""
 
     log_dir: str = "logs"
     """Folder of the logs, relative to the working directory. Each run gets its own folder in it."""
@@ -98,29 +89,27 @@ class GRPOLoggerConfig(Section):
     """Log to SwanLab."""
     monitor_gpus: bool = False
     """Log utilisation, memory and power of each node's GPUs, and its processors and memory, with each step, under the
-    prefix `machine`. GPUs need the package nvidia-ml-py. A small worker on each node samples them. Read by
-    algorithms/."""
+    prefix `machine`. GPUs need the package nvidia-ml-py. A small worker on each node samples them."""
     num_val_samples_to_print: NonNegative = 0
-    """Number of samples printed at each validation. Also read by algorithms/."""
+    """Number of samples printed at each validation."""
     samples: Literal["all", "sampled", "none"] = "all"
     """Samples of training and validation that are written to the run's folder, with their tokens and log-probs, for
-    `report`, `watch` and `replay`: all, those of four prompts of each step, or none. Also read by algorithms/."""
+    `report`, `watch` and `replay`: all, those of four prompts of each step, or none."""
     max_samples_gb: PositiveFloat = 20.0
-    """Size in 10^9 bytes of the training samples, above which every second of the older steps' files is deleted. Also
-    read by algorithms/."""
+    """Size in 10^9 bytes of the training samples, above which every other of the older steps' files is deleted."""
     metrics_by: list[str] = Field(default_factory=list)
     """Columns of the rows by whose values GRPO's rewards and pass rates are reported, as `reward/by/COLUMN/VALUE` and
-    `pass_rate/by/COLUMN/VALUE`. `task`: the dataset's name. Read by algorithms/."""
+    `pass_rate/by/COLUMN/VALUE`. `task`: the dataset's name."""
     profile_steps: list[Positive] = Field(default_factory=list)
     """Steps that the ranks of policy and engines trace with torch's profiler, from refit to update, such as [3, 4]. The
-    traces go to `profile` in the run's folder, and into `report --trace`. Read by algorithms/."""
+    traces go to `profile` in the run's folder, and into `report --trace`."""
     alarms: Annotated[AlarmsConfig, OffWhenNull] = Field(default_factory=AlarmsConfig)
     """What is done when engine and policy disagree, rewards are all equal, samples fail, or the policy stands still."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Destination of wandb_enabled."""
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
     """Destination of tensorboard_enabled."""
-    own: list[OwnLoggerConfig] = Field(default_factory=list)
+    custom: list[CustomCode] = Field(default_factory=list)
     """Loggers of your own, which get the same metrics."""
     mlflow: Annotated[MLflowConfig, OffWhenNull] = Field(default_factory=MLflowConfig)
     """Destination of mlflow_enabled."""
@@ -131,7 +120,7 @@ class GRPOLoggerConfig(Section):
 
 
 class CheckpointingConfig(Section):
-    """`checkpointing`. Read by algorithms/ and parallel/."""
+    """`checkpointing`."""
 
     enabled: bool = True
     """Write checkpoints."""
@@ -151,14 +140,14 @@ class CheckpointingConfig(Section):
     model computes with them, in policy.precision, and moments of 0."""
     save_hf: Literal["last", "best", "all", "none"] = "none"
     """Kept checkpoints that `train` also writes in Hugging Face's format when it ends, as `hf_step_N` beside them: the
-    newest, the best by metric_name, all or none. Read by cli/. `sft` and `dpo` write their
+    newest, the best by metric_name, all or none. `sft` and `dpo` write their
     last weights as `hf`, unless checkpointing.enabled is false and this is none."""
     is_async: bool = False
     """Write a checkpoint during the steps that follow it: training waits only until the values are copied. A run that
     dies may lose the checkpoint that was being written. false: training waits until it is written."""
     checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")] | None = None
     """Time after its start, "DD:HH:MM:SS", at which a run finishes its step, saves and ends. Leave room for the longest
-    step and a save. null: no limit. Read by cli/."""
+    step and a save. null: no limit."""
     ft_save_period: Positive | None = None
     """Steps between further checkpoints, for recovery from a crash. They do not compete for keep_top_k: the newest
     ft_keep_latest_k of them are kept. null: none."""

@@ -32,11 +32,11 @@ class TokenizerConfig(Section):
     """`policy.tokenizer`: the tokenizer and its chat template."""
 
     name: Derived[str] = NULL
-    """Hugging Face name or folder of the tokenizer. null: policy.model_name. Read by data/ and generation/."""
+    """Hugging Face name or folder of the tokenizer. null: policy.model_name."""
     chat_template: str | None = None
-    """Chat template (Jinja text or a file with it) that replaces the tokenizer's own. Read by data/."""
+    """Chat template (Jinja text or a file with it) that replaces the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Extra variables for the chat template, such as {enable_thinking: true}. Read by data/."""
+    """Extra variables for the chat template, such as {enable_thinking: true}."""
 
 
 class SharedPrefixConfig(Section):
@@ -46,26 +46,23 @@ class SharedPrefixConfig(Section):
     enabled: bool | None = None
     """Compute what samples of a bin have in common at their start once, in training and in the log-prob passes, in the
     steps where this saves at least a tenth of the tokens. Such samples are packed together. null: true on CPU and on
-    GPUs without TransformerEngine, whose attention this replaces; needs sequence_packing. Read by algorithms/ and
-    parallel/."""
+    GPUs without TransformerEngine, whose attention this replaces; needs sequence_packing."""
     min_tokens: Annotated[int, Field(gt=0, multiple_of=32)] = 32
-    """Samples share prefixes of at least this many tokens, in whole blocks of so many. A multiple of 32. Read by
-    algorithms/."""
+    """Samples share prefixes of at least this many tokens, in whole blocks of so many. A multiple of 32."""
 
 
 class SequencePackingConfig(Section):
     """`policy.sequence_packing`: several sequences in one bin of tokens, instead of padding."""
 
     enabled: bool = True
-    """Pack sequences into bins. false: padded micro-batches. Read by batching/ and parallel/."""
+    """Pack sequences into bins. false: padded micro-batches."""
     train_mb_tokens: Derived[Positive] = NULL
-    """Capacity of a training bin, in tokens. null: max_total_sequence_length x train_micro_batch_size.
-    Read by batching/."""
+    """Capacity of a training bin, in tokens. null: max_total_sequence_length x train_micro_batch_size."""
     logprob_mb_tokens: Derived[Positive] = NULL
     """Capacity of a row of the log-prob passes, in tokens. A row joins as many training bins as fit, at least one.
-    null: max_total_sequence_length x logprob_batch_size. Read by algorithms/."""
+    null: max_total_sequence_length x logprob_batch_size."""
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
-    """Packing algorithm. Read by batching/."""
+    """Packing algorithm."""
     shared_prefix: SharedPrefixConfig = Field(default_factory=SharedPrefixConfig)
     """Common starts of samples, computed once."""
 
@@ -75,66 +72,63 @@ class DynamicBatchingConfig(Section):
     sequence_packing, whose bins are fuller."""
 
     enabled: bool = False
-    """Sort samples by length and fill micro-batches up to a token budget. Read by batching/."""
+    """Sort samples by length and fill micro-batches up to a token budget."""
     train_mb_tokens: Derived[Positive] = NULL
     """Budget of a training micro-batch: its number of samples times the longest, rounded up. null:
-    max_total_sequence_length x train_micro_batch_size. Read by batching/."""
+    max_total_sequence_length x train_micro_batch_size."""
     logprob_mb_tokens: Derived[Positive] = NULL
     """Budget of a row of the log-prob passes. A row joins as many training micro-batches as fit, at least one. null:
-    max_total_sequence_length x logprob_batch_size. Read by algorithms/."""
+    max_total_sequence_length x logprob_batch_size."""
     sequence_length_round: Positive = 64
-    """Lengths count as the next multiple of this many tokens. Rows are computed without padding. Read by batching/."""
+    """Lengths count as the next multiple of this many tokens. Rows are computed without padding."""
 
 
 class RouterReplayConfig(Section):
     """`policy.router_replay`: training with the experts that the engine chose."""
 
     enabled: bool = False
-    """Record the engine's expert choices and replay them in training and in the log-prob passes. Read by parallel/ and
-    generation/."""
+    """Record the engine's expert choices and replay them in training and in the log-prob passes."""
 
 
 class PolicyConfig(Section):
     """`policy`: the model that is trained."""
 
     model_name: str
-    """Hugging Face name or folder of the model. Read by families/, parallel/ and generation/."""
+    """Hugging Face name or folder of the model."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """The tokenizer and its chat template."""
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
     """Values that replace those of the model's Hugging Face config, for the policy and the engines, such as
-    {max_position_embeddings: 16384}. Exported models have them too. Read by families/ and generation/."""
+    {max_position_embeddings: 16384}. Exported models have them too."""
     train_global_batch_size: Positive = 512
-    """Samples of one optimizer step, over all data-parallel ranks. Read by algorithms/ and batching/."""
+    """Samples of one optimizer step, over all data-parallel ranks."""
     train_micro_batch_size: Positive = 4
-    """Samples of one micro-batch. With packing it only sets the default bin capacity. Read by batching/."""
+    """Samples of one micro-batch. With packing it only sets the default bin capacity."""
     logprob_batch_size: Derived[Positive] = NULL
     """Samples of one forward pass for log-probs. With packing it only sets the default row capacity. Without, a pass
-    joins whole micro-batches of training, at least one. null: train_micro_batch_size. Read by algorithms/."""
+    joins whole micro-batches of training, at least one. null: train_micro_batch_size."""
     max_total_sequence_length: Positive = 512
-    """Maximum length of prompt plus answer, in tokens. Read by data/, generation/ and batching/."""
+    """Maximum length of prompt plus answer, in tokens."""
     precision: Fixed[Literal["bfloat16", "float32"]] = "bfloat16"
-    """Number format of weights and activations. Read by parallel/ and, by default, generation/."""
+    """Number format of weights and activations."""
     logprob_chunk_size: Positive | None = 1024
-    """Number of tokens whose logits exist at one time when log-probs are computed. null: 1024. Read by parallel/."""
+    """Number of tokens whose logits exist at one time when log-probs are computed. null: 1024."""
     offload_optimizer_for_logprob: bool = False
     """Move the optimizer state to the host during the log-prob passes. Not supported yet."""
     refit_buffer_size_gb: PositiveFloat = 0.5
-    """Size of the refit buffer in GiB. Read by refit/."""
+    """Size of the refit buffer in GiB."""
     refit_verify: Literal["off", "sample", "full"] = "sample"
     """Checksums of the weights that a refit moved, compared before the engines use them. off: none. sample: all weights
-    in an engine's first refit, later a rotating sixteenth of the parameters. full: all weights. Read by refit/."""
+    in an engine's first refit, later a rotating sixteenth of the parameters. full: all weights."""
     refit_parity: Literal["sample"] | Annotated[float, Field(gt=1)] | None = "sample"
     """Comparison of the log-probs of engines and policy on a few samples after a refit. sample: so seldom that it costs
     at most 0.5 % of the run's time, first after some 200 steps; a mean of exp|difference| above 1.05 raises an alarm. A
-    number: after every refit, which takes as long as a small step; a larger mean ends the run. null: none. Read by
-    algorithms/."""
+    number: after every refit, which takes as long as a small step; a larger mean ends the run. null: none."""
     make_sequence_length_divisible_by: Positive | None = None
     """Pad packed rows to multiples of this many tokens, besides the multiple that the layout needs. null: only the
-    layout's. Read by parallel/."""
+    layout's."""
     max_grad_norm: NonNegativeFloat | None = 1.0
-    """Maximum global L2 norm of the gradients; larger ones are scaled down. null or 0: no clipping. Read by
-    parallel/."""
+    """Maximum global L2 norm of the gradients; larger ones are scaled down. null or 0: no clipping."""
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
     """Packing of sequences into bins."""
     dynamic_batching: Annotated[DynamicBatchingConfig, OffWhenNull] = Field(default_factory=DynamicBatchingConfig)

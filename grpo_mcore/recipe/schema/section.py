@@ -6,7 +6,17 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WrapValidator,
+)
+from pydantic_core import core_schema
 
 from grpo_mcore.recipe.errors import nearest_hint
 
@@ -39,31 +49,20 @@ Fixed = Annotated[T, FIXED]
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-@dataclass(frozen=True)
-class NameOrPath:
-    """The type of a text that is one of `names`, or the import path "package.module:name" of a user's object."""
-
-    names: tuple[str, ...] = ()
-
-    def check(self, value: str) -> str:
-        """Return the value. Raises ValueError for one that is neither."""
-        if value not in self.names and not _PATH.fullmatch(value):
-            known = f"one of {', '.join(self.names)}, or " if self.names else ""
-            hint = nearest_hint(value, self.names)
-            raise ValueError(f"expected {known}an import path such as package.module:name{hint}")
-        return value
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        return handler(Annotated[source, AfterValidator(self.check)])
+def is_path(text: Any) -> bool:
+    """Return whether a value is an import path "package.module:name"."""
+    return isinstance(text, str) and _PATH.fullmatch(text) is not None
 
 
-ImportPath = Annotated[str, NameOrPath()]
+def check_import_path(value: str) -> str:
+    """Return the value. Raises ValueError for one that is no import path."""
+    if not is_path(value):
+        raise ValueError("expected an import path such as package.module:name")
+    return value
+
+
+ImportPath = Annotated[str, AfterValidator(check_import_path)]
 """The import path "package.module:name" of a user's function or class: docs/extending.md."""
-
-
-def is_path(name: str) -> bool:
-    """Return whether a NameOrPath is an import path."""
-    return ":" in name
 
 
 class Section(BaseModel):
@@ -98,3 +97,46 @@ class Section(BaseModel):
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of `key`, or `default` if the section has no such key."""
         return self[key] if key in self else default
+
+
+class CustomCode(Section):
+    """A function or class of a user: `{path, options}`."""
+
+    path: ImportPath
+    """Import path of the function or class: docs/extending.md."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that it gets besides those that its key gives it."""
+
+
+@dataclass(frozen=True)
+class NameOrCode:
+    """The type of a value that is one of `names` (any text if there are none), or a user's `{path, options}`, for which
+    an import path stands as well."""
+
+    names: tuple[str, ...] = ()
+
+    def check(self, value: Any) -> str | CustomCode:
+        """Return the value. Raises ValueError for one that is neither."""
+        if isinstance(value, CustomCode) or value in self.names:
+            return value
+        if is_path(value):
+            return CustomCode(path=value)
+        if isinstance(value, dict):
+            try:
+                return CustomCode(**value)
+            except ValidationError as error:
+                raise ValueError(f"expected {{path: package.module:name, options: {{...}}}}: {_first(error)}") from None
+        if isinstance(value, str) and not self.names:
+            return value
+        known = f"one of {', '.join(self.names)}" if self.names else "a name"
+        hint = nearest_hint(value, self.names) if isinstance(value, str) else ""
+        raise ValueError(f"expected {known}, or custom code as {{path: package.module:name}}{hint}")
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+
+def _first(error: ValidationError) -> str:
+    """Return the first mistake of a section, in one line."""
+    mistake = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(part) for part in mistake['loc'])}: {mistake['msg']}"

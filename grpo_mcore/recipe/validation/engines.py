@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_mcore.layout import Finding
-from grpo_mcore.recipe.derived import engine_pool, policy_pool
+from grpo_mcore.recipe.derived import engine_pool, environment_class, policy_pool
 from grpo_mcore.recipe.errors import in_yaml
 from grpo_mcore.recipe.schema.master import RecipeSections
 
@@ -83,7 +83,7 @@ def check_endpoint(config: RecipeSections) -> Iterator[Finding]:
             (_CHAT + "tool_parser", _CHAT + "enable_auto_tools"),
             "tool calls are parsed only if both are set: enable_auto_tools: true and a tool_parser, such as hermes",
         )
-    gyms = [name for name, section in config.env.items() if section.get("environment", name) == GYM]
+    gyms = [name for name, section in config.env.items() if environment_class(name, section)[0] == GYM]
     if not gyms:
         return
     at = f"env.{gyms[0]}"

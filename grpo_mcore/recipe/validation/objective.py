@@ -8,7 +8,6 @@ from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.errors import in_yaml
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
-from grpo_mcore.recipe.schema.section import is_path
 
 _ESTIMATOR = "grpo.adv_estimator."
 _LOSS = "loss_fn."
@@ -33,10 +32,10 @@ _FIXED: dict[str, tuple[bool, bool, str]] = {
 
 def loss_findings(loss: ClippedPGLossConfig) -> list[Finding]:
     """Return what is wrong with the section `loss_fn` by itself, whatever the rest of the recipe."""
-    return [*_own_loss(loss), *_policy_term(loss), *_importance_weights(loss), *_kl_in_loss(loss)]
+    return [*_custom_loss(loss), *_policy_term(loss), *_importance_weights(loss), *_kl_in_loss(loss)]
 
 
-def _own_loss(loss: ClippedPGLossConfig) -> Iterator[Finding]:
+def _custom_loss(loss: ClippedPGLossConfig) -> Iterator[Finding]:
     """Options are those of a loss of one's own."""
     if loss.options and loss.path is None:
         yield Finding((_LOSS + "options", _LOSS + "path"), "are for a loss of your own: set loss_fn.path")
@@ -202,17 +201,15 @@ def check_shaping_acts(config: RecipeSections) -> Iterator[Finding]:
 def check_advantages(config: RecipeSections) -> Iterator[Finding]:
     """Options of the advantage estimator must be among those that it has."""
     grpo, estimator = config.grpo, config.grpo.adv_estimator
-    name = estimator.name
-    if estimator.options and not is_path(name):
-        yield Finding(
-            (_ESTIMATOR + "options", _ESTIMATOR + "name"), f"are for an estimator of your own; {name} has none"
-        )
-    if is_path(name):
+    name: str = estimator.path or estimator.name
+    if estimator.options and estimator.path is None:
+        yield Finding((_ESTIMATOR + "options", _ESTIMATOR + "name"), f"are for a custom estimator; {name} has none")
+    if estimator.path is not None:
         for key in ("normalize_rewards", "use_leave_one_out_baseline", "reward_weights"):
             if estimator[key] is not None:
                 yield Finding(
-                    (_ESTIMATOR + key, _ESTIMATOR + "name"),
-                    f"has no effect on the estimator of your own {name}; pass it in options",
+                    (_ESTIMATOR + key, _ESTIMATOR + "path"),
+                    f"has no effect on the custom estimator {estimator.path}; pass it in options",
                 )
     if name in _FIXED:
         *values, reason = _FIXED[name]
@@ -242,7 +239,7 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
             ("grpo.reward_shaping.enabled", _ESTIMATOR + "name"),
             "the estimator gdpo reads the named rewards, which shaping does not change",
         )
-    no_group = is_path(name) or (name == "reinforce_plus_plus" and not estimator.minus_baseline)
+    no_group = estimator.path is not None or (name == "reinforce_plus_plus" and not estimator.minus_baseline)
     no_group = no_group or (name == "opd" and not config.on_policy_distillation.use_orm_advantage)
     if runs_grpo(config) and grpo.num_generations_per_prompt == 1 and not no_group:
         yield Finding(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
+from grpo_mcore.recipe.loading.custom_code import custom_code
 from grpo_mcore.recipe.loading.data_layouts import nested_layout
 from grpo_mcore.recipe.loading.distillation_layout import distillation_layout
 from grpo_mcore.recipe.loading.eval_layout import eval_layout
@@ -82,16 +83,18 @@ def validated(
     earlier: list[Problem] | None = None,
     notes: list[Problem] | None = None,
 ) -> tuple[ConfigT, Node]:
-    """Return the configuration of a tree, and the tree in the nested data layout without keys of NeMo RL. What became
-    of these is added to `notes`. Raises RecipeError with all problems, `earlier` ones included."""
+    """Return the configuration of a tree, and the tree in the nested data layout without keys of NeMo RL
+    and spellings of before. What became of these is added to `notes`. Raises RecipeError with all problems, `earlier`
+    ones included."""
     problems = list(earlier or ())
     if not tree.is_mapping:
         message = f"expected a mapping of keys, got {in_yaml(tree.plain())}"
         raise RecipeError([*problems, Problem(tree.source, "", message)], recipe or "the configuration")
+    notes = [] if notes is None else notes
+    tree = custom_code(tree, problems, notes)
     tree = apply_gym_switches(tree, problems)
     tree = eval_layout(tree, problems)
     tree = nested_layout(tree, problems)
-    notes = [] if notes is None else notes
     tree = distillation_layout(tree, problems, notes)
     tree = without_nemo_rl_keys(tree, problems, notes)
     config, faulty = _typed(kind, "", tree, recipe, problems)

@@ -14,6 +14,7 @@ from grpo_mcore.recipe import (
     Recipe,
     algorithm_of,
     divides_nodes,
+    environment_class,
     resolved_yaml,
     runs_grpo,
     shown,
@@ -91,7 +92,7 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
         start_timeout_s=int(cluster.start_timeout_s),
         launch=launch,
         sandboxes=any(
-            section.get("environment", name) == "code" and section.get("sandbox") != "none_i_trust_the_code"
+            environment_class(name, section)[0] == "code" and section.get("sandbox") != "none_i_trust_the_code"
             for name, section in config.env.items()
         ),
         code=code_revision(),

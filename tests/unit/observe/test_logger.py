@@ -14,14 +14,14 @@ import torch
 
 from grpo_mcore.observe.backends import MissingPackage
 from grpo_mcore.observe.logger import (
+    CustomLoggerError,
     Logger,
-    OwnLoggerError,
-    check_own_logger,
+    check_custom_logger,
     read_metrics,
     run_folder,
     write_summary,
 )
-from grpo_mcore.recipe import OwnLoggerConfig
+from grpo_mcore.recipe import CustomCode
 
 
 def config(folder: Path, **values: Any) -> SimpleNamespace:
@@ -34,7 +34,7 @@ def config(folder: Path, **values: Any) -> SimpleNamespace:
         "swanlab_enabled": False,
         "wandb": SimpleNamespace(project="p", name="n", entity=None),
         "tensorboard": SimpleNamespace(log_dir=None),
-        "own": [],
+        "custom": [],
     }
     return SimpleNamespace(**(defaults | values))
 
@@ -225,9 +225,9 @@ class WithoutClose:
     def log_hyperparams(self, params: Any) -> None: ...
 
 
-def test_a_logger_of_your_own_gets_the_same_metrics(tmp_path: Path) -> None:
-    own = [OwnLoggerConfig(path=EXAMPLE, options={"delimiter": ";"})]
-    logger = Logger(config(tmp_path, own=own))
+def test_a_custom_logger_gets_the_same_metrics(tmp_path: Path) -> None:
+    custom = [CustomCode(path=EXAMPLE, options={"delimiter": ";"})]
+    logger = Logger(config(tmp_path, custom=custom))
     logger.log_hyperparams({"grpo": {"seed": 3}})
     for step in (1, 2):
         logger.log_metrics({"loss": torch.tensor(step / 4), "timing": {"train": 1.5}}, step, "train")
@@ -246,8 +246,8 @@ def test_a_logger_of_your_own_gets_the_same_metrics(tmp_path: Path) -> None:
     ],
 )
 def test_a_class_that_is_no_logger_is_refused(path: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OwnLoggerError, match=message):
-        check_own_logger(OwnLoggerConfig(path=path, options=options))
+    with pytest.raises(CustomLoggerError, match=message):
+        check_custom_logger(CustomCode(path=path, options=options))
 
 
 @pytest.mark.parametrize("name", ["mlflow", "swanlab"])

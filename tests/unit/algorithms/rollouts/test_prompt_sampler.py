@@ -98,13 +98,13 @@ def only_of(prompt: Any, record: PromptRecord | None, pass_rates: PassRates, lev
     return worth if prompt["extra_env_info"]["level"] == level else 0.0
 
 
-def test_a_function_of_ones_own() -> None:
+def test_a_custom_function() -> None:
     path = f"{__name__}:only_of"
-    assert set(play(stream(name=path, options={"level": "hard"}), 25)) == {"hard"}
+    assert set(play(stream(path=path, options={"level": "hard"}), 25)) == {"hard"}
     with pytest.raises(SamplerError, match="only_of: returned 2.0; a probability is needed"):
-        stream(name=path, options={"level": "hard", "worth": 2.0}).take(1)
-    with pytest.raises(SamplerError, match=r"data\.sampler\.name"):
-        stream(name=f"{__name__}:missing")
+        stream(path=path, options={"level": "hard", "worth": 2.0}).take(1)
+    with pytest.raises(SamplerError, match=r"data\.sampler\.path"):
+        stream(path=f"{__name__}:missing")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_function_of_ones_own() -> None:
         ({"thresholds": [0.5, 0.2, 1.0]}, "must rise to 1"),
         ({"thresholds": [0.2, 0.5, 0.9]}, "must rise to 1"),
         ({"weights": [0.0, 0.0, 0.0]}, "one of them must be above 0"),
-        ({"name": "easy"}, "expected one of difficulty, or an import path"),
+        ({"name": "easy"}, "Input should be 'difficulty'"),
     ],
 )
 def test_wrong_keys(keys: dict[str, Any], said: str) -> None:

@@ -176,7 +176,7 @@ def test_rendering_needs_no_torch() -> None:
     assert out == "[]\n"
 
 
-def test_own_code_travels_to_kubernetes_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_code_travels_to_kubernetes_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "rewards.py").write_text("def score(response): return 1.0\n")

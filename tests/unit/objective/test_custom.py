@@ -13,19 +13,19 @@ from torch import Tensor
 from examples.own_objective import objective as example
 from grpo_mcore.objective import (
     ClippedPGLossFn,
-    OwnLoss,
-    OwnPart,
+    CustomLoss,
+    CustomPart,
     StepSamples,
     build_loss,
-    check_own_objective,
+    check_custom_objective,
     combine_metrics,
-    own_advantages,
-    own_shaping,
+    custom_advantages,
+    custom_shaping,
     step_metrics,
 )
+from grpo_mcore.objective.custom import LOSS_INPUTS, CustomCodeError
 from grpo_mcore.objective.kl import kl_estimate
-from grpo_mcore.objective.own import LOSS_INPUTS, OwnCodeError
-from grpo_mcore.recipe import ClippedPGLossConfig
+from grpo_mcore.recipe import ClippedPGLossConfig, CustomCode
 
 EXAMPLE = "examples.own_objective.objective:"
 HERE = f"{__name__}:"
@@ -49,20 +49,20 @@ def samples(rewards: list[float], groups: list[int], lengths: list[int] | None =
 
 def test_ranks_by_hand() -> None:
     step = samples([0.1, 5.0, 0.2, math.nan, 1.0, 1.0], [0, 0, 0, 0, 1, 1])
-    found = own_advantages(EXAMPLE + "rank_advantages", step, {"scale": 2.0})
+    found = custom_advantages(EXAMPLE + "rank_advantages", step, {"scale": 2.0})
     assert found.advantages.tolist() == [-2.0, 2.0, 0.0, 0.0, 0.0, 0.0]
     assert found.groups.size.tolist() == [3, 2]
 
 
 def test_brevity_by_hand() -> None:
     step = samples([1.0, 1.0, 0.0, math.nan], [0, 0, 0, 0], [5, 9, 2, 1])
-    found = own_shaping(EXAMPLE + "brevity", step, {"penalty": 0.1})
+    found = custom_shaping(EXAMPLE + "brevity", step, {"penalty": 0.1})
     assert found[:3].tolist() == pytest.approx([1.0, 0.6, 0.0]) and found[3].isnan()
 
 
 def test_hellinger_is_the_distance_in_expectation() -> None:
     p, q = torch.tensor([0.2, 0.5, 0.3]).double(), torch.tensor([0.4, 0.4, 0.2]).double()
-    found = (p * kl_estimate(p.log(), q.log(), EXAMPLE + "hellinger")).sum()
+    found = (p * kl_estimate(p.log(), q.log(), CustomCode(path=EXAMPLE + "hellinger"))).sum()
     assert float(found) == pytest.approx(2 * float((p.sqrt() - q.sqrt()).square().sum()), rel=1e-12)
 
 
@@ -92,7 +92,7 @@ def test_a_function_gets_all_it_needs_and_its_metrics_a_prefix() -> None:
     curr, inputs = batch()
     cfg = ClippedPGLossConfig(path=EXAMPLE + "reinforce", options={"weight": 2.0})
     own = pickle.loads(pickle.dumps(build_loss(cfg, prev_equals_curr=True, max_age=0)))
-    assert isinstance(own, OwnLoss) and not own.needs_entropy
+    assert isinstance(own, CustomLoss) and not own.needs_entropy
     loss, metrics = own(curr, inputs, 2, 6)
     loss.backward()  # type: ignore[no-untyped-call]
     plain = ClippedPGLossFn({"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0}, prev_equals_curr=True)
@@ -101,9 +101,9 @@ def test_a_function_gets_all_it_needs_and_its_metrics_a_prefix() -> None:
     (2 * expected).backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(2 * expected.item(), rel=1e-12)
     assert curr.grad is not None and other.grad is not None and torch.allclose(curr.grad, other.grad)
-    assert set(metrics) == {"loss", "own/nll"}
+    assert set(metrics) == {"loss", "custom/nll"}
     step = step_metrics([combine_metrics([metrics, metrics])])
-    assert step["own/nll"] == pytest.approx(2 * float(metrics["own/nll"]))
+    assert step["custom/nll"] == pytest.approx(2 * float(metrics["custom/nll"]))
 
 
 def needs_prev(curr_logprobs: Tensor, batch: dict[str, Any], global_valid_seqs: int, global_valid_toks: int) -> Any:
@@ -135,15 +135,15 @@ def test_previous_logprobs_are_there_when_the_step_has_none() -> None:
     cfg = ClippedPGLossConfig(path=HERE + "needs_prev")
     loss, metrics = build_loss(cfg, prev_equals_curr=True)(curr, inputs, 2, 6)
     assert loss.item() == 0.0
-    assert combine_metrics([metrics, metrics])["own/max_gap"] == 3.0
+    assert combine_metrics([metrics, metrics])["custom/max_gap"] == 3.0
 
 
 @pytest.mark.parametrize(
     ("key", "path", "takes", "options", "message"),
     [
-        ("grpo.adv_estimator.name", "nowhere:x", ("samples",), {}, "cannot import the code of grpo.adv_estimator.name"),
-        ("grpo.adv_estimator.name", HERE + "LOSS_INPUTS", ("samples",), {}, "is tuple; expected a function"),
-        ("grpo.adv_estimator.name", HERE + "too_many", ("samples",), {}, r"is called with \(samples\), but it takes"),
+        ("grpo.adv_estimator.path", "nowhere:x", ("samples",), {}, "cannot import the code of grpo.adv_estimator.path"),
+        ("grpo.adv_estimator.path", HERE + "LOSS_INPUTS", ("samples",), {}, "is tuple; expected a function"),
+        ("grpo.adv_estimator.path", HERE + "too_many", ("samples",), {}, r"is called with \(samples\), but it takes"),
         ("grpo.reward_shaping.path", EXAMPLE + "brevity", ("samples",), {"fine": 1}, "called with .samples, fine=."),
         ("loss_fn.path", HERE + "mean_only", LOSS_INPUTS, {}, "but it takes"),
         ("loss_fn.path", HERE + "StepSamples", LOSS_INPUTS, {}, "a class derived from"),
@@ -159,26 +159,26 @@ def test_previous_logprobs_are_there_when_the_step_has_none() -> None:
 def test_what_cannot_be_called_is_refused(
     key: str, path: str, takes: tuple[str, ...], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(OwnCodeError, match=message):
-        OwnPart(key, path, takes, options).check()
+    with pytest.raises(CustomCodeError, match=message):
+        CustomPart(key, path, takes, options).check()
 
 
 def test_the_example_is_accepted() -> None:
-    check_own_objective(
+    check_custom_objective(
         [
-            OwnPart("grpo.adv_estimator.name", EXAMPLE + "rank_advantages", ("samples",), {"scale": 1.0}),
-            OwnPart("loss_fn.path", EXAMPLE + "SoftGateLoss", LOSS_INPUTS, {"up": 1.0}),
-            OwnPart("loss_fn.path", EXAMPLE + "reinforce", LOSS_INPUTS),
+            CustomPart("grpo.adv_estimator.path", EXAMPLE + "rank_advantages", ("samples",), {"scale": 1.0}),
+            CustomPart("loss_fn.path", EXAMPLE + "SoftGateLoss", LOSS_INPUTS, {"up": 1.0}),
+            CustomPart("loss_fn.path", EXAMPLE + "reinforce", LOSS_INPUTS),
         ],
-        EXAMPLE + "hellinger",
+        CustomCode(path=EXAMPLE + "hellinger"),
     )
     assert example.hellinger(torch.zeros(1)).item() == 0
 
 
 @pytest.mark.parametrize("path", [HERE + "constant_kl", HERE + "mean_only"])
 def test_a_kl_estimator_is_tried(path: str) -> None:
-    with pytest.raises(OwnCodeError, match="loss_fn.reference_policy_kl_type"):
-        check_own_objective([], path)
+    with pytest.raises(CustomCodeError, match="loss_fn.reference_policy_kl_type"):
+        check_custom_objective([], CustomCode(path=path))
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,13 @@ def test_a_kl_estimator_is_tried(path: str) -> None:
 )
 def test_wrong_values_name_the_key(path: str, message: str) -> None:
     step = samples([1.0, math.nan], [0, 0])
-    with pytest.raises(OwnCodeError, match=message):
-        own_advantages(HERE + path, step, {})
-    with pytest.raises(OwnCodeError, match="reward_shaping"):
-        own_shaping(HERE + path, step, {})
+    with pytest.raises(CustomCodeError, match=message):
+        custom_advantages(HERE + path, step, {})
+    with pytest.raises(CustomCodeError, match="reward_shaping"):
+        custom_shaping(HERE + path, step, {})
 
 
 def test_a_loss_that_returns_no_metrics_is_refused() -> None:
     curr, inputs = batch()
-    with pytest.raises(OwnCodeError, match=r"must return \(loss, metrics\)"):
+    with pytest.raises(CustomCodeError, match=r"must return \(loss, metrics\)"):
         build_loss(ClippedPGLossConfig(path=HERE + "no_loss"))(curr, inputs, 2, 6)

@@ -1,8 +1,8 @@
-"""Parts of the objective that a user wrote: a recipe names them by import path, docs/extending.md describes them.
+"""Custom parts of the objective: a recipe names them by import path, docs/extending.md describes them.
 
 An estimator and a reward shaping get a `StepSamples` and return one value per sample. A KL estimator gets log-ratios. A
 loss is a class derived from `ClippedPGLossFn`, or a function. What they return is checked: a wrong shape or a value
-that is not finite is an OwnCodeError that names the recipe's key and the function.
+that is not finite is an CustomCodeError that names the recipe's key and the function.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.objective.advantages import AdvantageEstimate, group_stats
-from grpo_mcore.objective.combine import METRIC_REDUCTIONS, OWN
-from grpo_mcore.objective.kl import own_kl_estimate
+from grpo_mcore.objective.combine import CUSTOM, METRIC_REDUCTIONS
+from grpo_mcore.objective.kl import custom_kl_estimate
 from grpo_mcore.objective.kl_in_reward import SampleKL
 from grpo_mcore.objective.loss import ClippedPGLossFn
 from grpo_mcore.objective.reduce import Count
-from grpo_mcore.recipe import ClippedPGLossConfig, is_path
+from grpo_mcore.recipe import ClippedPGLossConfig, CustomCode, KLType
 
 LOSS_INPUTS = ("curr_logprobs", "batch", "global_valid_seqs", "global_valid_toks")
 
 
-class OwnCodeError(ValueError):
+class CustomCodeError(ValueError):
     """Code that a recipe names by import path and that does not do what its key asks for."""
 
 
@@ -59,11 +59,11 @@ class StepSamples:
     """loss_fn.reference_policy_kl_penalty where the KL is in the reward, else 0."""
 
 
-def own_advantages(path: str, samples: StepSamples, options: Mapping[str, Any]) -> AdvantageEstimate:
+def custom_advantages(path: str, samples: StepSamples, options: Mapping[str, Any]) -> AdvantageEstimate:
     """Return what the estimator at `path` makes of the samples: `fn(samples, **options)` returns a tensor [N] or an
-    AdvantageEstimate. Failed samples get 0. Raises OwnCodeError."""
-    key = f"grpo.adv_estimator.name {path}"
-    result = own_function(path, key)(samples, **options)
+    AdvantageEstimate. Failed samples get 0. Raises CustomCodeError."""
+    key = f"grpo.adv_estimator.path {path}"
+    result = custom_function(path, key)(samples, **options)
     if isinstance(result, AdvantageEstimate):
         return result
     values = _values(result, samples.valid, key)
@@ -71,26 +71,26 @@ def own_advantages(path: str, samples: StepSamples, options: Mapping[str, Any]) 
     return AdvantageEstimate(torch.where(samples.valid, values, 0.0), stats)
 
 
-def own_shaping(path: str, samples: StepSamples, options: Mapping[str, Any]) -> Tensor:
+def custom_shaping(path: str, samples: StepSamples, options: Mapping[str, Any]) -> Tensor:
     """Return the rewards [N] that the function at `path` makes of the samples: `fn(samples, **options)`. Failed samples
-    keep NaN. Raises OwnCodeError."""
+    keep NaN. Raises CustomCodeError."""
     key = f"grpo.reward_shaping.path {path}"
-    values = _values(own_function(path, key)(samples, **options), samples.valid, key)
+    values = _values(custom_function(path, key)(samples, **options), samples.valid, key)
     return torch.where(samples.valid, values, torch.nan)
 
 
 def _values(result: Any, valid: Tensor, key: str) -> Tensor:
     if not isinstance(result, Tensor) or result.shape != valid.shape:
         what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-        raise OwnCodeError(f"{key} returned {what}; expected a tensor of shape {tuple(valid.shape)}: one per sample")
+        raise CustomCodeError(f"{key} returned {what}; expected a tensor of shape {tuple(valid.shape)}: one per sample")
     result = result.detach().to(torch.float64)
     bad = (valid & ~result.isfinite()).nonzero().flatten().tolist()
     if bad:
-        raise OwnCodeError(f"{key} returned values that are not finite, for samples {bad[:8]} which have a reward")
+        raise CustomCodeError(f"{key} returned values that are not finite, for samples {bad[:8]} which have a reward")
     return result
 
 
-class OwnLoss:
+class CustomLoss:
     """The loss at `path`: an instance of the class there, or the function there. Pickled by its path, so that the
     policy's ranks import it themselves. `options`: keyword arguments of the function, or of the class after those of
     ClippedPGLossFn."""
@@ -99,7 +99,7 @@ class OwnLoss:
         assert cfg.path is not None
         self.cfg, self._how = cfg, {"prev_equals_curr": prev_equals_curr, "max_age": max_age}
         self._key = f"loss_fn.path {cfg.path}"
-        code = own_function(cfg.path, self._key)
+        code = custom_function(cfg.path, self._key)
         self._fills_prev = prev_equals_curr and not isinstance(code, type)
         self._loss: Callable[..., tuple[Tensor, Mapping[str, Any]]] = (
             code(cfg, **self._how, **cfg.options) if isinstance(code, type) else code
@@ -113,7 +113,7 @@ class OwnLoss:
     def __call__(
         self, curr_logprobs: Tensor, batch: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return loss and metrics as `ClippedPGLossFn` does. Names of metrics that are not built in get `own/`."""
+        """Return loss and metrics as `ClippedPGLossFn` does. Names of metrics that are not built in get `custom/`."""
         if self._fills_prev and batch.get("prev_logprobs") is None:
             batch = {**batch, "prev_logprobs": curr_logprobs.detach()}
         pair = self._loss(
@@ -124,37 +124,37 @@ class OwnLoss:
             **self._options,
         )
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor) or pair[0].numel() != 1:
-            raise OwnCodeError(
+            raise CustomCodeError(
                 f"{self._key} must return (loss, metrics): a scalar tensor and a dict, got {pair!r:.200}"
             )
         loss, metrics = pair
-        named = {name if name in METRIC_REDUCTIONS or "/" in name else OWN + name: v for name, v in metrics.items()}
+        named = {name if name in METRIC_REDUCTIONS or "/" in name else CUSTOM + name: v for name, v in metrics.items()}
         return loss.reshape(()), {"loss": loss.detach().to(torch.float64)} | named
 
 
-def _load_loss(cfg: ClippedPGLossConfig, how: Mapping[str, Any]) -> OwnLoss:
-    return OwnLoss(cfg, **how)
+def _load_loss(cfg: ClippedPGLossConfig, how: Mapping[str, Any]) -> CustomLoss:
+    return CustomLoss(cfg, **how)
 
 
 def build_loss(
     cfg: ClippedPGLossConfig, *, prev_equals_curr: bool = False, max_age: int | None = None
-) -> ClippedPGLossFn | OwnLoss:
+) -> ClippedPGLossFn | CustomLoss:
     """Return the loss of the recipe's section `loss_fn`; the arguments are those of ClippedPGLossFn."""
-    kind = ClippedPGLossFn if cfg.path is None else OwnLoss
+    kind = ClippedPGLossFn if cfg.path is None else CustomLoss
     return kind(cfg, prev_equals_curr=prev_equals_curr, max_age=max_age)
 
 
-def own_function(path: str, key: str) -> Any:
-    """Import the function or class at `path`, which the recipe names under `key`. Raises OwnCodeError."""
-    code = import_by_path(path, f"code of {key.split()[0]}", OwnCodeError)
+def custom_function(path: str, key: str) -> Any:
+    """Import the function or class at `path`, which the recipe names under `key`. Raises CustomCodeError."""
+    code = import_by_path(path, f"code of {key.split()[0]}", CustomCodeError)
     if not callable(code):
-        raise OwnCodeError(f"{key} is {type(code).__name__}; expected a function or a class")
+        raise CustomCodeError(f"{key} is {type(code).__name__}; expected a function or a class")
     return code
 
 
 @dataclass(frozen=True)
-class OwnPart:
-    """One use of own code: the key that names it, its path, the arguments by position that it gets, its options."""
+class CustomPart:
+    """One use of custom code: the key that names it, its path, the arguments by position that it gets, its options."""
 
     key: str
     path: str
@@ -162,11 +162,11 @@ class OwnPart:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> Any:
-        """Import it and return it. Raises OwnCodeError where it cannot be called with these arguments."""
-        code = own_function(self.path, f"{self.key} {self.path}")
+        """Import it and return it. Raises CustomCodeError where it cannot be called with these arguments."""
+        code = custom_function(self.path, f"{self.key} {self.path}")
         if isinstance(code, type) and self.key == "loss_fn.path":
             if not issubclass(code, ClippedPGLossFn):
-                raise OwnCodeError(
+                raise CustomCodeError(
                     f"{self.key} {self.path}: a loss is a function ({', '.join(LOSS_INPUTS)}) or a class derived from "
                     "grpo_mcore.objective.ClippedPGLossFn"
                 )
@@ -178,7 +178,7 @@ class OwnPart:
 
 
 def check_call(function: Callable[..., Any], takes: tuple[str, ...], options: Mapping[str, Any], what: str) -> None:
-    """Raise OwnCodeError where `function` cannot be called with these arguments and options."""
+    """Raise CustomCodeError where `function` cannot be called with these arguments and options."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: it shows when it is called
@@ -189,25 +189,27 @@ def check_call(function: Callable[..., Any], takes: tuple[str, ...], options: Ma
         given = ", ".join([*takes, *(f"{name}=" for name in options)])
         named = next((name for name in options if repr(name) in str(error)), None)
         hint = f"; the recipe's options have {named!r}: `grpo-mcore config RECIPE` shows where" if named else ""
-        raise OwnCodeError(f"{what} is called with ({given}), but it takes {signature}: {error}{hint}") from error
+        raise CustomCodeError(f"{what} is called with ({given}), but it takes {signature}: {error}{hint}") from error
 
 
-def check_own_kl(path: str) -> None:
-    """Try the KL estimator at `path` on three log-ratios. Raises OwnCodeError."""
-    key = f"loss_fn.reference_policy_kl_type {path}"
-    OwnPart("loss_fn.reference_policy_kl_type", path, ("log_ratio",)).check()
+def check_custom_kl(code: CustomCode) -> None:
+    """Try a custom KL estimator on three log-ratios. Raises CustomCodeError."""
+    key = f"loss_fn.reference_policy_kl_type {code.path}"
+    CustomPart("loss_fn.reference_policy_kl_type", code.path, ("log_ratio",), code.options).check()
     ratios = torch.tensor([-0.5, 0.0, 0.5], dtype=torch.float64, requires_grad=True)
     try:
-        result = own_kl_estimate(path)(ratios)
+        result = custom_kl_estimate(code.path)(ratios, **code.options)
     except Exception as error:
-        raise OwnCodeError(f"{key} raised {type(error).__name__}: {error}") from error
+        raise CustomCodeError(f"{key} raised {type(error).__name__}: {error}") from error
     if not isinstance(result, Tensor) or result.shape != ratios.shape or not result.requires_grad:
-        raise OwnCodeError(f"{key} must return a tensor of its argument's shape, with a gradient; got {result!r:.100}")
+        raise CustomCodeError(
+            f"{key} must return a tensor of its argument's shape, with a gradient; got {result!r:.100}"
+        )
 
 
-def check_own_objective(parts: list[OwnPart], kl: str) -> None:
-    """Check the user's parts of an objective, and its KL estimator where that is one. Raises OwnCodeError."""
+def check_custom_objective(parts: list[CustomPart], kl: KLType) -> None:
+    """Check the custom parts of an objective, and its KL estimator if that is custom. Raises CustomCodeError."""
     for part in parts:
         part.check()
-    if is_path(kl):
-        check_own_kl(kl)
+    if isinstance(kl, CustomCode):
+        check_custom_kl(kl)

@@ -1,0 +1,85 @@
+"""Custom code is `{path, options}` in every key that takes some; earlier spellings load, with a note each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mcore.recipe import CustomCode, RecipeError, environment_class, load_recipe
+
+OLD = {
+    "grpo": {"adv_estimator": {"name": "mine.code:advantages", "options": {"scale": 2.0}}},
+    "loss_fn": {"reference_policy_kl_type": "mine.code:kl"},
+    "data": {
+        "train": {"data_path": "train.jsonl", "processor": "mine.code:rows"},
+        "sampler": {"name": "mine.code:worth", "options": {"low": 0.1}},
+    },
+    "env": {"math": {"environment": "mine.code.World", "height": 3}, "rules": {"environment": "math"}},
+    "logger": {"own": [{"path": "mine.code:Lines", "options": {"file": "x"}}]},
+}
+NEW = {
+    "grpo": {"adv_estimator": {"path": "mine.code:advantages", "options": {"scale": 2.0}}},
+    "loss_fn": {"reference_policy_kl_type": {"path": "mine.code:kl"}},
+    "data": {
+        "train": {"data_path": "train.jsonl", "processor": {"path": "mine.code:rows"}},
+        "sampler": {"path": "mine.code:worth", "options": {"low": 0.1}},
+    },
+    "env": {"math": {"path": "mine.code.World", "height": 3}, "rules": {"environment": "math"}},
+    "logger": {"custom": [{"path": "mine.code:Lines", "options": {"file": "x"}}]},
+}
+
+
+def written(folder: Path, keys: dict[str, Any]) -> Path:
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"defaults": "grpo_math_1B", **keys}))
+    return file
+
+
+def test_the_spellings_of_before_load_as_the_same_recipe_with_a_note_each(tmp_path: Path) -> None:
+    old, new = load_recipe(written(tmp_path, OLD)), load_recipe(written(tmp_path, NEW))
+    assert old.config == new.config
+    assert not [note for note in new.imported if "mine" in note.message or "custom" in note.message]
+    notes = {note.key: note.message for note in old.imported}
+    expected = {
+        "grpo.adv_estimator.name": "used as grpo.adv_estimator.path",
+        "loss_fn.reference_policy_kl_type": "used as {path: mine.code:kl}",
+        "data.sampler.name": "used as data.sampler.path",
+        "env.math.environment": "used as env.math.path",
+        "logger.own": "used as logger.custom",
+    }
+    assert {key: notes.get(key) for key in expected} == expected
+    assert [note for key, note in notes.items() if key.endswith("processor")] == ["used as {path: mine.code:rows}"]
+    assert old.config.loss_fn.reference_policy_kl_type == CustomCode(path="mine.code:kl")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("loss_fn.reference_policy_kl_type", "{options: {a: 1}}", "path: Field required"),
+        ("loss_fn.reference_policy_kl_type", "{path: kl}", "expected an import path such as package.module:name"),
+        ("loss_fn.reference_policy_kl_type", "k4", "expected one of k1, k2, k3, or custom code as {path:"),
+        ("data.default.processor", "[1]", "expected a name, or custom code as {path: package.module:name}"),
+        ("logger.own", "[{path: 'a:b'}]", "contradicts logger.custom"),
+    ],
+)
+def test_what_is_no_custom_code_is_refused_at_its_key(tmp_path: Path, key: str, value: str, message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(written(tmp_path, {"logger": {"custom": [{"path": "c:d"}]}}), [f"{key}={value}"])
+    (problem,) = [problem for problem in error.value.problems if problem.key == key]
+    assert message in problem.message
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"height": 3}, ("x", {"height": 3})),
+        ({"environment": "math", "height": 3}, ("math", {"height": 3})),
+        ({"path": "a:B", "options": {"height": 3}, "width": 2}, ("a:B", {"height": 3, "width": 2})),
+        ({"environment": "a:B", "path": "data"}, ("a:B", {"path": "data"})),
+    ],
+)
+def test_the_class_of_an_environment_and_what_it_reads(section: dict[str, Any], expected: tuple[str, Any]) -> None:
+    assert environment_class("x", section) == expected
