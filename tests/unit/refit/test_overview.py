@@ -48,7 +48,7 @@ def test_engines_over_nodes_get_each_byte_where_it_is_read() -> None:
     assert "2 engine(s) of TP 4 over 2 nodes, 1 on each 2 of 4 nodes" in text and "node 3 rank 3" in text
 
 
-@pytest.mark.slow
+@pytest.mark.every_state
 def test_1024_ranks_and_235b_in_seconds() -> None:
     shape = make_shape(
         hidden_size=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128, ffn_hidden_size=12288,
@@ -78,14 +78,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 SMALL = "grpo-qwen3-32B-2n8g"
-LARGE = (
-    "grpo-deepseekv3-32n8g", "grpo-kimi-k2-64n8g", "grpo-glm4.5-air-106BA12B-8n8g", "grpo-nanov3-30BA3B-2n8g",
-    "grpo-qwen3-30BA3B-4n8g",
-)  # fmt: skip
-OTHERS = sorted({path.stem for path in RECIPES.glob("grpo*.yaml")} - {SMALL, *LARGE})
+MEDIUM = ("grpo-nanov3-30BA3B-2n8g", "grpo-qwen3-30BA3B-4n8g")
+LARGE = ("grpo-deepseekv3-32n8g", "grpo-kimi-k2-64n8g", "grpo-glm4.5-air-106BA12B-8n8g")
+OTHERS = sorted({path.stem for path in RECIPES.glob("grpo*.yaml")} - {SMALL, *MEDIUM, *LARGE})
 
 
-@pytest.mark.parametrize("recipe", [SMALL, *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in LARGE)])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        SMALL,
+        *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in MEDIUM),
+        *(pytest.param(recipe, marks=pytest.mark.every_state) for recipe in LARGE),
+    ],
+)
 def test_what_a_refit_costs_beyond_its_bytes(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["refit", "plan", recipe, "--json"]) == 0
     costs = json.loads(capsys.readouterr().out)

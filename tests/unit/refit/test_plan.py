@@ -70,7 +70,7 @@ def carry_out(plan: RefitPlan, case: Case) -> list[Weights]:
 @pytest.mark.parametrize(
     ("start", "end"),
     [(0, 50), pytest.param(50, 200, marks=pytest.mark.slow)]
-    + [pytest.param(start, start + 200, marks=pytest.mark.slow) for start in range(200, 800, 200)],
+    + [pytest.param(start, start + 200, marks=pytest.mark.every_state) for start in range(200, 800, 200)],
 )
 def test_the_plan_gives_what_splitting_the_whole_tensors_gives(start: int, end: int) -> None:
     for seed in range(start, end):
