@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_mcore.tools.parity.parity import ParityCase
@@ -62,7 +62,7 @@ def _fuzz(args: argparse.Namespace, scratch: Path) -> int:
     from grpo_mcore.tools.parity.fuzz import Draw, Failure, Fuzzer, fuzz
 
     logging.disable_progress_bar()  # it loads a model for each case
-    family, values = args.model.removeprefix(TINY), {}
+    family, values = args.model.removeprefix(TINY), dict[str, Any]()
     if not args.model.startswith(TINY):
         family, values = tiny_like(read_hf_config(args.model))
     draw = Draw.from_json(args.case) if args.case else None

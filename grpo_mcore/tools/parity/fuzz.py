@@ -126,9 +126,9 @@ class Fuzzer:
         worst = max(case.logprobs.items(), key=lambda pair: pair[1])
         if not worst[1] <= LOGPROB_LIMIT:
             return f"log-probs of sequence {worst[0]} differ by {worst[1]:.1e}"
-        error, name = max(case.by_layer().values())
-        if not error <= GRADIENT_LIMIT:
-            return f"the gradient of {name} differs by {error:.1e} of its norm"
+        gap, name = max(case.by_layer().values())
+        if not gap <= GRADIENT_LIMIT:
+            return f"the gradient of {name} differs by {gap:.1e} of its norm"
         norm = torch.stack([gradient.norm() for gradient in reference.gradients.values()]).norm().item()
         apart = max(abs(result["grad_norm"] - norm) for result in results) / norm
         return None if apart <= NORM_LIMIT else f"the gradient's norm differs by {apart:.1e} of it"
