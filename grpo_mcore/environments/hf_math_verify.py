@@ -107,6 +107,9 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
         return True
     if _equal(gold, answers):
         return _sides_agree(said)
+    said_number, gold_number = _without_percent(said), _without_percent(gold_text)
+    if (said_number is None) != (gold_number is None):  # a question that asks for a percentage has truths of both forms
+        return _equal(_parse_formula(gold_number or gold_text), _parse_formula(said_number or said))
     if (interval := as_interval(said)) is not None and _equal(gold, _parse_formula(interval)):
         return True
     sides = _EQUALS.split(said)
@@ -199,6 +202,12 @@ def _words(text: str) -> str | None:
     """Return the words of an answer that is nothing but words, in one case; None for any other."""
     plain = re.sub(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}", r"\1", text).strip()
     return plain.casefold() if re.fullmatch(r"[a-zA-Z]{2,}(?:[ -][a-zA-Z]+)*", plain) else None
+
+
+def _without_percent(text: str) -> str | None:
+    """Return the number before a percent sign; None for a text that does not end with one."""
+    number, unit = split_unit(text)
+    return number if unit == "%" else None
 
 
 def _has_several(gold: str) -> bool:
