@@ -1,5 +1,5 @@
-"""Where metrics go besides the run's JSONL file: TensorBoard, Weights & Biases, MLflow, SwanLab. A package is imported
-only where the recipe asks for it."""
+"""Where metrics go besides the run's JSONL file: TensorBoard, Weights & Biases, MLflow, SwanLab, Prometheus. A
+package is imported only where the recipe asks for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -149,11 +149,42 @@ class SwanLab:
         self._package.finish()
 
 
+class Prometheus:
+    """Serves the latest value of each metric at http://HOST:PORT/metrics, as gauges: `train/reward` of the run exp_001
+    is `grpo_mcore_train_reward{run="exp_001"}`."""
+
+    def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
+        self._gauge, self._run, self._values = package.metrics_core.GaugeMetricFamily, folder.name, dict[str, float]()
+        registry = package.CollectorRegistry()
+        registry.register(self)
+        where = config.prometheus
+        self._server, self._thread = package.start_http_server(where.port, where.host, registry)
+
+    def collect(self) -> Iterator[Any]:
+        """Yield a family of one gauge for each metric."""
+        for name, value in sorted(self._values.items()):  # one dictionary, replaced as a whole: no lock is needed
+            family = self._gauge("grpo_mcore_" + re.sub(r"\W", "_", name, flags=re.ASCII), name, labels=["run"])
+            family.add_metric([self._run], value)
+            yield family
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._values = self._values | {name: float(value) for name, value in values.items()} | {"step": float(step)}
+
+    def params(self, plain: dict[str, Any]) -> None:
+        """Prometheus holds numbers alone."""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
 BACKENDS: dict[str, tuple[str, str, Callable[[Any, GRPOLoggerConfig, Path], Backend]]] = {
     "tensorboard_enabled": ("torch.utils.tensorboard", "tensorboard", TensorBoard),
     "wandb_enabled": ("wandb", "wandb", Wandb),
     "mlflow_enabled": ("mlflow", "mlflow", MLflow),
     "swanlab_enabled": ("swanlab", "swanlab", SwanLab),
+    "prometheus_enabled": ("prometheus_client", "prometheus-client", Prometheus),
 }
 """Key of `logger`: (module, package to install, class)."""
 

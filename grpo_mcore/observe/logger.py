@@ -121,7 +121,9 @@ class Logger:
             custom.call("the recipe", lambda logger: logger.log_hyperparams(shown))
 
     def alarm(self, alarm: Alarm) -> None:
-        """Send an alarm to the recipe's webhook, if there is one."""
+        """Log an alarm as the metric `alarm/KIND`, and send it to the recipe's webhook, if there is one."""
+        for tracker in self._backends:
+            tracker.call(f"the alarm of step {alarm.step}", lambda b: b.log({f"alarm/{alarm.kind}": 1.0}, alarm.step))
         if self._webhook is not None:
             run = str(self.log_dir)
             self._webhook.call(f"the alarm of step {alarm.step}", lambda url: post_alarm(url, run, alarm))

@@ -64,6 +64,16 @@ class TensorBoardConfig(Section):
     """Folder of the event files, inside the run's log folder. null: tensorboard."""
 
 
+class PrometheusConfig(Section):
+    """`logger.prometheus`: where a Prometheus server finds the latest metrics of the run."""
+
+    host: str = "127.0.0.1"
+    """Address of the driver's machine at which `/metrics` is served, such as that of the cluster's network. Whoever
+    reaches it can read the metrics."""
+    port: Annotated[int, Field(gt=0, le=65535)] = 9464
+    """Port of the endpoint. If it is taken, the run goes on and tries again."""
+
+
 class AlarmsConfig(Section):
     """`logger.alarms`: what is done when a step's metrics look as if the run is spoilt."""
 
@@ -87,6 +97,8 @@ class GRPOLoggerConfig(Section):
     """Log to MLflow."""
     swanlab_enabled: bool = False
     """Log to SwanLab."""
+    prometheus_enabled: bool = False
+    """Serve the latest metrics for a Prometheus server to scrape."""
     monitor_gpus: bool = False
     """Log utilisation, memory and power of each node's GPUs, and its processors and memory, with each step, under the
     prefix `machine`. GPUs need the package nvidia-ml-py. A small worker on each node samples them."""
@@ -109,8 +121,10 @@ class GRPOLoggerConfig(Section):
     """Destination of wandb_enabled."""
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
     """Destination of tensorboard_enabled."""
+    prometheus: Annotated[PrometheusConfig, OffWhenNull] = Field(default_factory=PrometheusConfig)
+    """Endpoint of prometheus_enabled."""
     custom: list[CustomCode] = Field(default_factory=list)
-    """Loggers of your own, which get the same metrics."""
+    """Custom loggers, which get the same metrics: docs/extending.md."""
     mlflow: Annotated[MLflowConfig, OffWhenNull] = Field(default_factory=MLflowConfig)
     """Destination of mlflow_enabled."""
     swanlab: Annotated[SwanLabConfig, OffWhenNull] = Field(default_factory=SwanLabConfig)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
+from grpo_mcore.observe.alarms import Alarm
 from grpo_mcore.observe.backends import MissingPackage
 from grpo_mcore.observe.logger import (
     CustomLoggerError,
@@ -22,6 +28,7 @@ from grpo_mcore.observe.logger import (
     write_summary,
 )
 from grpo_mcore.recipe import CustomCode
+from grpo_mcore.recipe.schema.outputs import PrometheusConfig
 
 
 def config(folder: Path, **values: Any) -> SimpleNamespace:
@@ -32,6 +39,7 @@ def config(folder: Path, **values: Any) -> SimpleNamespace:
         "tensorboard_enabled": False,
         "mlflow_enabled": False,
         "swanlab_enabled": False,
+        "prometheus_enabled": False,
         "wandb": SimpleNamespace(project="p", name="n", entity=None),
         "tensorboard": SimpleNamespace(log_dir=None),
         "custom": [],
@@ -248,6 +256,45 @@ def test_a_custom_logger_gets_the_same_metrics(tmp_path: Path) -> None:
 def test_a_class_that_is_no_logger_is_refused(path: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(CustomLoggerError, match=message):
         check_custom_logger(CustomCode(path=path, options=options))
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_prometheus_scrapes_the_latest_numbers_and_alarms(tmp_path: Path) -> None:
+    where = PrometheusConfig(port=free_port())
+    logger = Logger(config(tmp_path, prometheus_enabled=True, prometheus=where))
+
+    def scraped() -> dict[str, float]:
+        try:
+            text = urllib.request.urlopen(f"http://127.0.0.1:{where.port}/metrics", timeout=10).read().decode()
+        except urllib.error.URLError:  # its thread opens it
+            return {}
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        assert {sample.labels["run"] for sample in samples} <= {"exp_001"}
+        return {sample.name: sample.value for sample in samples}
+
+    def awaited(expected: dict[str, float]) -> None:
+        for _ in range(600):
+            if (values := scraped()) == expected:
+                return
+            time.sleep(0.1)
+        raise AssertionError(values)
+
+    logger.log_hyperparams({"a": 1})
+    logger.log_metrics({"reward": 0.25, "reward/by/level/é": 1.0}, step=1, prefix="train")
+    logger.log_metrics({"accuracy": 0.5}, step=2, prefix="validation")
+    logger.log_metrics({"reward": 0.75, "lost": None}, step=2, prefix="train")
+    logger.alarm(Alarm("mismatch", 2, "engine and policy disagree"))
+    awaited({
+        "grpo_mcore_train_reward": 0.75, "grpo_mcore_train_reward_by_level__": 1.0, "grpo_mcore_step": 2.0,
+        "grpo_mcore_validation_accuracy": 0.5, "grpo_mcore_alarm_mismatch": 1.0,
+    })  # fmt: skip
+    logger.close()
+    assert scraped() == {}
 
 
 @pytest.mark.parametrize("name", ["mlflow", "swanlab"])
