@@ -42,6 +42,8 @@ class ChatPrompts:
         messages = [_template_message(message) for message in request.messages]
         if before is not None and position is not None:
             after = self._after(messages, position, before[-1], request)
+            if after is None and messages[position].get("tool_calls"):
+                after = self._after_calls(messages, position, before[-1], request)
             if after is not None:
                 return [*before, *after]
         return self._ids(self._render(messages, request))
@@ -74,13 +76,29 @@ class ChatPrompts:
         try:
             whole = self._render([*shown, *messages[position + 1 :]], request)
             alone = self._render(shown, request.model_copy(update={"add_generation_prompt": False}))
-        except RequestError:  # such as a template that requires tool calls: it then renders the conversation as it is
+        except RequestError:  # such as a template that requires the calls that a tool answers
             return None
         if whole.count(_ANSWER) != 1 or alone.count(_ANSWER) != 1:
             return None
         ids, last = self._ids(whole.partition(_ANSWER)[2]), self._ids(alone.partition(_ANSWER)[2])
         stop_token = last_token if last_token in self._stop_token_ids else None
         return ids[said_already(ids, last, stop_token, self._marks, self._tokenizer.eos_token_id) :]
+
+    def _after_calls(
+        self, messages: list[dict[str, Any]], position: int, last_token: int, request: ChatRequest
+    ) -> list[int] | None:
+        """Return the tokens after the answer at `position`, with its calls; None if the rendered text of the messages
+        up to it does not begin that of all."""
+        alone = self._render(messages[: position + 1], request.model_copy(update={"add_generation_prompt": False}))
+        whole = self._render(messages, request)
+        if not whole.startswith(alone):
+            return None
+        ids = self._ids(alone)
+        end = next((place for place in reversed(range(len(ids))) if ids[place] in self._marks), None)
+        if end is None:
+            return None
+        has_ended = last_token in self._stop_token_ids
+        return [*ids[end + has_ended :], *self._ids(whole.removeprefix(alone))]
 
     def _render(self, messages: list[dict[str, Any]], request: ChatRequest) -> str:
         options = self._options | self._chosen_variables(request.chat_template_kwargs or {})

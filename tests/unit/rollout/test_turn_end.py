@@ -10,7 +10,17 @@ from grpo_mcore.rollout.turn_end import end_length, said_already, turn_ends
 
 EOS, MARKS = 7, frozenset({6, 7, 8})
 
-WORDS = ["<eos>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|observation|>", "<|start|>", "<|end|>", "<|return|>"]
+WORDS = [
+    "<eos>",
+    "<end_of_turn>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|start|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+]
 GEMMA = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

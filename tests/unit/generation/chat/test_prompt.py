@@ -14,6 +14,7 @@ from grpo_mcore.generation.chat.prompt import ChatPrompts
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.trajectory import Sampling
+from tests.unit.data.test_sft_templates import GPT_OSS
 from tests.unit.rollout.test_turn_end import GEMMA, GLM, tokenizer_of
 
 CONFIG = ChatConfig("policy", (Sampling(8),))
@@ -76,6 +77,25 @@ def test_reasoning_that_the_template_strips_is_kept(tokenizer: Any) -> None:
     plain = {"role": "assistant", "content": "think/yes"}
     without = prompts(tokenizer, THINKING).tokens(request(USER, plain, USER))
     assert without == ids(tokenizer, "<user>ab<assistant>yes<eos><user>ab<assistant>")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_answer_is_kept_where_the_template_requires_its_calls(ended: bool) -> None:
+    """gpt-oss's template refuses a tool's message that no call came before."""
+    tokenizer = tokenizer_of(GPT_OSS, "<|return|>")
+    sampling = Sampling(8, stop_token_ids=(tokenizer.convert_tokens_to_ids("<|call|>"),))
+    prompts = ChatPrompts(tokenizer, ChatConfig("policy", (sampling,)), len(tokenizer))
+    asked = ids(tokenizer, "<|start|>user<|message|>ab<|end|><|start|>assistant")
+    said = ids(tokenizer, "<|channel|>analysis<|message|>I look" + ("<|call|>" if ended else ""))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    answer = {"role": "assistant", "content": "look", "tool_calls": [call]}
+    answer |= {"prompt_token_ids": asked, "generation_token_ids": said}
+    tool = {"role": "tool", "tool_call_id": "1", "content": "cd"}
+    reply = '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"cd"<|end|><|start|>assistant'
+    end = ids(tokenizer, "<|call|>")
+    assert prompts.tokens(request(USER, answer, tool)) == [
+        *asked, *(said[:-1] if ended else said), *end, *ids(tokenizer, reply)
+    ]  # fmt: skip
 
 
 def test_the_last_recorded_answer_is_the_prefix(tokenizer: Any) -> None:
