@@ -113,6 +113,8 @@ def engine(setting: Setting) -> Iterator[Row]:
         up = setting.timed(lambda: ours.prepare(0))
         room = f"frees {freed / GIB:.3g} GiB"
         yield Row("stack", "engine: sleep, wake", f"{down:.3g} s, {up:.3g} s", room, freed > 0)
+        yield Row("stack", "engine: sleep level before a refit", f"{ours._level_without_weights()}",
+                  "2: weights are dropped; 1: the model has other tensors, and they are copied")  # fmt: skip
     yield Row("stack", "engine: samples after it", f"{len(first)}", "the same tokens", samples() == first)
     ours.shutdown()
 

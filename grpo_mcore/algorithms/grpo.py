@@ -188,7 +188,7 @@ def train_on_groups(
     """Train one step on scored groups and return its metrics. The driver plans bins and advantages; the policy's ranks
     compute log-probs, loss and update. `samples`: gets the samples with what was computed of them."""
     with clock.phase("prepare"):
-        engines.release()
+        engines.release(keep_weights=engines.pauses)  # paused engines may go on before the next refit
         batch = build_step_batch(groups, config, policy.layout, shares_prefixes=policy.shares_prefixes)
     if batch.ranks and policy.teachers is not None:
         with clock.phase("teachers"):

@@ -23,7 +23,7 @@ from grpo_mcore.algorithms.weight_sync.refit_settings import refit_settings
 from grpo_mcore.cluster import Cluster, Future, Worker, call_all, gather, is_fault, open_cluster
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import engine_options, engine_overrides, read_hf_config
-from grpo_mcore.generation import EngineConfig, engine_environment
+from grpo_mcore.generation import EngineConfig, LoadFormat, engine_environment
 from grpo_mcore.objective import DistillationLossFn, NLLLossFn, PreferenceLossFn, build_loss
 from grpo_mcore.observe import Logger
 from grpo_mcore.observe.machine import MachineMonitor, peak_flops
@@ -71,7 +71,7 @@ def start_policy_and_engines(config: MasterConfig, cluster: Cluster, model: Mode
     engines = start_engines(config, cluster, model, policy)
     if engines_first:
         wait_until_ready(config, cluster, engines.all_hosts(), "start of the engines")
-        engines.release()
+        engines.release(keep_weights=False)
         policy.build(config.cluster.start_timeout_s)
     wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
     start_teachers(config, cluster, model, policy)
@@ -220,6 +220,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     # An engine that generates while the policy trains cannot give its memory away.
     shares_devices = policy is not None and colocated
     sleeps = gpu and shares_devices and (pauses or not config.grpo.async_grpo.max_age)
+    # A run's first command is a refit, which fills every parameter of an engine that serves no adapters.
+    first_weights: LoadFormat = "auto" if policy is not None and policy.refit.adapters else "dummy"
     chat = chat_config(config)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
 
@@ -238,7 +240,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             pipeline_parallel_size=vllm.pipeline_parallel_size,
             expert_parallel=vllm.expert_parallel_size > 1,
             max_model_len=vllm.max_model_len,
-            load_format=vllm.load_format if policy is not None else "auto",
+            load_format=(vllm.load_format or first_weights) if policy is not None else "auto",
             adapter_rank=config.policy.megatron_cfg.peft.dim if policy and policy.refit.adapters else None,
             record_routes=vllm.enable_return_routed_experts or config.policy.router_replay.enabled,
             enforce_eager=vllm.enforce_eager,

@@ -11,6 +11,8 @@ from grpo_mcore.rollout.trajectory import Sampling
 
 GIB = 2**30
 
+LoadFormat = Literal["auto", "dummy"]
+
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM reserves memory (`max_lora_rank`)."""
 
@@ -63,7 +65,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     expert_parallel: bool = False  # each rank has whole experts instead of a slice of every one
     max_model_len: int = 512
-    load_format: Literal["auto", "dummy"] = "auto"
+    load_format: LoadFormat = "auto"
     prefix_caching: bool = True  # on CPU not possible with Mamba2 mixers
     text_only: bool = False  # leave out the parts of a vision model that read images
     torch_rotary: bool = False  # CPU: rotate in PyTorch; vLLM 0.32's kernel is wrong for latent attention

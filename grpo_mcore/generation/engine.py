@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from grpo_mcore.generation.engine_lock import EngineLock
 from grpo_mcore.generation.engine_nodes import Lifeline, await_followers, bind_vllm_to, deaths
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
 from grpo_mcore.generation.worker_calls import (
+    has_only_registered_tensors,
     make_stage_inputs,
     record_routes,
     refit_step,
@@ -87,11 +89,15 @@ class Engine:
         self._lost: str | None = None  # what happened on one of them
         self._loss_reported = threading.Event()
         self._llm_engine: Any = None
+        # vLLM starts and computes on this thread alone. CUDA's current stream and the work space of its libraries are a
+        # thread's: each of the callers' threads would take its own, and launch its steps on another stream.
+        self._device = ThreadPoolExecutor(1, f"{self.name}-device", initializer=torch.get_num_threads)  # sets OpenMP up
+        self._sleep_level: int | None = None
         for key, value in engine_environment(config).items():
             os.environ.setdefault(key, value)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-            self._llm_engine = self._start()
+            self._llm_engine = self._on_device(self._start)
         self._max_model_len: int = self._llm_engine.model_config.max_model_len
         if self.weight_version is not None:
             self._llm_engine.set_weight_version(str(self.weight_version))
@@ -107,6 +113,10 @@ class Engine:
         # Of several ranks; a single one lives in this process.
         self._ranks = [rank.proc for rank in getattr(self._llm_engine.model_executor, "workers", ())]
         self.start_seconds = time.perf_counter() - began
+
+    def _on_device(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call vLLM on the engine's own thread, and wait."""
+        return self._device.submit(call, *args, **kwargs).result()
 
     def _start(self) -> Any:
         port = 0
@@ -230,7 +240,7 @@ class Engine:
     def _routes(self, requests: list[str]) -> list[Any]:
         """Return the experts recorded for vLLM's requests with these ids; the ranks forget them."""
         with self._lock.call(), self._rank_deaths():
-            return self._llm_engine.collective_rpc(take_routes, args=(requests,))[0]
+            return self._on_device(self._llm_engine.collective_rpc, take_routes, args=(requests,))[0]
 
     def give_up(self, uids: Collection[str]) -> None:
         """Abort the unfinished samples of these prompts. Their callers get only the others."""
@@ -251,10 +261,10 @@ class Engine:
 
     def _refuse_to_generate(self) -> None:
         """Raise EngineError if this engine cannot take a request now."""
-        if self.weight_version is None:
-            raise EngineError(f"{self.name} holds weights of no version: it generates after the next refit")
         if self._lock.paused:
             return  # the request waits until the pause is over
+        if self.weight_version is None:
+            raise EngineError(f"{self.name} holds weights of no version: it generates after the next refit")
         refitting = self._refit_open and self._in_place
         if refitting or self._asleep:
             raise EngineError(f"{self.name} cannot generate: it is {'in a refit' if refitting else 'asleep'}")
@@ -263,9 +273,8 @@ class Engine:
         with self._lock.step():
             if self._llm_engine is None:
                 raise EngineError(f"{self.name} was shut down while it generated")
-            torch.get_num_threads()  # sets OpenMP up for a thread that is new to it; vLLM relies on that
             with self._rank_deaths():
-                outputs = self._llm_engine.step()
+                outputs = self._on_device(self._llm_engine.step)
             deliver(output for output in outputs if output.finished)
 
     def _drain(self) -> None:
@@ -279,12 +288,13 @@ class Engine:
         if not core.batch_queue:
             return
         with self._rank_deaths():
-            self._llm_engine.sleep(level=0, mode="keep")  # pauses the scheduler and nothing else
+            self._on_device(self._llm_engine.sleep, level=0, mode="keep")  # pauses the scheduler and nothing else
             try:
                 while core.batch_queue:
-                    self._steps.deliver(output for output in self._llm_engine.step() if output.finished)
+                    outputs = self._on_device(self._llm_engine.step)
+                    self._steps.deliver(output for output in outputs if output.finished)
             finally:
-                self._llm_engine.wake_up(["scheduling"])
+                self._on_device(self._llm_engine.wake_up, ["scheduling"])
 
     def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Open a refit; abort an open one first. The ranks then take the buckets by themselves, as they are filled,
@@ -297,7 +307,7 @@ class Engine:
         with self._lock.call():  # no request may come between the ranks' answers and the decision about them
             self.abort_refit()
             if "weights" in self._asleep:
-                self._llm_engine.wake_up(["weights"])
+                self._on_device(self._llm_engine.wake_up, ["weights"])
                 self._asleep.remove("weights")
             self._drain()  # a refit in place writes over the weights that a batch reads
             self._refit_open = True
@@ -357,7 +367,8 @@ class Engine:
         """
         self._cache_number += 1
         in_flight = self._llm_engine.get_num_unfinished_requests()
-        cleared = self._llm_engine.reset_prefix_cache(reset_running_requests=recompute_kv and in_flight > 0)
+        recompute = recompute_kv and in_flight > 0
+        cleared = self._on_device(self._llm_engine.reset_prefix_cache, reset_running_requests=recompute)
         if not cleared and not in_flight:
             raise EngineError(f"{self.name}: the prefix cache of the old weights could not be cleared")
 
@@ -394,7 +405,7 @@ class Engine:
     def _refit_step(self, step: str, argument: Any = None) -> list[dict[str, Any]]:
         """Run one step of a refit on every rank. Raises EngineError with the first rank's error."""
         with self._lock.call(), self._rank_deaths():
-            reports = self._llm_engine.collective_rpc(refit_step, args=(step, argument))
+            reports = self._on_device(self._llm_engine.collective_rpc, refit_step, args=(step, argument))
         for rank, report in enumerate(reports):
             if "error" in report:
                 where = f"{self.name} rank {rank}" if len(reports) > 1 else self.name
@@ -410,16 +421,17 @@ class Engine:
         self.finish_refit()  # whoever asks for this version has committed it
         with self._lock.call():
             if self._asleep:
-                self._llm_engine.wake_up(self._asleep)
+                self._on_device(self._llm_engine.wake_up, self._asleep)
                 self._asleep = []
             self._steps.resumed()
             self._lock.pause(False)
 
-    def release(self, pause: bool = False) -> None:
-        """Free memory for training: an engine that sleeps moves its weights to the host and drops its KV cache.
+    def release(self, pause: bool = False, keep_weights: bool = True) -> None:
+        """Free memory for training: an engine that sleeps drops its KV cache and moves its weights to the host.
 
         `pause`: generation pauses until `prepare` and then continues; keys and values that were dropped are computed
-        again. Without `pause`, raises EngineError if the engine is generating.
+        again. Without `pause`, raises EngineError if the engine is generating. `keep_weights` False: a refit comes
+        before `prepare`, so the weights are dropped too, if the refit replaces all that they consist of.
         """
         with self._lock.call():
             self._drain()
@@ -430,13 +442,26 @@ class Engine:
                 raise EngineError(f"{self.name} cannot give its memory away while it generates")
             if pause:
                 self._forget_cache(recompute_kv=True)
-            self._llm_engine.sleep(level=1, mode="keep" if pause else "abort")
+            level = 1 if keep_weights else self._level_without_weights()
+            self._on_device(self._llm_engine.sleep, level=level, mode="keep" if pause else "abort")
+            if level == 2:
+                self.weight_version = None
             self._asleep = ["weights", "kv_cache"]
+
+    def _level_without_weights(self) -> int:
+        """Return vLLM's level of a sleep after which a refit brings the weights: 2, which drops them, or 1, which
+        copies them to the host and back, where the model has tensors that neither refit nor wake-up would restore."""
+        if self._sleep_level is None:
+            only = self.config.adapter_rank is None and all(
+                self._on_device(self._llm_engine.collective_rpc, has_only_registered_tensors)
+            )
+            self._sleep_level = 2 if only else 1
+        return self._sleep_level
 
     def health(self) -> dict[str, Any]:
         """Return {name, weight_version, requests (unfinished), state, pid}. Raises if a rank does not answer."""
         with self._lock.call(), self._rank_deaths():
-            self._llm_engine.model_executor.check_health()
+            self._on_device(self._llm_engine.model_executor.check_health)
         state = "refit" if self._refit_open else "asleep" if self._asleep else "ready"
         return {
             "name": self.name,
@@ -449,12 +474,12 @@ class Engine:
     def start_profile(self) -> None:
         """Start torch's profiler on every rank."""
         with self._lock.call(), self._rank_deaths():
-            self._llm_engine.collective_rpc(start_profile)
+            self._on_device(self._llm_engine.collective_rpc, start_profile)
 
     def stop_profile(self, folder: Path) -> None:
         """End the profiler, and write the traces to `folder`/NAME-RANK.json. No-op on a rank that has none."""
         with self._lock.call(), self._rank_deaths():
-            self._llm_engine.collective_rpc(stop_profile, args=(str(folder / self.name),))
+            self._on_device(self._llm_engine.collective_rpc, stop_profile, args=(str(folder / self.name),))
 
     def shutdown(self) -> None:
         """End the ranks' processes and free the memory. Idempotent.
@@ -468,8 +493,9 @@ class Engine:
             if engine is not None:
                 for other in self._others:
                     other.close()
-                engine.engine_core.shutdown()
+                self._on_device(engine.engine_core.shutdown)
                 multiprocessing.active_children()  # reaps the ranks
+            self._device.shutdown(wait=False)
 
     @contextmanager
     def _rank_deaths(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,38 @@ def stop_profile(worker: Any, start_of_path: str) -> None:
     """End the profiler, and write its trace to a file of this rank. No-op on a rank that started after it."""
     if hasattr(worker, "process_profile"):
         worker.process_profile.stop(Path(f"{start_of_path}-{worker.rank}.json"))
+
+
+def has_only_registered_tensors(worker: Any) -> bool:
+    """Return whether the model on this rank keeps nothing on its device besides parameters, buffers and their views.
+
+    A refit fills all parameters, and vLLM keeps the buffers when it drops the weights (sleep level 2); any other tensor
+    that the model made while it was loaded would come back without its values.
+    """
+    model = worker.model_runner.model
+    registered = [*model.parameters(), *model.buffers()]
+    known = {tensor.untyped_storage().data_ptr() for tensor in registered}
+    device = registered[0].device
+    return all(
+        tensor.device != device or not tensor.numel() or tensor.untyped_storage().data_ptr() in known
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules", "kv_cache")
+        for tensor in _tensors_in(value)
+    )
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Yield the tensors of an attribute: in containers, and in vLLM's helper objects that are no modules."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple | set):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item, depth)
+    elif depth and not isinstance(value, type | torch.nn.Module) and type(value).__module__.startswith("vllm."):
+        for name, item in getattr(value, "__dict__", {}).items():
+            if name != "kv_cache":
+                yield from _tensors_in(item, depth - 1)
 
 
 class RouteRecorder:

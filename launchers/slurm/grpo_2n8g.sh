@@ -24,7 +24,7 @@
 [[ -n ${RESTARTS:-} ]] || RESTARTS=3 # how often a run that ran out of time or lost something is queued again; preemptions do not count
 [[ -n ${LOGS:-} ]] || LOGS=logs/slurm # on the shared file system
 [[ -n ${PYTHON:-} ]] || PYTHON=python
-[[ -n ${START_TIMEOUT:-} ]] || START_TIMEOUT=600 # seconds until all nodes must have joined Ray
+[[ -n ${START_TIMEOUT:-} ]] || START_TIMEOUT=1800 # seconds until all nodes must have joined Ray
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Starts a Ray head on the first node and a Ray node on each of the others, all by srun; then the command on the first

@@ -197,11 +197,12 @@ class EngineGroup:
         with suppress(WorkerDied):  # a dead engine has nothing to resume; its streams will report it
             self.prepare()
 
-    def release(self) -> None:
-        """Pause the engines, and give their memory to the policy, if they share devices."""
+    def release(self, *, keep_weights: bool = True) -> None:
+        """Pause the engines, and give their memory to the policy, if they share devices. `keep_weights` False: a refit
+        comes before they generate again."""
         if self.sleeps or self.pauses:
             with suppress(WorkerDied):  # a dead engine holds nothing; the next refit will find it dead
-                self._all(EngineWorker.release)(self.pauses)
+                self._all(EngineWorker.release)(self.pauses, keep_weights)
             for number in self.serving():
                 self.slots[number].paused = self.pauses
 

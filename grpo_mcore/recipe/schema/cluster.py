@@ -22,8 +22,9 @@ class ClusterConfig(Section):
     """GPUs of each node, one policy rank each. On CPU: policy processes of each node."""
     segment_size: Positive | None = None
     """No effect, accepted for recipes of NeMo RL: nodes are chosen without regard to NVLink domains."""
-    start_timeout_s: PositiveFloat = 600.0
-    """Seconds within which all workers and engines must have started."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """Seconds within which all workers and engines must have started. The first start on a GPU machine compiles and
+    captures the engines' kernels: many minutes for a large model, unless their caches are kept (docs/gpu.md)."""
     step_timeout_s: PositiveFloat = 3600.0
     """Maximum seconds of one phase of a step (generation, log-probs, training, refit, ...)."""
     max_engine_restarts: NonNegative = 3

@@ -73,8 +73,9 @@ class VllmConfig(Section):
     """Number format of the KV cache. Only auto is supported yet."""
     enforce_eager: bool = False
     """Run without CUDA graphs and without compilation. No effect on CPU."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """First weights of an engine: auto reads the model's files, dummy waits for the first refit."""
+    load_format: Literal["auto", "dummy"] | None = None
+    """First weights of an engine: auto reads the model's files, dummy waits for the first refit. null: dummy where a
+    refit brings all weights before the first request, else auto (evaluation, refits of adapters alone)."""
     expose_http_server: bool = False
     """Serve the policy through an OpenAI-compatible endpoint. Agents of NeMo Gym need it."""
     http_server_host: str | None = None

@@ -7,6 +7,7 @@ token tells the weights that computed it, and its log-prob tells the oldest weig
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,12 +22,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from grpo_mcore.generation import Engine, EngineConfig
-from grpo_mcore.generation.worker_calls import refit_step
+from grpo_mcore.generation.worker_calls import has_only_registered_tensors, refit_step
 
 FIRST_TOKEN = 20
 """Token of weight version 0; that of version n is n further."""
 BLOCK = 4
 """Tokens of a cache block."""
+LOST = -1
+"""Version of weights that are dropped, or partly replaced."""
 
 
 @dataclass
@@ -44,18 +47,35 @@ class _Weights:
     before: int = 0
     coming: int = 0
     calls: list[str] = field(default_factory=list)
+    in_place: bool = False
 
     def step(self, step: str, argument: Any) -> dict[str, Any]:
         self.calls.append(step)
         match step:
             case "start":
                 self.coming, self.before = argument["version"], self.version
+                self.in_place = bool(argument.get("in_place"))
+                if self.in_place:
+                    self.version = LOST
             case "finish":
                 self.before, self.version = self.version, self.coming
             case "abort":
                 self.version = self.before
-        return {"digest": "plan", "in_place": False, "fallbacks": [], "dtype": "float32", "verify": "off",
-                "busy": False, "seconds": 0.0, "sums": {}, "parameters": 1}  # fmt: skip
+        return {"digest": "plan", "in_place": self.in_place, "fallbacks": [], "dtype": "float32", "verify": "off",
+                "busy": False, "seconds": 0.0, "sums": {}, "parameters": 1, "buckets": 1}  # fmt: skip
+
+
+class _UnderWay(Future[Any]):
+    """A batch's tokens. Until somebody asks for them its kernels may still read the weights."""
+
+    def __init__(self, batches: set[Any]) -> None:
+        super().__init__()
+        self._batches = batches
+        batches.add(self)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._batches.discard(self)
+        return super().result(timeout)
 
 
 class QueueExecutor(Executor):
@@ -68,6 +88,10 @@ class QueueExecutor(Executor):
         self.scheduler_config.async_scheduling = True
         self.weights = _Weights()
         self.asleep = False
+        self.levels: list[int] = []  # of the sleeps
+        self.only_registered_tensors = True
+        self.threads: set[int] = set()  # that have called this executor
+        self.under_way: set[Any] = set()
         self.launched = 0
         self._requests: dict[str, _Request] = {}
         self._written: dict[int, list[int]] = {}  # weight version of each slot of a cache block
@@ -76,8 +100,12 @@ class QueueExecutor(Executor):
     def collective_rpc(
         self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None, non_block: bool = False
     ) -> Any:
+        self.threads.add(threading.get_ident())
         if method is refit_step:
+            assert args[0] == "wait" or not self.under_way, f"{args[0]} of a refit while a batch reads the weights"
             return [self.weights.step(*args)]
+        if method is has_only_registered_tensors:
+            return [self.only_registered_tensors]
         assert isinstance(method, str), f"{method} has no answer here"
         answers: dict[str, Callable[[], Any]] = {
             "get_kv_cache_spec": lambda: {
@@ -87,17 +115,23 @@ class QueueExecutor(Executor):
             "determine_available_memory": lambda: 2**20,
             "compile_or_warm_up_model": lambda: SimpleNamespace(language_model=0.0, encoder=0.0),
             "get_supported_tasks": lambda: ("generate",),
-            "sleep": lambda: self._sleep(True),
+            "sleep": lambda: self._sleep(True, **(kwargs or {})),
             "wake_up": lambda: self._sleep("kv_cache" not in (kwargs or {}).get("tags", ["kv_cache"])),
         }
         return [answers.get(method, lambda: None)()]
 
-    def _sleep(self, asleep: bool) -> None:
+    def _sleep(self, asleep: bool, level: int = 1) -> None:
         self.asleep = asleep
+        if asleep:
+            self.levels.append(level)
+            if level == 2:
+                self.weights.version = LOST
         self._written.clear()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         assert not self.asleep, "a batch was launched on an engine that sleeps"
+        assert self.weights.version != LOST, "a batch was launched without weights"
+        self.threads.add(threading.get_ident())
         for request in scheduler_output.finished_req_ids:
             self._requests.pop(request, None)
         starts: dict[str, int] = {}
@@ -146,15 +180,15 @@ class QueueExecutor(Executor):
         batch, self._batch = self._batch, None
         return self._answer(batch, non_block)
 
-    @staticmethod
-    def _answer(value: Any, non_block: bool) -> Any:
+    def _answer(self, value: Any, non_block: bool) -> Any:
         if not non_block:
             return value
-        future = Future[Any]()
+        future = _UnderWay(self.under_way) if value is not None and value.req_ids else Future[Any]()
         future.set_result(value)
         return future
 
     def check_health(self) -> None:
+        self.threads.add(threading.get_ident())
         assert not self.asleep
 
     def shutdown(self) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_mcore.data.tiny_models import make_tiny_model
-from grpo_mcore.generation import Engine
+from grpo_mcore.generation import Engine, EngineError
+from grpo_mcore.generation.worker_calls import has_only_registered_tensors
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 from tests.functional.preload import preload
 
@@ -55,20 +58,24 @@ def between(engine: Engine) -> Iterator[Callable[[Callable[[int], None]], None]]
     engine._steps._step = take
 
 
+def executor_of(engine: Engine) -> Any:
+    return engine._llm_engine.model_executor
+
+
 def request(number: int, length: int = 9) -> GenerationRequest:
     return GenerationRequest(f"prompt-{number}", 0, (Turn("user", torch.arange(2, 2 + length)),), seed=number)
 
 
-def refit(engine: Engine, recompute: bool = False, abort: bool = False) -> None:
-    version = (engine.weight_version or 0) + 1
-    engine.start_refit({"digest": "plan", "version": version})
+def refit(engine: Engine, recompute: bool = False, abort: bool = False, in_place: bool = False) -> None:
+    version = (engine.weight_version or executor_of(engine).weights.coming) + 1
+    engine.start_refit({"digest": "plan", "version": version, "in_place": in_place})
     engine.stage_refit()
     engine.commit_refit(version, recompute_kv=recompute)
     engine.abort_refit() if abort else engine.finish_refit()
 
 
-def sleep(engine: Engine, refits: int = 1) -> None:
-    engine.release(pause=True)
+def sleep(engine: Engine, refits: int = 1, keep_weights: bool = True) -> None:
+    engine.release(pause=True, keep_weights=keep_weights)
     for _ in range(refits):
         refit(engine)
     assert engine.weight_version is not None
@@ -81,6 +88,7 @@ ACTIONS: dict[str, Callable[[Engine], None]] = {
     "commit and abort": lambda engine: refit(engine, abort=True),
     "sleep": lambda engine: sleep(engine, refits=0),
     "sleep and commit": sleep,
+    "sleep without weights and commit": lambda engine: sleep(engine, keep_weights=False),
     "drop": lambda engine: engine.give_up(["prompt-1"]),
 }
 
@@ -159,14 +167,89 @@ def test_no_request_reads_keys_of_a_refit_taken_back(engine: Engine) -> None:
     assert engine.weight_version == version and engine._cache_number > number + 1
 
 
-def test_a_caller_that_stops_leaves_no_batch_to_a_refit(engine: Engine) -> None:
-    """vLLM has launched a batch for the requests that the caller no longer wants; it holds their blocks."""
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_caller_that_stops_leaves_no_batch_to_a_refit(engine: Engine, in_place: bool) -> None:
+    """vLLM has launched a batch for the requests that the caller no longer wants; it holds their blocks, and reads the
+    weights that a refit in place writes over."""
     core = engine._llm_engine.engine_core.engine_core
     samples = engine.generate([request(number, 40 + 8 * number) for number in range(3)], Sampling(max_new_tokens=60))
     check_versions(next(samples))
     samples.close()
     assert core.batch_queue, "no batch was under way"
-    refit(engine)
+    refit(engine, in_place=in_place)
     assert not core.batch_queue and engine.health()["requests"] == 0
     assert engine._llm_engine.reset_prefix_cache(), "blocks of ended requests are still in use"
     check_versions(*engine.generate([request(0)], Sampling(max_new_tokens=4)))
+
+
+def test_a_refit_in_place_waits_for_the_batch_of_paused_requests(
+    engine: Engine, between: Callable[[Callable[[int], None]], None]
+) -> None:
+    """Before every step: the engine pauses without sleeping, takes weights in place, and goes on."""
+    for late in range(STEPS):
+
+        def act(step: int, late: int = late) -> None:
+            if step == late:
+                engine._asleep = ["weights"]  # it keeps its memory
+                engine.release(pause=True)
+                engine._asleep = []
+                refit(engine, in_place=True)
+                assert engine.weight_version is not None
+                engine.prepare(engine.weight_version)
+
+        between(act)
+        for sample in engine.generate([request(number) for number in range(2)], Sampling(max_new_tokens=STEPS)):
+            check_versions(sample)
+
+
+def test_vllm_is_called_by_one_thread(engine: Engine) -> None:
+    """CUDA's current stream and its libraries' work space belong to a thread."""
+    executor = executor_of(engine)
+    executor.threads.clear()
+
+    def caller(number: int) -> None:
+        list(engine.generate([request(number)], Sampling(max_new_tokens=2)))
+        engine.health()
+
+    callers = [threading.Thread(target=caller, args=(number,)) for number in range(4)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join()
+    sleep(engine, keep_weights=False)
+    refit(engine, recompute=True, abort=True)
+    assert len(executor.threads) == 1 and threading.get_ident() not in executor.threads
+
+
+def test_an_engine_that_sleeps_before_a_refit_drops_its_weights(engine: Engine) -> None:
+    """Instead of copying them to the host and back, unless the model has tensors that nobody would restore."""
+    executor, version = executor_of(engine), engine.weight_version
+    for only, keep, level in ((True, False, 2), (True, True, 1), (False, False, 1)):
+        engine._sleep_level, executor.only_registered_tensors = None, only
+        engine.release(keep_weights=keep)
+        assert executor.levels[-1] == level
+        if level == 2:
+            with pytest.raises(EngineError, match="holds weight version None"):
+                engine.prepare(version or 0)
+        refit(engine)
+        assert engine.weight_version is not None
+        engine.prepare(engine.weight_version)
+        check_versions(*engine.generate([request(0)], Sampling(max_new_tokens=2)))
+    engine._sleep_level, executor.only_registered_tensors = None, True
+
+
+def test_tensors_that_a_sleep_without_weights_would_lose() -> None:
+    def worker(**attributes: Any) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+        model.register_buffer("table", torch.ones(4))
+        for name, value in attributes.items():
+            setattr(model[0], name, value(model) if callable(value) else value)
+        return SimpleNamespace(model_runner=SimpleNamespace(model=model))
+
+    helper = type("Impl", (), {"__module__": "vllm.attention"})()
+    helper.scales = [torch.ones(2)]
+    assert has_only_registered_tensors(worker())
+    assert has_only_registered_tensors(worker(view=lambda model: model[0].weight.T, half=lambda model: model.table[:2]))
+    assert has_only_registered_tensors(worker(kv_cache=[torch.ones(2)], elsewhere=torch.ones(2, device="meta")))
+    for lost in (torch.ones(2), {"a": (torch.ones(2),)}, helper):
+        assert not has_only_registered_tensors(worker(lost=lost))

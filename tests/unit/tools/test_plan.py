@@ -386,10 +386,13 @@ def test_a_step_that_waits_for_its_longest_samples_takes_their_passes() -> None:
 
 
 def test_what_moves_to_the_host_and_back_takes_time() -> None:
-    """The optimizer of eight ranks at once, and the weights of their engines."""
+    """The optimizer of eight ranks at once; engines drop their weights, unless the refit brings adapters alone."""
     found = plan("grpo-nanov3-30BA3B-2n8g")
-    moved = 2 * (optimizer_bytes(found.load, 0) + found.engine.weights)
+    moved = 2 * optimizer_bytes(found.load, 0)
     assert seconds_of(found)["offload, sleep"] == pytest.approx(moved / (HOST_BANDWIDTH / 8) / LINK_EFFICIENCY)
+    adapters = plan("grpo-nanov3-30BA3B-2n8g-lora", f"{AT}peft.refit=adapters")
+    moved = 2 * (optimizer_bytes(adapters.load, 0) + adapters.engine.weights)
+    assert seconds_of(adapters)["offload, sleep"] == pytest.approx(moved / (HOST_BANDWIDTH / 8) / LINK_EFFICIENCY)
     assert "offload, sleep" not in seconds_of(plan(LLAMA, *AHEAD)), "engines that stay take nothing from the policy"
 
 
