@@ -135,13 +135,16 @@ def _experts(shape: ModelShape, rank: Rank) -> float:
 def _attention(shape: ModelShape, rank: Rank, padding: float) -> float:
     """Query, key, value, output and its log-sum-exp, the input of the output projection, sines and cosines."""
     b, heads = rank.element, shape.num_heads / rank.tensor
-    query, key_value = heads * shape.head_dim, shape.num_kv_heads / rank.tensor * shape.head_dim
-    norms = _head_norms(query, key_value, shape, rank) if shape.qk_norm else 0.0
+    query, key_value = heads * shape.head_dim, shape.local_kv_heads(rank.tensor) * shape.head_dim
+    projected: float = query + 2 * key_value
+    if rank.tensor > shape.num_kv_heads:  # gathered from the ranks that share key-value heads
+        projected = shape.projected_heads * shape.head_dim
+    norms = _head_norms(query, key_value, projected, shape, rank) if shape.qk_norm else 0.0
     rotary = 0.0 if rank.attention == "transformer_engine" or shape.rope_theta is None else 4 * b * shape.head_dim
     if rank.kernels == "cpu":  # float32, keys and values repeated for every query head
         return norms + padding * (8 * query * (1 + rank.keys) + 4 * heads) + b * query + rotary
     # The value is a view that keeps the whole output of linear_qkv.
-    nbytes = norms + b * (2 * query + key_value) + b * (query + 2 * key_value) + 4 * heads + rotary
+    nbytes = norms + b * (2 * query + key_value + projected) + 4 * heads + rotary
     gathered = rank.context > 1 and rank.attention == "torch"
     return nbytes + (2 * b * key_value * rank.keys if gathered else 0.0)
 
@@ -193,10 +196,10 @@ def _delta(delta: DeltaShape, rank: Rank, length: float) -> float:
     return rank.context * (projected + within + states + output) + b * delta.values
 
 
-def _head_norms(query: float, key_value: float, shape: ModelShape, rank: Rank) -> float:
+def _head_norms(query: float, key_value: float, projected: float, shape: ModelShape, rank: Rank) -> float:
     """Norms of one token's query and key. The query is a copy; the key is a view that keeps the whole output of
     linear_qkv, which on a GPU attention keeps anyway."""
-    kept = query + (query + 2 * key_value if rank.kernels == "cpu" else 0.0)
+    kept = query + (projected if rank.kernels == "cpu" else 0.0)
     return rank.element * kept + 4 * (query + key_value) / shape.head_dim
 
 

@@ -78,7 +78,7 @@ def _qkv_rows(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> li
     q, k, v = param.hf
     queries = q.shape[0] // tp_size
     copies = max(1, tp_size // shape.num_kv_heads)
-    key_values = max(1, shape.num_kv_heads // tp_size) * shape.head_dim
+    key_values = shape.local_kv_heads(tp_size) * shape.head_dim
     first = tp_rank // copies * key_values
     return [(q, tp_rank * queries, queries), (k, first, key_values), (v, first, key_values)]
 

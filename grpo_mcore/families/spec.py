@@ -205,9 +205,23 @@ class ModelShape:
         """Whether the layer's mixer is a Gated DeltaNet instead of attention."""
         return self.delta is not None and layer in self.delta.layers
 
+    def is_attention_layer(self, layer: int) -> bool:
+        """Whether the layer's mixer is attention."""
+        return self.blocks[layer] is Block.ATTENTION if self.blocks else not self.is_delta_layer(layer)
+
     def window(self, layer: int) -> int:
         """Return how many keys a query of the layer sees, its own included; 0 for all."""
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def projected_heads(self) -> int:
+        """Heads of the query, key and value projection, with those of the output gate."""
+        return (1 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads
+
+    def local_kv_heads(self, tensor_parallel: int) -> int:
+        """Return the key-value heads that a tensor-parallel rank attends to: its share of them, or one that it shares
+        with others."""
+        return max(1, self.num_kv_heads // tensor_parallel)
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Return Megatron-Core's number of vocabulary rows: the next multiple of the tensor-parallel size."""
@@ -397,30 +411,32 @@ def _grouped_pieces(
 def _qkv_pieces(
     param: Param, shape: ModelShape, tp_rank: int, tp_size: int, rows: Callable[[HfTensor, int, int, int], Piece]
 ) -> list[Piece]:
+    """Cut the rows of all key-value groups, group after group, into equal parts. With more ranks than groups a part is
+    less than a group: Megatron-Core's attention then gathers what the ranks projected and takes its heads from it, so
+    every row has one owner and its gradient is the sum over the ranks that used it."""
     q, k, v = param.hf
     width, query_rows = shape.head_dim, q.shape[0] // shape.num_kv_heads
-    groups = shape.num_kv_heads // tp_size
-    placed = []
-    for local_group in range(groups):
-        group, at = tp_rank * groups + local_group, local_group * (query_rows + 2 * width)
-        first = group * query_rows
+    first = tp_rank * (whole := shape.num_kv_heads * (query_rows + 2 * width)) // tp_size
+    last, at, placed = first + whole // tp_size, 0, []
+    for group in range(shape.num_kv_heads):
+        blocks = [(q, group * query_rows, query_rows)]
         if param.split is Split.GATED_QKV:  # [q | gate] per head becomes [q of all heads | gates of all heads]
-            for row in range(0, query_rows, 2 * width):
-                placed.append(rows(q, first + row, width, at + row // 2))
-                placed.append(rows(q, first + row + width, width, at + (query_rows + row) // 2))
-        else:
-            placed.append(rows(q, first, query_rows, at))
-        placed += [
-            rows(k, group * width, width, at + query_rows),
-            rows(v, group * width, width, at + query_rows + width),
-        ]
+            heads = range(group * query_rows, (group + 1) * query_rows, 2 * width)
+            blocks = [(q, head + part, width) for part in (0, width) for head in heads]
+        for tensor, start, count in [*blocks, (k, group * width, width), (v, group * width, width)]:
+            begin, end = max(at, first), min(at + count, last)
+            if begin < end:
+                placed.append(rows(tensor, start + begin - at, end - begin, begin - first))
+            at += count
     return placed
 
 
 def tensor_parallel_sizes(shape: ModelShape) -> dict[str, int]:
-    """Return the sizes, by name, that the policy's tensor-parallel size must divide: heads, key-value heads, heads and
-    groups of other mixers, and feed-forward sizes."""
-    sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
+    """Return the sizes, by name, that the policy's tensor-parallel size must divide: heads, heads and groups of other
+    mixers, and feed-forward sizes. Ranks may share key-value heads."""
+    sizes = {"num_attention_heads": shape.num_heads}
+    if shape.latent is None:
+        sizes["the rows of queries, keys and values"] = shape.projected_heads * shape.head_dim
     if shape.mamba is not None:
         sizes |= {"mamba_num_heads": shape.mamba.heads, "n_groups": shape.mamba.groups}
     if shape.delta is not None:

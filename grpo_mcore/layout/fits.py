@@ -98,8 +98,8 @@ def _split_tokens(policy: PolicyLayout) -> Iterator[Finding]:
 def _policy_model(policy: PolicyLayout, shape: ModelShape) -> Iterator[Finding]:
     """The sizes must divide the model's."""
     model, sizes = f"of this {shape.family} model", tensor_parallel_sizes(shape)
-    if wrong := _undivided(sizes, policy.tensor):
-        allowed = [n for n in range(1, shape.num_kv_heads + 1) if not _undivided(sizes, n)]
+    if wrong := _undivided(sizes, policy.tensor) + _shared_heads(shape, policy.tensor):
+        allowed = [n for n in range(1, shape.num_heads + 1) if not _undivided(sizes, n) and not _shared_heads(shape, n)]
         message = f"{policy.tensor} does not divide {', '.join(wrong)} {model}; it can be one of {allowed}"
         yield Finding((Key.TENSOR,), message)
     yield from (uneven := _problems(policy.layers, shape.num_layers))
@@ -150,12 +150,8 @@ def _devices(engines: EngineDevices) -> Iterator[Finding]:
 
 def _engine_model(engine: EngineLayout, shape: ModelShape) -> Iterator[Finding]:
     """vLLM must be able to split the model."""
-    tensor, experts, kv_heads = engine.tensor, shape.experts, shape.num_kv_heads
-    wrong = _undivided(engine_sizes(shape, engine.expert_parallel), tensor)
-    if kv_heads % tensor and tensor % kv_heads:
-        wrong.append(f"num_key_value_heads {kv_heads}")
-    if shape.wide_qk_norm and tensor > kv_heads:
-        wrong.append(f"num_key_value_heads {kv_heads}, over which their norm is split")
+    tensor, experts = engine.tensor, shape.experts
+    wrong = _undivided(engine_sizes(shape, engine.expert_parallel), tensor) + _shared_heads(shape, tensor)
     if shape.biases and tensor > 1:
         wrong.append("the experts' biases")
     if wrong:
@@ -173,6 +169,16 @@ def _problems(divide: Callable[[int], object], count: int) -> tuple[Finding, ...
     except LayoutError as error:
         return error.args
     return ()
+
+
+def _shared_heads(shape: ModelShape, tensor: int) -> list[str]:
+    """Return why the key-value heads cannot be distributed: each rank has several, or several ranks share one."""
+    heads = shape.num_kv_heads
+    if heads % tensor and tensor % heads:
+        return [f"num_key_value_heads {heads}"]
+    if shape.wide_qk_norm and tensor > heads:
+        return [f"num_key_value_heads {heads}, over which their norm is split"]
+    return []
 
 
 def _undivided(sizes: dict[str, int], number: int) -> list[str]:

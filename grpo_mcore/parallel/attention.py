@@ -201,6 +201,17 @@ class WindowAttention(SelfAttention):
         return super().forward(hidden_states, attention_mask, **how)
 
 
+class GatedAttention(SelfAttention):
+    """Self-attention with an output gate. Where tensor-parallel ranks share a key-value head, Megatron-Core 0.16 takes
+    the rank's own queries out of those of the head, but leaves the gates of all."""
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
+        heads = query.size(2)
+        first = parallel_state.get_tensor_model_parallel_rank() * heads % gate.size(2)
+        return query, key, value, gate[:, :, first : first + heads]
+
+
 class WholeLinear(torch.nn.Module):
     """A linear layer with its whole weight on every tensor-parallel rank, as TransformerEngine's "duplicated" mode."""
 

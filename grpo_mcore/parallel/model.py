@@ -28,7 +28,13 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
 from grpo_mcore.layout import PolicyLayout
-from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, RotaryByPosition, WindowAttention
+from grpo_mcore.parallel.attention import (
+    GatedAttention,
+    LatentAttention,
+    PackedAttention,
+    RotaryByPosition,
+    WindowAttention,
+)
 from grpo_mcore.parallel.context import computed_here, share_of_row, take
 from grpo_mcore.parallel.delta import DeltaMixer
 from grpo_mcore.parallel.divergence import divergences
@@ -278,7 +284,7 @@ def block_spec(
         if shape.wide_qk_norm:
             heads = (shape.num_heads, shape.num_kv_heads)
             of_query, of_key = (ModuleSpec(module=WideHeadNorm, params={"heads": count}) for count in heads)
-        attention_class: type = SelfAttention
+        attention_class: type = GatedAttention if shape.output_gate else SelfAttention
         attention: Any = SelfAttentionSubmodules(
             linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=of_query, k_layernorm=of_key
         )

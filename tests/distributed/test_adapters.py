@@ -27,6 +27,7 @@ EP2_PP2 = LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2)
 PARITY = [
     ("qwen3", TP1, {}),
     ("qwen3", TP2, {}),
+    ("qwen3", LayoutCase("TP4", tensor=4), {}),  # of two key-value heads
     ("qwen3", LayoutCase("TP2-SP-recompute", tensor=2, sequence_parallel=True, recompute=True), {}),
     ("qwen3", LayoutCase("PP2-recompute", pipeline=2, recompute=True), {"exclude_modules": ["linear_proj"]}),
     ("qwen3", LayoutCase("VPP2", pipeline=2, virtual=2), {}),

@@ -33,6 +33,8 @@ CASES = [
     ("qwen3", LayoutCase("TP1-recompute", recompute=True), {}),
     ("llama", LayoutCase("TP1-parts", recompute=True, recompute_modules=("mlp",)), {}),
     ("qwen3", LayoutCase("TP2-SP-bf16", tensor=2, sequence_parallel=True), BF16),
+    ("qwen3", LayoutCase("TP4-SP", tensor=4, sequence_parallel=True), {}),  # of two key-value heads
+    ("llama", LayoutCase("TP4", tensor=4), {}),
     ("llama", LayoutCase("PP4", pipeline=4), {}),
     ("qwen3", LayoutCase("DP2-bf16", data=2), BF16),
     ("llama", LayoutCase("TP2xPP2-recompute", tensor=2, pipeline=2, recompute=True), {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 
 from grpo_mcore.algorithms.training_step.step_batch import rank_steps
 from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.rank_pool import RankPool
-from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, compare, reference_of
-from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase
+from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, Reference, compare, reference_of
+from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, layout_named
 from tests.distributed.policy_cases import LAYOUTS, MOE_LAYOUTS
 from tests.unit.algorithms.training_step.step_cases import config
 
@@ -69,13 +71,36 @@ def test_logprobs_and_gradients_equal_transformers(
     if family not in references:
         folder = make_tiny_model(family, tmp_path_factory.mktemp(family), **FAMILIES[family])
         references[family] = reference_of(folder)
-    reference = references[family]
+    equal_to_transformers(ranks, references[family], case)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layout"),
+    [
+        ("nemotron_h_moe", {"n_groups": 4}, "TP4-SP"),  # 2 key-value heads, as Nemotron 3 Nano
+        ("qwen2", {}, "TP4"),
+        ("qwen3_5_text", {"num_key_value_heads": 1}, "TP2-SPxCP2"),
+        ("gemma3_text", {"num_key_value_heads": 1}, "TP2xPP2"),
+        ("gpt_oss", {"num_key_value_heads": 1}, "EP2xTP2-SPxPP2"),
+    ],
+)
+def test_ranks_that_share_key_value_heads_equal_transformers(
+    ranks: RankPool, tmp_path: Path, family: str, changes: dict[str, Any], layout: str
+) -> None:
+    reference = reference_of(make_tiny_model(family, tmp_path, **changes))
+    case = layout_named(layout, shape_of(read_hf_config(reference.folder)))
+    equal_to_transformers(ranks, reference, case, gradient_limit=2e-4)
+
+
+def equal_to_transformers(
+    ranks: RankPool, reference: Reference, case: LayoutCase, gradient_limit: float = GRADIENT_LIMIT
+) -> None:
     target = "grpo_mcore.tools.parity.rank:logprobs_and_gradients"
     results = ranks.run(case.world_size, target, str(reference.folder), case)
     found = compare(reference, results, case.name, packed=True)
     assert max(found.logprobs.values()) < LOGPROB_LIMIT
     gradient, name = max(found.by_layer().values())
-    assert gradient < GRADIENT_LIMIT, f"{name}: relative error {gradient:.2e}"
+    assert gradient < gradient_limit, f"{name}: relative error {gradient:.2e}"
     norm = torch.stack([gradient.norm() for gradient in reference.gradients.values()]).norm().item()
     assert [result["grad_norm"] for result in results] == pytest.approx([norm] * len(results), rel=1e-4), (
         "clipping uses this norm"

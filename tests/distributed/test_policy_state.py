@@ -14,6 +14,7 @@ from grpo_mcore.tools.parity.rank import LayoutCase, sequences
 
 CASES = "tests.distributed.policy_state_cases"
 TP1, TP2, TP2_PP2 = LayoutCase("TP1"), LayoutCase("TP2", tensor=2), LayoutCase("TP2xPP2", tensor=2, pipeline=2)
+TP4 = LayoutCase("TP4", tensor=4)
 DP2 = LayoutCase("DP2", data=2)
 VPP2 = LayoutCase("VPP2", pipeline=2, virtual=2)
 PP2_DP2 = LayoutCase("PP2xDP2", pipeline=2, data=2)
@@ -107,6 +108,8 @@ def test_without_the_optimizer_the_weights_are_the_same_and_the_moments_start_at
         ("qwen3", VPP2, VPP2),
         ("qwen3", VPP2, CP2),
         ("qwen3", CP2, PP2_UNEVEN),
+        ("qwen3", TP4, TP2_PP2),  # of two key-value heads
+        ("qwen3", VPP2, TP4),
         ("qwen3_moe", EP2, EP2),
         ("deepseek_v3", EP2_PP2, ETP2),
         ("nemotron_h_moe", EP2_PP2, ETP2),
@@ -208,6 +211,7 @@ def test_an_optimizer_in_parts_loads_on_other_copies_of_the_model(
     [
         ("qwen3", TP1),
         ("qwen3", TP2_PP2),
+        ("qwen3", TP4),
         ("qwen3", VPP2),
         ("qwen3_moe", EP2_PP2),
         ("qwen3_moe", CP2_DP2_EP2),

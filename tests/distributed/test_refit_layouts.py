@@ -21,6 +21,7 @@ PAIRS: list[tuple[str, LayoutCase, int]] = [
     ("qwen2", LayoutCase("TP2", tensor=2), 1),
     ("qwen3", LayoutCase("TP2xPP2", tensor=2, pipeline=2), 2),
     ("llama", LayoutCase("PP2", pipeline=2), 1),
+    ("llama", LayoutCase("TP4", tensor=4), 2),
     ("qwen3", LayoutCase("DP2", data=2), 2),
     ("qwen2", LayoutCase("PP2-2+4", pipeline=2, first_stage=2), 4),
     ("qwen2", LayoutCase("CP2", context=2), 1),

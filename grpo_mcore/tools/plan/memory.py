@@ -166,9 +166,8 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
     mixers; each rank has at least one key-value head, and the whole of a latent."""
     shape, tensor = load.shape, load.engine_layout.tensor
     weights = _engine_numel(shape, load.engine_layout)
-    attention = shape.blocks.count(Block.ATTENTION) if shape.blocks else shape.num_layers
-    attention = math.ceil((attention - (len(shape.delta.layers) if shape.delta else 0)) / load.engine_layout.pipeline)
-    width = 2 * max(1, shape.num_kv_heads // tensor) * shape.head_dim
+    attention = math.ceil(sum(map(shape.is_attention_layer, range(shape.num_layers))) / load.engine_layout.pipeline)
+    width = 2 * shape.local_kv_heads(tensor) * shape.head_dim
     if shape.latent is not None:
         width = shape.latent.key_value_rank + shape.latent.rotary_dim
     state = 0

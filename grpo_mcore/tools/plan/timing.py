@@ -116,13 +116,17 @@ def _pass(
 
 def _tensor_parallel_seconds(load: Workload, device: Device) -> float:
     """Return the seconds per sweep. Each layer sums its activations twice over the TP ranks; with sequence parallelism
-    a reduce-scatter and an all-gather move equally many bytes."""
-    tp = load.layout.tensor
+    a reduce-scatter and an all-gather move equally many bytes. Where ranks share key-value heads, attention gathers
+    what they projected."""
+    tp, shape = load.layout.tensor, load.shape
     if tp == 1:
         return 0.0
-    layers = max(len(layers) for layers in load.layers)
-    nbytes = 2 * layers * _tokens_per_rank(load) * load.shape.hidden_size * load.element * 2 * (tp - 1) / tp
-    return nbytes / _link(load, device, tp)
+    gathered = shape.projected_heads * shape.head_dim if tp > shape.num_kv_heads else 0
+    each = max(
+        sum(4 * shape.hidden_size + gathered * shape.is_attention_layer(layer) for layer in layers)
+        for layers in load.layers
+    )
+    return each * _tokens_per_rank(load) * load.element * (tp - 1) / tp / _link(load, device, tp)
 
 
 def _context_seconds(load: Workload, device: Device) -> float:
@@ -131,7 +135,7 @@ def _context_seconds(load: Workload, device: Device) -> float:
     layout, shape = load.layout, load.shape
     if layout.context == 1:
         return 0.0
-    width = 2 * shape.num_kv_heads * shape.head_dim / layout.tensor
+    width: float = 2 * shape.local_kv_heads(layout.tensor) * shape.head_dim
     if shape.latent is not None:
         width = shape.num_heads * (shape.head_dim + shape.latent.value_dim) / layout.tensor
     scanned = sum(shape.mamba.projected_parts) / layout.tensor if shape.mamba else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,13 @@ QWEN3 = {
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[ModelShape, int]:
     tp = draw(st.sampled_from([1, 2, 4]))
-    kv_heads = tp * draw(st.integers(1, 2))
+    kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
+    sharing = max(1, tp // kv_heads)
     config = QWEN3 | {
         "model_type": draw(st.sampled_from(["qwen2", "qwen3", "llama"])),
         "hidden_size": draw(st.integers(1, 6)), "num_hidden_layers": 1, "num_key_value_heads": kv_heads,
-        "num_attention_heads": kv_heads * draw(st.integers(1, 3)), "head_dim": draw(st.integers(1, 4)),
+        "num_attention_heads": math.lcm(tp, kv_heads) * draw(st.integers(1, 3)),
+        "head_dim": sharing * draw(st.integers(1, 4)),
         "intermediate_size": tp * draw(st.integers(1, 5)), "vocab_size": draw(st.integers(tp, 20)),
         "tie_word_embeddings": draw(st.booleans()),
     }  # fmt: skip

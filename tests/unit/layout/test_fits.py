@@ -48,6 +48,7 @@ def messages(findings: list[Finding]) -> str:
     ("shape", "sizes"),
     [
         (DENSE, {"pipeline": 3}),
+        (DENSE, {"tensor": 8}),
         (DENSE, {"pipeline": 3, "virtual": 2}),
         (DENSE, {"pipeline": 2, "first_layers": 2}),
         (DENSE, {"pipeline": 3, "first_layers": 1, "last_layers": 1}),
@@ -65,8 +66,15 @@ def test_allowed_layouts(shape: ModelShape, sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("shape", "sizes", "message"),
     [
-        (DENSE, {"tensor": 8}, "does not divide num_key_value_heads 4"),
-        (DENSE, {"tensor": 3}, r"tensor_model_parallel_size: 3 does not .*_heads 8, .* can be one of \[1, 2, 4\]"),
+        (DENSE, {"tensor": 16}, "does not divide num_attention_heads 8"),
+        (DENSE, {"tensor": 3}, r"tensor_model_parallel_size: 3 does not .*_heads 8, .* can be one of \[1, 2, 4, 8\]"),
+        (
+            dataclasses.replace(DENSE, num_heads=24),
+            {"tensor": 6},
+            r"6 does not divide .*num_key_value_heads 4 of .* can be one of \[1, 2, 4, 8\]",
+        ),
+        (dataclasses.replace(DENSE, num_heads=12, head_dim=1), {"tensor": 12}, "rows of queries, keys and values 20"),
+        (dataclasses.replace(DENSE, wide_qk_norm=True), {"tensor": 8}, "heads 4, over which their norm is split"),
         (MAMBA, {"tensor": 4}, r"4 does not divide n_groups 2 of this nemotron_h model; it can be one of \[1, 2\]"),
         (DENSE, {"pipeline": 4}, "6 of 6 layers do not divide over 4 stages"),
         (DENSE, {"pipeline": 3, "first_layers": 1}, "5 of 6 layers do not divide over the other 2 stages"),
@@ -141,6 +149,7 @@ cluster: {{gpus_per_node: 4, platform: cpu}}
 launch: {{code: []}}
 """
 AT = "policy.megatron_cfg."
+SIX_HEADS = CONFIG | {"num_attention_heads": 6, "num_key_value_heads": 2}
 WITHOUT_MODEL = {
     "TP 3 of 4": {AT + "tensor_model_parallel_size": 3},
     "PP 8 of 4": {AT + "pipeline_model_parallel_size": 8},
@@ -152,7 +161,7 @@ WITHOUT_MODEL = {
     "experts without sequence": {AT + "tensor_model_parallel_size": 2, AT + "expert_model_parallel_size": 2},
 }
 WITH_MODEL = {
-    "TP 4 of 2 key-value heads": {AT + "tensor_model_parallel_size": 4},
+    "TP 4 of 6 heads": {AT + "tensor_model_parallel_size": 4},
     "PP 4 of 6 layers": {AT + "pipeline_model_parallel_size": 4},
     "EP without experts": {AT + "expert_model_parallel_size": 2},
     "VPP 2 of 3 layers": {AT + "pipeline_model_parallel_size": 2, AT + "virtual_pipeline_model_parallel_size": 2},
@@ -169,7 +178,7 @@ ENGINES = {
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_key_value_heads": 2}))
+    (folder / "config.json").write_text(json.dumps(SIX_HEADS))
     file = folder / "r.yaml"
     file.write_text(RECIPE.format(model=folder))
     return file
@@ -185,7 +194,7 @@ def refusals(recipe_file: Path, keys: dict[str, Any], callers: str) -> dict[str,
         for part in path:
             section = section[part]
         section[name] = value
-    shape, address = shape_of(CONFIG | {"num_key_value_heads": 2}), Address(0, world_size(config), 0, "", 0)
+    shape, address = shape_of(SIX_HEADS), Address(0, world_size(config), 0, "", 0)
     work: dict[str, Callable[[], object]] = {
         "check": lambda: check_model(config),
         "plan": lambda: workload_of(config, shape, kernels="cpu"),

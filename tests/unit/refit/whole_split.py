@@ -86,12 +86,14 @@ def random_case(seed: int) -> Case:
     expert_tensor = pick.choice([1, tp]) if experts else 1
     room = tp * context * data // expert_tensor
     expert = pick.choice([size for size in (1, 2, 4) if room % size == 0 and experts % size == 0]) if experts else 1
-    kv_heads = pick.choice([k for k in (1, 2, 4, 8) if k % tp == 0 and (k % engine_tp == 0 or engine_tp % k == 0)])
+    both = (tp, engine_tp)
+    kv_heads = pick.choice([k for k in (1, 2, 4, 8) if all(k % size == 0 or size % k == 0 for size in both)])
+    sharing = max(1, tp // kv_heads)  # ranks with one key-value head, whose rows they divide
     wide = np.lcm(tp, engine_tp)
     heads = int(np.lcm.reduce([kv_heads, wide])) * pick.choice([1, 2])
     shape = make_shape(
         hidden_size=pick.randint(1, 5), num_layers=pipeline * virtual * pick.randint(1, 2), num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=pick.randint(1, 3), ffn_hidden_size=int(wide) * pick.randint(1, 3),
+        num_kv_heads=kv_heads, head_dim=sharing * pick.randint(1, 3), ffn_hidden_size=int(wide) * pick.randint(1, 3),
         vocab_size=pick.choice([tp, pick.randint(4, 70), pick.randint(60, 200)]),
         tied_embeddings=pick.random() < 0.5, qkv_bias=pick.random() < 0.5, qk_norm=pick.random() < 0.5,
     )  # fmt: skip
@@ -154,7 +156,7 @@ def _megatron(param: Param, shape: ModelShape, tensors: list[np.ndarray], rank: 
         case Split.QKV:
             groups = [tensor.reshape(shape.num_kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
             fused = np.concatenate(groups, axis=1)  # [group, q of the group | k | v, ...]
-            return np.concatenate(list(np.split(fused, size)[rank]))
+            return np.split(np.concatenate(list(fused)), size)[rank]
 
 
 def in_the_engine(case: Case, rank: int) -> Weights:

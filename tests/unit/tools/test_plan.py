@@ -271,7 +271,6 @@ def test_the_search_includes_the_recipes_own_layout() -> None:
 
 
 NOT_FIRST = {  # docs/plan_and_doctor.md has the reasons
-    "grpo-llama3.1-8B-2n8g": "no pipeline",
     "grpo-qwen3-30BA3B-4n8g": "experts over EP 8",
     "grpo-qwen3.5-35BA3B-4n8g": "experts over EP 8",
     "grpo-qwen3-30BA3B-4n8g-async-1off": "generates and trains at the same time",
@@ -433,14 +432,17 @@ def test_the_search_returns_layouts_that_fit_fastest_first() -> None:
     assert "no layout fits" in search_text([], 1)
 
 
+TOO_WIDE = (f"{AT}tensor_model_parallel_size=64", f"{AT}pipeline_model_parallel_size=1", "cluster.num_nodes=8")
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         ((LLAMA, "policy.model_name=someone/unknown"), 1, "--config-json PATH"),
         (
-            (LLAMA, f"{AT}tensor_model_parallel_size=16", "cluster.num_nodes=4"),
+            (LLAMA, *TOO_WIDE),
             1,
-            "does not divide num_key_value_heads 8",
+            "does not divide num_attention_heads 32",
         ),
         ((LLAMA, "--device", "H900"), 1, "known are A100-40GB"),
         ((LLAMA, "--search", "0"), 1, "--search 0: give a number of nodes"),
@@ -521,8 +523,8 @@ def test_context_parallel_ranks_share_a_bin() -> None:
 
 
 def test_a_layout_that_the_model_does_not_allow_is_refused() -> None:
-    with pytest.raises(LayoutError, match="tensor_model_parallel_size: 8 does not divide num_key_value_heads 4"):
-        plan(MOE, f"{AT}tensor_model_parallel_size=8")
+    with pytest.raises(LayoutError, match="tensor_model_parallel_size: 64 does not divide num_attention_heads 32"):
+        plan(LLAMA, *TOO_WIDE)
 
 
 @pytest.mark.slow
