@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class Engine:
         # vLLM starts and computes on this thread alone. CUDA's current stream and the work space of its libraries are a
         # thread's: each of the callers' threads would take its own, and launch its steps on another stream.
         self._device = ThreadPoolExecutor(1, f"{self.name}-device", initializer=torch.get_num_threads)  # sets OpenMP up
+        self._device_thread: int = self._on_device(threading.get_ident)
         self._sleep_level: int | None = None
         for key, value in engine_environment(config).items():
             os.environ.setdefault(key, value)
@@ -176,7 +178,13 @@ class Engine:
             if name is not None:
                 del self._streams[name]
             self._steps.close(stream.caller)
-            self._forget(stream, list(stream.requests))
+            forget = partial(self._forget, stream, list(stream.requests))
+            if threading.get_ident() == self._device_thread:
+                # The garbage collector ends a stream that its caller has dropped, and it runs inside a call of vLLM:
+                # whoever waits for that call has the lock.
+                threading.Thread(target=forget, daemon=True).start()
+            else:
+                forget()
 
     def join(self, name: str, requests: list[GenerationRequest], sampling: Sampling) -> bool:
         """Add requests to a stream of `generate_together`. Return False if it has ended; raises what that does. In both

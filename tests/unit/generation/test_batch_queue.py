@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -219,6 +221,26 @@ def test_vllm_is_called_by_one_thread(engine: Engine) -> None:
     sleep(engine, keep_weights=False)
     refit(engine, recompute=True, abort=True)
     assert len(executor.threads) == 1 and threading.get_ident() not in executor.threads
+
+
+def test_a_dropped_stream_is_ended_by_a_collection_inside_a_call_of_vllm(engine: Engine) -> None:
+    """vLLM collects garbage when it shuts down, for one."""
+    gc.disable()
+    try:
+        stream: Any = engine.generate([request(0, 61), request(1)], Sampling(max_new_tokens=60))
+        check_versions(next(stream))
+        circle = [stream]
+        circle.append(circle)
+        del stream, circle
+        assert engine.health()["requests"] == 1
+        with engine._lock.call():
+            assert engine._device.submit(gc.collect).result(timeout=60)
+    finally:
+        gc.enable()
+    until = time.monotonic() + 60
+    while engine.health()["requests"]:
+        assert time.monotonic() < until, "the stream was not ended"
+        time.sleep(0.01)
 
 
 def test_an_engine_that_sleeps_before_a_refit_drops_its_weights(engine: Engine) -> None:

@@ -83,7 +83,7 @@ def test_ranks_leave_the_network_group_of_an_engine_that_was_replaced() -> None:
 
 
 def test_engines_release_their_memory_only_if_they_share_devices() -> None:
-    for sleeps, pauses, asked in ((False, False, {}), (True, False, {("release", False): 1})):
+    for sleeps, pauses, asked in ((False, False, {}), (True, False, {("release", False, True): 1})):
         worker = LocalWorker("engine-0", Called())
         group = EngineGroup(LocalCluster(), [EngineSlot(worker)], sleeps, pauses=pauses)
         group.release()
@@ -92,7 +92,7 @@ def test_engines_release_their_memory_only_if_they_share_devices() -> None:
     group.committed(4)
     worker.target.calls.clear()
     group.release()
-    assert worker.target.calls == {("release", True): 1} and group.paused
+    assert worker.target.calls == {("release", True, True): 1} and group.paused
     group.prepare()
     assert worker.target.calls[("prepare", 4)] == 1 and not group.paused
     group.release()
