@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ def attention(setting: Setting) -> Iterator[Row]:
 
 
 def engine(setting: Setting) -> Iterator[Row]:
-    """Generate, sleep with the weights, and generate the same again."""
+    """Generate, sleep with the weights, and generate the same again; then sleep without them and take a policy's."""
     if why := why_not_imported("vllm"):
         yield Row("stack", "engine", why, "", None if why == NOT_INSTALLED else False)
         return
@@ -116,7 +117,36 @@ def engine(setting: Setting) -> Iterator[Row]:
         yield Row("stack", "engine: sleep level before a refit", f"{ours._level_without_weights()}",
                   "2: weights are dropped; 1: the model has other tensors, and they are copied")  # fmt: skip
     yield Row("stack", "engine: samples after it", f"{len(first)}", "the same tokens", samples() == first)
+    yield from _refit(setting, ours, folder)
     ours.shutdown()
+
+
+def _refit(setting: Setting, ours: Any, folder: Path) -> Iterator[Row]:
+    """Let the engine sleep without its weights, take those of a policy in this process, and generate with them."""
+    from tests.functional.engine_cases import Policy as Weights
+    from tests.functional.engine_cases import generate, request, worst_difference
+
+    weights = Weights(folder, size=1)
+    weights.change(seed=1)
+    weights.reference.to(setting.torch_device)
+    ours.release(keep_weights=False)
+    plan = weights.plan(ours, dtype=setting.precision, buffer_bytes=1 << 20)
+    report = weights.refit(ours, 1, plan, verify="full")
+    ours.prepare(1)
+    what = f"{report.checked} slices in {len(plan.buckets)} buckets"
+    yield Row(
+        "stack", "engine: refit after a sleep", number(report.seconds, "s"), f"checksums of {what}", report.checked > 0
+    )
+    worst = worst_difference(weights.reference.cpu(), generate(ours, [request(i) for i in range(8)]))
+    limit = 0.2 if setting.precision == "bfloat16" else 1e-4
+    yield Row(
+        "stack",
+        "engine: log-probs after it",
+        f"{worst:.1e}",
+        f"transformers in float32, below {limit:g}",
+        worst < limit,
+    )
+    weights.close()
 
 
 def main(part: str, *words: str) -> None:

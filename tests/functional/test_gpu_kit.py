@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.functional.preload import preload
+
 ROOT = Path(__file__).resolve().parents[2]
 MISSING = (
     "ray",
@@ -58,6 +60,17 @@ def test_everything_is_measured_and_what_is_compared_agrees(tmp_path: Path, bare
     kinds = {row["what"].partition(":")[0] for row in rows if row["part"] == "nanov3 slice"}
     assert kinds >= {"Mamba layer", "expert layer", "attention layer", "training step", "MFU (without recomputation)"}
     assert run.stdout == (out / "table.txt").read_text()
+
+
+def test_an_engine_takes_a_policys_weights(tmp_path: Path) -> None:
+    preload()
+    from benchmarks.gpu import stack
+    from benchmarks.gpu.kit import Setting
+
+    rows = {row.what: row for row in stack.engine(Setting("cpu", True, tmp_path))}
+    compared = {what for what, row in rows.items() if row.ok}
+    assert compared == {"engine: samples after it", "engine: refit after a sleep", "engine: log-probs after it"}
+    assert all(row.ok is not False for row in rows.values()), rows
 
 
 def test_without_a_gpu_the_command_says_so(bare: dict[str, str]) -> None:

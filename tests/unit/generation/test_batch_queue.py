@@ -17,6 +17,8 @@ from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.generation import Engine, EngineError
 from grpo_mcore.generation.worker_calls import has_only_registered_tensors
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
+from tests.functional import test_engine_refit as with_a_model
+from tests.functional.engine_cases import CONTEXT
 from tests.functional.preload import preload
 
 STEPS = 6
@@ -34,7 +36,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         folder = make_tiny_model("qwen3", tmp_path_factory.mktemp("tiny"), words=True, num_hidden_layers=1)
-        started = queue_executor.engine(folder, getattr(queue_executor, request.param))
+        started = queue_executor.engine(folder, getattr(queue_executor, request.param), max_model_len=CONTEXT)
         assert started._llm_engine.vllm_config.use_v2_model_runner == (request.param == "SecondRunnerExecutor")
         yield started
         started.shutdown()
@@ -65,7 +67,7 @@ def executor_of(engine: Engine) -> Any:
 
 
 def request(number: int, length: int = 9) -> GenerationRequest:
-    return GenerationRequest(f"prompt-{number}", 0, (Turn("user", torch.arange(2, 2 + length)),), seed=number)
+    return GenerationRequest(f"prompt-{number}", 0, (Turn("user", 2 + torch.arange(length) % 99),), seed=number)
 
 
 def refit(engine: Engine, recompute: bool = False, abort: bool = False, in_place: bool = False) -> None:
@@ -84,10 +86,17 @@ def sleep(engine: Engine, refits: int = 1, keep_weights: bool = True) -> None:
     engine.prepare(engine.weight_version)
 
 
+def abort(engine: Engine) -> None:
+    engine.start_refit({"digest": "plan", "version": (engine.weight_version or 0) + 1, "in_place": False})
+    engine.stage_refit()
+    engine.abort_refit()
+
+
 ACTIONS: dict[str, Callable[[Engine], None]] = {
     "commit": refit,
     "commit and recompute": lambda engine: refit(engine, recompute=True),
     "commit and abort": lambda engine: refit(engine, abort=True),
+    "abort": abort,
     "sleep": lambda engine: sleep(engine, refits=0),
     "sleep and commit": sleep,
     "sleep without weights and commit": lambda engine: sleep(engine, keep_weights=False),
@@ -136,6 +145,21 @@ def test_tokens_are_of_the_weights_that_computed_them(
             assert engine.health()["requests"] == 0
 
 
+@pytest.mark.parametrize(
+    "test",
+    [
+        with_a_model.test_samples_come_as_they_finish,
+        with_a_model.test_samples_that_nobody_wants_any_more_are_given_up,
+        with_a_model.test_requests_join_an_open_stream,
+        with_a_model.test_several_callers_share_the_steps,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_callers_notice_no_queue(engine: Engine, test: Callable[[Engine], None]) -> None:
+    """What holds with a model, whose engine has no queue here."""
+    test(engine)
+
+
 def test_a_new_request_reads_no_keys_of_older_weights(engine: Engine, between: Callable[..., None]) -> None:
     """While another request holds blocks, so that vLLM refuses to clear the prefix cache."""
     for late in range(1, STEPS):
@@ -174,7 +198,9 @@ def test_a_caller_that_stops_leaves_no_batch_to_a_refit(engine: Engine, in_place
     """vLLM has launched a batch for the requests that the caller no longer wants; it holds their blocks, and reads the
     weights that a refit in place writes over."""
     core = engine._llm_engine.engine_core.engine_core
-    samples = engine.generate([request(number, 40 + 8 * number) for number in range(3)], Sampling(max_new_tokens=60))
+    samples = engine.generate(
+        [request(number, CONTEXT - 24 + 8 * number) for number in range(3)], Sampling(max_new_tokens=60)
+    )
     check_versions(next(samples))
     samples.close()
     assert core.batch_queue, "no batch was under way"
@@ -227,7 +253,7 @@ def test_a_dropped_stream_is_ended_by_a_collection_inside_a_call_of_vllm(engine:
     """vLLM collects garbage when it shuts down, for one."""
     gc.disable()
     try:
-        stream: Any = engine.generate([request(0, 61), request(1)], Sampling(max_new_tokens=60))
+        stream: Any = engine.generate([request(0, CONTEXT - 3), request(1)], Sampling(max_new_tokens=60))
         check_versions(next(stream))
         circle = [stream]
         circle.append(circle)
