@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.clock import REAL, Clock
+from grpo_mcore.formats import FORMATS, newer_format
 from grpo_mcore.observe.append_file import AppendFile
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,9 @@ class Ledger:
                 *(path, missing, kept),
             )
         self.write(
-            "started", step=step, kept=kept - missing, missing=missing, max_age=max_age, time=round(clock.unix())
-        )
+            "started", format=FORMATS["ledger"], step=step, kept=kept - missing, missing=missing, max_age=max_age,
+            time=round(clock.unix()),
+        )  # fmt: skip
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an entry, which survives the end of this process; on a full disk it is written later."""
@@ -103,4 +105,6 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
             raise LedgerError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(entries[-1], dict) or "event" not in entries[-1]:
             raise LedgerError(f"{path}:{number}: no entry of a ledger: {line[:80]!r}")
+        if (why := newer_format("ledger", entries[-1].get("format"))) is not None:
+            raise LedgerError(f"{path}:{number}: {why}")
     return entries

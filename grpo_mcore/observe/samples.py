@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_mcore.formats import FORMATS, newer_format
 from grpo_mcore.observe.append_file import AppendFile
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,13 @@ CLOSE_S = 60.0
 
 _TURN = pa.struct([("role", pa.string()), ("text", pa.string()), ("tokens", pa.int32()), ("generated", pa.bool_())])
 _SPAN = pa.struct([("version", pa.int32()), ("first", pa.int32()), ("end", pa.int32())])
+
+
+class SamplesError(ValueError):
+    """A file of samples cannot be read by this version."""
+
+
+_FORMAT = b"grpo_mcore.format"
 
 SCHEMA = pa.schema(
     [
@@ -221,7 +229,7 @@ def _table(rows: Sequence[Row]) -> pa.Table:
             columns.append(_list_column(values, field.type))
         else:
             columns.append(pa.array(values, field.type))
-    return pa.table(columns, schema=SCHEMA)
+    return pa.table(columns, schema=SCHEMA.with_metadata({_FORMAT: str(FORMATS["samples"])}))
 
 
 def _list_column(values: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Array:
@@ -245,9 +253,14 @@ def sample_steps(run: Path, kind: Kind) -> dict[int, Path]:
 def read_samples(
     path: Path, columns: Sequence[str] | None = None, uids: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the samples of a file as plain values, all columns or some, of all prompts or some."""
+    """Return the samples of a file as plain values, all columns or some, of all prompts or some. Raises SamplesError
+    for a file of a newer format."""
     filters = None if uids is None else [("uid", "in", list(uids))]
-    return pq.read_table(path, columns=None if columns is None else list(columns), filters=filters).to_pylist()
+    table = pq.read_table(path, columns=None if columns is None else list(columns), filters=filters)
+    written = (table.schema.metadata or {}).get(_FORMAT)
+    if (why := newer_format("samples", None if written is None else int(written))) is not None:
+        raise SamplesError(f"{path} was {why}")
+    return table.to_pylist()
 
 
 def read_token_texts(folder: Path) -> dict[int, str]:

@@ -19,6 +19,7 @@ from typing import Any, TypedDict
 
 from grpo_mcore.algorithms.checkpointing.lease import Lease, dead_holder
 from grpo_mcore.file_digests import Digest, collect_digests, digest_file, digest_of, first_changed
+from grpo_mcore.formats import FORMATS, newer_format
 from grpo_mcore.recipe import Change, CheckpointingConfig, MasterConfig, changes
 
 logger = logging.getLogger(__name__)
@@ -215,6 +216,7 @@ class CheckpointManager:
         steps = self._steps()
         while steps:
             candidate = self.folder / f"step_{steps.pop()}"
+            refuse_newer_format(candidate)
             if (problem := known or damage(candidate, whole)) is None:
                 return candidate
             known = ""
@@ -439,7 +441,7 @@ def write_driver_files(folder: Path, snapshot: RunSnapshot, recipe: MasterConfig
 
     from grpo_mcore import tensor_files
 
-    info = {"save_state": snapshot.save_state, "metrics": snapshot.metrics}
+    info = {"format": FORMATS["checkpoint"], "save_state": snapshot.save_state, "metrics": snapshot.metrics}
     recipe_text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     return {
         "data.pt": tensor_files.save(snapshot.data_state, folder / "data.pt"),
@@ -460,6 +462,17 @@ def _write_text(path: Path, text: str) -> Digest:
 
 def _read_info(folder: Path) -> dict[str, Any]:
     return json.loads((folder / INFO).read_text())
+
+
+def refuse_newer_format(folder: Path) -> None:
+    """Raise ResumeError for a checkpoint of a newer version. One that cannot be read is damaged, which shows later."""
+    try:
+        info = _read_info(folder)
+    except (OSError, ValueError):
+        return
+    written = info.get("format") if isinstance(info, dict) else None
+    if (why := newer_format("checkpoint", written)) is not None:
+        raise ResumeError(f"{folder} was {why}")
 
 
 def write_digests(folder: Path, written: Mapping[str, Digest]) -> None:
@@ -507,6 +520,7 @@ def _named_checkpoint(folder: Path, whole: bool) -> Path:
         inside = max(folder.glob(f"step_*/{INFO}"), key=lambda one: one.stat().st_mtime, default=None)
         hint = f"; name one of the checkpoints in it, such as {inside.parent}" if inside else ""
         raise ResumeError(f"--resume: {folder} is no checkpoint: {INFO} is missing{hint}")
+    refuse_newer_format(folder)
     if (problem := damage(folder, whole)) is not None:
         raise ResumeError(_is_damaged(folder, problem))
     return folder

@@ -13,10 +13,10 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    PlainValidator,
     ValidationError,
     WrapValidator,
 )
-from pydantic_core import core_schema
 
 from grpo_mcore.recipe.errors import nearest_hint
 
@@ -133,7 +133,7 @@ class NameOrCode:
         raise ValueError(f"expected {known}, or custom code as {{path: package.module:name}}{hint}")
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        return core_schema.no_info_plain_validator_function(self.check)
+        return handler(Annotated[Any, PlainValidator(self.check)])
 
 
 def _first(error: ValidationError) -> str:
