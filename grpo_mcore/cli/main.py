@@ -38,6 +38,7 @@ VERBS = {
     "config": ("print a recipe, resolved, with the source of every value", True),
     "refit": ("show how a refit moves the weights of a recipe, or check one: refit plan, refit verify", False),
     "parity": ("compare the policy on several layouts, and an engine, with transformers", False),
+    "verdict": ("name why policy and engine disagree, on a recorded step or for a model", False),
     "launch": ("run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
     "sweep": ("train a recipe with each combination of some values and seeds: key=a,b,c --seeds 3", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),

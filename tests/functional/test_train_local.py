@@ -218,6 +218,18 @@ def test_a_recorded_step_is_replayed_to_the_bit(whole: tuple[Run, Inside], capsy
     assert "loss differs by 0.0e+00, the gradient's norm by 0.0e+00 of it, a token's log-prob by at most 0.0e+00" in out
 
 
+def test_the_verdict_on_a_recorded_step_is_none(whole: tuple[Run, Inside], capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = whole
+    capsys.readouterr()
+    assert main(["verdict", str(run.logs), "--step", "4", "--samples", "3"]) == 0
+    line, *table = capsys.readouterr().out.splitlines()
+    assert line.startswith("none: ") and {words.split()[0] for words in table[1:3]} == {"policy", "engine"}
+    assert table[-1] == f"again: grpo-mcore verdict {run.logs} --step 4"
+    assert main(["verdict", str(run.logs), "--step", "1", "--samples", "3"]) == 0, "the model itself"
+    assert main(["verdict", str(run.logs), "--step", "3"]) == 1
+    assert "step_2 is not kept: step 3 began with its weights" in capsys.readouterr().err
+
+
 def test_a_weight_changed_by_hand_is_found(
     whole: tuple[Run, Inside], recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

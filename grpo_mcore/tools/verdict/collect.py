@@ -1,0 +1,167 @@
+"""What policy and engine said: of a recorded step of a run, or of a model now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.algorithms.run_control.checks import model_folder
+from grpo_mcore.batching.packed_batch import pack_rows
+from grpo_mcore.families import engine_options, missing_on_cpu, read_hf_config, shape_of
+from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
+from grpo_mcore.tools.export import export
+from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, make_policy, sequences
+from grpo_mcore.tools.replay.replay import ReplayError, recorded_step
+from grpo_mcore.tools.verdict.judge import Sample
+
+NEW_TOKENS, RANK_TIMEOUT_S = 24, 600.0
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a judge needs. `folder`, `older`: weights that gave the numbers, and those of the version before; `notes`:
+    what is not judged, and why."""
+
+    folder: Path
+    older: Path | None
+    samples: tuple[Sample, ...]
+    sampling: Sampling
+    precision: torch.dtype
+    notes: tuple[str, ...] = ()
+
+
+def of_run(run: Path, config: MasterConfig, step: int, count: int, scratch: Path) -> list[Case]:
+    """Return the first `count` recorded samples of a step: what the policy said of them, with the weights after
+    `step` - 1 steps, which are of weight version `step`; and what the engine said, with those of the version that most
+    samples come from. Raises ReplayError where the policy's weights are not kept."""
+    rows = [row for row in recorded_step(run, step)[0] if row["weight"]]
+    versions = Counter(row["versions"][0]["version"] for row in rows if len(row["versions"]) == 1)
+    sampling = _sampling(config)
+    precision = PRECISIONS[config.policy.precision]
+    folder = _weights(config, step - 1, scratch)
+    if folder is None:
+        where = f"{config.checkpointing.checkpoint_dir}/step_{step - 1}"
+        raise ReplayError(f"{where} is not kept: step {step} began with its weights; choose a step after a checkpoint")
+    policy = Case(
+        folder,
+        _weights(config, step - 2, scratch),
+        tuple(replace(_sample(row), engine=None) for row in rows[:count]),
+        sampling,
+        precision,
+    )
+    if not versions:
+        return [replace(policy, notes=("engine: each sample has tokens of several weight versions",))]
+    version = versions.most_common(1)[0][0]
+    said = [row for row in rows if [span["version"] for span in row["versions"]] == [version]][:count]
+    after = max(0, version - 1)  # steps; versions 0 and 1 are the model that the run started from
+    if (weights := _weights(config, after, scratch)) is None:
+        note = f"engine: the checkpoint of step {after}, whose weights generated most samples, is not kept"
+        return [replace(policy, notes=(note,))]
+    before = _weights(config, after - 1, scratch)
+    samples = tuple(replace(_sample(row), policy=None) for row in said)
+    return [policy, Case(weights, before, samples, sampling, precision)]
+
+
+def of_model(folder: Path, layout: LayoutCase) -> Case:
+    """Generate samples with an engine, in float32 on CPU, and compute their log-probs with the policy on `layout`, in
+    packed rows. A model that the engine cannot run is compared on random tokens."""
+    shape = shape_of(read_hf_config(folder))
+    samples, notes = _generated(folder), tuple[str, ...]()
+    if samples is None:
+        notes = (f"engine: vLLM's CPU build cannot run this {shape.family} model: {missing_on_cpu(shape)}",)
+        tokens = sequences(shape.vocab_size)
+        samples = [Sample(str(i), ids, torch.arange(len(ids)) > 0, None, None) for i, ids in enumerate(tokens)]
+    pool = RankPool(layout.world_size)
+    try:
+        target = "grpo_mcore.tools.verdict.collect:policy_logprobs"
+        asked = [(sample.tokens, sample.generated) for sample in samples]
+        ranks = pool.run(layout.world_size, target, str(folder), layout, asked, timeout_s=RANK_TIMEOUT_S)
+    finally:
+        pool.close()
+    by_index = {index: values for part in ranks for index, values in part.items()}
+    judged = tuple(replace(sample, policy=by_index[index]) for index, sample in enumerate(samples))
+    return Case(folder, None, judged, Sampling(NEW_TOKENS), torch.float32, notes)
+
+
+def policy_logprobs(
+    address: Address, model: str, layout: LayoutCase, asked: Sequence[tuple[Tensor, Tensor]]
+) -> dict[int, Tensor]:
+    """Return the log-probs of the samples (tokens, generated) by index; on the ranks that report them."""
+    policy = make_policy(address, model, layout)
+    bins = [range(start, len(asked), 2 * policy.layout.data) for start in range(2 * policy.layout.data)]
+    rows = [
+        pack_rows(
+            [asked[i][0] for i in bin],
+            [{"token_mask": asked[i][1].float(), "sample_mask": torch.tensor(1.0)} for i in bin],
+            policy.row_multiple,
+            names=[str(i) for i in bin],
+        )
+        for bin in bins[policy.here.data :: policy.layout.data]
+    ]
+    return {
+        int(name): values
+        for row, scores in zip(rows, policy.logprobs(rows) or (), strict=False)
+        for name, values in zip(row.names, row.split(scores), strict=True)
+    }
+
+
+def _generated(folder: Path) -> list[Sample] | None:
+    """Return samples of an engine; None if vLLM's CPU build cannot run the model."""
+    from grpo_mcore.generation import Engine, EngineConfig
+
+    shape = shape_of(read_hf_config(folder))
+    if missing_on_cpu(shape) is not None:
+        return None
+    length = max(LENGTHS) + NEW_TOKENS
+    options: dict[str, Any] = dict(engine_options(shape))
+    engine = Engine(EngineConfig(str(folder), dtype="float32", max_model_len=length, kv_cache_memory_gb=0.1, **options))
+    requests = [
+        GenerationRequest(str(i), 0, (Turn("user", tokens),), seed=i)
+        for i, tokens in enumerate(sequences(shape.vocab_size))
+    ]
+    try:
+        return [
+            Sample(one.uid, one.token_ids(), one.loss_mask(), None, one.logprobs())
+            for one in engine.generate(requests, Sampling(NEW_TOKENS))
+        ]
+    finally:
+        engine.shutdown()
+
+
+def _sampling(config: MasterConfig) -> Sampling:
+    generation = config.policy.generation
+    return Sampling(generation.max_new_tokens or 1, generation.temperature, generation.top_p, generation.top_k)
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    """Return a recorded sample; of one with branches the first."""
+    length = row["branches"][0] if row.get("branches") else len(row["token_ids"])
+    generated = torch.cat([torch.full((turn["tokens"],), turn["generated"]) for turn in row["turns"]])[:length]
+    policy, engine = (
+        None if row[name] is None else torch.tensor(row[name], dtype=torch.float32)[:length]
+        for name in ("policy_logprobs", "engine_logprobs")
+    )
+    tokens = torch.tensor(row["token_ids"], dtype=torch.int64)[:length]
+    return Sample(f"{row['uid']}#{row['generation']}", tokens, generated, policy, engine)
+
+
+def _weights(config: MasterConfig, steps: int, scratch: Path) -> Path | None:
+    """Return a Hugging Face folder with the weights after so many steps; None if their checkpoint is not kept."""
+    if steps == 0:
+        return Path(model_folder(config.policy.model_name))
+    checkpoint, folder = Path(config.checkpointing.checkpoint_dir) / f"step_{steps}", scratch / f"step_{steps}"
+    if steps < 0 or not checkpoint.is_dir():
+        return None
+    if not folder.is_dir():
+        export(checkpoint, folder)
+    return folder

@@ -1,0 +1,160 @@
+"""Transformers in float64 as the third judge of a disagreement: log-probs of given tokens, as they should be, and as
+they would be with one thing changed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from grpo_mcore.families import read_hf_config, shape_of
+from grpo_mcore.rollout.trajectory import Sampling
+
+Hook = Callable[[nn.Module, Any, Any], Any]
+NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Tokens of a sample, and what the policy and the engine said of them. All of the same length n.
+
+    `tokens` int64; `generated` bool: tokens that the policy is to be trained on; `policy`, `engine` float32 log-probs,
+    0 where there is none; None: not known.
+    """
+
+    name: str
+    tokens: Tensor
+    generated: Tensor
+    policy: Tensor | None
+    engine: Tensor | None
+
+    @property
+    def prompt(self) -> int:
+        """Tokens before the first generated one."""
+        return int(self.generated.int().argmax())
+
+
+class Judge:
+    """A model in transformers, in float64. Nothing that is asked of it changes it."""
+
+    def __init__(self, folder: Path, sampling: Sampling, older: Path | None = None) -> None:
+        """`sampling`: temperature and cut that log-probs are of. `older`: the same model with older weights."""
+        self.network, self.sampling = _load(folder), sampling
+        self.shape = shape_of(read_hf_config(folder))
+        self._older = older
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by name; of tied ones both names."""
+        return {name: tensor.detach() for name, tensor in self.network.named_parameters(remove_duplicate=False)}
+
+    @cached_property
+    def older(self) -> dict[str, Tensor]:
+        """The older weights that differ, by name; {} if none were given."""
+        if self._older is None:
+            return {}
+        network = _load(self._older)
+        return {
+            name: tensor.detach()
+            for name, tensor in network.named_parameters(remove_duplicate=False)
+            if not tensor.equal(self.weights[name])
+        }
+
+    @cached_property
+    def rounded(self) -> dict[torch.dtype, nn.Module]:
+        """The model in the number formats that policies and engines compute in."""
+        return {dtype: copy.deepcopy(self.network).to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+    @torch.no_grad()
+    def logits(
+        self,
+        sample: Sample,
+        tensors: Mapping[str, Tensor] = NO_TENSORS,
+        *,
+        shift: int = 0,
+        before: Tensor | None = None,
+        prompt_tensors: Mapping[str, Tensor] | None = None,
+        hooks: Mapping[str, Hook] = MappingProxyType({}),
+        dtype: torch.dtype = torch.float64,
+    ) -> Tensor:
+        """Return the logits that predict tokens 1 to n - 1, float64 [n - 1, vocabulary].
+
+        `tensors`: replace parameters and buffers of these names. `shift`: of the positions from the first generated
+        token on. `before`: tokens that the sample can see before itself. `prompt_tensors`: as `tensors`, for the keys
+        and values of the prompt. `hooks`: on the output of modules whose class or name ends like this.
+        """
+        network = self.network if dtype is torch.float64 else self.rounded[dtype]
+        tokens, positions = sample.tokens[None], torch.arange(len(sample.tokens))
+        positions[sample.prompt :] += shift
+        extra = 0 if before is None else len(before)
+        if before is not None:
+            tokens = torch.cat([before[None], tokens], 1)
+            positions = torch.cat([torch.arange(extra), positions])
+        how: dict[str, Any] = {"position_ids": positions[None]}
+        if extra or shift:  # without a mask transformers takes positions for the starts of packed sequences
+            how["attention_mask"] = torch.ones_like(tokens)
+        run = partial(functional_call, network, tie_weights=False)
+        with _hooked(network, hooks):
+            if prompt_tensors is None:
+                scores = run(dict(tensors), args=(tokens,), kwargs=how).logits[0]
+            else:
+                first = sample.prompt
+                start = run(
+                    dict(prompt_tensors),
+                    args=(tokens[:, :first],),
+                    kwargs={"position_ids": positions[None, :first], "use_cache": True},
+                )
+                rest = run(
+                    dict(tensors),
+                    args=(tokens[:, first:],),
+                    kwargs={"position_ids": positions[None, first:], "past_key_values": start.past_key_values},
+                )
+                scores = torch.cat([start.logits[0], rest.logits[0]])
+        return scores[extra:-1].double()
+
+    def logprobs(self, sample: Sample, **how: Any) -> Tensor:
+        """Return the log-prob of each token, float64 [n], 0 for the first. `how`: see `logits`."""
+        return drawn(self.logits(sample, **how), sample.tokens, self.sampling)
+
+
+def drawn(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
+    """Return the log-probs [n] of `tokens` [n] under `logits` [n - 1, vocabulary], at a temperature and after a cut,
+    which always keeps the token itself. The first is 0."""
+    logits, chosen = logits / sampling.temperature, tokens[1:, None]
+    if sampling.top_k or sampling.top_p < 1:
+        likeliest = logits.topk(min(sampling.top_k or logits.size(-1), logits.size(-1))).values
+        mass = likeliest.softmax(-1)
+        floor = likeliest.masked_fill(mass.cumsum(-1) - mass >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
+        keep = (logits >= floor).scatter(1, chosen, True)
+        logits = logits.masked_fill(~keep, -1e30)
+    return torch.cat([torch.zeros(1, dtype=torch.float64), logits.log_softmax(-1).gather(1, chosen).squeeze(1)])
+
+
+def _load(folder: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    how = {"experts_implementation": "eager"} if shape_of(read_hf_config(folder)).experts else {}
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how).eval()
+    for module in network.modules():
+        if hasattr(module, "time_step_limit"):  # of Mamba2; the engine and the policy have none
+            module.time_step_limit = (0.0, float("inf"))
+    return network
+
+
+@contextlib.contextmanager
+def _hooked(network: nn.Module, hooks: Mapping[str, Hook]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name, module in network.named_modules():
+            matches = (end for end in hooks if name.endswith(end) or type(module).__name__.endswith(end))
+            if (end := next(matches, None)) is not None:
+                stack.callback(module.register_forward_hook(hooks[end]).remove)
+        yield
