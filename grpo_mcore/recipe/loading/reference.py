@@ -55,7 +55,6 @@ def explain(key: str) -> str:
         rows = [f"  {inside:<{width}}  {_first_sentence(text)}" for inside, text in keys.items()]
         return "\n".join([path + each, *_wrapped(_purpose(inner) or meaning), "", *rows]) + "\n"
     facts = [("type", _type(field.annotation, field.metadata)), ("default", _default(field))]
-    facts += [("read by", reader) for reader in _READ_BY.findall(meaning) or _READ_BY.findall(_purpose(section))]
     facts += [("effect", effect) for effect in _EFFECT.findall(meaning)]
     if "enabled" in section.model_fields and name != "enabled":
         facts.append(("effect", f"only with {joined(above, 'enabled')}: true"))
@@ -64,7 +63,6 @@ def explain(key: str) -> str:
     return "\n".join([path, *_wrapped(meaning), "", *rows]) + "\n"
 
 
-_READ_BY = re.compile(r"[Rr]ead by ([^.]*/)")
 _EFFECT = re.compile(r"((?:No effect|Only (?:with|for)|Needs)[^.]*)")
 
 
