@@ -14,6 +14,7 @@ from grpo_mcore.parallel.mesh import Address, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import PolicyConfig
+from tests.distributed.policy_state_cases import step
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def save(address: Address, folder: str, models: Mapping[str, Path]) -> dict[str,
     """Save a policy of each model in `folder` before its first step, with other weights than the model's and moments.
     Return what each holds."""
     held = {}
-    for name, policy in _policies(address, models):
+    for name, policy in _policies(address, _plain(models)):
         torch.manual_seed(len(name))
         with torch.no_grad():
             for parameter in policy.chunks[0].parameters():
@@ -61,7 +62,7 @@ def save(address: Address, folder: str, models: Mapping[str, Path]) -> dict[str,
 def load(address: Address, folder: str, models: Mapping[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
     """Load each model's checkpoint from `folder`. Return what the policies then hold."""
     held = {}
-    for name, policy in _policies(address, models):
+    for name, policy in _policies(address, _plain(models)):
         assert load_checkpoint(policy, Path(folder, name)), "it holds the optimizer"
         held[name] = _held(policy)
     return held
@@ -71,19 +72,48 @@ def layers(address: Address, models: Mapping[str, Path]) -> dict[str, set[str]]:
     """Return the modules of which each model's layers are made: "transformer_engine" or Megatron-Core's and ours."""
     return {
         name: {base.__module__ for module in policy.chunks[0].modules() for base in type(module).__mro__}
-        for name, policy in _policies(address, models)
+        for name, policy in _policies(address, _plain(models))
     }
 
 
-def _policies(address: Address, models: Mapping[str, Path]) -> Iterator[tuple[str, Policy]]:
-    for name, folder in models.items():
-        config = PolicyConfig.model_validate(
-            {
-                "model_name": str(folder),
-                "precision": "bfloat16",
-                "megatron_cfg": {"distributed_data_parallel_config": {"grad_reduce_in_fp32": False}},
-            }
+def train_save_train(address: Address, folder: str, policies: Mapping[str, PolicyConfig]) -> dict[str, Any]:
+    """Train each policy for a step, save it, and train it further. Return the second step's numbers by name."""
+    numbers = {}
+    for name, policy in _policies(address, policies):
+        step(policy)
+        policy.save(Path(folder, name))
+        numbers[name] = step(policy)
+    return numbers
+
+
+def pass_on(address: Address, folder: str, policies: Mapping[str, PolicyConfig]) -> None:
+    """Load each policy, and save it again as NAME-again."""
+    for name, policy in _policies(address, policies):
+        policy.load(Path(folder, name))
+        policy.save(Path(folder, f"{name}-again"))
+
+
+def load_train(address: Address, folder: str, policies: Mapping[str, PolicyConfig]) -> dict[str, Any]:
+    """Resume each policy from NAME-again, and train it. Return the step's numbers by name."""
+    numbers = {}
+    for name, policy in _policies(address, policies):
+        policy.load(Path(folder, f"{name}-again"))
+        numbers[name] = step(policy)
+    return numbers
+
+
+def _plain(models: Mapping[str, Path]) -> dict[str, PolicyConfig]:
+    settings = {"distributed_data_parallel_config": {"grad_reduce_in_fp32": False}}
+    return {
+        name: PolicyConfig.model_validate(
+            {"model_name": str(folder), "precision": "bfloat16", "megatron_cfg": settings}
         )
+        for name, folder in models.items()
+    }
+
+
+def _policies(address: Address, policies: Mapping[str, PolicyConfig]) -> Iterator[tuple[str, Policy]]:
+    for name, config in policies.items():
         yield name, Policy(config, address, seed=1, timeout_s=60, reference=False, platform=platform())
         leave_mesh()
 

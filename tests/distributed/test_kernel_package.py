@@ -13,7 +13,11 @@ import torch
 
 from grpo_mcore.data.tiny_models import FAMILIES, make_tiny_model
 from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.recipe import PolicyConfig, load_recipe
+from grpo_mcore.tools.plan.plan import plan_shape
 
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+WITH_EXPERTS = {"nemotron_h": "nemotron_h_moe", "qwen3_5_text": "qwen3_5_moe_text"}
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 CASES = "tests.distributed.kernel_package_cases"
 KINDS = ("qwen2", "gpt_oss", "deepseek_v3", "nemotron_h", "qwen3_next")
@@ -55,6 +59,42 @@ def test_checkpoints_load_both_ways(
         (read,) = other.run(1, f"{CASES}:load", str(tmp_path), models)
         differences = {family: _different(written[family], read[family]) for family in KINDS}
         assert not any(differences.values()), differences
+
+
+def test_every_recipes_policy_resumes_after_it_was_loaded_and_saved_by_it(
+    with_it: RankPool, ranks: RankPool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Train without it, save; load with it, save; load without it, and go on as without interruption."""
+    policies = _recipes_policies(models)
+    assert {config.megatron_cfg.peft.enabled for config in policies.values()} == {True, False}
+    (expected,) = ranks.run(1, f"{CASES}:train_save_train", str(tmp_path), policies)
+    with_it.run(1, f"{CASES}:pass_on", str(tmp_path), policies)
+    (resumed,) = ranks.run(1, f"{CASES}:load_train", str(tmp_path), policies)
+    assert resumed == expected and resumed.keys() == policies.keys()
+
+
+def _recipes_policies(models: dict[str, Path]) -> dict[str, PolicyConfig]:
+    """Return the policy sections of the recipes with a tiny model of their family, on one rank; of those whose
+    checkpoints have the same parts the first."""
+    one_rank = {f"{kind}_model_parallel_size": 1 for kind in ("tensor", "pipeline", "expert")}
+    one_rank |= {"context_parallel_size": 1, "expert_tensor_parallel_size": 1, "sequence_parallel": False}
+    one_rank |= {f"num_layers_in_{which}_pipeline_stage": None for which in ("first", "last")}
+    policies, seen = {}, []
+    for recipe in RECIPES:
+        config = load_recipe(recipe).config
+        shape = plan_shape(config)
+        family = WITH_EXPERTS.get(shape.family, shape.family) if shape.experts else shape.family
+        megatron = config.policy.megatron_cfg.model_copy(
+            update=one_rank | {"virtual_pipeline_model_parallel_size": None}, deep=True
+        )
+        # On a device these need its Adam, whose step is a kernel; its state is that of the others.
+        megatron.optimizer.use_precision_aware_optimizer = megatron.optimizer.optimizer_cpu_offload = False
+        policy = config.policy.model_copy(update={"model_name": str(models[family]), "megatron_cfg": megatron})
+        key = (family, policy.precision, megatron.peft, megatron.dist_ckpt_optim_fully_reshardable)
+        if key not in seen:
+            seen.append(key)
+            policies[recipe.stem] = policy
+    return policies
 
 
 def _different(written: dict[str, torch.Tensor], read: dict[str, Any]) -> list[str]:
