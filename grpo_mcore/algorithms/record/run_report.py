@@ -49,9 +49,18 @@ class Comparison(Protocol):
 
 
 Compare = Callable[
-    [MasterConfig, ModelShape, Sequence[Mapping[str, float]], Sequence[Mapping[str, Any]], int], Comparison | None
+    [
+        MasterConfig,
+        ModelShape,
+        Sequence[Mapping[str, float]],
+        Sequence[Mapping[str, Any]],
+        int,
+        Mapping[str, ModelShape],
+    ],
+    Comparison | None,
 ]
-"""(recipe, model, seconds by timer of each step, memory of each rank, mean length of the samples) -> comparison."""
+"""(recipe, model, seconds by timer of each step, memory of each rank, mean length of the samples, teachers by alias) ->
+comparison."""
 
 
 class RunReport:
@@ -396,7 +405,9 @@ class RunReport:
         if self._compare is None:
             return None
         mean_length = self._tokens // (len(self._timers) * samples_per_step(self.config))
-        return self._compare(self.config, self._policy.shape, self._timers, self._policy.memory(), mean_length)
+        policy, teachers = self._policy, self._policy.teachers
+        shapes = {alias: it.ranks.shape for alias, it in teachers.by_alias.items()} if teachers is not None else {}
+        return self._compare(self.config, policy.shape, self._timers, policy.memory(), mean_length, shapes)
 
 
 def devices_of(policy: PolicyGroup, engines: EngineGroup) -> dict[str, list[str]]:

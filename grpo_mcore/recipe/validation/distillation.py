@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_mcore.layout import Finding
+from pydantic import ValidationError
+
+from grpo_mcore.layout import Finding, fits
+from grpo_mcore.recipe.derived import policy_layout, teacher_policies, world_size
 from grpo_mcore.recipe.errors import nearest_hint
-from grpo_mcore.recipe.schema.distillation import TeacherConfig, TeacherPlacesConfig
 from grpo_mcore.recipe.schema.keys import nearest_key
 from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
 from grpo_mcore.recipe.schema.megatron import MegatronConfig
@@ -71,19 +73,39 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
                 (f"{_AT}non_colocated_teachers.teacher_overrides.{alias}",),
                 f"{alias!r} is none of the teachers{nearest_hint(alias, list(names))}",
             )
-    for at, teacher in (("default_teacher_cfg", places.default_teacher_cfg), *_overrides(places)):
-        for name in teacher.megatron_cfg_overrides:
-            if name not in MegatronConfig.model_fields:
-                near = nearest_key(f"policy.megatron_cfg.{name}")
-                hint = f"; nearest: {near.rpartition('.')[2]}" if near else ""
-                key = f"{_AT}non_colocated_teachers.{at}.megatron_cfg_overrides.{name}"
-                yield Finding((key,), f"is no key of policy.megatron_cfg{hint}")
+    yield from _layouts(config)
     if not given_answers:
         yield from _pure(config)
 
 
-def _overrides(places: TeacherPlacesConfig) -> Iterator[tuple[str, TeacherConfig]]:
-    return ((f"teacher_overrides.{alias}", teacher) for alias, teacher in places.teacher_overrides.items())
+def _layouts(config: RecipeSections) -> Iterator[Finding]:
+    """Teachers must have keys of policy.megatron_cfg, and fit the devices."""
+    places = config.on_policy_distillation.non_colocated_teachers
+    named = [("default_teacher_cfg", places.default_teacher_cfg)]
+    named += [(f"teacher_overrides.{alias}", teacher) for alias, teacher in places.teacher_overrides.items()]
+    wrong = []
+    for at, teacher in named:
+        try:
+            MegatronConfig.model_validate(config.policy.megatron_cfg.model_dump() | teacher.megatron_cfg_overrides)
+        except ValidationError as error:
+            wrong += [
+                (f"{at}.megatron_cfg_overrides.{'.'.join(map(str, problem['loc']))}", problem)
+                for problem in error.errors(include_url=False)
+            ]
+    for at, problem in wrong:
+        near = nearest_key(f"policy.megatron_cfg.{problem['loc'][0]}")
+        hint = f"; nearest: {near.rpartition('.')[2]}" if near else ""
+        unknown = problem["type"] == "extra_forbidden"
+        message = (
+            f"is no key of policy.megatron_cfg{hint}" if unknown else f"{problem['msg']}, got {problem['input']!r}"
+        )
+        yield Finding((f"{_AT}non_colocated_teachers.{at}",), message)
+    for alias, policy in teacher_policies(config).items() if not wrong else ():
+        at = f"teacher_overrides.{alias}" if alias in places.teacher_overrides else "default_teacher_cfg"
+        ranks = world_size(config)
+        for finding in fits(policy_layout(policy.megatron_cfg, ranks), ranks):
+            keys = (f"{_AT}non_colocated_teachers.{at}", f"{_AT}teacher_model_by_agent_name.{alias}")
+            yield Finding(keys, f"the teacher {alias}: {finding.message}")
 
 
 def _pure(config: RecipeSections) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from grpo_mcore.families import ModelShape
@@ -14,7 +15,13 @@ from grpo_mcore.tools.plan.plan import Plan, make_plan
 from grpo_mcore.tools.plan.timing import refit_plan
 from grpo_mcore.tools.plan.workload import DEVICES, Device
 
-TIMERS = {"refit": "refit", "generation": "generate", "log-probs": "logprobs", "training": "train"}
+TIMERS = {
+    "refit": "refit",
+    "generation": "generate",
+    "teachers": "teachers",
+    "log-probs": "logprobs",
+    "training": "train",
+}
 """Phase of the plan -> timer of the run."""
 
 
@@ -61,15 +68,17 @@ def compare(
     steps: Sequence[Mapping[str, float]],
     memory: Sequence[Mapping[str, Any]],
     mean_length: int,
+    teachers: Mapping[str, ModelShape] = MappingProxyType({}),
 ) -> Comparison | None:
     """Compare a run with its plan. `steps`: seconds by timer, for each step. `memory`: of each rank, see
-    `Policy.memory`. Return None if nothing was trained, or if the plan does not know the accelerator."""
+    `Policy.memory`. `teachers`: by alias. Return None if nothing was trained, or if the plan does not know the
+    accelerator."""
     if not steps or not memory or not all(memory):
         return None
     device = _device(memory[0])
     if device is None:
         return None
-    plan = make_plan(config, shape, device, mean_length=max(1, mean_length))
+    plan = make_plan(config, shape, device, mean_length=max(1, mean_length), teachers=teachers)
     return Comparison(device, mean_length, (*_seconds(plan, steps), *_bytes(plan, memory)))
 
 

@@ -17,7 +17,7 @@ from grpo_mcore.families.activations import (
     logits_bytes,
 )
 from grpo_mcore.layout import Coordinates, EngineLayout
-from grpo_mcore.tools.plan.workload import Device, Workload
+from grpo_mcore.tools.plan.workload import Device, TeacherLoad, Workload
 
 ENGINE_OVERHEAD = 3 * 2**30
 """Memory that an engine needs besides weights and KV cache: activations of the largest batch, CUDA graphs."""
@@ -114,7 +114,34 @@ def _host_memory(load: Workload, device: Device, stage: int) -> Phase:
             parts["optimizer, while engines generate"] = optimizer_bytes(load, stage)
         if load.reference and load.adapters is None:
             parts["reference, and weights in its place"] = 2 * weight_bytes(load, stage)
+        if load.teachers:
+            parts["teachers"] = sum(map(teacher_weights, load.teachers))
     return Phase("host", parts)
+
+
+def teacher_weights(teacher: TeacherLoad) -> int:
+    """Return the bytes of the weights on a rank of a teacher's largest stage."""
+    return max(weight_bytes(teacher.load, stage) for stage in range(teacher.load.layout.pipeline))
+
+
+def _teacher_head(load: Workload) -> dict[str, int]:
+    """Return the bytes of a teacher's output layer on a rank of the policy's last stage, if it projects with it."""
+    rows = load.shape.padded_vocab_size(load.layout.tensor) // load.layout.tensor
+    sizes = [rows * it.load.shape.hidden_size * load.element for it in load.teachers if it.distributions]
+    return {"teacher's output layer": sum(sizes)} if sizes else {}
+
+
+def _teacher_phase(load: Workload, beside: dict[str, int]) -> Phase:
+    """Return the phase in which the teachers score, one after another, on the policy's devices: the largest of them."""
+    needed = list[dict[str, int]]()
+    for teacher in load.teachers:
+        its = teacher.load
+        row = its.bin_tokens / its.layout.context
+        layers = range(its.shape.num_layers)
+        forward = max(forward_bytes(its.shape, its.rank, row, layer, length=its.mean_length) for layer in layers)
+        needed.append({"teacher weights": teacher_weights(teacher), "activations": int(forward)})
+    largest = max(needed, key=lambda parts: sum(parts.values()))
+    return Phase("teachers", beside | largest)
 
 
 def activation_bytes(
@@ -198,7 +225,8 @@ def _engine_numel(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemory) -> StageMemory:
-    """Return the memory of a rank of one stage in all phases, in their order: refit, generation, log-probs, training.
+    """Return the memory of a rank of one stage in all phases, in their order: refit, generation, teachers, log-probs,
+    training.
 
     Engines that generate while the policy trains (a trajectory age above 0) keep their memory in every phase. Engines
     on other devices take none of the policy's.
@@ -212,13 +240,15 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
     if load.layout.sequence_parallel and load.kernels != "transformer_engine" and load.adapters is None:
         # Megatron-Core gathers the input of a layer that is trained into one buffer, which it keeps.
         base["gathered row"] = int(load.element * row * load.shape.hidden_size)
+    last = stage == load.layout.pipeline - 1
+    if last:
+        base |= _teacher_head(load)
     state = {**base, "gradients": gradients, "optimizer": optimizer}
     cached = {"engine weights": engine.weights, "KV cache": max(0, engine.kv_cache)}
     if device.memory is not None:
         cached["engine overhead"] = ENGINE_OVERHEAD
     if load.engines_stay:
         state |= cached
-    last = stage == load.layout.pipeline - 1
     each = (forward_bytes(load.shape, load.rank, row, layer, length=load.mean_length) for layer in load.layers[stage])
     forward = int(max(each))
     chunk = min(load.logprob_chunk, math.ceil(here))
@@ -233,6 +263,10 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
         phases.append(Phase("refit", {**kept, **buffer, **engines}))
         if load.colocated:
             phases.append(Phase("generation", {**base, **buffer, **cached}))
+    if load.teachers:  # on CPU nothing is moved to the host
+        offloads = load.colocated and device.memory is not None
+        phases.append(_teacher_phase(load, {**(base if offloads else state), **(cached if load.engines_stay else {})}))
+    if load.grpo:
         if passes:
             # With adapters the reference is the model without them. On a GPU the current weights wait on the host.
             aside = load.reference and load.adapters is None and device.memory is None
@@ -241,7 +275,11 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
             parts = {"activations": max(forward - logits, 0), "logits": logits}  # one after the other
             phases.append(Phase("log-probs", {**state, **clone, **parts}))
     logits = int(logits_bytes(load.shape, load.rank, chunk, backward=True)) if last else 0
-    phases.append(Phase("training", {**state, "activations": activation_bytes(load, stage, logits), "logits": logits}))
+    parts = {"activations": activation_bytes(load, stage, logits), "logits": logits}
+    for teacher in (teacher for teacher in load.teachers if teacher.distributions and last):
+        parts["logits"] += int(logits_bytes(teacher.load.shape, load.rank, chunk, backward=False))
+        parts["teacher's hidden states"] = load.bin_tokens * teacher.load.shape.hidden_size * load.element
+    phases.append(Phase("training", {**state, **parts}))
     phases.append(Phase("optimizer", {**state, "temporaries": _update_bytes(load, stage)}))
     return StageMemory(stage, tuple(phases), _host_memory(load, device, stage))
 

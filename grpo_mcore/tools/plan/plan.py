@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from grpo_mcore.families import ModelShape, parameter_count, read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.activations import Kernels
 from grpo_mcore.families.known import known_config, known_configs
-from grpo_mcore.recipe import MasterConfig, batch_equation
+from grpo_mcore.recipe import MasterConfig, batch_equation, teacher_policies
 from grpo_mcore.refit.plan import RefitError
 from grpo_mcore.tools.plan.memory import CLOSE, EngineMemory, StageMemory, fits_device, memory
 from grpo_mcore.tools.plan.timing import MAX_SEQUENCES, RefitTraffic, StepTime, refit_traffic, step_time
@@ -78,6 +78,11 @@ class Plan:
             "engine": asdict(self.engine) | {"longest_samples_at_once": self.engine.sequences(load.max_length)}
             if load.grpo
             else None,
+            "teachers": [
+                {"alias": teacher.alias, "parameters": parameter_count(teacher.load.shape),
+                 "layout": teacher.load.layout.describe()}
+                for teacher in load.teachers
+            ],
             "time": {"phases": [asdict(phase) for phase in self.times.phases], "likely": self.times.likely,
                      "pipeline_bubble": self.times.bubble},
             "refit": asdict(self.refit) if self.refit else None,
@@ -108,9 +113,25 @@ def plan_shape(config: MasterConfig, config_json: str | Path | None = None) -> M
     return shape_of(plan_config(config, config_json))
 
 
-def plan_config(config: MasterConfig, config_json: str | Path | None = None) -> dict[str, Any]:
-    """Return the model's Hugging Face config: from `config_json`, from its folder, or by its name. Raises PlanError,
-    and WeightsError if the folder's weights are not those of its config."""
+def teacher_shapes(config: MasterConfig) -> dict[str, ModelShape]:
+    """Return the shape of each of the recipe's teachers, by alias: from its folder or by its name. Raises as
+    `plan_shape`."""
+    return {
+        alias: shape_of(
+            plan_config(
+                config.model_copy(update={"policy": policy}),
+                key=f"on_policy_distillation.teacher_model_by_agent_name.{alias}",
+            )
+        )
+        for alias, policy in teacher_policies(config).items()
+    }
+
+
+def plan_config(
+    config: MasterConfig, config_json: str | Path | None = None, key: str = "policy.model_name"
+) -> dict[str, Any]:
+    """Return the model's Hugging Face config: from `config_json`, from its folder, or by its name. `key`: of the
+    recipe, which names it. Raises PlanError, and WeightsError if the folder's weights are not those of its config."""
     name = config.policy.model_name
     if config_json is not None:
         path = Path(config_json)
@@ -125,9 +146,11 @@ def plan_config(config: MasterConfig, config_json: str | Path | None = None) -> 
             check_weights(Path(name), shape_of(settings), required=False)
         return settings
     if (known := known_config(name)) is None:
+        at = "give its Hugging Face config.json with --config-json PATH"
+        remedy = at if key == "policy.model_name" else "name a folder that holds its config.json"
         raise PlanError(
-            f"policy.model_name {name!r} is neither a folder here nor among the models known by name "
-            f"({', '.join(known_configs())}); give its Hugging Face config.json with --config-json PATH"
+            f"{key} {name!r} is neither a folder here nor among the models known by name "
+            f"({', '.join(known_configs())}); {remedy}"
         )
     return with_overrides(known, config.policy.hf_config_overrides)
 
@@ -139,11 +162,14 @@ def make_plan(
     *,
     mean_length: int | None = None,
     kernels: Kernels | None = None,
+    teachers: Mapping[str, ModelShape] | None = None,
 ) -> Plan:
-    """Plan a recipe. Raises what `workload_of` raises. If no refit is possible, the plan
-    has a warning and does not fit."""
+    """Plan a recipe. `teachers`: shape of each, by alias; None: of those that the recipe names. Raises what
+    `workload_of` raises, and for a teacher what `plan_shape` does. If no refit is possible, the plan has a warning and
+    does not fit."""
     kernels = kernels or ("cpu" if device.name == "cpu" else "transformer_engine")
-    load = workload_of(config, shape, kernels=kernels, mean_length=mean_length)
+    teachers = teacher_shapes(config) if teachers is None else teachers
+    load = workload_of(config, shape, kernels=kernels, mean_length=mean_length, teachers=teachers)
     engine, stages = memory(load, device)
     warnings, traffic = [], None
     if load.grpo:
@@ -196,6 +222,9 @@ def _remedy(phase: str, part: str, load: Workload) -> str:
         )
     if part == "engine weights":
         return f"raise {VLLM}tensor_parallel_size"
+    if phase == "teachers":
+        at = "on_policy_distillation.non_colocated_teachers.default_teacher_cfg."
+        return f"raise {at}tensor_model_parallel_size, or lower {at}micro_batch_size"
     return f"raise {MEGATRON}tensor_model_parallel_size or pipeline_model_parallel_size"
 
 

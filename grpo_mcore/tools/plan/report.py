@@ -37,6 +37,13 @@ def plan_text(plan: Plan) -> str:
             f"engines     {load.engines} x {load.engine_layout.describe()}; {_size(plan.engine.kv_cache)} of KV cache "
             f"a rank hold {plan.engine.sequences(load.max_length):,} samples of {load.max_length:,} tokens"
         )
+    for teacher in load.teachers:
+        shape, its = teacher.load.shape, teacher.load.layout
+        sent = "hidden states" if teacher.distributions else "log-probs"
+        lines.append(
+            f"teacher     {teacher.alias}: {shape.family}, {parameter_count(shape) / 1e9:.3g} B parameters, "
+            f"{its.describe()}, sends {sent}"
+        )
     lines += ["", *_memory(plan), "", *_time(plan)]
     if plan.refit is not None:
         written = plan.refit.written

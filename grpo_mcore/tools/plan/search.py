@@ -65,6 +65,9 @@ def _options(load: Workload, nodes: int) -> Iterator[Workload]:
     if nodes == load.nodes:
         yield load
     engine_layouts = list(_engine_layouts(load))
+    teachers = tuple(it for teacher in load.teachers if (it := teacher.on(nodes)) is not None)
+    if len(teachers) < len(load.teachers):
+        return
     for layout in _layouts(load, nodes * load.gpus_per_node):
         world = layout.world_size
         for recompute in (False, True):
@@ -76,7 +79,7 @@ def _options(load: Workload, nodes: int) -> Iterator[Workload]:
                     continue
                 yield replace(
                     load, layout=layout, nodes=nodes, recompute=recompute, recomputed=frozenset(),
-                    engine_layout=engine, engines=engines,
+                    engine_layout=engine, engines=engines, teachers=teachers,
                 )  # fmt: skip
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_mcore.families import Block, Param, adapter_params, forward_flops, params_of
 from grpo_mcore.refit.plan import DTYPE_BYTES, RefitPlan, plan_refit, wire_dtype
-from grpo_mcore.tools.plan.memory import EngineMemory, gradient_bytes, optimizer_bytes, weight_bytes
-from grpo_mcore.tools.plan.workload import Device, Workload
+from grpo_mcore.tools.plan.memory import (
+    EngineMemory,
+    gradient_bytes,
+    optimizer_bytes,
+    teacher_weights,
+    weight_bytes,
+)
+from grpo_mcore.tools.plan.workload import Device, TeacherLoad, Workload
 
 COMPUTE_EFFICIENCY = 0.40
 """Share of a device's peak FLOP/s that dense training reaches in practice."""
@@ -82,6 +88,9 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
         if (moved := offload_seconds(load, device, engine)) > 0:
             phases.append(PhaseTime("offload, sleep", 0.0, moved, moved / LINK_EFFICIENCY, "host memory"))
         phases.append(_generation(load, device, engine))
+    if load.teachers:
+        phases.append(_teachers(load, device))
+    if load.grpo:
         passes = int(load.prev) + int(load.reference)
         if passes:
             phases.append(_pass("log-probs", passes * forward, load, device, bubble, passes, gradients=False))
@@ -89,6 +98,40 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
     sweeps = 2 + (load.adapters is None) + (load.recompute or bool(load.recomputed & {"mlp", "moe"}))
     phases.append(_pass("training", sweeps * forward, load, device, bubble, sweeps, gradients=True))
     return StepTime(tuple(phases), bubble, apart=load.grpo and not load.colocated and not load.waits_for_longest)
+
+
+def _teachers(load: Workload, device: Device) -> PhaseTime:
+    """Return the time in which teachers score the step's samples, one after another: their weights come from the host
+    and the policy's optimizer goes there, a forward pass, and hidden states go to the policy's ranks by way of the
+    host."""
+    flops, floor, likely = 0.0, 0.0, 0.0
+    bounds = dict[str, float]()
+    for teacher in load.teachers:
+        its, tokens = teacher.load, load.samples * load.mean_length * teacher.share
+        bubble = pipeline_bubble(its.layout.pipeline, its.micro_batches)
+        forward = forward_flops(its.shape, [load.mean_length]) * load.samples * teacher.share
+        its = replace(its, samples=round(load.samples * teacher.share))
+        scored = _pass("teachers", forward, its, device, bubble, 1, gradients=False)
+        moved = _teacher_traffic(teacher, load, tokens, device)
+        flops += forward
+        floor += scored.floor + moved
+        likely += scored.likely + moved / LINK_EFFICIENCY
+        for bound, seconds in ((scored.bound, scored.likely), ("host memory", moved / LINK_EFFICIENCY)):
+            bounds[bound] = bounds.get(bound, 0.0) + seconds
+    return PhaseTime("teachers", flops, floor, likely, max(bounds, key=lambda name: bounds[name]))
+
+
+def _teacher_traffic(teacher: TeacherLoad, load: Workload, tokens: float, device: Device) -> float:
+    """Return the seconds per step in which a rank moves weights and optimizer to and from the host, and hidden states
+    of `tokens` from teacher to policy, of which a rank handles those of its data-parallel rank."""
+    if device.memory is None:
+        return 0.0
+    optimizer = max(optimizer_bytes(load, stage) for stage in range(load.layout.pipeline)) if load.colocated else 0
+    nbytes = 2.0 * (teacher_weights(teacher) + optimizer)
+    if teacher.distributions:
+        answers = tokens * (1 - load.prompt / load.mean_length) * teacher.load.shape.hidden_size * load.element
+        nbytes += answers / teacher.load.layout.data + answers / load.layout.data
+    return nbytes / min(device.host_bandwidth, HOST_BANDWIDTH / load.ranks_per_node)
 
 
 def _pass(

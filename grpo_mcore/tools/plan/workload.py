@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from grpo_mcore.families import (
     AdapterShape,
@@ -18,9 +20,11 @@ from grpo_mcore.families.activations import Kernels, Rank
 from grpo_mcore.layout import EngineLayout, LayoutError, PolicyLayout
 from grpo_mcore.recipe import (
     MasterConfig,
+    OnPolicyDistillationConfig,
     algorithm_of,
     bin_tokens,
     bins_per_logprob_row,
+    compares_distributions,
     engine_layout,
     engine_pool,
     layout_findings,
@@ -33,6 +37,7 @@ from grpo_mcore.recipe import (
     samples_per_step,
     samples_together,
     shares_prefixes,
+    teacher_policies,
 )
 from grpo_mcore.tools.plan.rank_params import RankParams, rank_params
 
@@ -118,6 +123,7 @@ class Workload:
     engine_nodes: int  # nodes with engines
     engines_sleep: bool  # the engines give their memory to the policy while it trains
     waits_for_longest: bool  # a step's training waits for all of its samples
+    teachers: tuple[TeacherLoad, ...] = ()
 
     @property
     def engines_stay(self) -> bool:
@@ -181,13 +187,39 @@ class Workload:
         return rank_params(self.shape, self.layout, stage, self.chunks[stage], self.frozen_router, self.adapters)
 
 
+@dataclass(frozen=True)
+class TeacherLoad:
+    """A teacher's part of a step. `load`: its passes, as if it were the policy of a run on the same devices. `share`:
+    of the samples that it scores, taken to be equal for all teachers. `distributions`: it sends hidden states, which
+    the policy's ranks project with its output layer, and not log-probs."""
+
+    alias: str
+    load: Workload
+    share: float
+    distributions: bool
+
+    def on(self, nodes: int) -> TeacherLoad | None:
+        """Return the same on another number of nodes; None if its layout does not fit them."""
+        load, layout = self.load, self.load.layout
+        data, rest = divmod(nodes * load.gpus_per_node, layout.tensor * layout.pipeline * layout.context)
+        if rest:
+            return None
+        return replace(self, load=replace(load, nodes=nodes, layout=replace(layout, data=data)))
+
+
 def workload_of(
-    config: MasterConfig, shape: ModelShape, *, kernels: Kernels, mean_length: int | None = None
+    config: MasterConfig,
+    shape: ModelShape,
+    *,
+    kernels: Kernels,
+    mean_length: int | None = None,
+    teachers: Mapping[str, ModelShape] = MappingProxyType({}),
 ) -> Workload:
     """Return the workload of a recipe. Raises LayoutError for a layout that fits neither the devices nor the model,
     FamilyError for a setting that the model does not allow.
 
-    `mean_length`: expected tokens of a sample; None: half of policy.max_total_sequence_length.
+    `mean_length`: expected tokens of a sample; None: half of policy.max_total_sequence_length. `teachers`: shape of
+    each teacher that is to be counted, by alias.
     """
     policy, generation = config.policy, config.policy.generation
     megatron, vllm = policy.megatron_cfg, generation.vllm_cfg
@@ -245,4 +277,26 @@ def workload_of(
         engine_nodes=(engine_pool(config) or pool).nodes,
         engines_sleep=not config.grpo.async_grpo.max_age or config.grpo.async_grpo.pauses,
         waits_for_longest=not config.grpo.async_grpo.max_age,
+        teachers=_teachers(config, teachers, kernels, mean_length),
+    )
+
+
+def _teachers(
+    config: MasterConfig, shapes: Mapping[str, ModelShape], kernels: Kernels, mean_length: int | None
+) -> tuple[TeacherLoad, ...]:
+    """Return the teachers of a recipe, aliases of one model and layout once."""
+    policies, none = teacher_policies(config), OnPolicyDistillationConfig()
+    first = {policies[alias].model_dump_json(): alias for alias in reversed(list(shapes))}
+    loads = {
+        alias: workload_of(
+            config.model_copy(update={"policy": policies[alias], "on_policy_distillation": none}),
+            shapes[alias],
+            kernels=kernels,
+            mean_length=mean_length,
+        )
+        for alias in shapes
+        if alias in first.values()
+    }
+    return tuple(
+        TeacherLoad(alias, load, 1 / len(loads), compares_distributions(config)) for alias, load in loads.items()
     )

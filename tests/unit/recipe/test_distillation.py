@@ -46,7 +46,7 @@ def recipe(
             | {"adv_estimator": estimator or {"name": "opd"}}
             | sections.pop("grpo", {}),
             "on_policy_distillation": NEMO_RL if section is None else section,
-            "cluster": {"gpus_per_node": 2},
+            "cluster": {"gpus_per_node": 4},
         }
         | sections
     )  # fmt: skip

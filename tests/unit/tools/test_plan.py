@@ -34,7 +34,7 @@ from grpo_mcore.tools.plan.timing import (
     all_reduce_seconds,
     pipeline_bubble,
 )
-from grpo_mcore.tools.plan.workload import DEVICES
+from grpo_mcore.tools.plan.workload import DEVICES, PlanError
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(
@@ -569,3 +569,59 @@ def test_no_absurd_layout_is_found() -> None:
     for option in search(found.load, found.device, nodes=32):
         tried = plan(LLAMA, *option.overrides)
         assert tried.load.layout.pipeline <= 8 and tried.times.bubble <= 0.25
+
+
+DISTILLATION = "recipes/distillation_math.yaml"
+
+
+def test_a_teacher_is_counted_in_memory_and_seconds() -> None:
+    """What the teacher needs is what it would need as the policy of a run; its output layer is the policy's guest."""
+    found = plan(DISTILLATION)
+    alone = plan(DISTILLATION, "policy.model_name=Qwen/Qwen3-4B", "distillation.topk_logits_k=8").stages[0]
+    (stage,), (teacher,) = found.stages, found.load.teachers
+    phases = {phase.name: phase for phase in stage.phases}
+    assert list(phases) == ["refit", "generation", "teachers", "training", "optimizer"]
+    assert phases["teachers"].parts["teacher weights"] == alone.phases[0].parts["weights"]
+    assert "gradients" not in phases["teachers"].parts, "the policy has made room"
+    head = 151_936 // 2 * 2560 * 2  # TP 2, bfloat16
+    assert phases["training"].parts["teacher's output layer"] == pytest.approx(head, rel=0.01)
+    assert stage.host.parts["teachers"] == phases["teachers"].parts["teacher weights"]
+    seconds = {phase.name: phase for phase in found.times.phases}
+    tokens = found.load.samples * found.load.mean_length
+    assert seconds["teachers"].flops == pytest.approx(2 * 4.02e9 * tokens, rel=0.2)
+    larger = {phase.name: phase for phase in plan(DISTILLATION, "teacher.model_name=Qwen/Qwen3-14B").times.phases}
+    assert larger["teachers"].likely > 2.5 * seconds["teachers"].likely
+    assert larger["training"].likely == seconds["training"].likely
+    assert "teacher: qwen3, 4.02 B parameters, TP 2 x PP 1 x DP 4" in plan_text(found)
+    assert found.plain()["teachers"] == [
+        {
+            "alias": "teacher",
+            "parameters": parameter_count(teacher.load.shape),
+            "layout": teacher.load.layout.describe(),
+        }
+    ]
+
+
+def test_teachers_that_score_log_probs_send_no_hidden_states() -> None:
+    """Two aliases of one model and layout are one teacher; two models share the samples."""
+    recipe = "recipes/grpo-math-8B.yaml"
+    section = "on_policy_distillation"
+    words = ["grpo.adv_estimator.name=opd", f"{section}.enabled=true", f"{section}.default_teacher_alias=a"]
+    one = plan(recipe, *words, f"+{section}.teacher_model_by_agent_name={{a: Qwen/Qwen3-32B, b: Qwen/Qwen3-32B}}")
+    assert [teacher.alias for teacher in one.load.teachers] == ["a"] and one.load.prev
+    assert not one.load.teachers[0].distributions
+    assert "teacher's output layer" not in one.stages[-1].peak.parts
+    two = plan(recipe, *words, f"+{section}.teacher_model_by_agent_name={{a: Qwen/Qwen3-32B, b: Qwen/Qwen3-8B}}")
+    assert [teacher.share for teacher in two.load.teachers] == [0.5, 0.5]
+    times = [next(it for it in each.times.phases if it.name == "teachers") for each in (one, two)]
+    assert times[1].flops < times[0].flops
+    with pytest.raises(PlanError, match="teacher_model_by_agent_name.a 'nobody/knows' is neither a folder here"):
+        plan(recipe, *words, f"+{section}.teacher_model_by_agent_name={{a: nobody/knows}}")
+
+
+def test_the_search_lays_teachers_out_on_the_nodes_that_it_tries() -> None:
+    found = plan(DISTILLATION)
+    options = search(found.load, found.device, nodes=2)
+    assert options
+    best = plan(DISTILLATION, *options[0].overrides)
+    assert best.load.teachers[0].load.world == 16
