@@ -1,10 +1,14 @@
-"""Asks an exported model for its answers to the demo's held-out sums, with transformers."""
+"""What the demos show of their runs: answers of an exported model to the held-out sums, by transformers, and the
+courses of runs beside each other."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from grpo_mcore.observe import read_metrics
 
 ANSWER_TOKENS = 4
 """Three digits and the end of the answer."""
@@ -55,3 +59,53 @@ def learned(before: Answers, after: Answers) -> tuple[str, str, str] | None:
     pairs = enumerate(zip(before.right, after.right, strict=True))
     first = next((index for index, (was, now) in pairs if now and not was), None)
     return None if first is None else (before.problems[first], before.answers[first], after.answers[first])
+
+
+@dataclass(frozen=True)
+class Course:
+    """Held-out accuracy at each validation of a run, with the tokens (of prompts and answers) that it had trained on by
+    then, and its seconds without start and validations."""
+
+    tokens: list[float]
+    seconds: list[float]
+    accuracy: list[float]
+
+    def until(self, goal: float) -> tuple[float, float] | None:
+        """Return tokens and seconds until a validation had this accuracy; None if none had."""
+        rows = zip(self.tokens, self.seconds, self.accuracy, strict=True)
+        return next(((tokens, seconds) for tokens, seconds, accuracy in rows if accuracy >= goal), None)
+
+
+def read_course(metrics: Path) -> Course:
+    """Return the course of the run with this metrics.jsonl."""
+    tokens, seconds = {0: 0.0}, {0: 0.0}
+    for row in read_metrics(metrics, "train"):
+        step = row["step"]
+        tokens[step] = tokens[step - 1] + row["tokens"]
+        seconds[step] = seconds[step - 1] + row["timing/total"]
+    rows = read_metrics(metrics, "validation")
+    steps = [row["step"] for row in rows]
+    return Course(
+        [tokens[step] for step in steps], [seconds[step] for step in steps], [row["accuracy"] for row in rows]
+    )
+
+
+def courses_png(path: Path, courses: Mapping[str, Course], title: str) -> None:
+    """Draw the accuracy of runs by tokens and by seconds, side by side. Needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for run, course in courses.items():
+        left.plot([tokens / 1000 for tokens in course.tokens], course.accuracy, "o-", markersize=3, label=run)
+        right.plot(course.seconds, course.accuracy, "o-", markersize=3, label=run)
+    left.set(xlabel="thousand tokens trained on", ylabel="held-out accuracy", ylim=(-0.03, 1.03))
+    right.set(xlabel="seconds")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    right.legend()
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from grpo_mcore.cli.demo import FOLDERS, make_untrained
+from grpo_mcore.cli.demo import DISTILL, FOLDERS, GRPO, make_untrained
 from grpo_mcore.data.arithmetic import make_arithmetic_task, make_base_config
 from grpo_mcore.families import check_settings, read_hf_config, shape_of
 from grpo_mcore.families.known import known_config
-from grpo_mcore.recipe import layout_findings, load_recipe
-from grpo_mcore.tools.demo import Answers, ask, learned
+from grpo_mcore.recipe import layout_findings, load_recipe, teacher_policies
+from grpo_mcore.tools.demo import Answers, Course, ask, courses_png, learned, read_course
 
 
 def test_a_problem_that_only_the_later_model_solves_is_shown() -> None:
@@ -51,3 +52,28 @@ def test_the_untrained_model_fits_its_recipe(tmp_path: Path, recipe: str) -> Non
     check_settings(shape, config.policy.megatron_cfg)
     assert not layout_findings(config, shape)
     assert (shape.mamba is not None) == (shape.experts is not None) == (recipe == "grpo-nano-v3-cpu")
+
+
+def test_a_course_says_what_it_took_to_reach_a_goal(tmp_path: Path) -> None:
+    rows = [
+        {"step": 0, "prefix": "validation", "accuracy": 0.3},
+        {"step": 1, "prefix": "train", "tokens": 100.0, "timing/total": 1.5},
+        {"step": 2, "prefix": "train", "tokens": 50.0, "timing/total": 0.5},
+        {"step": 2, "prefix": "validation", "accuracy": 0.9},
+        {"step": 3, "prefix": "train", "tokens": 50.0, "timing/total": 1.0},
+        {"step": 3, "prefix": "validation", "accuracy": 0.8},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    course = read_course(tmp_path / "metrics.jsonl")
+    assert course == Course([0.0, 150.0, 200.0], [0.0, 2.0, 3.0], [0.3, 0.9, 0.8])
+    assert course.until(0.9) == (150.0, 2.0) and course.until(0.95) is None
+    courses_png(tmp_path / "curves.png", {"a": course, "b": course}, "two runs")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_distillation_and_grpo_start_from_the_same_student() -> None:
+    """The demo's recipe reads what the first demo made, and validates on the same problems."""
+    recipe, grpo = load_recipe(DISTILL).config, load_recipe(GRPO).config
+    assert recipe.data.validation == grpo.data.validation
+    assert teacher_policies(recipe)["teacher"].model_name == str(FOLDERS[GRPO] / "model")
+    assert recipe.policy.model_name == str(FOLDERS[DISTILL] / "base" / "hf")
