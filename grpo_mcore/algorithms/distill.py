@@ -73,4 +73,4 @@ def score(step: SFTStep, policy: PolicyGroup) -> tuple[RankStep, ...]:
     assert teachers is not None, "the recipe names no teacher"
     (alias,) = teachers.by_alias
     policy.offload()
-    return teachers.score_ranks(step.ranks, step.samples, [alias] * len(step.samples))
+    return teachers.score_ranks(step.ranks, step.samples, step.examples, [alias] * len(step.samples))

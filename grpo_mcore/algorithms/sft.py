@@ -82,13 +82,14 @@ def validate(
 
 @dataclass(frozen=True)
 class SFTStep:
-    """A batch of examples as the ranks get it. `groups`: one example each; `samples`: all that the ranks hold, with the
-    copies of examples that are fewer than these."""
+    """A batch of examples as the ranks get it. `groups`: one example each; `samples`, `examples`: all that the ranks
+    hold, with the copies of examples that are fewer than these."""
 
     ranks: tuple[RankStep, ...]
     targets: TrainTargets
     groups: list[Group]
     samples: list[TrajectoryRef]
+    examples: list[DatumSpec]
 
 
 def build_step(batch: Sequence[DatumSpec], policy: PolicyGroup, config: MasterConfig) -> SFTStep:
@@ -111,4 +112,4 @@ def build_step(batch: Sequence[DatumSpec], policy: PolicyGroup, config: MasterCo
         as_group(datum, [trajectory], [ref], version)
         for datum, trajectory, ref in zip(examples, trajectories, refs, strict=True)
     ]
-    return SFTStep(ranks, targets, groups[: len(batch)], [group.samples[0] for group in groups])
+    return SFTStep(ranks, targets, groups[: len(batch)], [group.samples[0] for group in groups], examples)

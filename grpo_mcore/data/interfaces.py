@@ -51,6 +51,9 @@ class TaskDataSpec:
     env_name: str | None = None
     train_on: TrainOn = "all"
     """Answers of a conversation that SFT trains on."""
+    hint_key: str | None = None
+    """Field of a row that only teachers get, in the question."""
+    hint_prompt: str = "{prompt}\n\n{hint}"
     prompt: str | None = field(init=False, default=None)
     system_prompt: str | None = field(init=False, default=None)
 
@@ -59,6 +62,14 @@ class TaskDataSpec:
         self.system_prompt = _read(self.system_prompt_file, "system_prompt_file")
         if self.prompt is not None and "<the problem>" not in self.format_problem("<the problem>"):
             raise DataError(f"prompt_file {self.prompt_file}: no {{}} in it where the problem would go")
+
+        if missing := [part for part in ("{prompt}", "{hint}") if part not in self.hint_prompt]:
+            raise DataError(f"hint_prompt {self.hint_prompt!r} has no {' and no '.join(missing)}")
+
+    def with_hint(self, prompt: str, hint: str) -> str:
+        """Return the question with the hint, as teachers get it."""
+        parts = {"{prompt}": prompt, "{hint}": hint}
+        return re.sub(r"\{prompt\}|\{hint\}", lambda match: parts[match[0]], self.hint_prompt)
 
     def format_problem(self, problem: str) -> str:
         """Return the problem inside the prompt file's text, or alone where there is none."""

@@ -80,6 +80,8 @@ def nemo_gym_data_processor(
     """Process a task of NemoGymDataset. The Gym gets the task unchanged; it is tokenised here only to measure it."""
     row = {key: value for key, value in datum_dict.items() if key != "gym_task"}
     task = datum_dict["gym_task"]
+    if task_data_spec.hint_key is not None:
+        raise DataError("hint_key: an agent of a NeMo Gym writes the prompts of its samples; remove the key")
     spec = TaskDataSpec(task_data_spec.task_name)  # without prompt files, which the Gym does not use
     if row["messages"]:
         datum = _prompt_datum(row["messages"], None, row, spec, tokenizer, max_seq_length, idx, chat=True)
@@ -108,7 +110,15 @@ def sft_processor(
     log = _answered_log(messages, 0, uid, datum_dict, tokenizer, task_data_spec.train_on)
     length = sum(len(turn["token_ids"]) for turn in log)
     fits = max_seq_length is None or length <= max_seq_length
-    return _datum(log, length, fits, {}, datum_dict, task_data_spec, idx)
+    datum = _datum(log, length, fits, {}, datum_dict, task_data_spec, idx)
+    if task_data_spec.hint_key is not None:
+        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        hinted = [*_hinted(messages[:first], uid, datum_dict, task_data_spec), *messages[first:]]
+        told = _answered_log(hinted, 0, uid, datum_dict, tokenizer, task_data_spec.train_on)
+        if [turn["content"] for turn in told[1:]] != [turn["content"] for turn in log[1:]]:
+            raise RowError(uid, "the chat template writes its answers differently after the hint")
+        datum["teacher_prompt"] = told[0]["token_ids"]
+    return datum
 
 
 def preference_processor(
@@ -240,7 +250,24 @@ def _prompt_datum(
     extra = {key: value for key, value in row.items() if key not in RESERVED_KEYS}
     extra |= {} if truth is None else {"ground_truth": truth}
     extra["messages"] = messages
-    return _datum(log, length, fits, extra, row, spec, idx)
+    datum = _datum(log, length, fits, extra, row, spec, idx)
+    if spec.hint_key is not None:
+        told = _render(tokenizer, _hinted(messages, uid, row, spec), uid, row, add_generation_prompt=True)
+        (message,) = _tokenise([("user", told)], tokenizer)
+        datum["teacher_prompt"] = message["token_ids"]
+    return datum
+
+
+def _hinted(messages: list[dict[str, Any]], uid: str, row: dict[str, Any], spec: TaskDataSpec) -> list[dict[str, Any]]:
+    """Return the messages with the row's hint in the last question."""
+    hint = row.get(str(spec.hint_key))
+    if not isinstance(hint, str) or not hint:
+        raise RowError(uid, f"no text in its column {spec.hint_key!r} (hint_key), which the teacher gets")
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if last is None or not isinstance(messages[last]["content"], str):
+        raise RowError(uid, "no question in text that the hint could go into")
+    told = {**messages[last], "content": spec.with_hint(messages[last]["content"], hint)}
+    return [*messages[:last], told, *messages[last + 1 :]]
 
 
 def _datum(

@@ -39,5 +39,7 @@ class DatumSpec(TypedDict):
     """Names the prompt for the whole run by its task and line or row, for example `data-train:17`."""
     rejected_log: NotRequired[LLMMessageLogType]
     """DPO only. The prompt with the rejected answer; `message_log` has the chosen one, `length` counts both."""
+    teacher_prompt: NotRequired[Tensor]
+    """int64 [n]. The prompt as teachers get it, with the row's hint. Absent: as the policy does."""
     stop_strings: NotRequired[list[str] | None]
     """Strings that end a generation, besides the recipe's; an environment may change them for later turns."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -130,6 +130,15 @@ class Trajectory:
     def name(self) -> str:
         """Name of the sample in messages: `uid#generation_index`."""
         return f"{self.uid}#{self.generation_index}"
+
+    def with_prompt(self, token_ids: Tensor) -> Trajectory:
+        """Return the trajectory after another prompt, int64 [n], of weights that nobody asks for. Raises ValueError
+        for one with branches, each of which repeats the prompt in its own way."""
+        if self.branches:
+            raise ValueError(f"{self.name} has branches, which keep their prompts")
+        first = next((i for i, turn in enumerate(self.turns) if turn.loss_mask), len(self.turns))
+        turns = (Turn("user", token_ids), *self.turns[first:])
+        return replace(self, turns=turns, weight_versions=(), routed_experts=None)
 
     @property
     def length(self) -> int:

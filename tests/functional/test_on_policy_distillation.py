@@ -155,6 +155,33 @@ def test_a_teacher_with_another_tokenizer_is_refused_by_name(task: Task, model: 
     assert_one_message(missing, 1, "on_policy_distillation.teacher_model_by_agent_name.it: there is no folder")
 
 
+def test_a_teacher_with_a_hint_is_the_model_after_the_hint(task: Task, model: Path, tmp_path: Path) -> None:
+    """The policy's own start model teaches, and reads the answer first; what the policy reads stays as it is. Its rows
+    are longer than the policy's longest."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    recipe = recipe_with(task, model, model)
+    recipe["data"]["train"] |= {"hint_key": "output", "hint_prompt": "{hint}{hint}{hint}{hint}={prompt}"}
+    run = run_here("train", tmp_path, recipe, "grpo.max_num_steps=1")
+    assert run.code == 0, run.err
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for row in rows_of(run, 1):
+        trained = np.array(row["policy_logprobs"]) != 0
+        first = int(trained.argmax())
+        prompt = tokenizer.decode(row["token_ids"][:first])
+        number = prompt.removeprefix("<bos><user>").removesuffix("%2=<assistant>")
+        hint = str(1 - int(number) % 2)
+        told = tokenizer(f"<bos><user>{hint * 4}={number}%2=<assistant>", add_special_tokens=False)["input_ids"]
+        answer = row["token_ids"][first:]
+        tokens = torch.tensor([told + answer])
+        with torch.no_grad():
+            scores = network(tokens).logits[0].log_softmax(-1)[len(told) - 1 : -1]
+        expected = scores.gather(1, torch.tensor(answer)[:, None])[:, 0].numpy()
+        assert np.abs(np.array(row["teacher_logprobs"])[first:] - expected).max() < 1e-5
+    assert main(["replay", str(run.logs), "--step", "1"]) == 1
+
+
 def test_a_killed_teacher_of_another_layout_costs_no_sample(
     task: Task, model: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ class PolicyWorker(Policy):
         trajectories = dict(
             zip(step.trajectories, self._store.fetch_many(list(step.trajectories.values())), strict=True)
         )
+        trajectories |= {index: trajectories[index].with_prompt(prompt) for index, prompt in step.prompts.items()}
         teacher = dict(zip(step.teacher, self._store.fetch_many(list(step.teacher.values())), strict=True))
         multiple = self.row_multiple
         flagged = any(turn.flag for trajectory in trajectories.values() for turn in trajectory.turns)
@@ -135,7 +136,8 @@ class PolicyWorker(Policy):
         hidden = teacher is not None and teacher[0].ndim == 2
         if teacher is not None and not hidden:
             for of_sample, logprobs in zip(columns, teacher, strict=True):
-                of_sample["teacher_logprobs"] = logprobs
+                mask = of_sample["token_mask"]
+                of_sample["teacher_logprobs"] = torch.zeros_like(mask).masked_scatter(mask > 0, logprobs)
         names = [trajectory.name for trajectory in trajectories]
         routes = list(map(_routes, trajectories)) if self.config.router_replay.enabled else None
         tokens = [trajectory.token_ids() for trajectory in trajectories]
@@ -179,8 +181,8 @@ class PolicyWorker(Policy):
 
     def score(self, step: RankStep, hidden: bool = False) -> dict[int, Ref]:
         """Return references to the log-probs of each sample's trained tokens under the current weights, float32
-        [length], by sample index; with `hidden` to what the output layer gets before these tokens, [trained tokens,
-        hidden size]. One rank of those with the same samples returns them; the others return nothing."""
+        [trained tokens], by sample index; with `hidden` to what the output layer gets before these tokens, [trained
+        tokens, hidden size]. One rank of those with the same samples returns them; the others return nothing."""
         self.receive(step, 0)
         bins = [bin for bins in self._bins for bin in bins]
         self._bins = []
@@ -190,12 +192,10 @@ class PolicyWorker(Policy):
             return {}
         scored: dict[int, Ref] = {}
         for bin, row in zip(bins, rows, strict=True):
-            values = row.to("cpu")
-            if hidden:
-                trained = bin.batch.split(bin.batch.next_token_trained())
-                parts = values.split([int(of_sample.sum()) for of_sample in trained])
-            else:
-                parts = tuple(bin.batch.split(values))
+            values, mask = row.to("cpu"), bin.batch.columns["token_mask"] > 0
+            if not hidden:
+                values = values[mask]
+            parts = values.split([int(of_sample.sum()) for of_sample in bin.batch.split(mask)])
             scored |= {
                 index: self._store.put(part.clone()) for index, part in zip(bin.samples.tolist(), parts, strict=True)
             }

@@ -34,8 +34,10 @@ class RankStep:
     shares_prefixes: bool = False
     """Samples of a bin that begin alike share what is computed of their prefixes: the bins are planned for it."""
     teacher: Mapping[int, Ref] = field(default_factory=dict)
-    """Sample index -> reference to the log-probs of its tokens under its teacher, float32 [length], or to the teacher's
-    hidden states at its trained tokens, [trained tokens, hidden size]; empty without teachers."""
+    """Sample index -> reference to what its teacher says of its trained tokens: log-probs, float32 [trained tokens], or
+    hidden states, [trained tokens, hidden size]; empty without teachers."""
+    prompts: Mapping[int, Tensor] = field(default_factory=dict)
+    """Sample index -> the prompt that takes the place of its own, int64 [n], where a teacher gets a hint."""
 
 
 @dataclass(frozen=True)

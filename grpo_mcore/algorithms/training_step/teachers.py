@@ -9,10 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from torch import Tensor
 
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, StepBatch, prompt_prefixes, rank_steps
+from grpo_mcore.batching.prefix_trees import prefix_sketch
 from grpo_mcore.cluster import BackgroundWork, is_fault
 from grpo_mcore.recipe import MasterConfig, OnPolicyDistillationConfig
 from grpo_mcore.rollout.datum import DatumSpec
@@ -37,11 +41,17 @@ class Teacher:
     ranks: PolicyGroup
     restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
 
-    def score(self, samples: Mapping[int, TrajectoryRef], background: BackgroundWork | None = None) -> dict[int, Ref]:
+    def score(
+        self,
+        samples: Mapping[int, TrajectoryRef],
+        background: BackgroundWork | None = None,
+        prompts: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> dict[int, Ref]:
         """Return references to what `PolicyWorker.score` says of each sample, by index in the step: log-probs, or
-        hidden states for a loss over whole distributions. Ranks that are lost meanwhile are started again. Raises
-        their error if that fails too often."""
-        steps = teacher_steps(samples, self.config, self.ranks)
+        hidden states for a loss over whole distributions. `prompts`: of samples that the teacher reads after another
+        prompt than the policy did. Ranks that are lost meanwhile are started again. Raises their error if that fails
+        too often."""
+        steps = teacher_steps(samples, self.config, self.ranks, prompts)
         while True:
             ranks = self.ranks
             try:
@@ -91,35 +101,50 @@ class Teachers:
     def score(self, batch: StepBatch, background: BackgroundWork | None = None) -> StepBatch:
         """Return the step with references to what the teachers say of its samples."""
         aliases = self.aliases(batch)
-        return replace(
-            batch, ranks=self.score_ranks(batch.ranks, batch.samples, aliases, background), teachers=tuple(aliases)
-        )
+        prompts = [group.prompt for group in batch.groups for _ in group.samples]
+        ranks = self.score_ranks(batch.ranks, batch.samples, prompts, aliases, background)
+        return replace(batch, ranks=ranks, teachers=tuple(aliases))
 
     def score_ranks(
         self,
         ranks: Sequence[RankStep],
         samples: Sequence[TrajectoryRef],
+        prompts: Sequence[DatumSpec],
         aliases: Sequence[str],
         background: BackgroundWork | None = None,
     ) -> tuple[RankStep, ...]:
         """Return the ranks' shares of a step with references to what the teachers say of their samples. `samples`,
-        `aliases`: each sample of the step, and the alias of its teacher, by index in the step."""
+        `prompts`, `aliases`: each sample of the step, its prompt, and the alias of its teacher, by index in the
+        step."""
+        told = {i: prompt["teacher_prompt"] for i, prompt in enumerate(prompts) if "teacher_prompt" in prompt}
         indices = sorted(index for rank in ranks for index in rank.trajectories)
         scored: dict[int, Ref] = {}
         for teacher in {id(teacher): teacher for teacher in self.by_alias.values()}.values():
             of_teacher = {i: samples[i] for i in indices if self.by_alias[aliases[i]] is teacher}
             if of_teacher:
-                scored |= teacher.score(of_teacher, background)
+                scored |= teacher.score(of_teacher, background, {i: told[i] for i in of_teacher if i in told})
         return tuple(replace(rank, teacher={index: scored[index] for index in rank.trajectories}) for rank in ranks)
 
 
-def teacher_steps(samples: Mapping[int, TrajectoryRef], config: MasterConfig, ranks: PolicyGroup) -> Sequence[RankStep]:
+def teacher_steps(
+    samples: Mapping[int, TrajectoryRef],
+    config: MasterConfig,
+    ranks: PolicyGroup,
+    prompts: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Sequence[RankStep]:
     """Distribute samples, by index in the step, over the teacher's data-parallel ranks and bins. Where they are fewer
-    than these, copies of the first one, under indices of their own, fill the ranks."""
-    indices, kept = list(samples), list(samples.values())
+    than these, copies of the first one, under indices of their own, fill the ranks. `prompts`: by index, those that
+    take the place of samples' own. A bin holds at least the longest sample, also with its hint."""
+    indices = list(samples)
+    kept = [_after(prompts[index], sample) if index in prompts else sample for index, sample in samples.items()]
     missing = max(0, ranks.layout.data - len(kept))
-    indices += range(max(indices) + 1, max(indices) + 1 + missing)
+    copies = range(max(indices) + 1, max(indices) + 1 + missing)
+    told = dict(prompts)
+    if indices[0] in told:
+        told |= dict.fromkeys(copies, told[indices[0]])
+    indices += copies
     kept += kept[:1] * missing
+    config = _with_room(config, max(sample.length for sample in kept))
     _, steps = rank_steps(
         {index: sample.ref for index, sample in zip(indices, kept, strict=True)},
         [sample.length for sample in kept],
@@ -128,4 +153,21 @@ def teacher_steps(samples: Mapping[int, TrajectoryRef], config: MasterConfig, ra
         optimizer_steps=1,
         prefixes=prompt_prefixes(kept) if ranks.shares_prefixes else None,
     )
-    return steps
+    return [replace(step, prompts={i: told[i] for i in step.trajectories if i in told}) for step in steps]
+
+
+def _after(prompt: Tensor, sample: TrajectoryRef) -> TrajectoryRef:
+    """Return a sample as it is after another prompt."""
+    length = sample.length - sample.prompt_length + len(prompt)
+    sketch = prefix_sketch(prompt.tolist())
+    return replace(sample, length=length, prompt_length=len(prompt), prompt_sketch=sketch)
+
+
+def _with_room(config: MasterConfig, tokens: int) -> MasterConfig:
+    """Return the recipe with room for a sample of this many tokens in a bin."""
+    changes = {
+        name: config.policy[name].model_copy(update={"train_mb_tokens": tokens})
+        for name in ("sequence_packing", "dynamic_batching")
+        if config.policy[name].enabled and config.policy[name].train_mb_tokens < tokens
+    }
+    return config.model_copy(update={"policy": config.policy.model_copy(update=changes)}) if changes else config

@@ -30,6 +30,12 @@ def setting(entry: Entry, key: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def hints(entry: Entry) -> dict[str, str]:
+    """Return the keys of an entry that say what teachers get besides the question."""
+    key = setting(entry, "hint_key")
+    return {} if key is None else {"hint_key": key, "hint_prompt": setting(entry, "hint_prompt", "{prompt}\n\n{hint}")}
+
+
 class MappedDataset:
     """A recipe's entry, loaded. `dataset` and `val_dataset` hold rows in chat format with `task_name` and `uid`; see
     `ResponseData`."""
@@ -48,6 +54,7 @@ class MappedDataset:
             output_key=setting(entry, "output_key", "output"),
             env_name=self.env_name,
             train_on=setting(entry, "train_on", "all"),
+            **hints(entry),
         )
         self.processor = find_processor(setting(entry, "processor") or default_processor)
         self._source, self._to_chat = source, to_chat
@@ -63,7 +70,9 @@ class MappedDataset:
     def _to_row(self, row: Row, index: int) -> Row:
         place = self._source.place(index)
         uid = f"{self.task_name}:{self._source.numbers[index]}"
-        return {**as_chat(self._to_chat, row, place), "task_name": self.task_name, "uid": uid}
+        key = self.task_spec.hint_key
+        hint = {key: row[key]} if key in row else {}  # the answer may be the hint, too
+        return {**hint, **as_chat(self._to_chat, row, place), "task_name": self.task_name, "uid": uid}
 
 
 def as_chat(to_chat: ToChat, row: Row, place: str) -> Row:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from grpo_mcore.data.datasets.files import gym_task, openai_row, preference_pair, question_and_answer
-from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_chat, name_of, setting
+from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_chat, hints, name_of, setting
 from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
 from grpo_mcore.data.datasets.rows import Rows
 from grpo_mcore.data.datasets.source import Table, open_source, plain
@@ -105,7 +105,11 @@ def completed(data: Any, entry: Entry, default_processor: str) -> ResponseData:
     if not hasattr(data, "task_spec"):
         files = {key: setting(entry, key) for key in ("prompt_file", "system_prompt_file")}
         data.task_spec = TaskDataSpec(
-            task_name=data.task_name, env_name=data.env_name, train_on=setting(entry, "train_on", "all"), **files
+            task_name=data.task_name,
+            env_name=data.env_name,
+            train_on=setting(entry, "train_on", "all"),
+            **hints(entry),
+            **files,
         )
     if not hasattr(data, "processor"):
         data.processor = find_processor(setting(entry, "processor") or default_processor)

@@ -159,4 +159,5 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return f"`{value if isinstance(value, str) else in_yaml(value)}`"
+    plain = isinstance(value, str) and value.isprintable()
+    return f"`{value if plain else in_yaml(value)}`"

@@ -119,6 +119,11 @@ class DatasetEntry(Section):
     train_on: Literal["all", "last"] = "all"
     """Answers of a conversation that SFT and DPO train on: all, as the chat template shows them once later turns follow
     (Qwen3 and DeepSeek leave out earlier thoughts then), or the last, as it would be generated."""
+    hint_key: str | None = None
+    """Field of a row with a hint, such as a worked solution, that only teachers of on_policy_distillation get, in the
+    question. null: they read what the policy read."""
+    hint_prompt: str = "{prompt}\n\n{hint}"
+    """The question as teachers get it."""
     env_name: str | None = None
     """Entry of `env` that scores this dataset. null: the only entry."""
     split_validation_size: NonNegativeFloat = 0.0

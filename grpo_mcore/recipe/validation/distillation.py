@@ -33,6 +33,9 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
             "needs a teacher: set on_policy_distillation.enabled: true and teacher_model_by_agent_name",
         )
     if not section.enabled:
+        for position, entry in enumerate(config.data.train):
+            if entry.hint_key is not None:
+                yield Finding((f"data.train.{position}.hint_key",), "is for teachers of on_policy_distillation alone")
         return
     if not wanted:
         yield Finding(

@@ -157,7 +157,10 @@ def replay(
     scratch: Path,
     name: str = "replay",
 ) -> Replay:
-    """Compute the step on the recipe's layout. `rows`: from `recorded_step`; `scratch`: folder of the workers' logs."""
+    """Compute the step on the recipe's layout. `rows`: from `recorded_step`; `scratch`: folder of the workers' logs.
+    Raises ReplayError where teachers read what is not recorded."""
+    if config.on_policy_distillation.enabled and any(entry.hint_key for entry in config.data.train):
+        raise ReplayError("its teachers got a hint (data.train.hint_key), which the samples do not record")
     model = check_model(config)
     with start_cluster(config, scratch) as cluster:
         policy = start_policy(config, cluster, model)

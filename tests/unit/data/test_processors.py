@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, TaskDataSpec
+from grpo_mcore.data.interfaces import RowError
 from grpo_mcore.data.processors import (
     chat_data_processor,
     find_processor,
@@ -230,3 +231,28 @@ def test_gpt_oss_trains_the_end_of_a_last_answer():
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     log = sft_processor({"messages": messages}, TaskDataSpec("t"), tokenizer, None, 0)["message_log"]
     assert trained_texts(log, tokenizer) == ["2<|return|>"]
+
+
+HINTED = {"messages": ROW["messages"], "uid": "u:3", "why": "9+9"}
+
+
+def test_a_hint_is_for_the_teacher_alone(tokenizer) -> None:
+    """It stands in the last question, once in a prompt for rollouts and once before given answers."""
+    plain, spec = TaskDataSpec("t"), TaskDataSpec("t", hint_key="why", hint_prompt="{prompt} ({hint})")
+    assert spec.with_hint("{hint}", "{} {prompt}") == "{hint} ({} {prompt})", "each is text"
+    for processor in (math_hf_data_processor, sft_processor):
+        datum, other = processor(HINTED, spec, tokenizer, 64, 0), processor(HINTED, plain, tokenizer, 64, 0)
+        assert text_of(datum, tokenizer) == text_of(other, tokenizer) and "teacher_prompt" not in other
+        question = text_of(other, tokenizer)[0]
+        told = tokenizer.decode(datum["teacher_prompt"])
+        assert told == question.replace(ROW["messages"][0]["content"], f"{ROW['messages'][0]['content']} (9+9)")
+
+
+@pytest.mark.parametrize("row", [{}, {"why": ""}, {"why": 3}])
+def test_a_row_without_its_hint_is_named(tokenizer, row) -> None:
+    spec = TaskDataSpec("t", hint_key="why")
+    for processor in (math_hf_data_processor, sft_processor):
+        with pytest.raises(RowError, match="u:3: no text in its column 'why'"):
+            processor({"messages": ROW["messages"], "uid": "u:3"} | row, spec, tokenizer, 64, 0)
+    with pytest.raises(DataError, match=r"has no \{prompt\} and no \{hint\}"):
+        TaskDataSpec("t", hint_key="why", hint_prompt="nothing")

@@ -13,7 +13,7 @@ import torch
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.training_step.advantages import TargetsError, compute_targets
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
-from grpo_mcore.algorithms.training_step.teachers import Teacher, TeacherError, Teachers
+from grpo_mcore.algorithms.training_step.teachers import Teacher, TeacherError, Teachers, teacher_steps
 from grpo_mcore.cluster import WorkerDied
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig, OnPolicyDistillationConfig
@@ -157,3 +157,21 @@ def test_a_policy_without_its_teachers_does_not_train_on_nothing() -> None:
     recipe = MasterConfig.model_validate(plain)
     with pytest.raises(TargetsError, match="the policy has no teachers"):
         compute_targets(build_step_batch([of_task("a", "math")], recipe, PolicyLayout(1, 1, 1)), {}, recipe)
+
+
+def test_a_teacher_reads_a_hint_in_place_of_the_prompt() -> None:
+    """Its rows are as long as what it reads, also where that is longer than a bin of the recipe; copies read it too."""
+    recipe = config()
+    hint, told = torch.arange(400), {**of_task("a", "math").prompt}
+    told["teacher_prompt"] = hint
+    groups = [replace(of_task("a", "math"), prompt=told), of_task("b", "math")]
+    ranks = Ranks(data=2)
+    steps: list[Any] = []
+    ranks.score = lambda given, hidden: steps.extend(given) or {i: "" for it in given for i in it.trajectories}  # type: ignore[method-assign]
+    batch = build_step_batch(groups, recipe, PolicyLayout(1, 1, 1))
+    teachers({"math": ranks, "code": ranks}, recipe).score(batch)
+    prompts = {index: prompt for step in steps for index, prompt in step.prompts.items()}
+    assert sorted(prompts) == [0, 1, 2, 3] and all(prompt is hint for prompt in prompts.values())
+    samples = {0: batch.samples[0]}
+    first, second = teacher_steps(samples, recipe, ranks, {0: hint})  # type: ignore[arg-type]
+    assert [list(step.prompts) for step in (first, second)] == [list(step.trajectories) for step in (first, second)]
