@@ -86,14 +86,13 @@ def test_values_and_gradients_are_those_of_whole_rows(divergence: Divergence, te
         name: value.double().requires_grad_() if value.is_floating_point() else value for name, value in it.items()
     }
     expected = by_formula(exact, divergence, temperature)
-    weights = torch.linspace(0.5, 2.0, TOKENS).double()
-    wanted = torch.autograd.grad((expected[1] * weights).sum(), [exact["hidden"], exact["weight"]])
+    wanted = torch.autograd.grad(1.7 * expected[1].sum(), [exact["hidden"], exact["weight"]])
     mine = {name: value.clone().requires_grad_() if value.is_floating_point() else value for name, value in it.items()}
     found = computed(mine, divergence, temperature=temperature)
     assert found.dtype == torch.float32
     for row, values in zip(found, expected, strict=True):
         assert torch.allclose(row.double(), values, rtol=1e-6, atol=5e-6 * scale / 3)
-    gradients = torch.autograd.grad((found[1] * weights.float()).sum(), [mine["hidden"], mine["weight"]])
+    gradients = torch.autograd.grad(1.7 * found[1].sum(), [mine["hidden"], mine["weight"]])
     for gradient, value in zip(gradients, wanted, strict=True):
         assert (gradient - value).norm() <= 1e-5 * scale * value.norm() + 2e-5, "logits are in float32"
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
@@ -141,3 +140,39 @@ def test_no_tokens_and_a_short_teacher() -> None:
     assert computed(none, Divergence()).shape == (3, 0)
     with pytest.raises(ValueError, match="the teacher's output layer has 69 rows here, the policy's 70"):
         computed(it | {"teacher_weight": it["teacher_weight"][:69]}, Divergence())
+
+
+def test_tokens_of_different_weight_are_refused() -> None:
+    """The gradient is computed before the weights are known."""
+    it = inputs()
+    it["hidden"].requires_grad_()
+    found = computed(it, Divergence())
+    with pytest.raises(RuntimeError, match="the tokens of a divergence must have one weight in the loss"):
+        torch.autograd.grad((found[1] * torch.arange(TOKENS)).sum(), [it["hidden"]])
+    with torch.no_grad():
+        assert computed(it, Divergence()).equal(found)
+
+
+TRL = {  # (beta, temperature): loss, norms of the gradients of hidden states and output layer, one value of each
+    (0.0, 1.0): (4.15020847, 0.604515197, 0.534793645, 0.0754602402, -0.000326016569),
+    (1.0, 1.0): (5.08867168, 0.728788845, 0.739879552, 0.0137687409, 0.00739018945),
+    (0.3, 1.0): (0.456587791, 0.0319502275, 0.0269407629, 0.00259233895, 0.000122861777),
+    (0.3, 0.7): (0.536195338, 0.032308773, 0.025152967, 0.00158043636, 0.000160944226),
+}  # fmt: skip
+"""What `trl.trainer.distillation_trainer._chunked_divergence_loss` of TRL 1.16.0, the loss of its DistillationTrainer,
+returns for `inputs()` without the padded rows, all tokens counting: with hidden[None], teacher_hidden[None], the two
+output layers, a mask of ones [1, TOKENS] and beta; gradients by torch.autograd.grad, values at [3, 2] and [20, 5]."""
+
+
+@pytest.mark.parametrize(("beta", "temperature"), TRL)
+def test_the_loss_is_that_of_trl(beta: float, temperature: float) -> None:
+    """Its definition is that of `jsd`, which at 0 and 1 is the forward and the reverse KL."""
+    it = inputs()
+    it["hidden"].requires_grad_()
+    it["weight"].requires_grad_()
+    loss = computed(it, Divergence("jsd", beta), temperature=temperature)[1].mean()
+    hidden, weight = torch.autograd.grad(loss, [it["hidden"], it["weight"]])
+    found = (loss.item(), hidden.double().norm().item(), weight.double().norm().item(), hidden[3, 2], weight[20, 5])
+    assert found[0] == pytest.approx(TRL[beta, temperature][0], abs=1e-6, rel=1e-6)
+    for mine, theirs in zip(found[1:], TRL[beta, temperature][1:], strict=True):
+        assert float(mine) == pytest.approx(theirs, rel=1e-4, abs=1e-8)
