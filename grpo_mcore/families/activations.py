@@ -224,6 +224,16 @@ def last_stage_bytes(shape: ModelShape, rank: Rank, tokens: float) -> float:
     return tokens * (norm + rank.element * shape.hidden_size + 24 + LOSS_BYTES_PER_TOKEN)
 
 
+def divergence_bytes(shape: ModelShape, rank: Rank, chunk: int) -> int:
+    """Return the bytes of the largest temporaries of a divergence from a teacher (parallel/divergence.py): the
+    teacher's logits of a block, a quarter of `chunk` tokens; a tile of logits and of what is computed of them in
+    float32; the output layer's gradient in float32 and in the weights' format."""
+    rows, block = shape.padded_vocab_size(rank.tensor) // rank.tensor, max(1, chunk // 4)
+    tile = min(rows, TILES["cpu" if rank.kernels == "cpu" else "gpu"])
+    gradient = rows * shape.hidden_size * (4 + rank.element)
+    return block * (rows * rank.element + 6 * 4 * tile) + gradient
+
+
 def logits_bytes(shape: ModelShape, rank: Rank, chunk: int, *, backward: bool) -> float:
     """Return the bytes of the largest temporary of the log-probs: logits of `chunk` tokens for a tile of the output
     layer's rows, as computed and in float32.

@@ -42,15 +42,15 @@ def divergences(
 
     hidden [N, H] and teacher_hidden [N, H'], the same on every rank of `group`; weight [rows, H] and teacher_weight
     [rows, H'], this rank's rows of the output layers, the first of which is token `vocab_start` in both; targets int64
-    [N]. `tile` rows of half of `chunk` tokens have logits at a time, and of the teacher all rows, in its number format.
-    The gradient of `hidden` is this rank's part: the caller's region function sums it over the group. All tokens must
-    have one weight in the loss: tokens that do not count are left out.
+    [N]. A quarter of `chunk` tokens (a block) has logits at a time: of `tile` rows, and of the teacher of all rows, in
+    its number format. The gradient of `hidden` is this rank's part: the caller's region function sums it over the
+    group. All tokens must have one weight in the loss: tokens that do not count are left out.
     """
     rows = max(0, min(weight.size(0), vocab_size - vocab_start))
     if teacher_weight.size(0) < rows:
         raise ValueError(f"the teacher's output layer has {teacher_weight.size(0)} rows here, the policy's {rows}")
     teacher = teacher_hidden.detach(), teacher_weight.detach()
-    where = _Where(group, vocab_start, vocab_size, rows, temperature, max(1, chunk // 2), tile, torch.is_grad_enabled())
+    where = _Where(group, vocab_start, vocab_size, rows, temperature, max(1, chunk // 4), tile, torch.is_grad_enabled())
     return _Divergence.apply(hidden, weight, *teacher, targets, divergence, where)
 
 

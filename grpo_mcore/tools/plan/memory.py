@@ -9,6 +9,7 @@ from functools import cache, partial
 
 from grpo_mcore.families import Block, ModelShape, local_shape, params_of
 from grpo_mcore.families.activations import (
+    divergence_bytes,
     first_stage_bytes,
     forward_bytes,
     last_stage_bytes,
@@ -277,7 +278,7 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
     logits = int(logits_bytes(load.shape, load.rank, chunk, backward=True)) if last else 0
     parts = {"activations": activation_bytes(load, stage, logits), "logits": logits}
     for teacher in (teacher for teacher in load.teachers if teacher.distributions and last):
-        parts["logits"] += int(logits_bytes(teacher.load.shape, load.rank, chunk, backward=False))
+        parts["logits"] = divergence_bytes(load.shape, load.rank, chunk)
         parts["teacher's hidden states"] = load.bin_tokens * teacher.load.shape.hidden_size * load.element
     phases.append(Phase("training", {**state, **parts}))
     phases.append(Phase("optimizer", {**state, "temporaries": _update_bytes(load, stage)}))

@@ -294,5 +294,6 @@ def _page_sample(row: Mapping[str, Any]) -> dict[str, Any]:
         "ids": row["token_ids"],
         "e": generated(row["engine_logprobs"]),
         "p": generated(row["policy_logprobs"]),
+        "q": generated(row.get("teacher_logprobs")),
         "age": ages if any(ages) else None,
     }

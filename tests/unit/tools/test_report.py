@@ -80,6 +80,7 @@ def rows(step: int, groups: int, length: int) -> list[dict[str, Any]]:
             sample |= {"shaped_reward": reward, "baseline": baseline, "scale": scale, "group_size": 2}
             sample |= {"advantage": (reward - baseline) / scale, "columns": '{"level": "hard"}'}
             sample |= {"policy_logprobs": logprobs + 0.25, "weight": 1.0, "trained_version": step}
+            sample |= {"teacher_logprobs": logprobs + 0.5}
             found.append(sample | {"versions": [{"version": step - 1, "first": 0, "end": length}]})
     return found
 
@@ -135,6 +136,7 @@ def test_the_page_of_a_killed_run_holds_what_it_wrote(tmp_path: Path, capsys: py
     ]  # fmt: skip
     assert samples[0]["age"] == [1] * 6 and len(samples[0]["ids"]) == 8
     assert samples[0]["p"][0] - samples[0]["e"][0] == pytest.approx(0.25, abs=1e-3)
+    assert samples[0]["q"][0] - samples[0]["p"][0] == pytest.approx(0.25, abs=1e-3)
     assert data["tokens"][str(samples[0]["ids"][0])] == f" t{samples[0]['ids'][0]}"
     assert sorted(data["timelines"]) == ["1", "2", "3"]
     assert (run / "report.html").exists() is False

@@ -301,17 +301,18 @@ function tokensOf(sample, by) {
   const value = {
     mismatch: (i) => errors[i], weight: (i) => (weights[i] === null ? null : weights[i] - 1),
     surprise: (i) => (sample.p || sample.e)[i], advantage: () => sample.a, age: (i) => (sample.age ? sample.age[i] : 0), none: () => null,
+    teacher: (i) => (sample.q && sample.p ? sample.q[i] - sample.p[i] : null),
   }[by];
   const all = (sample.e || sample.p || []).map((_, i) => Math.abs(value(i) ?? 0));
-  const least = { mismatch: 0.02, weight: 0.02, surprise: 2, advantage: 1, age: 1, none: 1 }[by];
+  const least = { mismatch: 0.02, weight: 0.02, surprise: 2, advantage: 1, age: 1, none: 1, teacher: 1 }[by];
   const scale = Math.max(least, ...all.slice(0, 5000));
   let at = 0, i = 0, html = "";
   for (const [role, count, generated] of sample.t) {
     if (!generated) { html += `<span class="said" title="${escaped(role)}">${escaped(textOf(sample, at, at + count))}</span>`; at += count; continue; }
     for (let k = 0; k < count; k++, i++, at++) {
       const policy = sample.p ? `policy ${sample.p[i]}\nweight ${short(weights[i])}` : "not trained on";
-      const words = `${JSON.stringify(data.tokens[sample.ids[at]] ?? sample.ids[at])}  id ${sample.ids[at]}\n${sample.e ? `engine ${sample.e[i]}\n` : ""}${policy}\nage ${sample.age ? sample.age[i] : 0}`;
-      html += `<s style="${shade(value(i), scale, by === "weight" || by === "advantage")}" data-tip="${escaped(words)}">${escaped(data.tokens[sample.ids[at]] ?? `[${sample.ids[at]}]`)}</s>`;
+      const words = `${JSON.stringify(data.tokens[sample.ids[at]] ?? sample.ids[at])}  id ${sample.ids[at]}\n${sample.e ? `engine ${sample.e[i]}\n` : ""}${policy}\n${sample.q ? `teacher ${sample.q[i]}\n` : ""}age ${sample.age ? sample.age[i] : 0}`;
+      html += `<s style="${shade(value(i), scale, by === "weight" || by === "advantage" || by === "teacher")}" data-tip="${escaped(words)}">${escaped(data.tokens[sample.ids[at]] ?? `[${sample.ids[at]}]`)}</s>`;
     }
   }
   return html || escaped(sample.text || "(no tokens)");
