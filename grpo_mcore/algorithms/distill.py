@@ -68,9 +68,10 @@ def _validate(record: TuningRecord, policy: PolicyGroup, loss: LossFn, config: M
 
 def score(step: SFTStep, policy: PolicyGroup) -> tuple[RankStep, ...]:
     """Return the ranks' shares of a step with the teacher's hidden states at the answers' tokens. The policy makes room
-    for the teacher."""
+    for a teacher on its devices."""
     teachers = policy.teachers
     assert teachers is not None, "the recipe names no teacher"
     (alias,) = teachers.by_alias
-    policy.offload()
+    if teachers.colocated:
+        policy.offload()
     return teachers.score_ranks(step.ranks, step.samples, step.examples, [alias] * len(step.samples))

@@ -192,7 +192,8 @@ def train_on_groups(
         batch = build_step_batch(groups, config, policy.layout, shares_prefixes=policy.shares_prefixes)
     if batch.ranks and policy.teachers is not None:
         with clock.phase("teachers"):
-            policy.offload()
+            if policy.teachers.colocated:
+                policy.offload()
             batch = policy.teachers.score(batch, policy.background)
     with clock.phase("prepare"):
         policy.onload()

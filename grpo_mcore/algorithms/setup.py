@@ -24,6 +24,7 @@ from grpo_mcore.cluster import Cluster, Future, Worker, call_all, gather, is_fau
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import engine_options, engine_overrides, read_hf_config
 from grpo_mcore.generation import EngineConfig, LoadFormat, engine_environment
+from grpo_mcore.layout import DevicePool
 from grpo_mcore.objective import DistillationLossFn, NLLLossFn, PreferenceLossFn, build_loss
 from grpo_mcore.observe import Logger
 from grpo_mcore.observe.machine import MachineMonitor, peak_flops
@@ -42,6 +43,7 @@ from grpo_mcore.recipe import (
     policy_pool,
     shares_prefixes,
     teacher_policies,
+    teacher_pools,
 )
 
 log = logging.getLogger(__name__)
@@ -112,9 +114,11 @@ def _spawn_ranks(
     build_later: bool = False,
     trains: bool = True,
     beside: Sequence[Worker] = (),
+    own: DevicePool | None = None,
 ) -> PolicyGroup:
-    """Spawn the ranks of config.policy, whose folder is the model's. `beside`: the ranks on whose devices they are."""
-    layout, policy, gpu, pool = model.layout, config.policy, model.gpu, policy_pool(config)
+    """Spawn the ranks of config.policy, whose folder is the model's. `beside`: the ranks on whose devices they are.
+    `own`: nodes that they have to themselves; None: the policy's."""
+    layout, policy, gpu, pool = model.layout, config.policy, model.gpu, own or policy_pool(config)
     arguments: tuple[Any, ...] = (
         policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference, config.cluster.platform,
         build_later,
@@ -137,14 +141,14 @@ def _spawn_ranks(
         policy.model_name,
         policy.precision,
         refit_settings(config),
-        colocated=policy.generation.colocated.enabled or not trains,
+        colocated=own is None and (policy.generation.colocated.enabled or not trains),
         shares_prefixes=shares_prefixes(policy.sequence_packing, transformer_engine=model.platform.transformer_engine),
     )
 
 
 def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup) -> None:
-    """Give a policy that is ready the recipe's teachers, if there are any: start them on its devices, one after
-    another, and move each to the host. Raises what their constructors raise."""
+    """Give a policy that is ready the recipe's teachers, if there are any: start them one after another, and move each
+    to the host if it shares the policy's devices. Raises what their constructors raise."""
     section, policies = config.on_policy_distillation, teacher_policies(config)
     started, by_alias = dict[str, Teacher](), dict[str, Teacher]()
     for alias, its_model in model.teachers.items():
@@ -165,11 +169,13 @@ def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy:
 def _start_teacher(
     alias: str, config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup
 ) -> PolicyGroup:
-    """Start a teacher beside the policy, which makes room first, and wait until it is ready. `config`: the recipe with
-    the teacher in place of the policy."""
-    policy.offload()
-    name = f"teacher-{re.sub(r'[^A-Za-z0-9_.]', '_', alias)}"
-    teacher = _spawn_ranks(name, config, cluster, model, trains=False, beside=policy.workers)
+    """Start a teacher on nodes of its own, or beside the policy, which makes room first, and wait until it is ready.
+    `config`: the recipe with the teacher in place of the policy."""
+    name, own = f"teacher-{re.sub(r'[^A-Za-z0-9_.]', '_', alias)}", teacher_pools(config).get(alias)
+    if own is None:
+        policy.offload()
+    beside = policy.workers if own is None else ()
+    teacher = _spawn_ranks(name, config, cluster, model, trains=False, beside=beside, own=own)
     wait_until_ready(config, cluster, teacher.workers, f"start of the teacher {alias}")
     teacher.offload()
     return teacher

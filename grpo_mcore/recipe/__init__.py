@@ -36,6 +36,8 @@ from grpo_mcore.recipe.derived import (
     samples_together,
     shares_prefixes,
     teacher_policies,
+    teacher_pools,
+    teacher_ranks,
     teacher_weight,
     world_size,
 )

@@ -22,9 +22,9 @@ from grpo_mcore.recipe.schema.policy import (
 
 
 def policy_pool(config: RecipeSections) -> DevicePool:
-    """Return the policy's devices: those of the cluster without the engines' own."""
+    """Return the policy's devices: those of the cluster without the engines' and the teachers' own."""
     cluster, colocated = config.cluster, config.policy.generation.colocated
-    nodes, per_node, taken = cluster.num_nodes, cluster.gpus_per_node, colocated.resources
+    nodes, per_node, taken = nodes_left(config), cluster.gpus_per_node, colocated.resources
     if colocated.enabled:
         return DevicePool(nodes, per_node)
     if taken.num_nodes is not None and not divides_nodes(config):
@@ -38,7 +38,7 @@ def divides_nodes(config: RecipeSections) -> bool:
     if resources.num_nodes is None:
         return True
     share = resources.gpus_per_node
-    return resources.num_nodes == cluster.num_nodes and share is not None and share < cluster.gpus_per_node
+    return resources.num_nodes == nodes_left(config) and share is not None and share < cluster.gpus_per_node
 
 
 def engine_pool(config: RecipeSections) -> DevicePool | None:
@@ -49,7 +49,12 @@ def engine_pool(config: RecipeSections) -> DevicePool | None:
     resources = colocated.resources
     if resources.num_nodes is not None:
         return DevicePool(resources.num_nodes, resources.gpus_per_node or cluster.gpus_per_node)
-    return DevicePool(cluster.num_nodes, resources.gpus_per_node or 0)
+    return DevicePool(nodes_left(config), resources.gpus_per_node or 0)
+
+
+def nodes_left(config: RecipeSections) -> int:
+    """Return the nodes of the cluster without those that teachers have to themselves."""
+    return config.cluster.num_nodes - sum(pool.nodes for pool in teacher_pools(config).values())
 
 
 def num_engines(config: RecipeSections, *, gpu: bool) -> int:
@@ -197,6 +202,34 @@ def teacher_weight(config: RecipeSections) -> float:
     return 1.0 if estimator.name == "opd" else estimator.opd_weight
 
 
+def teacher_pools(config: RecipeSections) -> dict[str, DevicePool]:
+    """Return the nodes that teachers have to themselves, by alias, aliases that share one copy once; none if teachers
+    share the policy's devices."""
+    section, cluster = config.on_policy_distillation, config.cluster
+    places = section.non_colocated_teachers
+    if not (section.enabled and places.enabled):
+        return {}
+    pools, known = dict[str, DevicePool](), set[str]()
+    for alias, policy in teacher_policies(config).items():
+        settings = _teacher_settings(places.default_teacher_cfg, places.teacher_overrides.get(alias))
+        copy = policy.model_dump_json() if section.deduplicate_shared_teacher_checkpoints else alias
+        if copy not in known:
+            pools[alias] = DevicePool(settings["num_nodes"] or 1, settings["gpus_per_node"] or cluster.gpus_per_node)
+            known.add(copy)
+    return pools
+
+
+def teacher_ranks(config: RecipeSections, alias: str) -> int:
+    """Return the number of a teacher's ranks: as many as the policy's, or as its own nodes have devices. `alias`: the
+    first of those that share a copy."""
+    pool = teacher_pools(config).get(alias)
+    return world_size(config) if pool is None else pool.ranks
+
+
+def _teacher_settings(default: TeacherConfig, override: TeacherConfig | None) -> dict[str, Any]:
+    return default.model_dump() | ({} if override is None else override.model_dump(exclude_unset=True))
+
+
 def teacher_policies(config: RecipeSections) -> dict[str, PolicyConfig]:
     """Return the model and the layout of each teacher by alias, as the section `policy` would describe them; none
     without teachers. A teacher samples as the policy does: its log-probs are of the same temperature and cut."""
@@ -213,7 +246,7 @@ def teacher_policies(config: RecipeSections) -> dict[str, PolicyConfig]:
 def _teacher_policy(
     policy: PolicyConfig, model: str, default: TeacherConfig, override: TeacherConfig | None
 ) -> PolicyConfig:
-    settings = default.model_dump() | ({} if override is None else override.model_dump(exclude_unset=True))
+    settings = _teacher_settings(default, override)
     sizes = {key: settings[key] if settings[key] is not None else policy.megatron_cfg[key] for key in _TEACHER_SIZES}
     whole = policy.megatron_cfg.model_dump() | {
         **sizes,

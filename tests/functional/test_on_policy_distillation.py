@@ -208,3 +208,19 @@ def test_a_killed_teacher_of_another_layout_costs_no_sample(
     assert steps == [16, 16] and log == [True, False], "the second step met a new teacher"
     assert [line["num_trained_samples"] for line in run.metrics()] == [16, 16]
     test_samples_record_the_teachers_logprobs_and_the_metrics_are_theirs(run, teacher)
+
+
+def test_a_teacher_with_a_node_of_its_own_scores_the_same(
+    run: Run, task: Task, model: Path, teacher: Path, tmp_path: Path
+) -> None:
+    """The policy has the other node. On CPUs both are this machine: what is tried is who is started where, and that
+    nobody makes room."""
+    recipe = recipe_with(task, model, teacher)
+    recipe["on_policy_distillation"]["non_colocated_teachers"] = {"enabled": True}
+    recipe["cluster"] = {"platform": "cpu", "num_nodes": 2, "gpus_per_node": 1}
+    apart = run_here("train", tmp_path, recipe, "policy.train_global_batch_size=8", "grpo.max_num_steps=1")
+    assert apart.code == 0, apart.err
+    first, same = run.metrics()[0], apart.metrics()[0]
+    assert same[AT + "teacher_student_logprob_gap_mean"] == pytest.approx(
+        first[AT + "teacher_student_logprob_gap_mean"], abs=1e-5
+    )

@@ -39,6 +39,7 @@ from grpo_mcore.recipe import (
     own_attention,
     policy_layout,
     teacher_policies,
+    teacher_ranks,
     unknown_validation_metric,
     world_size,
 )
@@ -129,7 +130,7 @@ def check_model(config: MasterConfig) -> Model:
 
 
 def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]:
-    """Find the teachers, and check that each fits its layout on the policy's devices. Raises SetupError, naming the
+    """Find the teachers, and check that each fits its layout on its devices. Raises SetupError, naming the
     teacher."""
     teachers = {}
     for alias, policy in teacher_policies(config).items():
@@ -138,8 +139,9 @@ def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]
         try:
             shape = shape_of(read_hf_config(folder, policy.hf_config_overrides))
             check_weights(Path(folder), shape)
-            layout = policy_layout(policy.megatron_cfg, world_size(config))
-            if findings := fits(layout, world_size(config), shape):
+            ranks = teacher_ranks(config, alias)
+            layout = policy_layout(policy.megatron_cfg, ranks)
+            if findings := fits(layout, ranks, shape):
                 raise LayoutError(*findings)
             check_settings(shape, policy.megatron_cfg)
             check_length(shape, policy.max_total_sequence_length)

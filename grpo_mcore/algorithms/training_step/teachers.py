@@ -1,7 +1,8 @@
 """The teachers of a run: models that score the policy's samples, token by token, and do not train.
 
-Each has ranks, a layout and a size of its own. It shares the policy's devices in turns: its weights are on the device
-only while it scores. It holds no state, so one that is lost is started again and scores the same samples.
+Each has ranks, a layout and a size of its own. It has nodes to itself, or shares the policy's devices in turns: its
+weights are then on the device only while it scores. It holds no state, so one that is lost is started again and scores
+the same samples.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ class Teachers:
 
     config: OnPolicyDistillationConfig
     by_alias: Mapping[str, Teacher]
+
+    @property
+    def colocated(self) -> bool:
+        """Whether they share the policy's devices, so that it must make room for them."""
+        return any(teacher.ranks.colocated for teacher in self.by_alias.values())
 
     def alias_of(self, prompt: DatumSpec) -> str:
         """Return the alias of a prompt's teacher: its agent's or its task's name, or the default. Raises TeacherError,

@@ -35,16 +35,17 @@ class TeacherConfig(Section):
     megatron_cfg_overrides: dict[str, Any] = Field(default_factory=dict)
     """Further values that replace those of policy.megatron_cfg for this teacher."""
     num_nodes: Positive | None = None
-    """Nodes of its own. Not supported yet: teachers share the policy's devices."""
+    """Nodes that it has to itself, of cluster.num_nodes. null: 1. No effect unless non_colocated_teachers.enabled."""
     gpus_per_node: Positive | None = None
-    """Devices of each of these nodes. Not supported yet."""
+    """Devices of each of these nodes. null: cluster.gpus_per_node."""
 
 
 class TeacherPlacesConfig(Section):
     """`on_policy_distillation.non_colocated_teachers`: where teachers live and how they are laid out."""
 
     enabled: bool = False
-    """Give teachers nodes of their own. Not supported yet: they share the policy's devices, in turns."""
+    """Give each teacher nodes of its own, of those of the cluster: its weights stay there, and the policy's stay where
+    they are. false: teachers share the policy's devices, in turns."""
     default_teacher_cfg: TeacherConfig = Field(default_factory=TeacherConfig)
     """Layout of every teacher; also of those that share the policy's devices."""
     teacher_overrides: dict[str, TeacherConfig] = Field(default_factory=dict)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from grpo_mcore.layout import Finding, fits
-from grpo_mcore.recipe.derived import policy_layout, teacher_policies, world_size
+from grpo_mcore.recipe.derived import nodes_left, policy_layout, teacher_policies, teacher_pools, teacher_ranks
 from grpo_mcore.recipe.errors import nearest_hint
 from grpo_mcore.recipe.schema.keys import nearest_key
 from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
@@ -64,12 +64,6 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
             "is a loss of its own, with one teacher: it needs grpo.adv_estimator.name: opd without use_orm_advantage",
         )
     places = section.non_colocated_teachers
-    if places.enabled:
-        yield Finding(
-            (_AT + "non_colocated_teachers.enabled",),
-            "teachers with nodes of their own are not supported yet; set it to false: they then share the policy's "
-            "devices, in turns",
-        )
     for alias in places.teacher_overrides:
         if alias not in names:
             yield Finding(
@@ -103,9 +97,16 @@ def _layouts(config: RecipeSections) -> Iterator[Finding]:
             f"is no key of policy.megatron_cfg{hint}" if unknown else f"{problem['msg']}, got {problem['input']!r}"
         )
         yield Finding((f"{_AT}non_colocated_teachers.{at}",), message)
+    if not wrong and (left := nodes_left(config)) < 1:
+        taken = config.cluster.num_nodes - left
+        message = f"teachers take {taken} of {config.cluster.num_nodes} nodes, and the policy needs at least one"
+        yield Finding((f"{_AT}non_colocated_teachers.enabled", "cluster.num_nodes"), message)
+        return
     for alias, policy in teacher_policies(config).items() if not wrong else ():
         at = f"teacher_overrides.{alias}" if alias in places.teacher_overrides else "default_teacher_cfg"
-        ranks = world_size(config)
+        if places.enabled and alias not in teacher_pools(config):
+            continue  # it shares another one's copy
+        ranks = teacher_ranks(config, alias)
         for finding in fits(policy_layout(policy.megatron_cfg, ranks), ranks):
             keys = (f"{_AT}non_colocated_teachers.{at}", f"{_AT}teacher_model_by_agent_name.{alias}")
             yield Finding(keys, f"the teacher {alias}: {finding.message}")

@@ -115,8 +115,8 @@ def _host_memory(load: Workload, device: Device, stage: int) -> Phase:
             parts["optimizer, while engines generate"] = optimizer_bytes(load, stage)
         if load.reference and load.adapters is None:
             parts["reference, and weights in its place"] = 2 * weight_bytes(load, stage)
-        if load.teachers:
-            parts["teachers"] = sum(map(teacher_weights, load.teachers))
+        if here := [teacher for teacher in load.teachers if not teacher.apart]:
+            parts["teachers"] = sum(map(teacher_weights, here))
     return Phase("host", parts)
 
 
@@ -132,17 +132,18 @@ def _teacher_head(load: Workload) -> dict[str, int]:
     return {"teacher's output layer": sum(sizes)} if sizes else {}
 
 
-def _teacher_phase(load: Workload, beside: dict[str, int]) -> Phase:
-    """Return the phase in which the teachers score, one after another, on the policy's devices: the largest of them."""
+def _teacher_phase(load: Workload, device: Device, beside: dict[str, int]) -> Phase:
+    """Return the phase in which the teachers score, one after another: the largest of them, `beside` what the policy
+    leaves on its devices, or alone on its own nodes."""
     needed = list[dict[str, int]]()
     for teacher in load.teachers:
         its = teacher.load
         row = its.bin_tokens / its.layout.context
         layers = range(its.shape.num_layers)
         forward = max(forward_bytes(its.shape, its.rank, row, layer, length=its.mean_length) for layer in layers)
-        needed.append({"teacher weights": teacher_weights(teacher), "activations": int(forward)})
-    largest = max(needed, key=lambda parts: sum(parts.values()))
-    return Phase("teachers", beside | largest)
+        there = {"reserved": device.reserved} if teacher.apart else beside
+        needed.append({**there, "teacher weights": teacher_weights(teacher), "activations": int(forward)})
+    return Phase("teachers", max(needed, key=lambda parts: sum(parts.values())))
 
 
 def activation_bytes(
@@ -266,7 +267,9 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
             phases.append(Phase("generation", {**base, **buffer, **cached}))
     if load.teachers:  # on CPU nothing is moved to the host
         offloads = load.colocated and device.memory is not None
-        phases.append(_teacher_phase(load, {**(base if offloads else state), **(cached if load.engines_stay else {})}))
+        phases.append(
+            _teacher_phase(load, device, {**(base if offloads else state), **(cached if load.engines_stay else {})})
+        )
     if load.grpo:
         if passes:
             # With adapters the reference is the model without them. On a GPU the current weights wait on the host.

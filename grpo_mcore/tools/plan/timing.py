@@ -102,8 +102,8 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
 
 def _teachers(load: Workload, device: Device) -> PhaseTime:
     """Return the time in which teachers score the step's samples, one after another: their weights come from the host
-    and the policy's optimizer goes there, a forward pass, and hidden states go to the policy's ranks by way of the
-    host."""
+    and the policy's optimizer goes there, unless they have nodes to themselves; a forward pass; and hidden states go
+    to the policy's ranks by way of the host."""
     flops, floor, likely = 0.0, 0.0, 0.0
     bounds = dict[str, float]()
     for teacher in load.teachers:
@@ -127,11 +127,13 @@ def _teacher_traffic(teacher: TeacherLoad, load: Workload, tokens: float, device
     if device.memory is None:
         return 0.0
     optimizer = max(optimizer_bytes(load, stage) for stage in range(load.layout.pipeline)) if load.colocated else 0
-    nbytes = 2.0 * (teacher_weights(teacher) + optimizer)
+    nbytes = 0.0 if teacher.apart else 2.0 * (teacher_weights(teacher) + optimizer)
+    answers = 0.0
     if teacher.distributions:
         answers = tokens * (1 - load.prompt / load.mean_length) * teacher.load.shape.hidden_size * load.element
         nbytes += answers / teacher.load.layout.data + answers / load.layout.data
-    return nbytes / min(device.host_bandwidth, HOST_BANDWIDTH / load.ranks_per_node)
+    network = answers / teacher.load.nodes / device.node_bandwidth if teacher.apart else 0.0
+    return nbytes / min(device.host_bandwidth, HOST_BANDWIDTH / load.ranks_per_node) + network
 
 
 def _pass(

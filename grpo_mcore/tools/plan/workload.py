@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 from grpo_mcore.families import (
     AdapterShape,
@@ -38,7 +39,9 @@ from grpo_mcore.recipe import (
     samples_together,
     shares_prefixes,
     teacher_policies,
+    teacher_pools,
 )
+from grpo_mcore.recipe.schema.generation import ColocatedConfig
 from grpo_mcore.tools.plan.rank_params import RankParams, rank_params
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -191,16 +194,19 @@ class Workload:
 class TeacherLoad:
     """A teacher's part of a step. `load`: its passes, as if it were the policy of a run on the same devices. `share`:
     of the samples that it scores, taken to be equal for all teachers. `distributions`: it sends hidden states, which
-    the policy's ranks project with its output layer, and not log-probs."""
+    the policy's ranks project with its output layer, and not log-probs. `apart`: it has nodes to itself."""
 
     alias: str
     load: Workload
     share: float
     distributions: bool
+    apart: bool
 
     def on(self, nodes: int) -> TeacherLoad | None:
         """Return the same on another number of nodes; None if its layout does not fit them."""
         load, layout = self.load, self.load.layout
+        if self.apart:
+            return self
         data, rest = divmod(nodes * load.gpus_per_node, layout.tensor * layout.pipeline * layout.context)
         if rest:
             return None
@@ -285,18 +291,23 @@ def _teachers(
     config: MasterConfig, shapes: Mapping[str, ModelShape], kernels: Kernels, mean_length: int | None
 ) -> tuple[TeacherLoad, ...]:
     """Return the teachers of a recipe, aliases of one model and layout once."""
-    policies, none = teacher_policies(config), OnPolicyDistillationConfig()
+    policies, pools = teacher_policies(config), teacher_pools(config)
     first = {policies[alias].model_dump_json(): alias for alias in reversed(list(shapes))}
-    loads = {
-        alias: workload_of(
-            config.model_copy(update={"policy": policies[alias], "on_policy_distillation": none}),
-            shapes[alias],
-            kernels=kernels,
-            mean_length=mean_length,
-        )
-        for alias in shapes
-        if alias in first.values()
-    }
+    loads = {}
+    for alias, shape in shapes.items():
+        if alias not in first.values():
+            continue
+        changes: dict[str, Any] = {
+            "policy": policies[alias],
+            "on_policy_distillation": OnPolicyDistillationConfig(),
+        }
+        if (pool := pools.get(alias)) is not None:
+            generation = policies[alias].generation.model_copy(update={"colocated": ColocatedConfig()})
+            changes["policy"] = policies[alias].model_copy(update={"generation": generation})
+            size = {"num_nodes": pool.nodes, "gpus_per_node": pool.per_node}
+            changes["cluster"] = config.cluster.model_copy(update=size)
+        loads[alias] = workload_of(config.model_copy(update=changes), shape, kernels=kernels, mean_length=mean_length)
+    distributions = compares_distributions(config)
     return tuple(
-        TeacherLoad(alias, load, 1 / len(loads), compares_distributions(config)) for alias, load in loads.items()
+        TeacherLoad(alias, load, 1 / len(loads), distributions, alias in pools) for alias, load in loads.items()
     )

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.recipe import MasterConfig, RecipeError, needs_prev, teacher_policies, teacher_weight
+from grpo_mcore.recipe import (
+    MasterConfig,
+    RecipeError,
+    engine_pool,
+    needs_prev,
+    policy_pool,
+    teacher_policies,
+    teacher_pools,
+    teacher_ranks,
+    teacher_weight,
+)
 
 NEMO_RL = {
     "enabled": True,
@@ -89,7 +99,7 @@ ONE = {"enabled": True, "teacher_model_by_agent_name": {"it": "big"}}
         ({"enabled": True}, None, {}, "names no teacher"),
         (ONE | {"default_teacher_alias": "itt"}, None, {}, "'itt' is none of the teachers; nearest: it"),
         (NEMO_RL | {"default_teacher_alias": None}, None, {}, "is needed with 2 teachers"),
-        (ONE | {"non_colocated_teachers": {"enabled": True}}, None, {}, "nodes of their own are not supported yet"),
+        (ONE | {"non_colocated_teachers": {"enabled": True}}, None, {}, "teachers take 1 of 1 nodes, and the policy"),
         (
             ONE | {"non_colocated_teachers": {"teacher_overrides": {"itt": {}}}}, None, {},
             "teacher_overrides.itt: 'itt' is none of the teachers; nearest: it",
@@ -130,3 +140,27 @@ def test_a_loss_over_whole_distributions_needs_no_logprobs_of_the_step_before() 
 
 def test_strict_names_need_no_default() -> None:
     assert recipe(NEMO_RL | {"default_teacher_alias": None, "strict_agent_name_match": True})
+
+
+def test_teachers_with_nodes_of_their_own_leave_the_others_to_policy_and_engines() -> None:
+    """Aliases of one model and layout share nodes; a layout must fill the nodes that it has."""
+    models = {"math": "a", "code": "b", "chat": "a"}
+    places = {
+        "enabled": True,
+        "default_teacher_cfg": {"num_nodes": 2, "gpus_per_node": 2, "tensor_model_parallel_size": 4},
+        "teacher_overrides": {"code": {"num_nodes": 1, "gpus_per_node": 8, "tensor_model_parallel_size": 8}},
+    }
+    section = {"enabled": True, "teacher_model_by_agent_name": models, "default_teacher_alias": "math"}
+    section["non_colocated_teachers"] = places
+    cluster = {"num_nodes": 5, "gpus_per_node": 8}
+    apart = recipe(section, cluster=cluster)
+    assert {alias: (pool.nodes, pool.per_node) for alias, pool in teacher_pools(apart).items()} == {
+        "math": (2, 2), "code": (1, 8)
+    }  # fmt: skip
+    assert policy_pool(apart).ranks == 16 and (teacher_ranks(apart, "math"), teacher_ranks(apart, "code")) == (4, 8)
+    assert engine_pool(apart) is None
+    together = recipe(section | {"non_colocated_teachers": {}})
+    assert not teacher_pools(together) and policy_pool(together).ranks == teacher_ranks(together, "math") == 4
+    with pytest.raises(RecipeError, match="the teacher code: "):
+        recipe(section | {"non_colocated_teachers": places | {"teacher_overrides": {"code": {"num_nodes": 1}}}},
+               cluster=cluster)  # fmt: skip

@@ -625,3 +625,19 @@ def test_the_search_lays_teachers_out_on_the_nodes_that_it_tries() -> None:
     assert options
     best = plan(DISTILLATION, *options[0].overrides)
     assert best.load.teachers[0].load.world == 16
+
+
+def test_a_teacher_on_a_node_of_its_own_takes_nothing_from_the_policy() -> None:
+    places = "+on_policy_distillation.non_colocated_teachers={enabled: true, default_teacher_cfg: {num_nodes: 1}}"
+    models = "+on_policy_distillation.teacher_model_by_agent_name={it: Qwen/Qwen3-32B}"
+    words = ["grpo.adv_estimator.name=opd", "on_policy_distillation.enabled=true", models]
+    recipe = "recipes/grpo-math-8B.yaml"
+    together, apart = plan(recipe, *words), plan(recipe, *words, places, "cluster.num_nodes=2")
+    assert apart.load.world == together.load.world == apart.load.teachers[0].load.world == 8
+    phases = [{phase.name: phase.parts for phase in it.stages[0].phases}["teachers"] for it in (together, apart)]
+    assert phases[0]["teacher weights"] == phases[1]["teacher weights"]
+    assert "weights" in phases[0] and set(phases[1]) == {"reserved", "teacher weights", "activations"}
+    assert "teachers" in together.stages[0].host.parts and "teachers" not in apart.stages[0].host.parts
+    seconds = [next(phase for phase in it.times.phases if phase.name == "teachers") for it in (together, apart)]
+    assert seconds[1].likely < seconds[0].likely
+    assert "has 1 x 8 devices to itself" in plan_text(apart)
