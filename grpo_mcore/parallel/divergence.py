@@ -116,8 +116,8 @@ class _Divergence(torch.autograd.Function):
             scores[:, part] = block.scores(targets[part])
             if where.learns:
                 block.add_gradients(grad_hidden[part], grad_weight)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        in_format = None if grad_weight is None else grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_hidden.to(hidden.dtype), in_format)
         return scores
 
     @staticmethod
@@ -125,9 +125,8 @@ class _Divergence(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad[1, :1]
         torch._assert_async((grad[1] == scale).all(), "the tokens of a divergence must have one weight in the loss")
-        one = scale if len(scale) else grad.new_zeros(1)
-        grad_hidden = grad_hidden.mul_(one).to(ctx.dtypes[0])
-        return grad_hidden, None if grad_weight is None else grad_weight.mul_(one).to(ctx.dtypes[1]), *[None] * 5
+        one = scale.to(grad_hidden.dtype) if len(scale) else grad_hidden.new_zeros(1)
+        return grad_hidden * one, None if grad_weight is None else grad_weight * one, *[None] * 5
 
 
 class _Block:
@@ -144,7 +143,9 @@ class _Block:
         where: _Where,
     ) -> None:
         self.hidden, self.weight, self.divergence, self.where = hidden, weight, divergence, where
-        self.teacher_logits = teacher_hidden @ teacher_weight[: where.rows].t()  # [n, rows]
+        self.teacher_logits = teacher_hidden.new_empty(len(teacher_hidden), where.rows)
+        for span in slices(where.rows, where.tile):  # in tiles as the policy's: equal models give equal logits
+            self.teacher_logits[:, span] = teacher_hidden @ teacher_weight[span].t()
         self.floor = None if divergence.top_k is None else self._lowest_of_top(divergence.top_k)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor, Tensor]]:

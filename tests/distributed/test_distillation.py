@@ -38,7 +38,7 @@ LAYOUTS = [
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {
         family: make_tiny_model(family, tmp_path_factory.mktemp(family), seed=1, tie_word_embeddings=False)
-        for family in ("qwen3", "qwen3_moe")
+        for family in ("qwen3", "qwen3_moe", "deepseek_v3", "nemotron_h")
     }
     folder = tmp_path_factory.mktemp("teacher")
     return made | {"teacher": make_tiny_model("qwen3", folder, seed=5, hidden_size=96, tie_word_embeddings=True)}
@@ -49,14 +49,17 @@ def states(ranks: RankPool, model: Path, case: LayoutCase, shared: bool) -> dict
     return {index: part for of_rank in parts for index, part in of_rank.items()}
 
 
+def exact(folder: Path) -> torch.dtype:
+    """Return the number format of the reference: torch has no grouped product of experts in float64."""
+    return torch.float32 if any(name in folder.name for name in ("moe", "deepseek")) else torch.float64
+
+
 def by_transformers(folder: Path, teacher: Path, cfg: dict[str, Any], shared: bool) -> tuple[Reference, float, float]:
     """Return gradients of the loss with transformers, the loss and the mean gap of the sampled tokens, in float64."""
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    dtype = torch.float32 if "moe" in folder.name else torch.float64  # torch has no grouped product in float64
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    master = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    network, master = (AutoModelForCausalLM.from_pretrained(it, dtype=exact(it)) for it in (folder, teacher))
     losses, gaps, temperature = [], [], cfg.get("temperature", 1.0)
     for i, tokens in enumerate(tokens_of(network.config.vocab_size, shared)):
         if i == 2:
@@ -93,7 +96,8 @@ def test_loss_and_gradients(
     ranks: RankPool, models: dict[str, Path], family: str, case: LayoutCase, cfg: dict[str, Any], shared: bool
 ) -> None:
     reference, loss, gap = by_transformers(models[family], models["teacher"], cfg, shared)
-    hidden = states(ranks, models["teacher"], LayoutCase("TP2", tensor=2), shared)
+    layout = LayoutCase("TP2-SP", tensor=2, sequence_parallel=True)
+    hidden = states(ranks, models["teacher"], layout, shared)
     arguments = str(models[family]), case, str(models["teacher"]), hidden, cfg, shared
     results = ranks.run(case.world_size, f"{CASES}:loss_and_gradients", *arguments)
     metrics = combine_metrics([result["metrics"] for result in results])
@@ -102,6 +106,20 @@ def test_loss_and_gradients(
     compared = compare(reference, [result | {"logprobs": {}} for result in results], case.name, packed=True)
     gradient, name = max(compared.by_layer().values())
     assert gradient < GRADIENT_LIMIT, f"{name}: relative error {gradient:.2e}"
+
+
+FAMILIES = [  # policy, its layout, teacher
+    ("deepseek_v3", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), "nemotron_h"),
+    ("nemotron_h", LayoutCase("PP2", pipeline=2), "deepseek_v3"),
+    ("qwen3", LayoutCase("DP2", data=2), "qwen3_moe"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "case", "teacher"), FAMILIES, ids=[f"{t}-to-{f}" for f, _, t in FAMILIES])
+def test_families_teach_each_other(
+    ranks: RankPool, models: dict[str, Path], family: str, case: LayoutCase, teacher: str
+) -> None:
+    test_loss_and_gradients(ranks, models | {"teacher": models[teacher]}, family, case, MIXED, False)
 
 
 OTHERS = (LayoutCase("PP2", pipeline=2), LayoutCase("CP2", context=2), LayoutCase("DP2", data=2))

@@ -176,3 +176,15 @@ def test_the_loss_is_that_of_trl(beta: float, temperature: float) -> None:
     assert found[0] == pytest.approx(TRL[beta, temperature][0], abs=1e-6, rel=1e-6)
     for mine, theirs in zip(found[1:], TRL[beta, temperature][1:], strict=True):
         assert float(mine) == pytest.approx(theirs, rel=1e-4, abs=1e-8)
+
+
+def test_equal_models_are_equal_in_products_of_any_size() -> None:
+    """Many tokens and words: a product of another shape would round differently."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(300, 64, generator=draw), torch.randn(5000, 64, generator=draw)
+    it = {"hidden": hidden, "weight": weight, "teacher_hidden": hidden.clone(), "teacher_weight": weight.clone()}
+    it |= {"targets": torch.zeros(300, dtype=torch.int64)}
+    it["hidden"].requires_grad_()
+    found = computed(it, Divergence("reverse"), chunk=256, tile=2048, vocab_size=5000)
+    (gradient,) = torch.autograd.grad(found[1].sum(), [it["hidden"]])
+    assert not found[1].any() and not gradient.any()
