@@ -41,6 +41,7 @@ CLOSE_S = 60.0
 """Seconds that the end of a run waits for samples that are not written yet."""
 
 _TURN = pa.struct([("role", pa.string()), ("text", pa.string()), ("tokens", pa.int32()), ("generated", pa.bool_())])
+_ROUTES = pa.struct([("shape", pa.list_(pa.int32())), ("experts", pa.binary())])
 _SPAN = pa.struct([("version", pa.int32()), ("first", pa.int32()), ("end", pa.int32())])
 
 
@@ -96,6 +97,10 @@ SCHEMA = pa.schema(
         ("policy_logprobs", pa.list_(pa.float32())),  # before the update; 0 where not trained on
         ("reference_logprobs", pa.list_(pa.float32())),
         ("teacher_logprobs", pa.list_(pa.float32())),
+        (
+            "routes",
+            _ROUTES,
+        ),  # with policy.router_replay: int8 or int16 [length - 1, layers, top-k]
     ]
 )
 """Columns of a file. A row is a sample; lists are by token, prompt included."""

@@ -213,4 +213,12 @@ def sample_row(
         }
         if any(turn.logprobs is not None for turn in trajectory.turns):
             row["engine_logprobs"] = np.concatenate(logprobs)
+        if trajectory.routed_experts is not None:
+            row["routes"] = packed_routes(trajectory.routed_experts)
     return row
+
+
+def packed_routes(routes: Tensor) -> dict[str, Any]:
+    """Return the experts of each token (int16, -1 where there are none) as the column `routes` of `SCHEMA`."""
+    small = bool((routes < 128).all())
+    return {"shape": list(routes.shape), "experts": routes.numpy().astype(np.int8 if small else np.int16).tobytes()}

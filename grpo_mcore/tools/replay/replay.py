@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -216,7 +217,16 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         at += turn["tokens"]
     versions = tuple((span["version"], span["first"], span["end"]) for span in row["versions"])
     end, branches = (row["finish_reason"], row["truncated"], row["stop_token"]), tuple(row.get("branches") or ())
-    return Trajectory(row["uid"], row["generation"], tuple(turns), versions, *end, branches)
+    return Trajectory(row["uid"], row["generation"], tuple(turns), versions, *end, branches, _routes(row.get("routes")))
+
+
+def _routes(column: Mapping[str, Any] | None) -> Tensor | None:
+    """Return the recorded experts of each token, int16; None if they were not recorded."""
+    if column is None:
+        return None
+    size = len(column["experts"]) // math.prod(column["shape"])
+    flat = np.frombuffer(column["experts"], np.int8 if size == 1 else np.int16)
+    return torch.from_numpy(flat.astype(np.int16)).reshape(column["shape"])
 
 
 def _score(row: Mapping[str, Any]) -> Score:
