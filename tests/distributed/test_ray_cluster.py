@@ -29,6 +29,7 @@ from grpo_mcore.cluster import (
 from grpo_mcore.cluster.inspection import ask
 from grpo_mcore.cluster.orphan_reaper import MARKER, SOCKETS, marked
 from grpo_mcore.cluster.ray_cluster import RayCluster
+from tests.cluster_contract import CONTRACT
 from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record
 
 pytestmark = pytest.mark.distributed
@@ -64,6 +65,11 @@ def abacus(cluster: RayCluster):
 @pytest.fixture(scope="module")
 def second(cluster: RayCluster):
     return cluster.spawn("second", Abacus, 0, cluster.store, cpus=0.1, env={"OMP_NUM_THREADS": "3"})
+
+
+@pytest.mark.parametrize("law", CONTRACT, ids=lambda law: law.__name__)
+def test_it_keeps_the_contract(law, cluster):
+    law(cluster, law.__name__.replace("_", "-"))
 
 
 def test_calls_run_in_order_on_one_object(abacus):
