@@ -22,6 +22,7 @@ import grpo_mcore
 from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words_so_far
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.console import UnfailingStream, unfailing_console
+from grpo_mcore.observe.exit_codes import LOST
 from grpo_mcore.recipe import RecipeError, is_override
 from grpo_mcore.text import escaped
 
@@ -34,6 +35,7 @@ VERBS = {
     "eval": ("measure how well models or checkpoints solve tasks", False),
     "export": ("write a checkpoint as a model in Hugging Face's format", False),
     "plan": ("predict memory, time and refit of a recipe before anything is started", True),
+    "rehearse": ("run a recipe at full scale in virtual time, with faults if wanted", True),
     "doctor": ("find what is wrong with this machine, or with every node of a cluster", False),
     "config": ("print a recipe, resolved, with the source of every value", True),
     "refit": ("show how a refit moves the weights of a recipe, or check one: refit plan, refit verify", False),
@@ -51,10 +53,6 @@ VERBS = {
     "data": ("make training data of NeMo Gym rollouts, check training data", False),
 }
 
-
-LOST = 69
-"""Exit code of a run that lost a process, a machine, a device or a connection, and that may reach its end when resumed
-(EX_UNAVAILABLE)."""
 
 RUNS = {"train", "sft", "dpo", "distill", "eval", "demo", "sweep"}
 """Verbs whose work goes on where nobody can read what they print."""

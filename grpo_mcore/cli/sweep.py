@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_mcore.cli.train import STOPPED_EARLY, TERMINATED, VERBS
+from grpo_mcore.cli.train import VERBS
+from grpo_mcore.observe.exit_codes import STOPPED_EARLY, TERMINATED
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a run that Ctrl-C ended at once."""

@@ -6,11 +6,12 @@ import argparse
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_mcore.observe.exit_codes import exit_code
 from grpo_mcore.recipe import Algorithm, Change, MasterConfig, load_recipe
 
 if TYPE_CHECKING:
@@ -23,16 +24,6 @@ VERBS: dict[Algorithm, str] = {"grpo": "train", "sft": "sft", "dpo": "dpo"}
 """The command of each algorithm that trains."""
 
 CHECK_HELP = "check all that can be checked in seconds, and end"
-
-STOPPED_EARLY = 75
-"""Exit code of a run that saved and stopped on request; the same command with --resume goes on (EX_TEMPFAIL)."""
-
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a run that saved and ended on SIGTERM."""
-
-
-UNSAVED = 73
-"""Exit code of a run that ended in order, but could not write its last checkpoint (EX_CANTCREAT)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,14 +111,6 @@ def attempt(
             raise
 
     return guarded(VERBS[algorithm], work), losses[0] if losses else None
-
-
-def exit_code(summary: Mapping[str, object]) -> int:
-    """Return the exit code of a run that came to its end."""
-    if (step := summary.get("unsaved")) is not None:
-        logger.error("grpo-mcore train: step %s is trained but not saved, see above; exit code %d", step, UNSAVED)
-        return UNSAVED
-    return TERMINATED if summary["terminated"] else STOPPED_EARLY if summary["stopped_early"] else 0
 
 
 def resumed(folder: Path, changes: Sequence[Change]) -> str:

@@ -82,6 +82,8 @@ class Logger:
         self._webhook = None if webhook is None else Tracker("logger.alarms.webhook", lambda: webhook)
         self.machines: Callable[[], Mapping[str, float]] = dict
         """Returns the metrics of the run's machines since the last call; none unless logger.monitor_gpus is set."""
+        self.draws_curve = True
+        """Whether the end of a run draws its reward curve: a rehearsal has no rewards worth a picture."""
         self.peak_flops: float | None = None
         """FLOP/s of a device, where it is known."""
 

@@ -136,7 +136,7 @@ def test_workers_are_called_by_methods_of_their_class() -> None:
 
 
 OTHER_TIME = {
-    "algorithms/checkpointing/lease.py": "beats for processes of other machines",
+    "algorithms/checkpointing/lease.py": "tells people on other machines since when it holds a folder",
     "observe/tracker.py": "a thread that talks to a service outside",
     "observe/backends.py": "values for that service",
 }

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from grpo_mcore.clock import REAL, Clock
+
 logger = logging.getLogger(__name__)
 
 LEASE_FILE = "in_use.json"
@@ -79,9 +81,9 @@ class Holder:
 class Lease:
     """Holds `folder` for this process until `release`, or until the process ends. Raises FolderInUse."""
 
-    def __init__(self, folder: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> None:
+    def __init__(self, folder: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S, clock: Clock = REAL) -> None:
         self.file, self._me = folder / LEASE_FILE, Holder.this_process()
-        self._beat_s, self._stale_s = beat_s, stale_s
+        self._beat_s, self._stale_s, self._clock = beat_s, stale_s, clock
         self._ended = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._take()
@@ -121,7 +123,7 @@ class Lease:
             while True:
                 while not _link(mine, self.file):
                     self._take_over()
-                time.sleep(SETTLE_S)
+                self._clock.sleep(SETTLE_S)
                 if (holder := _read(self.file)) is not None and holder.token == self._me.token:
                     return
         finally:
@@ -129,7 +131,7 @@ class Lease:
 
     def _take_over(self) -> None:
         """Remove the file of a run that is dead. Raises FolderInUse if it lives."""
-        seen = dead_holder(self.file.parent, beat_s=self._beat_s, stale_s=self._stale_s)
+        seen = dead_holder(self.file.parent, beat_s=self._beat_s, stale_s=self._stale_s, clock=self._clock)
         aside = self.file.with_name(f".{LEASE_FILE}.{self._me.token}.dead")
         with contextlib.suppress(FileNotFoundError):  # its holder has just released it
             os.rename(self.file, aside)
@@ -149,7 +151,9 @@ class Lease:
                     os.utime(self.file)
 
 
-def dead_holder(folder: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> Holder | None:
+def dead_holder(
+    folder: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S, clock: Clock = REAL
+) -> Holder | None:
     """Return the run that holds the folder and is dead, None if no run holds it. Raises FolderInUse if it lives: a
     process of this machine can be asked, one of another is watched."""
     file = folder / LEASE_FILE
@@ -160,9 +164,9 @@ def dead_holder(folder: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_
         lives = _start_tick(holder.pid) == holder.start_tick
     else:
         logger.info("%s is held by %s; watching it for %g s", folder, holder, stale_s)
-        lives, deadline = False, time.monotonic() + stale_s
-        while not lives and time.monotonic() < deadline:
-            time.sleep(min(beat_s / 5, stale_s / 10))
+        lives, deadline = False, clock.now() + stale_s
+        while not lives and clock.now() < deadline:
+            clock.sleep(min(beat_s / 5, stale_s / 10))
             lives = _beat_of(file) not in (beat, None)
     if lives:
         raise FolderInUse(

@@ -337,7 +337,7 @@ class RunReport:
             "steps": self._schedule.step,
             "seconds": round(seconds, 2),
             "seconds_by_phase": {name: round(spent, 2) for name, spent in phases.items()},
-            "tokens_per_second": round(self._tokens / seconds, 1),
+            "tokens_per_second": round(self._tokens / seconds, 1) if seconds else 0.0,
             "max_token_mult_prob_error": worst if worst is not None and math.isfinite(worst) else None,
             "end": reason,
             "stopped_early": early,
@@ -356,7 +356,8 @@ class RunReport:
             with _left_out_if_it_fails(f"the summary {summary}"):
                 write_summary(summary, values)
             with _left_out_if_it_fails(f"the reward curve {curve}"):
-                reward_curve_png(curve, self._rewards, courses, title=title)
+                if self.logger.draws_curve:
+                    reward_curve_png(curve, self._rewards, courses, title=title)
         spent = ", ".join(f"{name} {value:.0f}" for name, value in phases.items() if value >= 0.5)
         facts = (
             {"end": reason}

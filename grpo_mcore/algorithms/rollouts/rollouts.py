@@ -85,6 +85,7 @@ class _EngineCall:
     step: int
     stream: Stream
     expected: dict[tuple[str, int], GenerationRequest]
+    worker: Worker
     since: float
     closed: bool = False
 
@@ -613,7 +614,7 @@ class Rollouts:
         if not self._calls_of[engine]:
             self._faults.mark_active(engine)
         call = self._calls[id(stream)] = _EngineCall(
-            self._calls_made, engine, name, step, stream, expected, self.cluster.clock.now()
+            self._calls_made, engine, name, step, stream, expected, worker, self.cluster.clock.now()
         )  # fmt: skip
         self._calls_of[engine].append(call)
 
@@ -641,8 +642,14 @@ class Rollouts:
             self._move_groups(engine, target)
 
     def _is_counted(self, engine: int, error: Exception, failed: _EngineCall | _Join | None) -> bool:
-        """Whether the failure was counted before: a step of an engine that fails ends all its calls, one by one."""
-        if failed is None or isinstance(error, WorkerDied | DeadlineExceeded):
+        """Whether the failure was counted before: a step of an engine that fails ends all its calls, one by one. So
+        does the end of an engine that a refit has found dead, and replaced."""
+        if failed is None:
+            return False
+        call = failed.call if isinstance(failed, _Join) else failed
+        if call.worker is not self.engines.slots[engine].worker:
+            return True
+        if isinstance(error, WorkerDied | DeadlineExceeded):
             return False
         return failed.number <= self._failed_at.get(engine, 0) and not isinstance(error.__cause__, ValueError)
 

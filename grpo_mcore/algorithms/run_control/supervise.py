@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,7 @@ from grpo_mcore import processes
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.run_control.stopping import is_ignored
+from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.cluster import orphan_reaper
 from grpo_mcore.recipe import MasterConfig
 
@@ -66,36 +68,48 @@ def supervise(
     """Run `attempt` in a process of its own, and again after each loss, until cluster.max_restarts restarts in a row
     have brought no new checkpoint. Return the exit code of the last attempt. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are
     forwarded to it. `verb`: the command, for the messages."""
-    checkpoints = CheckpointManager(config.checkpointing)
-    retries = Retries(config.cluster.max_restarts, config.cluster.retry_wait_s)
-    newest = checkpoints.latest()
     processes.adopt_orphans()
     child = _Child()
     with _forward_signals(child):
-        while True:
-            code, loss = _run(child, attempt, config, resume, began)
-            if loss is None or child.asked is not None:
-                return code
-            if (latest := checkpoints.latest()) != newest:
-                newest, resume = latest, True  # the newest: if it is damaged, the one before it
-                retries.reset()
-            if retries.exhausted:
-                times = f"{config.cluster.max_restarts + 1} times in a row (cluster.max_restarts)"
-                logger.warning(
-                    "grpo-mcore %s: the run was lost: %s; that was %s without a new checkpoint, so it ends",
-                    verb,
-                    loss,
-                    times,
-                )
-                return code
-            logger.warning("grpo-mcore %s: the run was lost: %s; it goes on %s", verb, loss, _from(newest, resume))
-            retries.failed(RuntimeError(loss))
-            if child.asked is not None:
-                return 128 + child.asked
+        once = partial(_run, child, attempt, config, began)
+        return until_over(once, config, resume, lambda: child.asked, verb)
+
+
+def until_over(
+    attempt: Callable[[str | bool | None], tuple[int, str | None]],
+    config: MasterConfig,
+    resume: str | bool | None,
+    asked: Callable[[], int | None] = lambda: None,
+    verb: str = "train",
+    clock: Clock = REAL,
+) -> int:
+    """Call `attempt` with the checkpoint to resume from until it ends without a loss, or too often with one. Return its
+    exit code. `attempt`: returns that and the loss or None; `asked`: returns the signal that asks the run to stop."""
+    checkpoints = CheckpointManager(config.checkpointing)
+    retries = Retries(config.cluster.max_restarts, config.cluster.retry_wait_s, clock)
+    newest = checkpoints.latest()
+    while True:
+        code, loss = attempt(resume)
+        if loss is None or asked() is not None:
+            return code
+        if (latest := checkpoints.latest()) != newest:
+            newest, resume = latest, True  # the newest: if it is damaged, the one before it
+            retries.reset()
+        if retries.exhausted:
+            logger.warning(
+                "grpo-mcore %s: the run was lost: %s; that was %d times in a row (cluster.max_restarts) without a new "
+                "checkpoint, so it ends",
+                *(verb, loss, config.cluster.max_restarts + 1),
+            )
+            return code
+        logger.warning("grpo-mcore %s: the run was lost: %s; it goes on %s", verb, loss, _from(newest, resume))
+        retries.failed(RuntimeError(loss))
+        if (number := asked()) is not None:
+            return 128 + number
 
 
 def _run(
-    child: _Child, attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float
+    child: _Child, attempt: Attempt, config: MasterConfig, began: float, resume: str | bool | None
 ) -> tuple[int, str | None]:
     """Run one attempt. Return its exit code, and the loss that ended it or None."""
     context = multiprocessing.get_context("spawn")

@@ -17,6 +17,7 @@ from grpo_mcore.recipe.schema.launch import LaunchConfig
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig
+from grpo_mcore.recipe.schema.rehearsal import RehearseConfig
 from grpo_mcore.recipe.schema.section import OffWhenNull, Section
 
 
@@ -47,6 +48,8 @@ class RecipeSections(Section):
     """Nodes and deadlines."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     """The cluster job that runs this recipe."""
+    rehearse: RehearseConfig = Field(default_factory=RehearseConfig)
+    """What a rehearsal in virtual time assumes."""
     logger: GRPOLoggerConfig = Field(default_factory=GRPOLoggerConfig)
     """Logs."""
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)

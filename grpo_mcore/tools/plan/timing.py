@@ -258,10 +258,8 @@ def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTi
     together = max(1, min(each, MAX_SEQUENCES, engine.sequences(load.mean_length) or 1))
     passes = each / together * new_tokens
     context = prompt + new_tokens / 2
-    read = engine.weights + together * context * engine.kv_bytes_per_token
-    per_token = forward_flops(load.shape, [1]) / load.engine_layout.ranks
-    memory_s, compute_s = read / device.memory_bandwidth, together * per_token / device.flops
-    prefill = each * prompt * per_token / device.flops
+    memory_s, compute_s = _decoding(load, device, engine, together, together * context)
+    prefill = each * prompt * _flops_of_token(load) / device.flops
     # A step that waits for its longest sample ends with passes over ever fewer samples, which read the weights all the
     # same.
     longest = min(load.max_new_tokens, load.max_length - prompt)
@@ -277,6 +275,24 @@ def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTi
     likely = max(seconds.values()) + reduced + prefill / COMPUTE_EFFICIENCY + tail_s
     seconds |= {"all-reduces of decoding": reduced, "the longest samples": tail_s}
     return PhaseTime("generation", flops, floor, likely, max(seconds, key=lambda name: seconds[name]))
+
+
+def decoding_step(load: Workload, device: Device, engine: EngineMemory, samples: int, tokens: float) -> float:
+    """Return the likely seconds of one decoding pass of an engine over `samples` that hold `tokens` in all."""
+    memory_s, compute_s = _decoding(load, device, engine, samples, tokens)
+    likely = max(memory_s / MEMORY_EFFICIENCY, compute_s / COMPUTE_EFFICIENCY)
+    return likely + _decoding_all_reduces(load, device, samples)
+
+
+def _decoding(load: Workload, device: Device, engine: EngineMemory, samples: int, tokens: float) -> tuple[float, float]:
+    """Return the least seconds of a decoding pass: by memory bandwidth, and by compute."""
+    read = engine.weights + tokens * engine.kv_bytes_per_token
+    return read / device.memory_bandwidth, samples * _flops_of_token(load) / device.flops
+
+
+def _flops_of_token(load: Workload) -> float:
+    """Return the FLOPs that an engine rank spends on a token."""
+    return forward_flops(load.shape, [1]) / load.engine_layout.ranks
 
 
 def _decoding_all_reduces(load: Workload, device: Device, samples: int) -> float:

@@ -136,5 +136,6 @@ def test_names_of_the_public_api_are_there() -> None:
             "checkpointing",
             "launch",
             "on_policy_distillation",
+            "rehearse",
         )
     }

@@ -1,0 +1,67 @@
+"""`grpo-mcore rehearse RECIPE [options] [key=value ...]`: run a recipe at full scale in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_mcore.recipe import MasterConfig, load_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps to rehearse; default: 10")
+    parser.add_argument("--config-json", metavar="PATH", help="the model's Hugging Face config.json")
+    parser.add_argument("--folder", type=Path, metavar="PATH", help="of the run; default: results/rehearse/RECIPE")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--sweep",
+        action="append",
+        metavar="KEY=A,B,C",
+        help="rehearse each value, or combination; the best comes first",
+    )
+    kind.add_argument("--faults", type=int, metavar="SEED", help="let three things break, drawn from this seed")
+    kind.add_argument(
+        "--kill",
+        action="append",
+        metavar="WORKER@stepN.PHASE",
+        help="end a worker in that phase of a step, such as engine-3@step2.generate",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearse the recipe. Return 0 if it, or with --sweep any combination, came to its end; else 1."""
+    from grpo_mcore.tools.rehearse.faults import named_fault, recipe_faults
+    from grpo_mcore.tools.rehearse.rehearse import Rehearsal, rehearse
+    from grpo_mcore.tools.rehearse.report import plain, rehearsal_text, rehearse_all, sweep_settings, sweep_text
+
+    folder = args.folder or Path("results/rehearse") / Path(args.recipe).stem
+
+    def load(setting: Mapping[str, str]) -> MasterConfig:
+        words = [f"{key}={value}" for key, value in setting.items()]
+        return load_recipe(args.recipe, [*args.overrides, *words]).config
+
+    if args.sweep:
+        rehearsed = list(rehearse_all(sweep_settings(args.sweep), load, folder, args.steps))
+        if args.json:
+            rows = [
+                {**setting, **(plain(run) if isinstance(run, Rehearsal) else {"error": run})}
+                for setting, run in rehearsed
+            ]
+            print(json.dumps(rows, indent=2))
+        else:
+            print(sweep_text(rehearsed))
+        return 0 if any(isinstance(run, Rehearsal) for _, run in rehearsed) else 1
+    config = load({})
+    faults = [named_fault(words) for words in args.kill or ()]
+    if args.faults is not None:
+        faults = recipe_faults(config, args.faults, args.steps)
+    for fault in faults:
+        print(f"will happen: {fault}", file=sys.stderr)
+    rehearsal = rehearse(config, folder, args.steps, faults=faults, config_json=args.config_json)
+    print(json.dumps(plain(rehearsal), indent=2) if args.json else rehearsal_text(rehearsal))
+    return 0

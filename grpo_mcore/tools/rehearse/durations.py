@@ -1,0 +1,73 @@
+"""How long the modelled workers take: by the formulas of `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from grpo_mcore.families import forward_flops
+from grpo_mcore.tools.plan.plan import Plan
+from grpo_mcore.tools.plan.timing import COMPUTE_EFFICIENCY, MAX_SEQUENCES, decoding_step
+
+STORAGE = 1e9
+"""Bytes per second that a node writes to the shared file system, and reads from it: an assumption."""
+SMALL_CALL_S = 0.002
+"""Seconds of a call that computes nothing, such as packing a rank's samples."""
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of everything that workers do.
+
+    `decode(samples, tokens)`: one step of an engine that holds `samples` with `tokens` in all. `prefill`: of a token.
+    `logprobs(lengths)`: of a pass over the samples of one data-parallel rank, `train(lengths)`: of an optimizer step.
+    `kv_tokens`: tokens that an engine's cache holds. `max_samples`: samples that an engine generates at a time.
+    """
+
+    decode: Callable[[int, float], float]
+    prefill: float
+    kv_tokens: float
+    max_samples: int
+    logprobs: Callable[[Sequence[int]], float]
+    train: Callable[[Sequence[int]], float]
+    refit: float
+    commit: float
+    offload: float
+    save: float
+    load: float
+    start: float
+
+
+def planned(plan: Plan, start_s: float, save_s: float | None) -> Durations:
+    """Return the durations that a plan predicts. `start_s`: of policy and engines; `save_s`: of a checkpoint, None: by
+    its size."""
+    load, device, engine = plan.load, plan.device, plan.engine
+    phases = {phase.name: phase.likely for phase in plan.times.phases}
+
+    def flops(lengths: Sequence[int]) -> float:
+        # Of a sample they grow with its length and the square of it: two values give both factors.
+        return sum(linear * length + square * length * length for length in lengths)
+
+    one, two = (forward_flops(load.shape, [load.mean_length * n]) for n in (1, 2))
+    square = (two - 2 * one) / (2 * load.mean_length**2)
+    linear = one / load.mean_length - square * load.mean_length
+    expected = one * load.samples / load.layout.data  # FLOPs of a data-parallel rank's samples
+    passes = int(load.prev) + int(load.reference)
+    per_token = forward_flops(load.shape, [1]) / load.engine_layout.ranks / device.flops / COMPUTE_EFFICIENCY
+    weights = 2 * max(sum(stage.host.total for stage in plan.stages), load.world * engine.weights)
+    moved = phases.get("offload, sleep", 0.0) / 2
+    refit = phases.get("refit", 0.1)
+    return Durations(
+        decode=lambda samples, tokens: decoding_step(load, device, engine, samples, tokens),
+        prefill=per_token,
+        kv_tokens=engine.sequences(1) if engine.kv_cache > 0 else load.max_length,
+        max_samples=MAX_SEQUENCES,
+        logprobs=lambda lengths: phases.get("log-probs", 0.0) / max(1, passes) * flops(lengths) / expected,
+        train=lambda lengths: phases["training"] * flops(lengths) / expected,
+        refit=refit,
+        commit=min(0.1, refit / 10),
+        offload=moved / 2,
+        save=weights / (STORAGE * load.nodes) if save_s is None else save_s,
+        load=weights / (STORAGE * load.nodes) if save_s is None else save_s,
+        start=start_s,
+    )

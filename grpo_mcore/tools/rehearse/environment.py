@@ -1,0 +1,39 @@
+"""A modelled environment: it takes a drawn time for each turn, and its reward depends on the prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_mcore.cluster.virtual_cluster import sleep
+from grpo_mcore.rollout.trajectory import Outcome, Trajectory
+from grpo_mcore.tools.rehearse.world import World
+
+
+class ModelledEnvironment:
+    """Stands for any environment that is asked about turns. What it says of a turn depends on the turn alone."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def advance(self, metadata: Sequence[dict[str, Any]], *trajectories: Trajectory) -> list[Outcome]:
+        section = self.world.config.rehearse
+        outcomes, seconds = [], 0.0
+        for trajectory in trajectories:
+            turn = sum(one.loss_mask for one in trajectory.turns)
+            draw = self.world.draw("reward", trajectory.uid, trajectory.generation_index, turn)
+            took = section.reward_seconds * math.exp(draw.gauss(0.0, section.reward_spread))
+            outcomes.append(self._outcome(trajectory, draw.random(), draw.random(), draw.random(), took))
+            seconds = max(seconds, took)  # it scores the samples of a call at a time
+        await sleep(seconds * self.world.factor("environment"))
+        return outcomes
+
+    def _outcome(self, trajectory: Trajectory, failed: float, solved: float, goes_on: float, seconds: float) -> Outcome:
+        section = self.world.config.rehearse
+        if failed < section.reward_failures:
+            return Outcome(None, None, "the modelled environment failed", seconds)
+        if goes_on < 1 - 1 / section.turns:
+            return Outcome(0.0, None, "", seconds, terminated=False, observation="x" * section.turn_tokens)
+        reward = float(solved < self.world.solve_rate(trajectory.uid) and not trajectory.truncated)
+        return Outcome(reward, None, "", seconds)

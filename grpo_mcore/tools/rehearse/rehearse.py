@@ -1,0 +1,225 @@
+"""Rehearse a recipe: open its run on a virtual cluster, let the real loop train it, and sum up what it would take."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.grpo import grpo_train
+from grpo_mcore.algorithms.run import Prepared, Run, open_run
+from grpo_mcore.algorithms.run_control.checks import Model
+from grpo_mcore.algorithms.run_control.supervise import until_over
+from grpo_mcore.cluster import is_fault
+from grpo_mcore.cluster.virtual_cluster import VirtualClock, VirtualCluster, VirtualWorker
+from grpo_mcore.data import build_dataloader, build_train_dataloader
+from grpo_mcore.families import ModelShape
+from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger, read_metrics
+from grpo_mcore.observe.spans import EventFile
+from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.recipe import MasterConfig, policy_layout, world_size
+from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
+from grpo_mcore.tools.rehearse.durations import Durations, planned
+from grpo_mcore.tools.rehearse.faults import DriverKilled, Fault, Faults
+from grpo_mcore.tools.rehearse.prompts import ROWS, Tokenizer, modelled_data
+from grpo_mcore.tools.rehearse.world import World
+from grpo_mcore.tools.report.device_seconds import WAITS, device_seconds
+
+LATENCY_S = 0.001
+"""Longest time of a message between driver and worker."""
+DEATH_NOTICE_S = 5.0
+"""Longest time until the driver hears of a death."""
+
+
+class RehearsalError(ValueError):
+    """A recipe that cannot be rehearsed; the message says why."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal predicts. Times are virtual seconds, but for `driver_cpu` and `cpu`: processor seconds of a step
+    on this machine, of the driver alone and with the modelled workers. `step`: mean, median and 95 % of a step.
+    `busy`: share of the devices' time in which they compute."""
+
+    steps: int
+    devices: int
+    step: tuple[float, float, float]
+    phases: dict[str, float]
+    tokens_per_second: float
+    busy: float
+    age: float
+    gpu_hours: float
+    driver_cpu: float
+    cpu: float
+    memory: int
+    folder: Path
+    summary: dict[str, Any]
+
+    @property
+    def tokens_per_device(self) -> float:
+        return self.tokens_per_second / self.devices
+
+
+def modelled_recipe(config: MasterConfig, folder: Path, steps: int | None) -> MasterConfig:
+    """Return the recipe as it is rehearsed: with files in `folder`, without trackers, tokens in files, exported models
+    and servers. Raises RehearsalError for what has no model."""
+    if config.on_policy_distillation.enabled:
+        raise RehearsalError("on_policy_distillation: a rehearsal has no model of a teacher yet")
+    if config.cluster.backend == "local":
+        raise RehearsalError("cluster.backend is local: a run without other processes has nothing to rehearse")
+    plain = config.model_dump()
+    plain["logger"] |= {"log_dir": str(folder / "logs"), "samples": "none", "monitor_gpus": False, "custom": []}
+    plain["logger"] |= {
+        f"{name}_enabled": False for name in ("wandb", "tensorboard", "mlflow", "swanlab", "prometheus")
+    }
+    plain["logger"]["alarms"]["webhook"] = None
+    plain["checkpointing"] |= {"checkpoint_dir": str(folder / "checkpoints"), "save_hf": "none"}
+    plain["policy"]["refit_parity"] = None
+    plain["policy"]["generation"]["vllm_cfg"]["expose_http_server"] = False
+    plain["data"]["use_multiple_dataloader"] = False
+    plain["policy"]["hf_config_overrides"] = {}  # they are in the model's shape
+    plain["cluster"]["platform"] = "auto"
+    if steps is not None:
+        plain["grpo"]["max_num_steps"] = steps
+    return MasterConfig.model_validate(plain)
+
+
+def planned_durations(config: MasterConfig, shape: ModelShape) -> Durations:
+    """Return the durations that `plan` predicts for a recipe."""
+    section = config.rehearse
+    plan = make_plan(config, shape, plan_device(config, section.device, None), mean_length=section.mean_tokens)
+    return planned(plan, section.start_seconds, section.save_seconds)
+
+
+@contextmanager
+def open_rehearsal(
+    config: MasterConfig,
+    shape: ModelShape,
+    world: World,
+    *,
+    gpu: bool,
+    resume: str | bool | None = None,
+    rows: int = ROWS,
+    observe: Callable[[VirtualWorker, str], None] = lambda worker, method: None,
+    on_cluster: Callable[[VirtualCluster], None] = lambda cluster: None,
+) -> Iterator[Run]:
+    """Open the run of a modelled recipe on a virtual cluster. `on_cluster`: gets the cluster before anything starts
+    there."""
+    checkpointer = CheckpointManager(config.checkpointing, world.clock)
+    checkpointer.open(resume)
+    # The platform as `plan` assumes it; nothing asks this machine.
+    platform = Platform("gpu", transformer_engine=True) if gpu else Platform("cpu")
+    layout = policy_layout(config.policy.megatron_cfg, world_size(config))
+    data = modelled_data(config, world.prompt_tokens, rows)
+    prepared = Prepared(config, "grpo", Model("modelled", shape, layout, platform), checkpointer, Tokenizer(), data, [])
+    grpo = config.grpo
+    prepared.dataloader = build_train_dataloader(data.train, config.data, grpo.num_prompts_per_step, grpo.seed)
+    if data.validation is not None:
+        size = grpo.val_batch_size or len(data.validation)
+        prepared.val_dataloader = build_dataloader(data.validation, size, False, grpo.seed, drop_last=False)
+
+    def start_cluster(config: MasterConfig, log_dir: Path) -> VirtualCluster:
+        cluster = VirtualCluster(
+            world.seed,
+            stand_in=world.stand_in(),
+            nodes=config.cluster.num_nodes,
+            gpus=config.cluster.gpus_per_node,
+            call_timeout_s=config.cluster.step_timeout_s,
+            latency_s=LATENCY_S,
+            death_notice_s=DEATH_NOTICE_S,
+            clock=world.clock,
+            observe=observe,
+        )
+        on_cluster(cluster)
+        return cluster
+
+    with open_run(prepared, clock=world.clock, start_cluster=start_cluster) as run:
+        run.logger.draws_curve = False
+        yield run
+
+
+def rehearse(
+    recipe: MasterConfig,
+    folder: Path,
+    steps: int | None = None,
+    *,
+    faults: Sequence[Fault] = (),
+    config_json: str | None = None,
+) -> Rehearsal:
+    """Rehearse a recipe, and return what it predicts. Its run folder is in `folder`/logs. `faults`: what breaks;
+    without faults that need it, the driver is not restarted. `config_json`: of a model that is not known by name."""
+    gpu = recipe.cluster.platform != "cpu"
+    shape = plan_shape(recipe, config_json)
+    config = modelled_recipe(recipe, folder, steps)
+    durations = planned_durations(recipe, shape)
+    clock = VirtualClock(config.rehearse.seed)
+    world = World(config, durations, clock, config.rehearse.seed)
+    broken, runs = Faults(faults, world), list[tuple[dict[str, Any], Path]]()
+
+    def attempt(resume: str | bool | None) -> tuple[int, str | None]:
+        stop = broken.request()
+        try:
+            with open_rehearsal(
+                config, shape, world, gpu=gpu, resume=resume, observe=broken.observe, on_cluster=broken.attach
+            ) as run:
+                runs.append((grpo_train(**vars(run), stop=stop), run.logger.log_dir))
+        except DriverKilled:
+            return 137, "its driver was killed"
+        except Exception as error:
+            if not faults or not is_fault(error):
+                raise
+            return 69, str(error).partition("\n")[0]
+        finally:
+            broken.detach()
+        return 0, None
+
+    began = time.process_time()
+    until_over(attempt, config, None, verb="rehearse", clock=clock)
+    if not runs:
+        raise RehearsalError("the run was lost too often (cluster.max_restarts); see its console above")
+    summary, logs = runs[-1]
+    return summed_up(config, recipe.grpo.max_num_steps, summary, logs, time.process_time() - began, clock.spent)
+
+
+def summed_up(
+    config: MasterConfig, steps_in_all: int, summary: dict[str, Any], logs: Path, cpu_s: float, modelled_s: float
+) -> Rehearsal:
+    """Sum up a run folder. `steps_in_all`: of the recipe, which may have more than were rehearsed. `cpu_s`: processor
+    seconds of the rehearsal, `modelled_s`: of them, those of the models."""
+    rows = list(read_metrics(logs / "metrics.jsonl", "train"))
+    steady = rows[1:] or rows  # the first step of a run ahead of its training has more to wait for
+    seconds = np.array([row["timing/total"] for row in steady])
+    names = [name for name in rows[-1] if name.startswith("timing/") and name.count("/") == 1]
+    devices = config.cluster.num_nodes * config.cluster.gpus_per_node
+    by_activity = device_seconds(EventFile(logs)).total()
+    busy = sum(spent for what, spent in by_activity.items() if what not in WAITS)
+    mean, steps = float(seconds.mean()), len(rows)
+    return Rehearsal(
+        steps=steps,
+        devices=devices,
+        step=(mean, float(np.median(seconds)), float(np.quantile(seconds, 0.95))),
+        phases={name[7:]: float(np.mean([row.get(name) or 0.0 for row in steady])) for name in names},
+        tokens_per_second=float(sum(row["tokens"] for row in steady) / seconds.sum()),
+        busy=busy / max(1e-9, sum(by_activity.values())),
+        age=_mean_age(logs, config),
+        gpu_hours=steps_in_all * mean * devices / 3600,
+        driver_cpu=(cpu_s - modelled_s) / steps,
+        cpu=cpu_s / steps,
+        memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        folder=logs,
+        summary=summary,
+    )
+
+
+def _mean_age(logs: Path, config: MasterConfig) -> float:
+    """Return the mean trajectory age of the groups that were trained on, in weight versions."""
+    folder = Path(config.checkpointing.checkpoint_dir) if config.checkpointing.enabled else logs
+    ages = audit(read_ledger(folder / LEDGER_FILE)).by_age
+    return sum(age * count for age, count in ages.items()) / max(1, sum(ages.values()))

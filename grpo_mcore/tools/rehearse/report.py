@@ -1,0 +1,84 @@
+"""A rehearsal as text, and a sweep of them as a table with the best first."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.tools.rehearse.rehearse import Rehearsal, rehearse
+from grpo_mcore.tools.sweep import split_values
+
+
+def rehearsal_text(run: Rehearsal) -> str:
+    """Return what a rehearsal predicts, as lines."""
+    mean, median, late = run.step
+    phases = ", ".join(f"{name} {seconds:.3g}" for name, seconds in run.phases.items() if seconds >= 0.005 * mean)
+    rows = {
+        "step": f"{mean:.4g} s (median {median:.4g}, 95 % {late:.4g}), of {run.steps} steps, without the first",
+        "phases": f"{phases} s",
+        "throughput": f"{run.tokens_per_second:,.0f} tokens/s, {run.tokens_per_device:,.0f} tokens/s for each of "
+        f"{run.devices:,} devices, which compute {run.busy:.0%} of the time",
+        "age": f"{run.age:.2f} weight versions",
+        "whole run": f"{run.gpu_hours:,.0f} GPU-hours to the recipe's last step",
+        "driver": f"{run.driver_cpu:.3g} processor seconds a step on this machine (with the models {run.cpu:.3g}), "
+        f"{run.memory / 1e9:.2f} GB with the models",
+        "run folder": str(run.folder),
+    }
+    return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
+
+
+def sweep_settings(words: Sequence[str]) -> list[dict[str, str]]:
+    """Return each combination of the values of `key=a,b,c`. Raises ValueError for words of another form."""
+    if unclear := [word for word in words if "=" not in word]:
+        raise ValueError(f"--sweep {unclear[0]}: expected KEY=A,B,C")
+    keys = [word.partition("=")[0] for word in words]
+    values = [split_values(word.partition("=")[2]) for word in words]
+    return [dict(zip(keys, chosen, strict=True)) for chosen in itertools.product(*values)]
+
+
+def rehearse_all(
+    settings: Sequence[Mapping[str, str]], load: Callable[[Mapping[str, str]], MasterConfig], folder: Path, steps: int
+) -> Iterator[tuple[Mapping[str, str], Rehearsal | str]]:
+    """Rehearse each setting in a folder of its own. Yield it with its rehearsal, or why there is none."""
+    for number, setting in enumerate(settings):
+        place = folder / f"setting-{number:02d}"
+        shutil.rmtree(place, ignore_errors=True)
+        try:
+            yield setting, rehearse(load(setting), place, steps)
+        except Exception as error:  # such as a layout that does not fit: the others are rehearsed all the same
+            yield setting, str(error).partition("\n")[0]
+
+
+def sweep_text(rehearsed: Sequence[tuple[Mapping[str, str], Rehearsal | str]]) -> str:
+    """Return a table of a sweep, the most tokens per device and second first, and why it is the best."""
+    done = [(setting, run) for setting, run in rehearsed if isinstance(run, Rehearsal)]
+    done.sort(key=lambda one: -one[1].tokens_per_device)
+    rows = [("setting", "s/step", "95 %", "tokens/s/device", "busy", "age", "GPU-hours")]
+    for setting, run in done:
+        numbers = f"{run.step[0]:.4g}", f"{run.step[2]:.4g}", f"{run.tokens_per_device:,.0f}"
+        rows.append((_named(setting), *numbers, f"{run.busy:.0%}", f"{run.age:.2f}", f"{run.gpu_hours:,.0f}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines += [f"{_named(setting)}: {why}" for setting, why in rehearsed if isinstance(why, str)]
+    if len(done) > 1:
+        (best, first), (_, second) = done[:2]
+        gains = {name: second.phases.get(name, 0.0) - seconds for name, seconds in first.phases.items()}
+        del gains["total"]
+        most = max(gains, key=lambda name: gains[name])
+        lines.append(f"{_named(best)} is best: against the next one, {most} takes {gains[most]:.3g} s less of a step")
+    return "\n".join(lines)
+
+
+def plain(run: Rehearsal) -> dict[str, Any]:
+    """Return a rehearsal as plain values, for --json."""
+    values = asdict(run) | {"folder": str(run.folder), "tokens_per_device": run.tokens_per_device}
+    return {name: value for name, value in values.items() if name != "summary"}
+
+
+def _named(setting: Mapping[str, str]) -> str:
+    return ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in setting.items())

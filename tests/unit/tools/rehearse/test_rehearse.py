@@ -1,0 +1,90 @@
+"""A recipe in virtual time: what it predicts, what it leaves in its folder, and how it is called."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_mcore.cli.main import main
+from grpo_mcore.observe import audit, read_ledger
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.tools.rehearse.faults import Fault, named_fault, recipe_faults
+from grpo_mcore.tools.rehearse.rehearse import RehearsalError, modelled_recipe
+from grpo_mcore.tools.rehearse.report import sweep_settings
+from grpo_mcore.tools.rehearse.simulation import Case
+
+MODEL = {
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32000, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe for two nodes of four GPUs, whose model is known by its config alone."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    plain = {
+        "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": 100, "val_period": 0},
+        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "policy": {
+            "model_name": "modelled", "train_global_batch_size": 32, "train_micro_batch_size": 1,
+            "max_total_sequence_length": 1024, "refit_buffer_size_gb": 0.5,
+            "generation": {"vllm_cfg": {"tensor_parallel_size": 2}},
+        },
+        "data": {"train": {"data_path": "train.jsonl"}},
+        "env": {"math": {"num_workers": 1}},
+        "cluster": {"platform": "gpu", "num_nodes": 2, "gpus_per_node": 4},
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(plain))
+    return path
+
+
+def rehearsed(recipe: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    config, folder = recipe.with_name("config.json"), recipe.with_name("out")
+    command = ["rehearse", str(recipe), "--steps", "3", "--config-json", str(config), "--folder", str(folder), "--json"]
+    assert main([*command, *words]) == 0
+    out = capsys.readouterr().out
+    return json.loads(out[out.rindex("\n{\n") :])
+
+
+def test_a_recipe_is_rehearsed_and_leaves_a_run_folder(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = rehearsed(recipe, capsys)
+    assert values["steps"] == 3 and values["devices"] == 8
+    mean, median, late = values["step"]  # type: ignore[misc]
+    assert 0 < median <= late and abs(mean - values["phases"]["total"]) < 1e-6  # type: ignore[index]
+    assert 0 < values["busy"] <= 1 and values["age"] == 0  # type: ignore[operator]
+    assert values["gpu_hours"] == pytest.approx(100 * mean * 8 / 3600)
+    told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
+    assert told.fates["trained on"] == 24 and not told.flaws
+    assert main(["ledger", str(recipe.with_name("out") / "checkpoints")]) == 0
+
+
+def test_an_engine_that_is_killed_costs_time_and_no_prompt(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = rehearsed(recipe, capsys, "--kill", "engine-1@step2.generate")
+    told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
+    assert values["steps"] == 3 and told.restarts == 1 and told.fates["trained on"] == 24 and not told.flaws
+
+
+def test_what_has_no_model_is_refused(tmp_path: Path) -> None:
+    config = Case(0).recipe(tmp_path)
+    local = config.model_dump()
+    local["cluster"] |= {"backend": "local", "max_restarts": 0, "gpus_per_node": 1}
+    with pytest.raises(RehearsalError, match="cluster.backend is local"):
+        modelled_recipe(MasterConfig.model_validate(local), tmp_path, None)
+
+
+def test_faults_are_named_and_drawn(tmp_path: Path) -> None:
+    assert named_fault("engine-3@step2.generate") == Fault("kill", "engine-3", phase="generate", step=2)
+    with pytest.raises(ValueError, match="WORKER@stepN.PHASE, with one of the phases generate, reward"):
+        named_fault("engine-3@step2.sleep")
+    config = replace(Case(0), engines=2).recipe(tmp_path)
+    assert recipe_faults(config, 5, 4) == recipe_faults(config, 5, 4) != recipe_faults(config, 6, 4)
+    assert sweep_settings(["a.b=1,2", "c=x"]) == [{"a.b": "1", "c": "x"}, {"a.b": "2", "c": "x"}]
+    with pytest.raises(ValueError, match="--sweep a.b: expected"):
+        sweep_settings(["a.b"])
