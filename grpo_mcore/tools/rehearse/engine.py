@@ -326,7 +326,7 @@ class ModelledEngine(ModelledFollower):
         self._asleep = self._paused = False
         self.finish_refit()
 
-    async def release(self, pause: bool = False) -> None:
+    async def release(self, pause: bool = False, keep_weights: bool = True) -> None:
         self._paused = pause
         self._changed.notify()
         if not self.config.sleep_between_phases or self._asleep:
@@ -335,6 +335,8 @@ class ModelledEngine(ModelledFollower):
             raise EngineError(f"{self.name} cannot give its memory away while it generates")
         self._asleep = True
         self._cached.clear()
+        if not keep_weights:
+            self.weight_version = None
         await sleep(self._seconds(self.world.durations.offload))
 
     def health(self) -> dict[str, Any]:

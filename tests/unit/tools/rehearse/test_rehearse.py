@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_mcore.algorithms.engines.engine_group import EngineWorker
+from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.tools.rehearse.engine import ModelledEngine
 from grpo_mcore.tools.rehearse.faults import Fault, named_fault, recipe_faults
+from grpo_mcore.tools.rehearse.policy import ModelledRank
 from grpo_mcore.tools.rehearse.rehearse import RehearsalError, modelled_recipe
 from grpo_mcore.tools.rehearse.report import sweep_settings
 from grpo_mcore.tools.rehearse.simulation import Case
@@ -69,6 +74,17 @@ def test_an_engine_that_is_killed_costs_time_and_no_prompt(recipe: Path, capsys:
     values = rehearsed(recipe, capsys, "--kill", "engine-1@step2.generate")
     told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
     assert values["steps"] == 3 and told.restarts == 1 and told.fates["trained on"] == 24 and not told.flaws
+
+
+@pytest.mark.parametrize(("model", "real"), [(ModelledEngine, EngineWorker), (ModelledRank, PolicyWorker)])
+def test_models_take_what_workers_take(model: type, real: type) -> None:
+    for name, method in inspect.getmembers(model, inspect.isfunction):
+        taken = list(inspect.signature(method).parameters.values())
+        if name.startswith("_") or not hasattr(real, name) or any(one.kind is one.VAR_POSITIONAL for one in taken):
+            continue
+        wanted = inspect.signature(getattr(real, name)).parameters.values()
+        if not any(one.kind is one.VAR_POSITIONAL for one in wanted):
+            assert [one.name for one in taken] == [one.name for one in wanted], f"{model.__name__}.{name}"
 
 
 def test_what_has_no_model_is_refused(tmp_path: Path) -> None:
