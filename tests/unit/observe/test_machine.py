@@ -65,6 +65,7 @@ def test_gpus_through_nvml(monkeypatch: pytest.MonkeyPatch, power: Any, watts: f
 def test_peaks_by_name() -> None:
     found = {name: peak_flops(name) for name in ("NVIDIA L40S", "NVIDIA L4", "NVIDIA A100-SXM4-80GB", "Tesla T4")}
     assert found == {"NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA A100-SXM4-80GB": 312e12, "Tesla T4": None}
+    assert peak_flops("NVIDIA B300 SXM6 AC") == peak_flops("NVIDIA B200") == 2.25e15
 
 
 def test_throughput_of_a_step() -> None:
