@@ -68,8 +68,16 @@ def second(cluster: RayCluster):
 
 
 @pytest.mark.parametrize("law", CONTRACT, ids=lambda law: law.__name__)
-def test_it_keeps_the_contract(law, cluster):
+def test_it_keeps_the_contract(law, cluster, monkeypatch):
+    workers, spawn = [], cluster.spawn
+
+    def recorded(*args, **options):
+        workers.append(spawn(*args, **options))
+        return workers[-1]
+
+    monkeypatch.setattr(cluster, "spawn", recorded)
     law(cluster, law.__name__.replace("_", "-"))
+    cluster.stop([*{worker.name: worker for worker in workers}.values()])  # later tests name every worker
 
 
 def test_calls_run_in_order_on_one_object(abacus):
