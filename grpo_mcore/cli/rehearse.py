@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         faults = recipe_faults(config, args.faults, args.steps)
     for fault in faults:
         print(f"will happen: {fault}", file=sys.stderr)
+    if args.folder is None:  # the last rehearsal's; a folder that is named may hold anything
+        shutil.rmtree(folder, ignore_errors=True)
     rehearsal = rehearse(config, folder, args.steps, faults=faults, config_json=args.config_json)
     print(json.dumps(plain(rehearsal), indent=2) if args.json else rehearsal_text(rehearsal))
     return 0

@@ -70,6 +70,15 @@ def test_a_recipe_is_rehearsed_and_leaves_a_run_folder(recipe: Path, capsys: pyt
     assert main(["ledger", str(recipe.with_name("out") / "checkpoints")]) == 0
 
 
+def test_a_recipe_is_rehearsed_again_in_place_of_the_last_time(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    command = ["rehearse", recipe.name, "--config-json", "config.json", "--steps"]
+    assert [main([*command, steps]) for steps in ("2", "1")] == [0, 0], capsys.readouterr().err
+    assert sorted(path.name for path in Path("results/rehearse/recipe/checkpoints").glob("step_*")) == ["step_1"]
+
+
 def test_an_engine_that_is_killed_costs_time_and_no_prompt(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = rehearsed(recipe, capsys, "--kill", "engine-1@step2.generate")
     told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
