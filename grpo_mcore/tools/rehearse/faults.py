@@ -1,4 +1,4 @@
-"""What breaks in a rehearsal, and when: at a time, or at the beginning of a call."""
+"""Faults of a rehearsal: each breaks a worker or the driver at a time, or at the beginning of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of every run, whatever breaks: checked on what is left of it."""
+"""Laws that every run must keep, whatever breaks. They are checked on what it leaves behind."""
 
 from __future__ import annotations
 

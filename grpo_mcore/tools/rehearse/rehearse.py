@@ -24,7 +24,7 @@ from grpo_mcore.families import ModelShape
 from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger, read_metrics
 from grpo_mcore.observe.spans import EventFile
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.recipe import MasterConfig, policy_layout, world_size
+from grpo_mcore.recipe import MasterConfig, environment_class, policy_layout, world_size
 from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
 from grpo_mcore.tools.rehearse.durations import Durations, planned
 from grpo_mcore.tools.rehearse.faults import DriverKilled, Fault, Faults
@@ -44,8 +44,8 @@ class RehearsalError(ValueError):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rehearsal predicts. Times are virtual seconds, but for `driver_cpu` and `cpu`: processor seconds of a step
-    on this machine, of the driver alone and with the modelled workers. `step`: mean, median and 95 % of a step.
+    """Predictions of a rehearsal. Times are virtual seconds, but for `driver_cpu` and `cpu`: processor seconds of a
+    step on this machine, of the driver alone and with the modelled workers. `step`: mean, median and 95 % of a step.
     `busy`: share of the devices' time in which they compute."""
 
     steps: int
@@ -72,6 +72,9 @@ def modelled_recipe(config: MasterConfig, folder: Path, steps: int | None) -> Ma
     and servers. Raises RehearsalError for what has no model."""
     if config.on_policy_distillation.enabled:
         raise RehearsalError("on_policy_distillation: a rehearsal has no model of a teacher yet")
+    for name, section in config.env.items():
+        if environment_class(name, section)[0] == "nemo_gym":
+            raise RehearsalError(f"env.{name}: a rehearsal has no model of agents yet")
     if config.cluster.backend == "local":
         raise RehearsalError("cluster.backend is local: a run without other processes has nothing to rehearse")
     plain = config.model_dump()

@@ -9,8 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.tools.rehearse.rehearse import Rehearsal, rehearse
+from grpo_mcore.layout import LayoutError
+from grpo_mcore.recipe import MasterConfig, RecipeError
+from grpo_mcore.tools.plan.workload import PlanError
+from grpo_mcore.tools.rehearse.rehearse import Rehearsal, RehearsalError, rehearse
 from grpo_mcore.tools.sweep import split_values
 
 
@@ -50,7 +52,7 @@ def rehearse_all(
         shutil.rmtree(place, ignore_errors=True)
         try:
             yield setting, rehearse(load(setting), place, steps)
-        except Exception as error:  # such as a layout that does not fit: the others are rehearsed all the same
+        except (RecipeError, LayoutError, PlanError, RehearsalError) as error:  # the others are rehearsed all the same
             yield setting, str(error).partition("\n")[0]
 
 

@@ -24,8 +24,9 @@ from grpo_mcore.algorithms.run_control.supervise import until_over
 from grpo_mcore.cluster import is_fault
 from grpo_mcore.cluster.virtual_cluster import VirtualClock
 from grpo_mcore.families import ModelShape, shape_of
+from grpo_mcore.layout import LayoutError
 from grpo_mcore.observe.exit_codes import LOST, exit_code
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import MasterConfig, RecipeError
 from grpo_mcore.tools.rehearse.durations import Durations
 from grpo_mcore.tools.rehearse.faults import DriverKilled, Fault, Faults, Kind, drawn_faults
 from grpo_mcore.tools.rehearse.laws import broken_laws, idle_engines
@@ -303,7 +304,7 @@ def shortest(case: Case, flaw: str | None = None) -> Case:
                 if breaks(candidate):
                     case, simpler = candidate, True
                     break
-            except Exception:  # a recipe that is not possible
+            except (RecipeError, LayoutError):  # a recipe that is not possible
                 continue
     return case
 

@@ -1,4 +1,4 @@
-"""What the modelled workers of a rehearsal share: durations, draws, and what has really happened to the weights.
+"""State that the modelled workers of a rehearsal share: durations, draws, and the true history of the weights.
 
 The modelled weights are the list of the samples that trained them. Ranks save and load it, a refit carries its version
 to the engines, and the text of every generated turn names the version that really generated it. So whether a prompt was

@@ -102,6 +102,9 @@ def test_what_has_no_model_is_refused(tmp_path: Path) -> None:
     local["cluster"] |= {"backend": "local", "max_restarts": 0, "gpus_per_node": 1}
     with pytest.raises(RehearsalError, match="cluster.backend is local"):
         modelled_recipe(MasterConfig.model_validate(local), tmp_path, None)
+    agents = config.model_copy(update={"env": {"gym": {"environment": "nemo_gym"}}})
+    with pytest.raises(RehearsalError, match="env.gym: a rehearsal has no model of agents"):
+        modelled_recipe(agents, tmp_path, None)
 
 
 def test_faults_are_named_and_drawn(tmp_path: Path) -> None:
