@@ -1,4 +1,4 @@
-"""What time it is for the driver: one object that is passed in, so that a run also works under a virtual clock.
+"""The driver's clock: one object that is passed in, so that a run also works in virtual time.
 
 Everything on the driver's side of `Cluster` takes its time from `cluster.clock`. Workers, and what talks to the world
 outside a run (leases of folders, trackers), have the machine's time.

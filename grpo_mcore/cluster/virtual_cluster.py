@@ -108,7 +108,7 @@ class VirtualClock:
 
 
 class _Wait:
-    """What a coroutine awaits: `start` gets the function that lets it go on."""
+    """An awaitable of a worker's coroutine. `start` gets the clock and the function that resumes the coroutine."""
 
     def __init__(self, start: Callable[[VirtualClock, Resume], None]) -> None:
         self.start = start
@@ -181,7 +181,7 @@ class VirtualStore:
 
     def __init__(self) -> None:
         self.worker: VirtualWorker | None = None
-        """Whose code runs now; None: the driver's."""
+        """The worker whose code runs now; None while the driver's does."""
 
     def put(self, obj: Any) -> Ref:
         return VirtualRef(obj, self.worker, self.worker.node if self.worker else None)
@@ -200,7 +200,7 @@ class VirtualStore:
 
 
 class _Call:
-    """What the driver holds of a call. `ready`: there is an answer, an item, an end or an error."""
+    """The driver's end of a call. `ready`: whether there is an answer, an item, an end or an error."""
 
     def __init__(self, worker: VirtualWorker, what: str, timeout_s: float) -> None:
         self.whom, self.what, self.timeout_s = worker.name, what, timeout_s
@@ -481,7 +481,7 @@ class VirtualCluster(Cluster):
         self.processes = 0
         self.observe = observe
         self.standing: dict[VirtualWorker, list[Callable[[], None]]] = {}
-        """What hung workers would do next."""
+        """Steps of hung workers that are held back."""
         self.workers: dict[str, VirtualWorker] = {}
         """The living ones, by name."""
         self._stand_in, self._latency_s, self._death_notice_s = stand_in, latency_s, death_notice_s

@@ -1,5 +1,5 @@
-"""What the demos show of their runs: answers of an exported model to the held-out sums, by transformers, and the
-courses of runs beside each other."""
+"""Results of the demos: the answers of an exported model to the held-out sums, by transformers, and the curves of
+several runs in one picture."""
 
 from __future__ import annotations
 

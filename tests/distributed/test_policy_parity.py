@@ -89,7 +89,7 @@ def test_ranks_that_share_key_value_heads_equal_transformers(
 ) -> None:
     reference = reference_of(make_tiny_model(family, tmp_path, **changes))
     case = layout_named(layout, shape_of(read_hf_config(reference.folder)))
-    equal_to_transformers(ranks, reference, case, gradient_limit=2e-4)
+    equal_to_transformers(ranks, reference, case, gradient_limit=2e-4 if family == "gpt_oss" else 1e-4)
 
 
 def equal_to_transformers(

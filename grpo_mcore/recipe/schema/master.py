@@ -49,7 +49,7 @@ class RecipeSections(Section):
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     """The cluster job that runs this recipe."""
     rehearse: RehearseConfig = Field(default_factory=RehearseConfig)
-    """What a rehearsal in virtual time assumes."""
+    """Assumptions of `grpo-mcore rehearse`, which runs the recipe in virtual time."""
     logger: GRPOLoggerConfig = Field(default_factory=GRPOLoggerConfig)
     """Logs."""
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)

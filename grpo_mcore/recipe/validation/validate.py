@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
 from grpo_mcore.recipe.loading.custom_code import custom_code
 from grpo_mcore.recipe.loading.data_layouts import nested_layout
@@ -15,14 +16,33 @@ from grpo_mcore.recipe.loading.eval_layout import eval_layout
 from grpo_mcore.recipe.loading.yaml_tree import Node
 from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
-from grpo_mcore.recipe.schema.master import RecipeSections
+from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 from grpo_mcore.recipe.schema.section import Section
 from grpo_mcore.recipe.validation import batch_sizes, data, distillation, engines, layout, objective, run
 from grpo_mcore.recipe.validation.nemo_rl_keys import apply_gym_switches, without_nemo_rl_keys
-from grpo_mcore.recipe.validation.unsupported_keys import check_unsupported
 
 ConfigT = TypeVar("ConfigT", bound=RecipeSections)
 SectionT = TypeVar("SectionT", bound=Section)
+
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "policy.offload_optimizer_for_logprob": (False, "offloading the optimizer for the log-prob passes"),
+    # Megatron-Core's distributed optimizer saves Adam's state only.
+    "policy.megatron_cfg.optimizer.optimizer": ("adam", "SGD"),
+    "policy.megatron_cfg.optimizer.use_distributed_optimizer": (True, "an optimizer that is not distributed"),
+    "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "other number formats of the KV cache"),
+}
+"""Keys whose feature does not exist yet: (neutral value, missing feature). Delete a line when you add its feature."""
+
+
+def check_unsupported(config: RecipeSections) -> Iterator[Finding]:
+    """No key may ask for a feature that does not exist."""
+    for key, (neutral, feature) in UNSUPPORTED.items():
+        value = value_at(config, key)
+        if value != neutral:
+            yield Finding(
+                (key,), f"not supported yet ({feature}); got {in_yaml(value)}, leave it at {in_yaml(neutral)}"
+            )
+
 
 CHECKS = (
     check_unsupported,

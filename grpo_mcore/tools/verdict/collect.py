@@ -1,4 +1,4 @@
-"""What policy and engine said: of a recorded step of a run, or of a model now."""
+"""Collects the log-probs of policy and engine: of a recorded step of a run, or of a model now."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Case:
-    """What a judge needs. `folder`, `older`: weights that gave the numbers, and those of the version before; `notes`:
+    """Input of the judge. `folder`, `older`: weights that gave the numbers, and those of the version before; `notes`:
     what is not judged, and why."""
 
     folder: Path

@@ -9,7 +9,7 @@ import pytest
 
 import grpo_mcore
 from grpo_mcore.recipe.schema.keys import known_keys
-from grpo_mcore.recipe.validation.unsupported_keys import UNSUPPORTED
+from grpo_mcore.recipe.validation.validate import UNSUPPORTED
 from tests.unit.recipe.conftest import MINIMAL
 
 
