@@ -44,7 +44,7 @@ if [ ${#missing[@]} -gt 0 ]; then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --find-links .wheels --target "$site" "${missing[@]}"
-    export PYTHONPATH=$site
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 status=0

@@ -49,16 +49,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how large. `tiny`: sizes that a CPU computes in a second; the code is the same."""
+    """Where and how large. `tiny`: sizes that a CPU computes in a second; the code is the same. `fused`: with the kernels
+    of `mamba_ssm` and `causal_conv1d`."""
 
     device: Literal["cpu", "gpu"]
     tiny: bool
     folder: Path
+    fused: bool = False
 
     @property
     def platform(self) -> Platform:
         """The platform without TransformerEngine, which a bare machine lacks."""
-        return Platform(self.device, grouped_products=self.device == "gpu")
+        return Platform(self.device, grouped_products=self.device == "gpu", mamba_kernels=self.fused)
 
     @property
     def torch_device(self) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def owner(pipe: Any, plan: Any) -> None:
     seconds = 0.0
     for index, bucket in enumerate(plan.buckets):
         for block in bucket.blocks:
-            source = values(int(block.param))
+            source = values(int(block.param))[tuple(slice(*span) for span in block.box)]
             torch.cuda.synchronize()
             began = time.perf_counter()
             block_view(buffer, plan, index, block).copy_(source)
@@ -59,22 +60,25 @@ def test_another_process_reads_every_bit() -> None:
     process.start()
     other_end.close()
     buffer = attach_buffer(pipe.recv())
-    seconds = 0.0
+    seconds, seen = 0.0, Counter[tuple[int, str]]()
     for index, bucket in enumerate(plan.buckets):
         assert pipe.recv() == index
         for block in bucket.blocks:
-            expected = values(int(block.param)).view(torch.int16).chunk(2)
+            halves = values(int(block.param)).view(torch.int16).chunk(2)
             for read in block.reads:  # half of the rows for each of two engine ranks
-                target = torch.empty(ROWS // 2, COLUMNS, dtype=torch.bfloat16, device="cuda")
+                target = torch.zeros(ROWS // 2, COLUMNS, dtype=torch.bfloat16, device="cuda")
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 view = block_view(buffer, plan, index, block)
-                target[tuple(slice(*span) for span in read.box)].copy_(view)
+                place = tuple(slice(*span) for span in read.box)
+                target[place].copy_(view)
                 torch.cuda.synchronize()
                 seconds += time.perf_counter() - began
-                assert torch.equal(target.view(torch.int16), expected[read.rank]), block.param
+                assert torch.equal(target[place].view(torch.int16), halves[read.rank][place]), block.param
+                seen[read.rank, read.param] += view.numel()
         pipe.send(index)
     written = pipe.recv()
+    assert seen == {(rank, str(number)): ROWS // 2 * COLUMNS for rank in range(2) for number in range(TENSORS)}
     buffer.close()
     pipe.send("done")
     process.join(30)

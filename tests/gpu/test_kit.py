@@ -16,6 +16,8 @@ from grpo_mcore.host_memory import HostCopies
 @pytest.mark.parametrize("part", PARTS)
 def test_what_is_compared_agrees(part: str, tmp_path: Path) -> None:
     rows = list(importlib.import_module(f"benchmarks.gpu.{part}").run(Setting("gpu", True, tmp_path)))
+    if part == "stack" and all(row.ok is None for row in rows):
+        pytest.skip("none of the packages that it checks is installed")
     assert [row for row in rows if row.ok] and not [row for row in rows if row.ok is False]
 
 
