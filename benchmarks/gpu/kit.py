@@ -49,8 +49,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how large. `tiny`: sizes that a CPU computes in a second; the code is the same. `fused`: with the kernels
-    of `mamba_ssm` and `causal_conv1d`."""
+    """Where and how large. `tiny`: sizes that a CPU computes in a second; the code is the same. `fused`: with Mamba2's
+    kernels (`mamba_ssm`, `causal_conv1d`)."""
 
     device: Literal["cpu", "gpu"]
     tiny: bool
