@@ -278,7 +278,8 @@ class Policy:
         free_gradients(self.optimizer)
         self.check_state(
             f"after an update with learning rate {learning_rate:.3g} and a gradient of norm {float(grad_norm):.3g}. "
-            "Nothing of it is saved: go on from the newest checkpoint, with a lower learning rate or max_grad_norm"
+            "Nothing of it is saved: go on from the newest checkpoint, with a lower learning rate or max_grad_norm",
+            on_host=False,
         )
         if last and self.config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather:
             for chunk in self.chunks:
@@ -425,12 +426,17 @@ class Policy:
             "This optimizer step changed no weight"
         )
 
-    def check_state(self, when: str, *, moments: bool = True) -> None:
+    def check_state(self, when: str, *, moments: bool = True, on_host: bool = True) -> None:
         """Raise NonFiniteState on all ranks if a weight, or with `moments` a part of the optimizer's state, is NaN or
-        infinite on any of them. `when`: ends the sentence of the message. Collective."""
+        infinite on any of them. `when`: ends the sentence of the message. Collective.
+
+        `on_host`: look also at the state of an optimizer on the host. Reading it takes longer than its update. After an
+        update the weights tell: a moment that is NaN makes its weight NaN. Only a second moment that overflowed, which
+        makes the update 0, is left for the look before a save."""
         if self.platform.traced:
             return
-        tensors = state_tensors(self.chunks, self.optimizer) if moments else _parameters(self.chunks)
+        state = state_tensors(self.chunks, self.optimizer, host=on_host)
+        tensors = state if moments else _parameters(self.chunks)
         worst = torch.tensor(float(all_finite(tensors)), device=self.device)
         torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)
         if worst.item():

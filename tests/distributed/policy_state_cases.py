@@ -35,6 +35,7 @@ from tests.fused_adam import install_fused_adam
 Settings = Mapping[str, Any]
 PLAIN: Settings = {}
 ADAM = {"lr": 1e-2, "min_lr": 1e-3, "adam_eps": 1e-3, "weight_decay": 0.01}
+ON_HOST: Settings = {"optimizer_cpu_offload": True}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 2, "lr_warmup_init": 1e-3}
 
@@ -293,6 +294,25 @@ def break_the_state(address: Address, model: str, case: LayoutCase, folder: str)
     policy.load(folder)
     attempt("loaded again", lambda: step(policy))
     said["written"] = ", ".join(sorted(path.name for path in Path(folder).parent.iterdir()))
+    return said
+
+
+def break_a_moment_on_the_host(address: Address, model: str, folder: str) -> dict[str, str]:
+    """Break a moment of an optimizer on the host in two ways, and return what the next update and save say of each."""
+    policy = adam_policy(address, model, LayoutCase("TP1"), precision="bfloat16", variant=ON_HOST)
+    step(policy)
+    policy.save(folder)
+    said = {}
+    for kind, value in (("exp_avg", torch.nan), ("exp_avg_sq", torch.inf)):
+        moments = [state[kind] for adam in on_host(policy.optimizer) for state in adam.state.values()]
+        moments[0].view(-1)[0] = value
+        for act, call in (("update", lambda: step(policy)), ("save", lambda: policy.start_save(f"{folder}-broken"))):
+            try:
+                call()
+                said[f"{act}, {kind}"] = "no error"
+            except NonFiniteState as error:
+                said[f"{act}, {kind}"] = str(error)
+        policy.load(folder)
     return said
 
 

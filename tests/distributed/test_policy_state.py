@@ -284,6 +284,16 @@ def test_a_state_that_is_not_finite_is_named_on_every_rank_and_never_saved(
         assert said["written"] == "good, good-mended"
 
 
+def test_a_moment_on_the_host_that_is_not_finite_shows_in_its_weight_or_is_not_saved(
+    ranks: RankPool, model: str, tmp_path: Path
+) -> None:
+    (said,) = ranks.run(1, f"{CASES}:break_a_moment_on_the_host", model, str(tmp_path / "good"))
+    assert said["update, exp_avg"].startswith("not finite: weight ")
+    assert said["update, exp_avg_sq"] == "no error"
+    assert "when it was to be saved; nothing was written" in said["save, exp_avg_sq"]
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
 def test_a_model_with_broken_values_is_named_and_leaves_no_mesh_behind(
     ranks: RankPool, model: str, tmp_path: Path
 ) -> None:
