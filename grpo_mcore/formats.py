@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 Kind = Literal["checkpoint", "ledger", "samples"]
 
-FORMATS: dict[Kind, int] = {"checkpoint": 1, "ledger": 1, "samples": 1}
+FORMATS: dict[Kind, int] = {"checkpoint": 1, "ledger": 2, "samples": 1}
 """The format that this version writes, and the newest that it reads."""
 
 

@@ -40,10 +40,12 @@ from grpo_mcore.algorithms.nemo_rl_api import (
     setup,
     validate,
 )
+from grpo_mcore.algorithms.record.followed_run import FollowedRun
 from grpo_mcore.algorithms.record.run_record import RunRecord, start_record, start_schedule
 from grpo_mcore.algorithms.record.run_report import Compare, RunReport
-from grpo_mcore.algorithms.record.sample_writer import SampleWriter
+from grpo_mcore.algorithms.record.sample_writer import SampleSink
 from grpo_mcore.algorithms.record.step_profile import StepProfile
+from grpo_mcore.algorithms.rollouts.recorded_rollouts import RecordedRollouts, RecordedValidation
 from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.algorithms.rollouts.validation import run_validation
@@ -92,13 +94,14 @@ def grpo_train(
     *,
     stop: StopRequest | None = None,
     compare: Compare | None = None,
+    follow: FollowedRun | None = None,
 ) -> dict[str, Any]:
     """Train until all steps are done, the data has ended, a validation metric is reached, or `stop` asks for the end.
     Return the summary. The arguments are those of NeMo RL, and the fields of `run.Run`.
 
     `task_to_env`: environments by task name, which is a dataset's `task_name`, or its own name or its file's. A value
     is an object of this process (`create_env`), which scores between two waits of this loop, or an actor beside it
-    (`MathEnvironment.remote(...)`).
+    (`MathEnvironment.remote(...)`). `follow`: take the samples from this run, in its order; there are no engines then.
     """
     refuse_processor(processor)
     config, engines, stop = master_config, policy_generation, stop or StopRequest()
@@ -107,14 +110,19 @@ def grpo_train(
     report = RunReport(logger, config, schedule, policy, engines, tokenizer, compare)
     clock = Timeline(policy.cluster.clock.now, report.span)
     ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
-    record = start_record(config, schedule, grpo_save_state, dataloader, ledger_folder, report, position)
+    record = start_record(config, schedule, grpo_save_state, dataloader, ledger_folder, report, position, follow)
     parity = sampled_parity(config, policy.cluster.clock)
     refit = partial(refit_engines, policy, engines, config, record.restarted, sampled=parity)
+    store, samples = policy.cluster.store, report.samples if follow is None else follow.comparing(report.samples)
     hooks = RolloutHooks(
         restore_engines=partial(refit, lost_only=True), on_restart=record.restarted, watch=stop.check,
         on_span=report.spans.span,
     )  # fmt: skip
-    rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, replace(hooks, phase=clock.phase))
+    rollouts: Rollouts | RecordedRollouts
+    if follow is None:
+        rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, replace(hooks, phase=clock.phase))
+    else:
+        rollouts = RecordedRollouts(follow, store, stop)
     sampling = sampling_of(config.policy.generation, tokenizer)
     generate = partial(rollouts.dispatch, sampling=sampling, generations=config.grpo.num_generations_per_prompt)
     groups = StepGroups(config)
@@ -125,10 +133,12 @@ def grpo_train(
 
     with record, checkpoints, policy.run_alongside(rollouts), stop.listening():
         if position is not None:
-            resume_in_flight(position, record, groups, policy.cluster, refit, partial(generate, step=record.step + 1))
+            again = partial(generate, step=record.step + 1)
+            resume_in_flight(position, record, groups, policy.cluster, refit, again, goes_on=record.goes_on)
+        record.follow()
         while True:
             record.stop_asked(stop)
-            checkpoints.poll()
+            checkpoints.poll(wait=follow is not None)  # so that its ledger says it no later than the recorded one
             profile.follow(record.step + 1)
             match record.next():
                 case s.Refit():
@@ -150,18 +160,19 @@ def grpo_train(
 
                 case s.Train() as command:
                     rollouts.drop(record.unfinished(command.surplus))
-                    trained, sampled = groups.take(command, record.policy_version)
+                    trained, returned, sampled = groups.take(command, record.policy_version)
                     if queued := rollouts.most_queued():
                         sampled["num_queued_samples"] = float(queued)
-                    metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, report.samples)
-                    record.trained(command, trained, metrics | sampled, clock)
+                    metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, samples)
+                    record.trained(command, trained, metrics | sampled, clock, returned)
 
                 case s.Validate(step):
+                    recorded = None if follow is None else RecordedValidation(follow, store, stop, step)
                     with clock.pause("validation"):
                         val_workers = as_workers(val_task_to_env or {}, engines.cluster, config.cluster.platform)
                         validation = stop.interruptible(partial(
                             run_validation, engines, val_dataloader, val_workers, config, tokenizer=tokenizer,
-                            hooks=hooks,
+                            hooks=hooks, recorded=recorded,
                         ))  # fmt: skip
                     if validation is not None:
                         record.validated(step, validation)
@@ -183,7 +194,7 @@ def train_on_groups(
     loss_fn: LossFn,
     config: MasterConfig,
     clock: Timeline,
-    samples: SampleWriter | None = None,
+    samples: SampleSink | None = None,
 ) -> dict[str, float]:
     """Train one step on scored groups and return its metrics. The driver plans bins and advantages; the policy's ranks
     compute log-probs, loss and update. `samples`: gets the samples with what was computed of them."""

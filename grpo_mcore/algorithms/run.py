@@ -24,6 +24,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
 )
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
+from grpo_mcore.algorithms.record.followed_run import FollowedRun
 from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.algorithms.rollouts.prompt_stream import check_same_data
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
@@ -78,7 +79,8 @@ class Prepared:
     """A run whose recipe, model, data and folders are checked. Nothing is started yet.
 
     `changes`: values of the recipe that differ from those of the checkpoint that it resumes. `trains`: it holds its
-    checkpoint folder, as no other run may train there. An evaluation has no data loaders.
+    checkpoint folder, as no other run may train there. An evaluation has no data loaders. `follow`: the run whose
+    samples it trains on, without engines and environments.
     """
 
     config: MasterConfig
@@ -91,6 +93,7 @@ class Prepared:
     dataloader: Any = None
     val_dataloader: Any = None
     trains: bool = True
+    follow: FollowedRun | None = None
 
     @property
     def env_names(self) -> dict[str, str | None]:
@@ -112,17 +115,21 @@ def prepare(
     trains: bool = True,
     tokenizer: Any = None,
     data: TaskData | None = None,
+    follow: FollowedRun | None = None,
 ) -> Prepared:
     """Check all that can be checked in seconds: what is wrong with the model, the data, the checkpoint, the rewards or
     the folders shows before anything starts.
 
     `algorithm`: what runs; "eval" is whatever samples a model and trains nothing. `trains`: no other run may train in
-    the checkpoints' folder. `tokenizer`, `data`: those of the caller, in place of the recipe's.
+    the checkpoints' folder. `tokenizer`, `data`: those of the caller, in place of the recipe's. `follow`: the run that
+    this one follows.
     """
     fine_tunes = algorithm in ("sft", "dpo")
     checkpointer, changes = CheckpointManager(config.checkpointing), list[Change]()
     if algorithm != "eval":
         check_checkpointing(config, algorithm)
+    if follow is not None:
+        follow.check(config)
     model = check_model(config) if fine_tunes else check_run(config)
     if algorithm != "eval":
         checkpointer.open(resume, trains=trains, models=_models_written(config, algorithm) if trains else ())
@@ -136,7 +143,7 @@ def prepare(
     for teacher in model.teachers.values():
         check_same_tokens(tokenizer, load_tokenizer(teacher.folder, tokenizer.chat_template), teacher.folder)
     data = data or _load_data(config, algorithm, tokenizer)
-    prepared = Prepared(config, algorithm, model, checkpointer, tokenizer, data, changes, trains=trains)
+    prepared = Prepared(config, algorithm, model, checkpointer, tokenizer, data, changes, trains=trains, follow=follow)
     if algorithm == "grpo" and prepared.env_names:
         check_environments(config, prepared.env_names, data.first_rows(CHECKED_ROWS))
     if algorithm != "eval":  # raises where the data has too few rows, or others than the run that is resumed
@@ -224,7 +231,8 @@ def open_run(
     with ExitStack() as stack:
         if prepared.trains:
             stack.enter_context(checkpointer.held())
-        log_run = checkpointer.log_run() if prepared.trains else None
+        goes_on = prepared.trains and (prepared.follow is None or checkpointer.goes_on_here)
+        log_run = checkpointer.log_run() if goes_on else None  # a run that follows another leaves its log alone
         log = stack.enter_context(closing(Logger(config.logger, run=log_run, clock=clock)))
         stack.enter_context(messages_kept(log.console))
         what = "policy and engines" if prepared.algorithm == "grpo" else "the policy"
@@ -244,16 +252,17 @@ def start_run(prepared: Prepared, cluster: Cluster, log: Logger) -> Run:
     """Start the workers of a run, and bring the policy to where the checkpoint left off, if the run resumes. Raises
     what the workers' constructors raise."""
     config, model, checkpointer = prepared.config, prepared.model, prepared.checkpointer
-    if prepared.algorithm == "grpo":
+    environments: dict[str, EnvironmentWorker] = {}
+    engines = EngineGroup(cluster, [], sleeps=False)
+    generates = prepared.algorithm == "grpo" and prepared.follow is None
+    if generates:
         environments = start_environments(config, cluster, prepared.env_names)
         policy, engines = start_policy_and_engines(config, cluster, model)
-        loss: LossFn = make_loss(config)
     else:
-        environments, engines = {}, EngineGroup(cluster, [], sleeps=False)
         policy = start_policy(config, cluster, model, prepared.algorithm)
         wait_until_ready(config, cluster, policy.workers, "start of the policy")
         start_teachers(config, cluster, model, policy)
-        loss = make_loss(config, prepared.algorithm)
+    loss = make_loss(config, prepared.algorithm)
     save_state = first_save_state()
     if (folder := checkpointer.resumed_from) is not None:
         while problem := policy.damage(policy_folder(folder), checkpointer.policy_digests()):
@@ -263,7 +272,7 @@ def start_run(prepared: Prepared, cluster: Cluster, log: Logger) -> Run:
         policy.updates = save_state["current_step"]
     if config.logger.monitor_gpus:
         watch_machines(config, cluster, log)
-    if prepared.algorithm == "grpo":
+    if generates:
         engines.endpoint = open_endpoint(config, engines, Path(log.log_dir))
         workers = {worker.name: worker for worker in environments.values()}  # tasks may share one
         wait_until_ready(config, cluster, list(workers.values()), "start of the environments")

@@ -1,4 +1,4 @@
-"""`grpo-mcore train RECIPE [key=value ...] [--resume [PATH]]`: train a model with GRPO."""
+"""`grpo-mcore train RECIPE [key=value ...] [--resume [PATH]] [--follow RUN]`: train a model with GRPO."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from grpo_mcore.observe.exit_codes import exit_code
 from grpo_mcore.recipe import Algorithm, Change, MasterConfig, load_recipe
 
 if TYPE_CHECKING:
+    from grpo_mcore.algorithms.record.followed_run import FollowedRun
     from grpo_mcore.algorithms.run import Run
     from grpo_mcore.algorithms.run_control.stopping import StopRequest
 
@@ -28,9 +29,21 @@ CHECK_HELP = "check all that can be checked in seconds, and end"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_resume(parser)
+    add_follow(parser)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help=CHECK_HELP)
     only.add_argument("--validate-only", action="store_true", help="validate the model or the checkpoint, and end")
+
+
+def add_follow(parser: argparse.ArgumentParser) -> None:
+    """Add --follow."""
+    parser.add_argument(
+        "--follow",
+        type=Path,
+        metavar="RUN",
+        help="come to the weights of a recorded run, whatever chance decided in it: take its samples and their order "
+        "from its log folder (exp_NNN), without engines, and compare log-probs and metrics; exit code 1 if any differs",
+    )
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +69,23 @@ def run(args: argparse.Namespace) -> int:
 
         validate_only(config, args.resume)
         return 0
+    if args.follow is not None:
+        return follow(config, args.resume, args.follow)
     return run_to_end("grpo", config, args.resume)
+
+
+def follow(config: MasterConfig, resume: str | bool | None, folder: Path) -> int:
+    """Follow a recorded run to its end, and return the exit code: 1 if anything differs. A failure ends it."""
+    from grpo_mcore.algorithms.record.followed_run import FollowedRun
+    from grpo_mcore.tools.report.run_files import find_run
+
+    followed = FollowedRun(find_run(folder))
+    if changed := followed.check(config):
+        print(table_of(f"following {followed.folder}, with other values of", changed, "recorded"))
+    summary = train(config, resume, follow=followed)
+    if summary.get("followed", {}).get("differs_first") is not None:
+        return 1
+    return 0 if summary.get("end") == followed.end else exit_code(summary)
 
 
 def run_to_end(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None) -> int:
@@ -117,20 +146,36 @@ def resumed(folder: Path, changes: Sequence[Change]) -> str:
     """Return the lines that say what a resumed run changes."""
     if not changes:
         return f"resuming from {folder}, with the same recipe"
-    rows = [("key", "checkpoint", "now, takes effect"), *((change.key, change.saved, change.new) for change in changes)]
+    what = f"resuming from {folder}, with {len(changes)} changed value{'s' * (len(changes) > 1)}"
+    return table_of(what, changes, "checkpoint")
+
+
+def table_of(what: str, changes: Sequence[Change], source: str) -> str:
+    """Return the lines that list values of the recipe, under `what`. `source`: whose the old ones are."""
+    rows = [("key", source, "now, takes effect"), *((change.key, change.saved, change.new) for change in changes)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     table = (f"  {key:<{widths[0]}}  {saved:<{widths[1]}}  {new}" for key, saved, new in rows)
-    return "\n".join([f"resuming from {folder}, with {len(changes)} changed value{'s' * (len(changes) > 1)}:", *table])
+    return "\n".join([f"{what}:", *table])
 
 
-def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, Any]:
+def train(
+    config: MasterConfig,
+    resume: str | bool | None = None,
+    began: float | None = None,
+    follow: FollowedRun | None = None,
+) -> dict[str, Any]:
     """Run a GRPO recipe to its end, export what checkpointing.save_hf asks for, and return the summary. Everything that
     was started ends with it, also on errors. A run that stops early exports nothing: it is not over."""
     from grpo_mcore.algorithms.grpo import grpo_train
     from grpo_mcore.tools.plan.measured import compare
 
     summary = run_recipe(
-        "grpo", lambda run, stop: grpo_train(**vars(run), stop=stop, compare=compare), config, resume, began
+        "grpo",
+        lambda run, stop: grpo_train(**vars(run), stop=stop, compare=compare, follow=follow),
+        config,
+        resume,
+        began,
+        follow,
     )
     if not config.checkpointing.enabled or config.checkpointing.save_hf == "none" or summary["stopped_early"]:
         return summary
@@ -146,18 +191,24 @@ Loop = Callable[["Run", "StopRequest"], dict[str, Any]]
 
 
 def run_recipe(
-    algorithm: Algorithm, loop: Loop, config: MasterConfig, resume: str | bool | None, began: float | None = None
+    algorithm: Algorithm,
+    loop: Loop,
+    config: MasterConfig,
+    resume: str | bool | None,
+    began: float | None = None,
+    follow: FollowedRun | None = None,
 ) -> dict[str, Any]:
     """Prepare a run, open it, and run its loop under the signals that ask it to stop. Return the summary.
 
-    `began`: unix time of the first attempt, from which checkpointing.checkpoint_must_save_by counts."""
+    `began`: unix time of the first attempt, from which checkpointing.checkpoint_must_save_by counts. `follow`: the run
+    that it follows."""
     from grpo_mcore.algorithms.run import open_run, prepare
     from grpo_mcore.algorithms.run_control.stopping import Terminated, on_signal, on_sigterm
 
     save_by = config.checkpointing.seconds_to_save_by
     deadline = None if save_by is None else (began or time.time()) + save_by
     with on_signal(deadline) as stop, on_sigterm(stop):
-        prepared = prepare(config, resume, algorithm=algorithm)
+        prepared = prepare(config, resume, algorithm=algorithm, follow=follow)
         checkpointer = prepared.checkpointer
         if checkpointer.resumed_from is not None:
             print(resumed(checkpointer.resumed_from, prepared.changes))

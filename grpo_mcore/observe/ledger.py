@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Ledger:
     trained     uids, step, version (weights that train)
     returned    uids (they go back to the data, to be generated anew)
     saved       step                not_saved   step, why
+    stop_asked  why, at_once (the step that has begun is given up)
     ended       why, data_ended
     """
 
@@ -48,6 +50,8 @@ class Ledger:
         """`kept`, `last`: what `sync` and `last_digest` gave when the checkpoint that this run goes on from was saved;
         0 and None for a new run. A file that is another run's is set aside."""
         self.path = path
+        self.follow: Callable[[dict[str, Any]], Iterable[dict[str, Any]]] | None = None
+        """Gets each entry; returns those that are written in its place."""
         self._retries: dict[str, int] = {}
         self._file = AppendFile(path)
         if last is not None and self.entries >= kept and self.last_digest(kept) != last:
@@ -70,7 +74,9 @@ class Ledger:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an entry, which survives the end of this process; on a full disk it is written later."""
-        self._file.write(json.dumps({"event": event, **fields}))
+        entry = {"event": event, **fields}
+        for line in (entry,) if self.follow is None else self.follow(entry):
+            self._file.write(json.dumps(line))
 
     @property
     def entries(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from grpo_mcore.observe.ledger import LedgerError
@@ -64,12 +65,18 @@ def audit(entries: Sequence[Mapping[str, Any]]) -> Audit:
 
 def valid_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the entries that no later start has declared void."""
-    valid: list[int] = []
-    for index, entry in enumerate(entries):
+    return list(compress(entries, valid_flags(entries)))
+
+
+def valid_flags(entries: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return, for each entry, whether no later start has declared it void."""
+    valid: list[bool] = []
+    for entry in entries:
         if entry["event"] == "started":
-            valid = [earlier for earlier in valid if earlier < entry["kept"]]
-        valid.append(index)
-    return [entries[index] for index in valid]
+            kept = min(entry["kept"], len(valid))
+            valid[kept:] = [False] * (len(valid) - kept)
+        valid.append(True)
+    return valid
 
 
 @dataclass
@@ -115,7 +122,7 @@ class _Books:
                 self._move(entry["uids"], (UNDER_WAY, FINISHED), RETURNED)
             case "ended":
                 self.data_ended = entry["data_ended"]
-            case "restarted" | "saved" | "not_saved" | "passed_over":
+            case "restarted" | "saved" | "not_saved" | "passed_over" | "stop_asked":
                 pass
             case other:
                 raise KeyError(other)

@@ -40,7 +40,15 @@ WRITTEN_TOGETHER = 64
 CLOSE_S = 60.0
 """Seconds that the end of a run waits for samples that are not written yet."""
 
-_TURN = pa.struct([("role", pa.string()), ("text", pa.string()), ("tokens", pa.int32()), ("generated", pa.bool_())])
+_TURN = pa.struct(
+    [
+        ("role", pa.string()),
+        ("text", pa.string()),
+        ("tokens", pa.int32()),
+        ("generated", pa.bool_()),
+        ("flag", pa.string()),  # rollout.trajectory.FLAGS; null: none
+    ]
+)
 _ROUTES = pa.struct([("shape", pa.list_(pa.int32())), ("experts", pa.binary())])
 _SPAN = pa.struct([("version", pa.int32()), ("first", pa.int32()), ("end", pa.int32())])
 
@@ -63,6 +71,8 @@ SCHEMA = pa.schema(
         ("reason", pa.string()),
         ("score_seconds", pa.float64()),
         ("terminated", pa.bool_()),
+        ("solved_at", pa.float64()),  # reward from which on it is solved; null: its environment names none
+        ("failures", pa.list_(pa.string())),  # of attempts to score it: "COMPONENT: KIND"
         ("finish_reason", pa.string()),
         ("truncated", pa.bool_()),
         ("stop_token", pa.int64()),

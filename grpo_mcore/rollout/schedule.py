@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 GroupOrder = Literal["in_order", "oldest_first", "freshest_first"]
 
@@ -228,6 +228,15 @@ class Schedule:
     @property
     def policy_version(self) -> int:
         return self.step + 1
+
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the schedule besides step and groups in flight, for `at_position`."""
+        return {"engine_version": self.engine_version, "data_ended": self.data_ended, "largest": self.largest}
+
+    def at_position(self, position: Mapping[str, Any]) -> None:
+        """Go on as the run did that saved `position`: it did not stop."""
+        self.engine_version, self.data_ended = position["engine_version"], position["data_ended"]
+        self.largest = position["largest"]
 
     def next(self) -> Command:
         """Return the next command. Calling it again without an event gives the same one.

@@ -53,7 +53,7 @@ def test_files_of_a_newer_version_are_refused_by_name(run: Path) -> None:
             manager.open(resume)
     ledger = run / "checkpoints" / "ledger.jsonl"
     ledger.write_text(ledger.read_text() + json.dumps({"event": "started", "format": newer["ledger"]}) + "\n")
-    with pytest.raises(LedgerError, match="format 2 of its ledger; this version reads up to 1: upgrade grpo_mcore"):
+    with pytest.raises(LedgerError, match="format 3 of its ledger; this version reads up to 2: upgrade grpo_mcore"):
         read_ledger(ledger)
     samples = run / "logs/exp_001/samples/train/step_000001.parquet"
     table = pq.read_table(samples)

@@ -93,6 +93,11 @@ class SavedPosition:
     ledger_entries: int
     ledger_digest: str | None = None
 
+    @property
+    def followed(self) -> int:
+        """Number of entries of the ledger of the run that it followed; of its own ledger if it followed none."""
+        return int(self.stream.get("followed", self.ledger_entries))
+
 
 class CheckpointManager:
     """Keeps `step_N` folders under checkpointing.checkpoint_dir.
@@ -130,7 +135,7 @@ class CheckpointManager:
                 f"checkpointing.checkpoint_dir {self.folder} holds {newest.name} of another run: go on from it with "
                 "--resume, or choose another folder"
             )
-        if not self._goes_on_here and (left := self._models(models)):
+        if not self.goes_on_here and (left := self._models(models)):
             raise ResumeError(
                 f"checkpointing.checkpoint_dir {self.folder} holds {left[0].name}, a model of another run, which this "
                 "run would replace: choose another folder, or move it away"
@@ -171,7 +176,7 @@ class CheckpointManager:
             )
 
     @property
-    def _goes_on_here(self) -> bool:
+    def goes_on_here(self) -> bool:
         """Whether this run resumes a checkpoint of this folder: what lies beside it is then its own."""
         return self.resumed_from is not None and self.resumed_from.resolve().parent == self.folder.resolve()
 
@@ -179,7 +184,7 @@ class CheckpointManager:
         """Return the path of a model that this run is about to write. One that another run has written since `open` is
         set aside, and that is said."""
         path = self.folder / name
-        if path.exists() and not self._goes_on_here:
+        if path.exists() and not self.goes_on_here:
             logger.warning(
                 "another run has written %s meanwhile: it is set aside as %s", path, self._set_aside(name).name
             )

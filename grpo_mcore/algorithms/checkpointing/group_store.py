@@ -77,21 +77,26 @@ def resume_in_flight(
     record: RunRecord,
     groups: StepGroups,
     cluster: Cluster,
-    refit: Callable[[], RefitReport],
+    refit: Callable[[], RefitReport | None],
     dispatch: Callable[[Sequence[DatumSpec]], None],
+    *,
+    goes_on: bool = False,
 ) -> None:
     """Restore the finished groups of a checkpoint that are young enough for their step, and `dispatch` the other
-    prompts that were in flight, in their order. Does nothing if the run is over already."""
+    prompts that were in flight, in their order. Does nothing if the run is over already. `goes_on`: the run was not
+    stopped here, so the prompts are under way with the weights that they had."""
     schedule = record.schedule
     if not position.in_flight or isinstance(schedule.next(), s.Finish):
         return
-    record.refitted(refit())
+    if not goes_on:
+        record.refitted(refit())
     version = schedule.policy_version
     batch = record.prompts.take(len(position.in_flight))  # the stream hands these out first, in their order
-    young = young_enough(position.in_flight, schedule.config, version)
+    young = position.in_flight if goes_on else young_enough(position.in_flight, schedule.config, version)
     restored = read_groups(position.folder, batch, cluster, young)
     dispatch([prompt for prompt in batch if prompt["uid"] not in restored])
     for group in restored.values():
         groups.add(group)
-    versions = [young[prompt["uid"]] if prompt["uid"] in restored else version for prompt in batch]
+    begun = young if goes_on else {uid: young[uid] for uid in restored}
+    versions = [begun.get(prompt["uid"], version) for prompt in batch]
     record.resumed(batch, versions, list(restored.values()))

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState, RunSnapshot, SavedPosition
+from grpo_mcore.algorithms.record.followed_run import FollowedRun
 from grpo_mcore.algorithms.record.run_report import RunReport
 from grpo_mcore.algorithms.rollouts.prompt_sampler import PromptSampler
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
@@ -47,9 +48,13 @@ class RunRecord:
         ledger: Ledger,
         report: RunReport,
         state: GRPOSaveState,
+        follow: FollowedRun | None = None,
     ) -> None:
-        """`state`: of the checkpoint that the run goes on from, or of a run that has not begun."""
-        self._config = config
+        """`state`: of the checkpoint that the run goes on from, or of a run that has not begun. `follow`: the run that
+        this one follows."""
+        self._config, self._follow = config, follow
+        self.goes_on = False
+        """Whether a run that follows another goes on from a checkpoint at which that one did not stop."""
         self.schedule, self.prompts, self.ledger, self.report = schedule, prompts, ledger, report
         self._consumed, self._valid_tokens = state["consumed_samples"], state["total_valid_tokens"]
         self._val_reward = state.get("val_reward")
@@ -85,15 +90,18 @@ class RunRecord:
         """Record the request to stop, if there is one, and again when it becomes urgent."""
         if (alarm := self.report.alarms.stop_reason) is not None:
             stop.ask(alarm)
+        if self._follow is not None and (recorded := self._follow.stop()) is not None:
+            stop.ask(recorded[0], at_once=recorded[1])
         urgent = stop.at_once and not self._stops_at_once
         if stop.reason and (self.schedule.asked is None or urgent):
             self._stops_at_once = stop.at_once
             what = "what is trained so far is saved" if urgent else "the step that has begun is finished and saved"
             logger.info("%s: %s, then the run ends", stop.reason, what)
+            self.ledger.write("stop_asked", why=stop.reason, at_once=stop.at_once)
             self.schedule.record(s.StopAsked(stop.reason, at_once=stop.at_once))
 
-    def refitted(self, report: RefitReport) -> None:
-        """Record that all engines have the policy's weights."""
+    def refitted(self, report: RefitReport | None) -> None:
+        """Record that all engines have the policy's weights. `report`: None where there are no engines."""
         self.report.refit(report)
         self.schedule.record(s.Refitted(self.schedule.policy_version))
 
@@ -118,6 +126,11 @@ class RunRecord:
             version = group.weight_version
             self.ledger.write("finished", uid=group.uid, version=version, scored=group.scored, kept=True)
             self.schedule.record(s.GroupFinished(group.uid, nbytes=group.nbytes))
+
+    def follow(self) -> None:
+        """Hold every entry of the ledger from here on against those of the run that is followed, if one is."""
+        if self._follow is not None:
+            self.ledger.follow = self._follow.followed_by
 
     def sample_finished(self) -> None:
         """Record that one sample is generated."""
@@ -155,8 +168,18 @@ class RunRecord:
         """Return those of the prompts in flight that are still being generated or scored."""
         return [uid for uid in uids if uid not in self.schedule.finished]
 
-    def trained(self, command: s.Train, groups: list[Group], metrics: dict[str, float], clock: Timeline) -> None:
-        """Record a step. Its surplus prompts go back to the data, to be generated again."""
+    def trained(
+        self,
+        command: s.Train,
+        groups: list[Group],
+        metrics: dict[str, float],
+        clock: Timeline,
+        returned: Sequence[Group] = (),
+    ) -> None:
+        """Record a step. Its surplus prompts go back to the data, to be generated again. `returned`: the groups among
+        them that have finished."""
+        for group in returned:
+            self.report.group_returned(group)
         if self.schedule.config.max_trajectory_age:
             ahead = len(self.schedule.in_flight) - len(command.groups) - len(command.surplus)
             metrics = metrics | {"num_groups_ahead": float(ahead)}
@@ -193,7 +216,10 @@ class RunRecord:
             "ledger": entries,
             "ledger_digest": self.ledger.last_digest(entries),
             "in_flight": dict(self.schedule.in_flight),
+            "schedule": self.schedule.position(),
         }
+        if self._follow is not None:
+            data_state["followed"] = self._follow.entries
         state = GRPOSaveState(
             consumed_samples=self._consumed,
             current_step=self.step,
@@ -239,7 +265,8 @@ class RunRecord:
         self._write_pass_rates()
         self.ledger.write("ended", why=reason, data_ended=schedule.data_ended and not schedule.in_flight)
         early = reason == schedule.asked
-        return self.report.finish(reason, early=early) | {
+        followed = None if self._follow is None else self._follow.conclude(self.report.logger.log_dir)
+        return self.report.finish(reason, early=early, followed=followed) | {
             "terminated": early and stop.at_once,
             "unsaved": unsaved,
         }
@@ -261,9 +288,12 @@ def start_record(
     folder: Path,
     report: RunReport,
     position: SavedPosition | None,
+    follow: FollowedRun | None = None,
 ) -> RunRecord:
     """Begin the record of a run, or go on with that of a resumed one. `folder`: of the ledger; `position`: of the
-    checkpoint that the run goes on from."""
+    checkpoint that the run goes on from; `follow`: the run that this one follows."""
+    if follow is not None and position is not None:
+        follow.copy_ledger(folder / LEDGER_FILE, position.ledger_entries)
     ledger = Ledger(
         folder / LEDGER_FILE,
         step=schedule.step,
@@ -280,7 +310,14 @@ def start_record(
         columns=[*config.logger.metrics_by, *([sampler.column] if sampler.enabled and sampler.column else [])],
         sampler=(lambda rates: PromptSampler(sampler, rates, config.grpo.seed)) if sampler.enabled else None,
     )
-    return RunRecord(config, schedule, prompts, ledger, report, state)
+    record = RunRecord(config, schedule, prompts, ledger, report, state, follow)
+    if follow is not None:
+        record.goes_on = follow.begin(position) and position is not None
+        if record.goes_on and position is not None:
+            schedule.at_position(position.stream["schedule"])
+        else:
+            record.follow()
+    return record
 
 
 def schedule_config(config: MasterConfig, *, validates: bool) -> s.ScheduleConfig:

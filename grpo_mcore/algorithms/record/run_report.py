@@ -145,7 +145,9 @@ class RunReport:
                 "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
                 f"{policy.precision}, {policy.layout.describe()}",
                 "engines": f"{len(engines.workers)} x vLLM {engines.layout.describe()} {vllm.precision}, {where}, "
-                f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB",
+                f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB"
+                if engines.workers
+                else "none: the samples are those of the run that is followed",
                 "cluster": f"{config.cluster.backend}, {policy.layout.world_size} policy "
                 f"{'rank' if policy.layout.world_size == 1 else 'ranks'}{_spread(policy, engines)}",
                 "steps": (f"{start + 1} to {last}" if start < last else f"none is left: grpo.max_num_steps is {last}")
@@ -170,7 +172,10 @@ class RunReport:
         if "/" not in name:
             self._phases[name] = self._phases.get(name, 0.0) + end - start
 
-    def refit(self, report: RefitReport) -> None:
+    def refit(self, report: RefitReport | None) -> None:
+        """Keep what the next line says of a refit. `report`: None where there are no engines."""
+        if report is None:
+            return
         first, self._refit = self._refit is None, report
         if report.in_place and not self._noted_in_place:
             self._noted_in_place = True
@@ -286,6 +291,10 @@ class RunReport:
         """Record a prompt whose rewards were all equal: dynamic sampling consumed it without training on it."""
         self.samples.left_out(self._schedule.step + 1, group, why)
 
+    def group_returned(self, group: Group) -> None:
+        """Record a finished group that would get too old for its step."""
+        self.samples.left_out(self._schedule.step + 1, group, "it would be too old: its prompt goes back to the data")
+
     def restarted(self, worker: str, why: str) -> None:
         self.spans.restarted(worker, why)
         self.console.note(f"{worker} is restarted: {why}")
@@ -313,8 +322,9 @@ class RunReport:
     def not_saved(self, error: Exception) -> None:
         self.console.note(str(error))
 
-    def finish(self, reason: str, *, early: bool = False) -> dict[str, Any]:
-        """Write summary.json and the reward curve, print where everything lies, and return the summary.
+    def finish(self, reason: str, *, early: bool = False, followed: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Write summary.json and the reward curve, print where everything lies, and return the summary. `followed`: see
+        `FollowedRun.conclude`.
 
         A resumed run that had no step left to do keeps the files of the run before it.
         """
@@ -341,7 +351,7 @@ class RunReport:
             "max_token_mult_prob_error": worst if worst is not None and math.isfinite(worst) else None,
             "end": reason,
             "stopped_early": early,
-        }
+        } | ({} if followed is None else {"followed": followed})
         if self.alarms.raised:
             values["alarms"] = [asdict(alarm) for alarm in self.alarms.raised]
         if outages := self.logger.outages():
@@ -369,6 +379,8 @@ class RunReport:
             facts["tokens"] = f"{values['tokens_per_second']:.0f} a second, without the start"
         if worst is not None:
             facts["prob err"] = f"at most {worst:.5f} (engine against policy, 1 is equal)"
+        if followed is not None:
+            facts |= _followed_facts(followed)
         for name, course in courses.items():
             if name != "reward" or course != courses.get("accuracy"):
                 first, last = course[min(course)], course[max(course)]
@@ -425,9 +437,18 @@ def devices_of(policy: PolicyGroup, engines: EngineGroup) -> dict[str, list[str]
     return devices
 
 
+def _followed_facts(followed: Mapping[str, Any]) -> dict[str, str]:
+    """Return the lines of the summary that say how equal a run is to the one that it followed."""
+    differs = followed["differs_first"]
+    equal = "log-probs and metrics are equal bit by bit" if differs is None else f"DIFFERS first in {differs}"
+    return {"followed": f"{followed['run']}: {followed['steps']} steps, {followed['tokens']} tokens; {equal}"}
+
+
 def _spread(policy: PolicyGroup, engines: EngineGroup) -> str:
     """Describe how many nodes policy and engines use, where there are several."""
     nodes = len({worker.place().node for worker in policy.workers})
+    if not engines.slots:
+        return f" on {nodes} nodes" if nodes > 1 else ""
     there = len(engines.nodes().hosts)
     return f" on {nodes} nodes, engines on {there}" if max(nodes, there) > 1 else ""
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +27,18 @@ GB = 1e9
 LONGEST_COLUMN = 300
 """Maximum number of characters written of a column of a sample's row."""
 _NO_COLUMNS = ("messages", "ground_truth")  # which the turns and the truth show
+
+
+class SampleSink(Protocol):
+    """Takes what a step has computed of its samples."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether `trained` does anything."""
+
+    def trained(self, step: int, groups: Sequence[Group], targets: TrainTargets, logprobs: Sequence[Future]) -> None:
+        """Take the samples of a step. `targets`: by sample index, in the order of the groups; `logprobs`: from
+        `PolicyGroup.token_logprobs`."""
 
 
 class SampleWriter:
@@ -182,6 +194,8 @@ def sample_row(
         "reason": score.reason,
         "score_seconds": score.seconds,
         "terminated": score.terminated,
+        "solved_at": score.solved_at,
+        "failures": score.failures,
         "finish_reason": sample.finish_reason,
         "truncated": sample.truncated,
         "stop_token": sample.stop_token,
@@ -189,7 +203,9 @@ def sample_row(
         "token_ids": [],
         "columns": json.dumps({name: _cut(value) for name, value in info.items() if name not in _NO_COLUMNS}),
     }
-    if trajectory is not None:
+    if trajectory is None:
+        row["versions"] = [{"version": sample.weight_version, "first": 0, "end": 0}]
+    else:
         tokens = [turn.token_ids.numpy() for turn in trajectory.turns]  # in numpy, which is faster on short rows
         logprobs = [
             np.zeros(ids.size, np.float32) if turn.logprobs is None else turn.logprobs.numpy()
@@ -205,6 +221,7 @@ def sample_row(
                     "text": turn.text if decode is None else decode(ids.tolist()),
                     "tokens": ids.size,
                     "generated": turn.loss_mask,
+                    "flag": turn.flag or None,
                 }
                 for turn, ids in zip(trajectory.turns, tokens, strict=True)
             ],

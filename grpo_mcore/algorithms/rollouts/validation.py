@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
+from grpo_mcore.algorithms.rollouts.recorded_rollouts import RecordedValidation
 from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.cluster import Worker
 from grpo_mcore.data import DataError
@@ -41,20 +42,21 @@ def run_validation(
     *,
     tokenizer: Any,
     hooks: RolloutHooks | None = None,
+    recorded: RecordedValidation | None = None,
 ) -> Validation:
     """Validate on up to grpo.max_val_samples prompts, val_num_generations_per_prompt samples each. The engines must be
     ready.
 
-    `hooks`: what the rollouts call. The seeds do not depend on the step: two validations of
-    equal weights give equal samples. Raises DataError if the data loader yields nothing, ValueError without validation
-    data or environments.
+    `hooks`: what the rollouts call. The seeds do not depend on the step: two validations of equal weights give equal
+    samples. `recorded`: returns the groups in place of engines and environments. Raises DataError if the data loader
+    yields nothing, ValueError without validation data or environments.
     """
-    if dataloader is None or not environments:
+    if dataloader is None or not (environments or recorded):
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
     clock, grpo = engines.cluster.clock, config.grpo
     began = clock.now()
     sampling = sampling_of(config.policy.generation, tokenizer, validation=True)
-    rollouts = Rollouts(
+    rollouts = recorded or Rollouts(
         engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1, hooks=hooks or RolloutHooks()
     )
     groups: list[Group] = []

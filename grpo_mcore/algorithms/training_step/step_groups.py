@@ -73,12 +73,13 @@ class StepGroups:
         """Return the groups that no step has taken yet."""
         return list(self._groups.values())
 
-    def take(self, command: Train, version: int) -> tuple[list[Group], dict[str, float]]:
-        """Return (the groups to train on under weight version `version`, metrics). Surplus groups are dropped.
+    def take(self, command: Train, version: int) -> tuple[list[Group], list[Group], dict[str, float]]:
+        """Return (the groups to train on under weight version `version`, those surplus groups that have finished,
+        metrics). Surplus groups are dropped.
 
         The metrics are those of dynamic sampling and of the groups that wait for later steps, if there are such."""
         trained = [self._groups.pop(uid) for uid in command.groups]
-        finished = [uid for uid in command.surplus if self._groups.pop(uid, None)]
+        finished = [group for uid in command.surplus if (group := self._groups.pop(uid, None)) is not None]
         self._dropped["too_old_finished"] += len(finished)
         self._dropped["too_old_under_way"] += len(command.surplus) - len(finished)
         metrics = self._sampling_metrics(trained, command) if self._filters else {}
@@ -86,7 +87,7 @@ class StepGroups:
             metrics |= self._buffer_metrics(version)
         self._scores.clear()
         self._dropped.clear()
-        return trained, metrics
+        return trained, finished, metrics
 
     def _sampling_metrics(self, trained: list[Group], command: Train) -> dict[str, float]:
         rewards = [score.reward for score in self._scores if score.reward is not None]

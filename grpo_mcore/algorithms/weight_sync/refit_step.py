@@ -29,10 +29,13 @@ def refit_engines(
     lost_only: bool = False,
     timeline: Timer | None = None,
     sampled: SampledParity | None = None,
-) -> RefitReport:
-    """Refit all engines, as the training loop does; with `lost_only` those that are lost. Engines that die in it are
-    restarted. Engines may be generating if grpo.async_grpo.in_flight_weight_updates allows it. `sampled`: compares the
-    log-probs after some refits of all engines."""
+) -> RefitReport | None:
+    """Refit all engines, as the training loop does; with `lost_only` those that are lost. Return None if there are no
+    engines. Engines that die in it are restarted. Engines may be generating if
+    grpo.async_grpo.in_flight_weight_updates allows it. `sampled`: compares the log-probs after some refits of all
+    engines."""
+    if not engines.slots:
+        return None
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
     compared = None if lost_only else sampled
     once = partial(refit_once, policy, timeline=timeline, recompute_kv=recompute_kv, sampled=compared)

@@ -5,33 +5,30 @@ The step is the training loop's own (`train_on_groups`); only the samples come f
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import train_on_groups
+from grpo_mcore.algorithms.record.recorded_samples import recorded_groups, sample_name
 from grpo_mcore.algorithms.run_control.checks import check_model
 from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, start_teachers, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import logprobs_by_sample
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, build_step_batch
-from grpo_mcore.cluster import Future, ObjectStore
-from grpo_mcore.data import DatumSpec
+from grpo_mcore.cluster import Future
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.observe import Timeline, read_metrics
 from grpo_mcore.observe.logger import METRICS_FILE
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
 from grpo_mcore.tools.parity.rank import layout_named
 
 LOSS_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -102,7 +99,7 @@ def recorded_step(run: Path, step: int, uids: Collection[str] = ()) -> tuple[lis
     metrics = {name: value for name, value in lines.get(step, {}).items() if isinstance(value, float | int)}
     if uids:  # the loss is of all samples
         metrics = {}
-    logprobs = {_name(row): torch.tensor(row["policy_logprobs"]) for row in rows if row["policy_logprobs"]}
+    logprobs = {sample_name(row): torch.tensor(row["policy_logprobs"]) for row in rows if row["policy_logprobs"]}
     return rows, Replay("recorded", metrics, logprobs)
 
 
@@ -171,7 +168,7 @@ def replay(
         policy.updates = step - 1
         start_teachers(config, cluster, model, policy)
         groups = recorded_groups(rows, cluster.store)
-        names = [_name(row) for row in rows]
+        names = [sample_name(row) for row in rows]
         layers: dict[int, dict[int, Tensor]] = {}
         batch = build_step_batch(groups, config, model.layout, shares_prefixes=policy.shares_prefixes)
         if batch.ranks:
@@ -186,52 +183,6 @@ def replay(
         {names[index]: logprobs for index, logprobs in taken.logprobs.items()},
         {names[index]: traces for index, traces in layers.items()},
     )
-
-
-def recorded_groups(rows: Sequence[Mapping[str, Any]], store: ObjectStore) -> list[Group]:
-    """Return the groups of a step, whose trajectories are put into the store."""
-    by_uid: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_uid.setdefault(row["uid"], []).append(row)
-    groups = []
-    for uid, members in by_uid.items():
-        prompt = cast(DatumSpec, {"uid": uid, "task_name": members[0]["task"], "extra_env_info": {}})
-        trajectories = [_trajectory(row) for row in members]
-        samples = tuple(TrajectoryRef.of(trajectory, store.put(trajectory)) for trajectory in trajectories)
-        groups.append(Group(prompt, samples, tuple(_score(row) for row in members)))
-    return groups
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    return f"{row['uid']}#{row['generation']}"
-
-
-def _trajectory(row: Mapping[str, Any]) -> Trajectory:
-    tokens = torch.tensor(row["token_ids"], dtype=torch.int64)
-    logprobs = torch.tensor(row["engine_logprobs"], dtype=torch.float32)
-    turns, at = [], 0
-    for turn in row["turns"]:
-        span = slice(at, at + turn["tokens"])
-        own = logprobs[span] if turn["generated"] else None
-        turns.append(Turn(turn["role"], tokens[span], own, turn["generated"], turn["text"]))
-        at += turn["tokens"]
-    versions = tuple((span["version"], span["first"], span["end"]) for span in row["versions"])
-    end, branches = (row["finish_reason"], row["truncated"], row["stop_token"]), tuple(row.get("branches") or ())
-    return Trajectory(row["uid"], row["generation"], tuple(turns), versions, *end, branches, _routes(row.get("routes")))
-
-
-def _routes(column: Mapping[str, Any] | None) -> Tensor | None:
-    """Return the recorded experts of each token, int16; None if they were not recorded."""
-    if column is None:
-        return None
-    size = len(column["experts"]) // math.prod(column["shape"])
-    flat = np.frombuffer(column["experts"], np.int8 if size == 1 else np.int16)
-    return torch.from_numpy(flat.astype(np.int16)).reshape(column["shape"])
-
-
-def _score(row: Mapping[str, Any]) -> Score:
-    by_name = json.loads(row["rewards"])
-    return Score(row["reward"], row["answer"], row["reason"], row["score_seconds"], by_name, row["terminated"])
 
 
 def compare(one: Replay, other: Replay, precision: str) -> Difference:

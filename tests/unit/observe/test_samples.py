@@ -50,7 +50,7 @@ def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (left["uid"], left["reward"], left["left_out"], left["policy_logprobs"]) == ("left", None, "equal", None)
     assert (trained["reward"], trained["policy_logprobs"]) == (1.0, [0, -0.5, -1.0])
     assert (trained["token_ids"], trained["engine_logprobs"]) == ([5, 7, 5], [0, -0.5, -1.25])
-    assert (trained["versions"], trained["turns"]) == ([SPAN], [TURN])
+    assert (trained["versions"], trained["turns"]) == ([SPAN], [TURN | {"flag": None}])
     assert read_token_texts(tmp_path / "samples") == {5: "<5>", 7: "<7>"}
     assert writer.dropped == 0
 

@@ -54,7 +54,8 @@ class Report:
         self.told.append("step")
         return metrics | {"tokens_per_second": 7.0}
 
-    def finish(self, reason: str, *, early: bool) -> dict[str, Any]:
+    def finish(self, reason: str, *, early: bool, followed: dict[str, Any] | None) -> dict[str, Any]:
+        assert followed is None
         return {"end": reason, "stopped_early": early}
 
 
@@ -168,6 +169,11 @@ def test_a_request_to_stop_is_recorded_again_when_it_becomes_urgent(tmp_path: Pa
         stop.ask("SIGTERM", at_once=True)
         record.stop_asked(stop)
         assert record.schedule.last_step == 0
+        asked = [entry for entry in read_ledger(tmp_path / LEDGER_FILE) if entry["event"] == "stop_asked"]
+        assert [(entry["why"], entry["at_once"]) for entry in asked] == [
+            ("the time is up", False),
+            ("the time is up", True),
+        ]
         assert record.ended("the time is up", stop) == {
             "end": "the time is up", "stopped_early": True, "terminated": True, "unsaved": None,
         }  # fmt: skip

@@ -60,8 +60,8 @@ def test_the_metrics_cover_all_generated_samples() -> None:
         group("d", [2, 0, None, 0], solved_at=1.0), group("e", [1, 1, 1, 0]),
     ]  # fmt: skip
     assert [step.add(g) for g in groups] == [False, True, False, True, True]
-    trained, metrics = step.take(Train(1, ("b", "d"), ("e",), filtered=2), version=1)
-    assert trained == [groups[1], groups[3]]
+    trained, returned, metrics = step.take(Train(1, ("b", "d"), ("e",), filtered=2), version=1)
+    assert trained == [groups[1], groups[3]] and returned == [groups[4]]
     assert metrics == {
         "reward": pytest.approx((0 + 1 + 4 + 2 + 3) / 18),
         "accuracy": pytest.approx((1 + 4 + 1 + 3) / 18),
@@ -73,7 +73,7 @@ def test_the_metrics_cover_all_generated_samples() -> None:
         "num_gen_batches": 2.0,
     }
     step.add(group("f", [1, 0, 1, 0]))  # the next step counts its own samples
-    assert step.take(Train(2, ("f",)), version=2)[1]["num_generated_samples"] == 4
+    assert step.take(Train(2, ("f",)), version=2)[2]["num_generated_samples"] == 4
 
 
 def test_with_generation_ahead_it_reports_waiting_and_dropped_groups() -> None:
@@ -84,13 +84,13 @@ def test_with_generation_ahead_it_reports_waiting_and_dropped_groups() -> None:
         step.add(one)
     step.add(group("dull", [1, 1, 1, 1]))
     step.add(group("lost", [None] * 4))
-    trained, metrics = step.take(Train(3, ("a", "b"), ("c", "under way"), filtered=1), version=3)
-    assert trained == [found["a"], found["b"]]
+    trained, returned, metrics = step.take(Train(3, ("a", "b"), ("c", "under way"), filtered=1), version=3)
+    assert trained == [found["a"], found["b"]] and returned == [found["c"]]
     expected = {"groups": 1, "bytes": 4 * (8 * 6 + 4 * 2), "age_mean": 2, "age_max": 2}
     dropped = {"failed": 1, "too_old_finished": 1, "too_old_under_way": 1, "equal_rewards": 1}
     expected |= {f"dropped_{reason}": count for reason, count in dropped.items()}
     assert {name: metrics[f"buffer/{name}"] for name in expected} == expected
-    _, metrics = step.take(Train(4, ("d",)), version=4)
+    *_, metrics = step.take(Train(4, ("d",)), version=4)
     assert not any(metrics[f"buffer/{name}"] for name in expected)
     assert (
         "reward" not in metrics
@@ -101,7 +101,7 @@ def test_without_dynamic_sampling_every_group_trains_and_no_metric_is_added() ->
     step = StepGroups(config())
     equal = group("a", [1, 1, 1, 1])
     assert step.add(equal)
-    assert step.take(Train(1, ("a",)), version=1) == ([equal], {})
+    assert step.take(Train(1, ("a",)), version=1) == ([equal], [], {})
 
 
 def test_trajectories_that_are_not_trained_on_are_released() -> None:
