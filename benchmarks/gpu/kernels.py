@@ -114,8 +114,8 @@ def delta_rules(setting: Setting) -> Iterator[Row]:
     if why is None:
         try:
             yield Row("delta rule", "fla: forward + backward", f"{1e3 * forward_backward(setting, fused, many):.3g} ms")
-        except RuntimeError as error:  # it refuses backward passes on Hopper with Triton before 3.7.1
-            why = str(error)
+        except RuntimeError as refusal:  # of backward passes on Hopper, with Triton before 3.7.1
+            why = str(refusal)
     if why is not None:
         yield Row("delta rule", "fla", why[:100])
 

@@ -36,7 +36,7 @@ def models(setting: Setting) -> dict[str, tuple[dict[str, Any], list[str]]]:
     dense = dict(known_config("Qwen/Qwen2.5-1.5B") or {})
     # The whole optimizer state of the slice (16 ranks share it in the real layout) fits a GPU of 141 GB, not one of 80.
     memory = setting.data_sheet().memory
-    light = memory is not None and memory < 120 * GIB
+    light = memory is not None and memory < 120 * GIB and not setting.tiny
     optimizer = f"{MEGATRON}optimizer."
     on_host = [f"{optimizer}optimizer_cpu_offload=true", f"{optimizer}optimizer_offload_fraction=0.75"] if light else []
     if setting.tiny:
