@@ -12,15 +12,16 @@ import re
 from grpo_mcore.environments.math_text import boxes, plain_characters, split_unit, without_boxes
 
 _TAIL = 300  # characters of the response in which the answer is looked for
-_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"answer\s*:\s*(?:(?:\$\$|\\\[)\s*)?([^\n]+)", re.IGNORECASE)
 
-_SPACING = re.compile(r"\\[,;:!> ]|\\q?quad(?![a-zA-Z])|\\thinspace(?![a-zA-Z])|~|\{\s*\}|\s+")
+_SPACING = re.compile(r"(?:\\[,;:!> ]|\\q?quad(?![a-zA-Z])|\\thinspace(?![a-zA-Z])|~|\{\s*\}|\s+)+")
+_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SPACING.pattern}\d{{3}})+(?!\d)")
 _DECORATION = re.compile(
     r"\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|\\displaystyle|\^\s*\{?\s*\\circ\s*\}?|\\degree|\\?[%$]|\*\*|°|\\[()\[\]]"
 )
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|fbox|boxed|boldsymbol|bm)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
-_SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)(?!\d)")
+_SHORT_FRACTION = re.compile(r"\\frac(\d) ?(\d)(?!\d)")
 _SHORT_ROOT = re.compile(r"\\sqrt(\w)")
 _COMMA = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 _LEADING = re.compile(r"(?<![\w.])(-?)(?=\.\d)")
@@ -66,11 +67,19 @@ def _plain(text: str) -> str:
         text = plain
     text = _UNIT.sub("", text)
     text = split_unit(text)[0]
-    text = _SPACING.sub("", text)
     text = _FRACTION.sub(r"\\frac", text)
+    text = _THOUSANDS.sub(lambda number: _SPACING.sub("", number[0]), text)
+    text = _SPACING.sub(_space_between_numbers, text)
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
     return _COMMA.sub("", text)
+
+
+def _space_between_numbers(spacing: re.Match[str]) -> str:
+    """Keep a space between two digits: 1 1/2 is not 11/2."""
+    text = spacing.string
+    between = text[: spacing.start()][-1:].isdigit() and text[spacing.end() :][:1].isdigit()
+    return " " if between else ""
 
 
 def _content(answer: str) -> str:

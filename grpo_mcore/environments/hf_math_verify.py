@@ -49,8 +49,10 @@ _SMALL, _VERY_SMALL = -3, -5  # decimal exponents below which more places are co
 _MOST_PLACES = 10_000
 _EQUALS = re.compile(r"(?<![\\<>!:])=(?![=>])")
 _LABEL = re.compile(
-    r"^(?:\\text\s*\{[^{}]*:\s*\}|\\approx(?![a-zA-Z])|\\sim(?:eq)?(?![a-zA-Z])|approximately|about)\s*"
+    r"^(?:\\text\s*\{[^{}]*(?::|\b(?:is|are|equals)|=)\s*\}|\\approx(?![a-zA-Z])|\\sim(?:eq)?(?![a-zA-Z])|approximately|about)\s*"
 )
+_CHOICE = re.compile(r"^(?:\\text\s*\{\s*)?\(\s*([A-E])\s*\)\s*\}?(?:\\[ ,;:]|\\q?quad(?![a-zA-Z])|[~:\s])+(?=\S)")
+_QUESTION = re.compile(r"[^.!?\n]*\?(?=\s|$)")
 _HALF_OF_DAY = re.compile(r"\\text\{ [ap]m\}")
 _NUMBERS = re.compile(r"[-+]?[\d.]+(?:(?:\s*[,;]\s+|\s*;\s*|\s*,?\s+and\s+|\s+)[-+]?[\d.]+)+\.?")
 _NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*")
@@ -65,6 +67,7 @@ def hf_math_verify(response: str, truth: str) -> tuple[bool, str | None]:
     text = normalized(response)
     statement = last_statement(text)
     if statement is None:
+        text = _QUESTION.sub("", text)
         statement = _last_line(text)
         if _NUMBERS.fullmatch(statement.text) and not _has_several(gold_text):
             return False, statement.text
@@ -85,6 +88,8 @@ def hf_math_verify(response: str, truth: str) -> tuple[bool, str | None]:
 
 
 def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: Statement) -> bool:
+    if re.fullmatch("[A-E]", gold_text) and (choice := _CHOICE.match(normalized(statement.text))) is not None:
+        return choice[1] == gold_text
     said = without_correction(_bare(statement.text))
     if _contradicts(said, gold_text, statement.after):
         return False
@@ -121,7 +126,8 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
 
 def _bare(text: str) -> str:
     """Return a normalised formula without its box, its dollar signs and the full stop behind it."""
-    text = _LABEL.sub("", without_boxes(normalized(text)).strip())
+    text = _CHOICE.sub("", without_boxes(normalized(text)).strip())
+    text = _LABEL.sub("", text).strip("~ ").removesuffix("\\\\").strip()
     text = re.sub(r"^(?:\*\*|__)(.*)(?:\*\*|__)$", r"\1", text, flags=re.DOTALL).strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         inner = text.rstrip(".").rstrip()

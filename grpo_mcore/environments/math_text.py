@@ -71,14 +71,17 @@ _MIXED = re.compile(
 _MIXED_PLAIN = re.compile(r"(?<![\d.^_}a-zA-Z/)*+-])(-?)(\d+)(?:\s+and)?\s+(\d+)\s*/\s*(\d+)(?![\d.^a-zA-Z(/])")
 _STYLE = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|left(?=[(\[|.{\\])|right(?=[)\]|.}\\])|big[lr]?|Big[lr]?|large|Large|"
-    r"boldsymbol(?=\s)|bf|rm|limits)(?![a-zA-Z])\s*"
+    r"LARGE|huge|Huge|boldsymbol(?=\s)|bf|rm|limits|checkmark)(?![a-zA-Z])\s*|\\(?:text)?color\s*\{[^{}]*\}\s*"
 )
+_ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*)?(\{\s*)?\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}(?(1)\s*\})")
+_TEXT_ORDINAL = re.compile(r"\\(?:text|mathrm|textrm)\s*\{\s*(\d+)(?:st|nd|rd|th)\s*\}")
 _WRAPPERS = re.compile(
     r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathnormal|mbox|textbf|textit|emph|underline|uline)\s*\{"
 )
 _TEXT_NUMBER = re.compile(
     r"\\(?:text|mathrm|textrm|textnormal|textsf|texttt|operatorname)\s*\{\s*([-+]?[\d.,]+%?)\s*\}"
 )
+_TEXT_MONEY = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*(\\\$|[$€£¥₹])\s*\}")
 _TEXT_QUANTITY = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*([-+]?\d[\d.,]*)\s+([a-zA-Z][a-zA-Z .]*)\}")
 _CLOCK = re.compile(
     r"(?<![\d:])(\d{1,2}:\d\d)\s*(?:\\[,;: ]|~)?\s*(\\(?:text|mathrm|textrm)\s*\{\s*)?"
@@ -90,6 +93,7 @@ _SCALE = re.compile(
     re.IGNORECASE,
 )
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_ONE_SIDED = re.compile(r"[a-zA-Z]\s*(?P<sign><|>|\\[lg]eq?(?![a-zA-Z]))\s*(?P<bound>[^<>=,;]+)")
 _CHAIN = re.compile(
     r"(?P<low>[^<>=]+?)\s*(?P<first><|\\leq?(?![a-zA-Z]))\s*(?P<name>[a-zA-Z])\s*(?P<second><|\\leq?(?![a-zA-Z]))\s*(?P<high>[^<>=]+)"
 )
@@ -155,7 +159,9 @@ def normalized(text: str) -> str:
         text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
         text = _without_wrappers(_STYLE.sub("", text))
         text = _TEXT_QUANTITY.sub(r"\1 \\text{ \2}", text)
-        text = _TEXT_NUMBER.sub(r"\1", text).replace(r"\text{\$}", r"\$").replace(r"\varnothing", r"\emptyset")
+        text = _ORDINAL.sub("", _TEXT_ORDINAL.sub(r"\1", text))
+        text = _TEXT_NUMBER.sub(r"\1", text).replace(r"\varnothing", r"\emptyset").replace("{:}", ":")
+        text = _TEXT_MONEY.sub(r"\1", text)
     text = _GROUPS.sub(lambda match: match[1] + _NOT_DIGITS.sub("", match[2]), text)
     text = _DECIMAL_COMMA.sub(".", text)
     text = _OVERLINE.sub(_repeating, text)
@@ -177,8 +183,13 @@ def _scaled(match: re.Match[str]) -> str:
 
 
 def as_interval(text: str) -> str | None:
-    """Return "[0, 1)" of a chain such as "0 \\le x < 1"; None of any other text."""
+    """Return "[0, 1)" of a chain such as "0 \\le x < 1", "(3, \\infty)" of "x > 3"; None of any other text."""
     match = _CHAIN.fullmatch(text.strip())
+    if match is None and (side := _ONE_SIDED.fullmatch(text.strip())) is not None:
+        bound, is_open = side["bound"].strip(), side["sign"] in "<>"
+        if side["sign"] == "<" or side["sign"].startswith("\\l"):
+            return rf"(-\infty, {bound}{')' if is_open else ']'}"
+        return rf"{'(' if is_open else '['}{bound}, \infty)"
     if match is None:
         return None
     opening, closing = "(" if match["first"] == "<" else "[", ")" if match["second"] == "<" else "]"
@@ -284,7 +295,10 @@ def last_statement(text: str) -> Statement | None:
     for match in reversed(list(_ANSWER_WORD.finditer(text))):
         if match.end() < end or boxed and text[match.end() :].lstrip("$\\([ ").startswith(("boxed", "fbox")):
             break
-        content = _SENTENCE_END.split(text[match.end() :], maxsplit=1)[0].strip()
+        content, *rest = _SENTENCE_END.split(text[match.end() :], maxsplit=1)
+        if rest and text[match.end() + len(content)] == "?":  # "the answer is 5? No, ..." states nothing
+            continue
+        content = content.strip()
         content = content.replace("**", "").replace("__", "").strip()
         if _NEGATED.match(content) or not re.search(r"[\d$\\]", content):
             continue

@@ -1,8 +1,8 @@
-"""Multiple choice: the letter after the last "Answer:" is compared with that of the truth; reward 1 or 0. Where there
-is no such letter, the last box with a letter counts.
+"""Multiple choice: the letter after the last "Answer:" or "the answer is" is compared with that of the truth; reward 1
+or 0. Where there is no such letter, the last box with a letter counts, or a response that is nothing but a letter.
 
-A letter stands alone: "Answer: a better look" and "Answer: A or B" name none. The multilingual verifier knows the word
-for answer in the languages below, and letters in their scripts.
+A letter stands alone: "Answer: a better look" and "Answer: A or B" name none. Without a colon it is a capital. The
+multilingual verifier knows the word for answer in the languages below, and letters in their scripts.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import re
 from grpo_mcore.environments.math_text import INVISIBLE, boxes, without_boxes
 
 _WORDS = {
-    "en": "answer",
+    "en": "answer correct_option correct_choice",
     "ar": "الإجابة الاجابة الجواب إجابة",
+    "bg": "отговор",
     "bn": "উত্তর",
     "cs": "odpověď",
     "de": "antwort",
     "el": "απάντηση",
     "es": "respuesta",
     "fa": "پاسخ",
+    "fi": "vastaus",
     "fr": "réponse",
     "he": "תשובה",
     "hi": "उत्तर",
+    "hr": "odgovor",
+    "hu": "válasz",
     "id": "jawaban",
     "it": "risposta",
     "ja": "答え 回答 解答 答案",
@@ -30,6 +34,7 @@ _WORDS = {
     "nl": "antwoord",
     "pl": "odpowiedź",
     "pt": "resposta",
+    "ro": "răspuns răspunsul",
     "ru": "ответ",
     "sv": "svar",
     "sw": "jibu",
@@ -56,17 +61,25 @@ _OR = (
     "or and oder und ou et o u y e eller och of en или и або та lub nebo veya ve atau dan hoặc và hoặc ή "
     "또는 또 または 或 或者 和 と یا و أو או या और"
 )
-_OTHER = rf"\s*(?:[,/&+、،]|\b(?:{'|'.join(_OR.split())})\b|[或和と])\s*{_OPENING}"
+_OTHER = rf"[\s.(]*(?:[,;/&+、،]|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|[或和と])\s*{_OPENING}"
 _BECAUSE = "because since as is which that due for given"
-_LABELS = r"(?:\s+(?:is|are|choice|option|letter|would|should|must|be|here|key))*"
+_IS = "is be ist es est è é är er jest este je on to adalah ni là"
+_LABELS = (
+    rf"(?:\s+(?:{'|'.join(_IS.split())}|are|the|choice|option|letter|would|should|must|here|key|final|answer|correct|"
+    r"correcta|correcte|correta|corretta|corect|juste|richtig)\b|[是为は은는])*"
+)
+_SIGN = r"(?:\W{0,3}[:：]|\s*=|\s+[-–])"
+_AFTER_IS = rf"(?:{'|'.join(rf'(?<= {word})' for word in _IS.split())}|(?<=[是为は은는]))\W{{0,3}}(?<=\W)"
 
 
 def _pattern(words: str, letters: str) -> re.Pattern[str]:
-    """Match a word, a colon and a letter, with `several` where more letters follow and `word` where the letter begins a
-    phrase instead of standing alone."""
+    """Match a word, a colon and a `letter`, or "is" and a `capital`, with `several` where more letters follow and
+    `word` where the letter begins a phrase instead of standing alone."""
     names = "|".join(word.replace("_", r"\s") for word in sorted(words.split(), key=len, reverse=True))
     return re.compile(
-        rf"(?:{names}){_LABELS}\W{{0,3}}[:：]{_OPENING}(?P<letter>[{letters}])(?![\w'’]|-\w){_CLOSING}"
+        rf"(?:{names}){_LABELS}"
+        rf"(?:{_SIGN}{_OPENING}(?P<letter>[{letters}])|{_AFTER_IS}{_OPENING}(?P<capital>(?-i:[{letters}])))"
+        rf"(?![\w'’]|-\w){_CLOSING}"
         rf"(?:(?P<several>{_OTHER}[{letters}](?!\w){_CLOSING}(?!\s+\w)|\s*[?？])|"
         rf"(?P<word>(?<![)\]）】}}>])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())})\b)\w))?",
         re.IGNORECASE,
@@ -76,6 +89,7 @@ def _pattern(words: str, letters: str) -> re.Pattern[str]:
 _ENGLISH = _pattern(rf"\b{_WORDS['en']}", "".join(_SCRIPTS[:2]))
 _ANY_LANGUAGE = _pattern(" ".join(_WORDS.values()), "".join(_LETTER))
 _TRUTH = re.compile(rf"{_OPENING}([{''.join(_LETTER)}])\W*", re.IGNORECASE)
+_LABEL = re.compile(rf"(?:\\text(?:bf|it|rm|sf)?\s*\{{)?\s*\(\s*([{_LATIN}])\s*\)")
 
 
 def english_choice(response: str, truth: str) -> tuple[bool, str | None]:
@@ -100,12 +114,14 @@ def _last_letter(pattern: re.Pattern[str], response: str) -> str | None:
     text = response.translate(INVISIBLE)
     stated = [match for match in pattern.finditer(text) if match["word"] is None]
     if stated:
-        return None if stated[-1]["several"] else _latin(stated[-1]["letter"])
+        return None if stated[-1]["several"] else _latin(stated[-1]["letter"] or stated[-1]["capital"])
     for box in reversed(boxes(text)):
-        letter = _TRUTH.fullmatch(without_boxes(box.content or "").strip())
+        content = without_boxes(box.content or "").strip()
+        letter = _TRUTH.fullmatch(content) or _LABEL.match(content)
         if letter is not None:
             return _latin(letter[1])
-    return None
+    alone = _TRUTH.fullmatch(text.strip())
+    return None if alone is None else _latin(alone[1])
 
 
 def _latin(letter: str) -> str:

@@ -40,6 +40,11 @@ from grpo_mcore.environments.dapo import dapo_math_verify, find_answer, normaliz
         ("Answer: __12__", "12", 1.0),
         ("Answer: a_1", "1", -1.0),
         (r"Answer: $5$ cm", "5 cm", 1.0),
+        ("Answer:\n$$\n13\n$$", "13", 1.0),
+        ("Answer: \\[\n13\n\\]", "13", 1.0),
+        ("Answer: 1 1/2", "11/2", -1.0),
+        ("Answer: 5 5", "55", -1.0),
+        (r"Answer: 2\,3", "23", -1.0),
         ("Answer: 5 cm", r"5 \text{ centimeters}", 1.0),
         ("Answer: 2 + 3 = 5", "5", -1.0),  # a number on the left side that is written in another way
         ("Answer: 3 = 4", "4", -1.0),
@@ -79,7 +84,10 @@ def test_an_answer_counts_only_at_the_end() -> None:
         (r"\frac123", r"\frac123"),  # which of the two it is nobody knows
         (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{\sqrt{2}}{2}"),
         (r"10\%", "10"),
-        (r"3\, 4\quad 5", "345"),
+        (r"3\, 4\quad 5", "3 4 5"),
+        ("1 1/2", "1 1/2"),
+        (r"\frac 1 2", r"\frac{1}{2}"),
+        (r"12\ 345\,678", "12345678"),
         ("1,23", "1,23"),
         (r"\mathrm{\text{a}}", "a"),
         ("5 square feet", "5"),

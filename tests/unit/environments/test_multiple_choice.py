@@ -20,8 +20,8 @@ from grpo_mcore.environments.multiple_choice import english_choice, multilingual
         ("Answer: A\nno, Answer: J", "J"),
         ("Answer: Because", None),
         ("Answer: K", None),
-        ("B", None),
-        ("The answer is B", None),
+        ("B", "B"),
+        ("The answer is B", "B"),
         ("", None),
     ],
 )
@@ -45,6 +45,14 @@ def test_english(response: str, letter: str | None) -> None:
         ("Trả lời: D", "D"),
         ("Đáp án: A", "A"),
         ("Svar: B", "B"),
+        ("Die richtige Antwort ist: B", "B"),
+        ("La respuesta correcta es: B", "B"),
+        ("La bonne réponse est B.", "B"),
+        ("答案是：B", "B"),
+        ("正确答案是 B", "B"),
+        ("정답은: B", "B"),
+        ("Vastaus: B", "B"),
+        ("Răspuns: B", "B"),
     ],
 )
 def test_other_languages(response: str, letter: str) -> None:
@@ -63,7 +71,7 @@ def test_a_letter_that_stands_alone(verifier) -> None:
 
 
 @pytest.mark.parametrize(
-    "response", ["Antwort: A oder B", "答案：A或B", "Respuesta: A o B", "정답: A 또는 B", "Ответ: A или B"]
+    "response", ["Antwort: A oder B", "答案：A或B", "Respuesta: A o B", "정답: A 또는 B", "Ответ: A или B", "Die Antwort ist A oder B"]
 )
 def test_several_letters_in_other_languages_are_none(response: str) -> None:
     assert multilingual_choice(response, "A") == (False, None)
