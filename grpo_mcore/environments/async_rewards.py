@@ -151,8 +151,11 @@ class AsyncReward:
         async def attempt() -> Any:
             async with self._room:
                 await self._wait_for_start()
-                async with asyncio.timeout(self._timeout_s):
-                    return await self._function(*positional, **named)
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        return await self._function(*positional, **named)
+                except (SystemExit, KeyboardInterrupt) as error:  # in a task they would end the program
+                    raise RuntimeError(f"it raised {type(error).__name__}") from error
 
         def failed(error: Exception) -> None:
             failures.append(f"{self.name}: {kind_of_failure(error)}")
@@ -239,6 +242,8 @@ async def _answer_jobs(connection: Connection, function: Callable[..., Any], spe
         except _Blocked:
             text = result_text(failure=f"timed out after {spec.timeout_s:g} s", seconds=spec.timeout_s, timed_out=True)
         except BaseException as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                return  # the program ends because of another job: the run asks again
             text = result_text(failure=f"crashed: {described(error)}", seconds=time.perf_counter() - start)
         connection.send_bytes(f"[{number}, [{text}]]".encode())
 

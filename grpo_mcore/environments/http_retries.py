@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -22,15 +22,20 @@ def is_transient(status: int) -> bool:
     return status in _TOO_EARLY_OR_BUSY or status >= 500
 
 
-def retry_after_s(headers: Mapping[str, str] | None) -> float:
-    """Return the seconds that a reply's Retry-After asks to wait, a minute at most; 0 where it asks for nothing."""
-    value = next((value for name, value in (headers or {}).items() if name.lower() == "retry-after"), "")
+def retry_after_s(headers: Any) -> float:
+    """Return the seconds that a reply's Retry-After asks to wait, a minute at most; 0 where it asks for nothing.
+    `headers`: a mapping or pairs, of any library."""
+    try:
+        pairs = dict(headers or {}).items()
+    except (TypeError, ValueError):
+        return 0.0
+    value = next((str(value) for name, value in pairs if str(name).lower() == "retry-after"), "")
     try:
         seconds = float(value)
     except ValueError:
         try:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, IndexError, OverflowError):
             return 0.0
     return min(max(seconds, 0.0), _MOST_WAIT_S) if math.isfinite(seconds) else 0.0
 
@@ -43,15 +48,26 @@ def backoff_s(first_s: float, attempt: int, asked_s: float = 0.0) -> float:
 
 def failure_of(error: BaseException) -> tuple[int | None, float]:
     """Return the HTTP status of an exception, as aiohttp, httpx, requests, urllib and openai raise it, and the seconds
-    that the server asks to wait. None: it has no status, as a broken connection."""
-    reply: Any = getattr(error, "response", None)
+    that the server asks to wait. None: it has no status of a failure, as a broken connection, or a page of HTML with
+    status 200."""
+    while isinstance(error, BaseExceptionGroup):  # of a TaskGroup
+        error = error.exceptions[0]
+    reply = _attribute(error, "response")
     for source in (error, reply):
         for name in ("status", "status_code", "code"):
-            status = getattr(source, name, None)
-            if isinstance(status, int) and 100 <= status < 600:
-                headers = getattr(source, "headers", None) or getattr(reply, "headers", None)
+            status = _attribute(source, name)
+            if isinstance(status, int) and 400 <= status < 600:
+                headers = _attribute(source, "headers") or _attribute(reply, "headers")
                 return status, retry_after_s(headers)
     return None, 0.0
+
+
+def _attribute(source: object, name: str) -> Any:
+    """Return an attribute, None where there is none. A property of a library's exception may raise anything."""
+    try:
+        return getattr(source, name, None)
+    except Exception:
+        return None
 
 
 def repetition_wait_s(error: Exception) -> float | None:

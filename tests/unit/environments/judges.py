@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -49,11 +50,19 @@ async def as_told(response: str, **columns: Any) -> float | None:
         await asyncio.sleep(3600)
     if word == "exit":
         os._exit(3)
+    if word == "quit":
+        sys.exit(3)
+    if word == "quit-in-a-task":
+        await asyncio.create_task(quits())
     if word == "mistake":
         raise TypeError("no number")
     if word == "thread":
         return await asyncio.to_thread(float, 7)
     return None if word == "none" else float("nan") if word == "nan" else 0.5
+
+
+async def quits() -> None:
+    sys.exit(3)
 
 
 async def number_of_call(response: str, level: int = 0) -> float:

@@ -73,6 +73,14 @@ def test_an_answer_that_ends_the_program_costs_itself() -> None:
     assert result.reasons[1] == "crashed: it ended its process"
 
 
+def test_an_answer_on_which_a_judge_quits_costs_itself() -> None:
+    """SystemExit in a task ends an event loop, which cancels all that wait in it."""
+    with rules(as_told={"retries": 0}) as env:
+        result = score(env, "fine", "quit", "thread", "quit-in-a-task", "fine as well")
+    assert result.rewards == [0.5, None, 7.0, None, 0.5]
+    assert "it raised SystemExit" in result.reasons[1] and result.reasons[3] == "crashed: it ended its process"
+
+
 def test_a_call_with_the_same_arguments_is_made_once() -> None:
     with rules(number_of_call={"cache": True}) as env:
         first, second = score(env, "a", "b", "a", level=1), score(env, "b", "c", level=1)

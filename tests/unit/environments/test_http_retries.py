@@ -20,7 +20,7 @@ import pytest
 
 from grpo_mcore.environments.gym_client import GymClient
 from grpo_mcore.environments.gym_result import GymFailure
-from grpo_mcore.environments.http_retries import backoff_s, failure_of, is_transient, retry_after_s
+from grpo_mcore.environments.http_retries import backoff_s, failure_of, is_transient, repetition_wait_s, retry_after_s
 
 
 def test_which_failures_pass() -> None:
@@ -32,6 +32,7 @@ def test_which_failures_pass() -> None:
     ("headers", "seconds"),
     [({"Retry-After": "3"}, 3.0), ({"retry-after": "0.5"}, 0.5), ({}, 0.0), (None, 0.0), ({"Retry-After": "soon"}, 0.0)]
     + [({"Retry-After": value}, 0.0) for value in ("-1", "nan", "inf", "Wed, 21 Oct 2015 07:28:00 GMT")]
+    + [({"Retry-After": None}, 0.0), ([("Retry-After", "3")], 3.0), (["Retry-After"], 0.0), (7, 0.0)]
     + [({"Retry-After": "9999"}, 60.0), ({"Retry-After": email.utils.formatdate(4e9, usegmt=True)}, 60.0)],
 )
 def test_retry_after(headers: Any, seconds: float) -> None:
@@ -58,7 +59,16 @@ def test_exceptions_of_the_usual_clients() -> None:
         (requests_error, 429),
     ):
         assert failure_of(error) == (status, 2.0)
-    assert failure_of(ConnectionResetError(104, "reset")) == (None, 0.0)
+        assert failure_of(ExceptionGroup("of a TaskGroup", [error])) == (status, 2.0)
+    page = aiohttp.ContentTypeError(info, (), status=200, message="HTML")
+    for error in (ConnectionResetError(104, "reset"), page, _Raising()):
+        assert failure_of(error) == (None, 0.0) and repetition_wait_s(error) == 0.0
+
+
+class _Raising(Exception):
+    @property
+    def response(self) -> Any:
+        raise RuntimeError("the reply was not read")
 
 
 class Agent(BaseHTTPRequestHandler):
