@@ -61,7 +61,7 @@ def make_arithmetic_task(
     The problems are all sums 0..99 + 0..99, `num_val` of them held out. Demonstrations are wrong in two ways. A share
     `off_by_one_share` is one too many: above a half, the most likely answer is wrong, and no lower temperature makes it
     right. Besides, a share `wrong_share` of all has wrong digits. Each level has `num_of_level` prompts: sums for which
-    an answer that is one too many counts as well (easy), sums (medium), and products (hard).
+    an answer that is up to 20 off counts as well (easy), sums (medium), and products (hard).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,13 +90,18 @@ def make_arithmetic_task(
     )
     easy, medium, hard = (seen[first : first + num_of_level] for first in range(0, 3 * num_of_level, num_of_level))
     levels = [
-        *({"input": f"{a:02d}+{b:02d}=", "output": [str(a + b), str(a + b + 1)], "level": "easy"} for a, b in easy),
+        *({"input": f"{a:02d}+{b:02d}=", "output": _near(a + b), "level": "easy"} for a, b in easy),
         *({"input": f"{a:02d}+{b:02d}=", "output": [str(a + b)], "level": "medium"} for a, b in medium),
         *({"input": f"{a:02d}*{b:02d}=", "output": [str(a * b)], "level": "hard"} for a, b in hard),
     ]
     _write(task.levels, levels)
     make_tokenizer(task.tokenizer)
     return task
+
+
+def _near(answer: int) -> list[str]:
+    """Return the numbers that are at most 20 off."""
+    return [str(number) for number in range(max(0, answer - 20), answer + 21)]
 
 
 def demonstration(a: int, b: int, draw: random.Random, wrong_share: float, off_by_one_share: float = 0.0) -> str:

@@ -5,7 +5,7 @@ The first of these fields that a prompt's `extra_env_info` has is read:
 tests                    [{"input", "output"} | {"call", "args", "output"} | {"assert"}, ...]; also as a JSON string
 input_output             {"inputs": [...], "outputs": [...], "fn_name"?}, or that as a JSON string (APPS, TACO)
 public_test_cases,       [{"input", "output", "testtype": "stdin" | "functional"}], as JSON strings, with the
-private_test_cases       function's name in `metadata` {"func_name"} (LiveCodeBench)
+private_test_cases       function's name in `metadata` {"func_name"} (LiveCodeBench; the private ones also packed)
 test_list                ["assert ...", ...], with test_setup_code, test_imports, challenge_test_list (MBPP)
 test, entry_point        code that defines check(candidate) (HumanEval); the head of `prompt` comes before an answer,
                          and all of it before one that does not define the function itself
@@ -14,9 +14,13 @@ test, entry_point        code that defines check(candidate) (HumanEval); the hea
 from __future__ import annotations
 
 import ast
+import base64
+import io
 import json
 import math
+import pickle
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -206,9 +210,35 @@ def _parsed(value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise CodeTestError(
-            f"not JSON: {value[:60]!r}; packed tests (LiveCodeBench's private ones) must be unpacked in the dataset"
-        ) from error
+        if (packed := _unpacked(value)) is not None:
+            return packed
+        raise CodeTestError(f"not JSON: {value[:60]!r}") from error
+
+
+_MOST_UNPACKED = 1 << 30  # bytes
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Reads plain values. A pickle that names a class or a function, and could run code, is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _unpacked(value: str) -> Any:
+    """Return LiveCodeBench's private tests as it publishes them: JSON, pickled, compressed and in base64. None for
+    other text. Raises CodeTestError where they are too large, or are more than a text."""
+    try:
+        stream = zlib.decompressobj()
+        content = stream.decompress(base64.b64decode(value, validate=True), _MOST_UNPACKED)
+    except (ValueError, zlib.error):
+        return None
+    if stream.unconsumed_tail:
+        raise CodeTestError(f"packed tests of more than {_MOST_UNPACKED >> 20} MiB: {value[:60]!r}")
+    try:
+        return json.loads(_TextUnpickler(io.BytesIO(content)).load())
+    except (pickle.UnpicklingError, ValueError, TypeError, EOFError, AttributeError, IndexError, KeyError) as error:
+        raise CodeTestError(f"packed tests that are not LiveCodeBench's: {value[:60]!r}: {error}") from error
 
 
 def _lines(value: Any) -> str:

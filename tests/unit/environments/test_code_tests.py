@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import pickle
+import zlib
 from typing import Any
 
 import pytest
@@ -56,8 +60,25 @@ def test_live_code_bench() -> None:
     assert read_tests(row) == [StdinTest("1\n", "2\n"), CallTest("add", [[1, 2], "a"], ([3],))]
     with pytest.raises(CodeTestError, match="private_test_cases: a functional test needs func_name in 'metadata'"):
         read_tests(row | {"metadata": "{}"})
-    with pytest.raises(CodeTestError, match="not JSON: 'eJwr.*must be unpacked in the dataset"):
-        read_tests(row | {"private_test_cases": "eJwrSS0uAQAEXQHB"})
+
+
+def test_the_packed_tests_of_live_code_bench() -> None:
+    """Base64, zlib and a pickle of the JSON, as the dataset has its private tests; no other pickle is loaded."""
+
+    def packed(value: Any) -> str:
+        return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+    tests = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
+    row = {"public_test_cases": "[]", "private_test_cases": packed(json.dumps(tests))}
+    assert read_tests(row) == [StdinTest("1\n", "2\n")]
+    for wrong, message in (
+        (packed(os.getcwd), "it names posix.getcwd"),
+        (packed(tests), "JSON object must be str"),
+        ("eJwrSS0uAQAEXQHB", "packed tests that are not LiveCodeBench's: 'eJwr"),
+        ("AAAA", "not JSON: 'AAAA'"),
+    ):
+        with pytest.raises(CodeTestError, match=message):
+            read_tests(row | {"private_test_cases": wrong})
 
 
 def test_mbpp() -> None:
