@@ -256,7 +256,7 @@ def start_run(prepared: Prepared, cluster: Cluster, log: Logger) -> Run:
     engines = EngineGroup(cluster, [], sleeps=False)
     generates = prepared.algorithm == "grpo" and prepared.follow is None
     if generates:
-        environments = start_environments(config, cluster, prepared.env_names)
+        environments = start_environments(config, cluster, prepared.env_names, prepared.tokenizer)
         policy, engines = start_policy_and_engines(config, cluster, model)
     else:
         policy = start_policy(config, cluster, model, prepared.algorithm)
@@ -331,7 +331,7 @@ def open_sampler(prepared: Prepared, log_dir: Path, env_names: Mapping[str, str 
     config = prepared.config
     check_environments(config, env_names, prepared.data.first_rows(CHECKED_ROWS))
     with start_cluster(config, log_dir) as cluster:
-        environments = start_environments(config, cluster, env_names)
+        environments = start_environments(config, cluster, env_names, prepared.tokenizer)
         engines = start_engines(config, cluster, prepared.model, None)
         with closing(engines):
             workers = {worker.name: worker for worker in environments.values()}

@@ -293,9 +293,9 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
 
 
 def start_environments(
-    config: MasterConfig, cluster: Cluster, env_names: Mapping[str, str | None]
+    config: MasterConfig, cluster: Cluster, env_names: Mapping[str, str | None], tokenizer: Any
 ) -> dict[str, EnvironmentWorker]:
-    """Start one worker for each environment. Return task name -> worker.
+    """Start one worker for each environment. Return task name -> worker. `tokenizer`: the policy's, of transformers.
 
     Some keys of a section are read here, not by the environment's class: `environment`, the name or import path of the
     class if it differs from the section's name, `verdict_timeout_s`, the deadline of one call, and `concurrency` and
@@ -307,6 +307,7 @@ def start_environments(
     for task, name in env_names.items():
         cls, section, timeout_s = environment_of(task, name, config)
         if str(name) not in workers:
+            section = dict(cls.completed(section, tokenizer))
             workers[str(name)] = _start_environment(str(name), cls, section, timeout_s, config, cluster)
         by_task[task] = workers[str(name)]
     return by_task

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING
 
@@ -20,10 +20,11 @@ class PenaltyTokens(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    unwanted: list[int] = []
-    """Tokens that a rollout must not generate."""
+    unwanted: list[int] | None = None
+    """Tokens that a rollout must not generate. null: none."""
     think_open: int | None = None
-    """Token that opens a thought. null: only the text is looked at."""
+    """Token that opens a thought. null: env.nemo_gym.thinking_tags, where each is one token of the policy's tokenizer;
+    else only the text is looked at."""
     think_close: int | None = None
     """Token that closes a thought."""
 
@@ -44,11 +45,28 @@ class RewardPenalties(BaseModel):
     of a thought in its text."""
     token_ids: PenaltyTokens = PenaltyTokens()
 
+    @field_validator("token_ids", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: Any) -> Any:
+        return PenaltyTokens() if value is None else value
+
     @model_validator(mode="after")
     def _has_its_tokens(self) -> RewardPenalties:
         if self.penalize_unwanted_tokens and not self.token_ids.unwanted:
             raise ValueError("penalize_unwanted_tokens needs token_ids.unwanted")
         return self
+
+    def with_thought_tokens(self, tokenizer: Any, marks: Sequence[str]) -> RewardPenalties:
+        """Return the penalties with the tokens of the `marks` around a thought, where each is one token, none is set,
+        and they are needed. `tokenizer`: of transformers."""
+        tokens = self.token_ids
+        if not self.penalize_malformed_think_tag or (tokens.think_open, tokens.think_close) != (None, None):
+            return self
+        ids = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
+        if len(ids) != 2 or any(len(one) != 1 for one in ids):
+            return self
+        update = {"think_open": ids[0][0], "think_close": ids[1][0]}
+        return self.model_copy(update={"token_ids": tokens.model_copy(update=update)})
 
     def broken(
         self, output: Sequence[Any], calls: Sequence[tuple[Sequence[int], Sequence[int]]], marks: Sequence[str]
@@ -63,7 +81,7 @@ class RewardPenalties(BaseModel):
             (
                 self.penalize_unwanted_tokens,
                 "unwanted tokens",
-                lambda: any(set(tokens.unwanted) & set(generated) for _, generated in calls),
+                lambda: any(set(tokens.unwanted or ()) & set(generated) for _, generated in calls),
             ),
             (
                 self.penalize_malformed_think_tag,

@@ -104,6 +104,11 @@ class EnvironmentBase:
         return cls.concurrent_calls, 32
 
     @classmethod
+    def completed(cls, config: Mapping[str, Any], tokenizer: Any) -> Mapping[str, Any]:
+        """Return the section with what its keys leave to the policy's tokenizer."""
+        return config
+
+    @classmethod
     def check(cls, config: Mapping[str, Any]) -> None:
         """Raise EnvironmentConfigError where an instance with this section could not be built. Quick: called before
         anything is started."""

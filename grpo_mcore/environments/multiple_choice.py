@@ -61,7 +61,9 @@ _OR = (
     "or and oder und ou et o u y e eller och of en или и або та lub nebo veya ve atau dan hoặc và hoặc ή "
     "또는 또 または 或 或者 和 と یا و أو או या और"
 )
-_OTHER = rf"[\s.(]*(?:[,;/&+、،]|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|[或和と])\s*{_OPENING}"
+_OTHER = (
+    rf"[\s.(]*(?:[,;/&+、،]|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|[或和と])\s*{_OPENING}"
+)
 _BECAUSE = "because since as is which that due for given"
 _IS = "is be ist es est è é är er jest este je on to adalah ni là"
 _LABELS = (

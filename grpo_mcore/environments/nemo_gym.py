@@ -66,6 +66,11 @@ class NemoGymConfig(EnvConfig):
     def read(cls, section: Mapping[str, Any]) -> NemoGymConfig:
         """Return the validated section. Raises EnvironmentConfigError that names the wrong key."""
         for key in section:
+            if key == "effort_levels":
+                raise EnvironmentConfigError(
+                    "env.nemo_gym.effort_levels: rewards by length and effort level are not built in; write them as "
+                    "grpo.reward_shaping.path"
+                )
             if key in _GYM_KEYS or key not in cls.model_fields and isinstance(section[key], Mapping):
                 raise EnvironmentConfigError(
                     f"env.nemo_gym.{key}: a key of the Gym's own configuration. The Gym is not started from here (it "
@@ -130,6 +135,12 @@ class NemoGymEnvironment(EnvironmentBase):
         self._thread.start()
         self._call(self._client.open())
         self._room = asyncio.Semaphore(self.config.num_samples_in_parallel or 10**9)
+
+    @classmethod
+    def completed(cls, config: Mapping[str, Any], tokenizer: Any) -> Mapping[str, Any]:
+        read = cls.config_class.read(config)
+        penalties = read.reward_penalties.with_thought_tokens(tokenizer, read.thinking_tags)
+        return {**config, "reward_penalties": penalties.model_dump()}
 
     @classmethod
     def play_timeout_s(cls, config: Mapping[str, Any]) -> float:

@@ -123,7 +123,7 @@ class Stage:
         config = self.config(name)
         data = build_task_data(config.data.train, [], self.tokenizer, config.data.max_input_seq_length)
         dataloader = build_dataloader(data.train, config.grpo.num_prompts_per_step, True, config.grpo.seed)
-        environments = setup.start_environments(config, self.cluster, data.env_names)
+        environments = setup.start_environments(config, self.cluster, data.env_names, self.tokenizer)
         start = grpo.GRPOSaveState(
             consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0
         )

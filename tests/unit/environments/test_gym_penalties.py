@@ -12,7 +12,7 @@ import torch
 from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.gym_penalties import THOUGHT_MARKS, TOOL_CALL_MARKS, RewardPenalties, flag_of
 from grpo_mcore.environments.gym_result import FormRules, read_result
-from grpo_mcore.environments.nemo_gym import NemoGymConfig
+from grpo_mcore.environments.nemo_gym import NemoGymConfig, NemoGymEnvironment
 from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING
 
 OPEN, CLOSE = 12, 13
@@ -86,6 +86,29 @@ def test_thoughts_are_closed_once(prompt: list[int], generated: list[int], malfo
     assert broken([], calls, penalize_malformed_think_tag=True, token_ids=ids) == ["malformed thought"] * malformed
     assert broken([], calls, penalize_malformed_think_tag=True) == broken([], calls, token_ids=ids) == []
     assert broken([message("a </think> b")], penalize_malformed_think_tag=True) == ["malformed thought"]
+
+
+class _Tokenizer:
+    """Knows two marks as one token each, and splits other texts into characters."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [{"<think>": OPEN, "</think>": CLOSE}[text]] if text in THOUGHT_MARKS else [ord(one) for one in text]
+
+
+def test_the_tokens_of_thoughts_are_the_tokenizers() -> None:
+    section = {"head_server_url": "http://gym", "reward_penalties": {"penalize_malformed_think_tag": True}}
+
+    def completed(**keys: Any) -> dict[str, Any]:
+        section_now = NemoGymEnvironment.completed(section | keys, _Tokenizer())
+        return dict(NemoGymConfig.read(section_now).reward_penalties.token_ids)
+
+    assert completed() == {"unwanted": None, "think_open": OPEN, "think_close": CLOSE}
+    assert completed(thinking_tags=["[THINK]", "[/THINK]"])["think_open"] is None  # several tokens
+    assert completed(reward_penalties={})["think_open"] is None
+    own = {"penalize_malformed_think_tag": True, "token_ids": {"think_open": 1, "think_close": 2}}
+    assert completed(reward_penalties=own) == {"unwanted": None, "think_open": 1, "think_close": 2}
+    assert completed(reward_penalties={"token_ids": None}) == {name: None for name in completed()}
 
 
 def test_unwanted_tokens_are_generated_ones() -> None:

@@ -71,7 +71,15 @@ def test_a_letter_that_stands_alone(verifier) -> None:
 
 
 @pytest.mark.parametrize(
-    "response", ["Antwort: A oder B", "答案：A或B", "Respuesta: A o B", "정답: A 또는 B", "Ответ: A или B", "Die Antwort ist A oder B"]
+    "response",
+    [
+        "Antwort: A oder B",
+        "答案：A或B",
+        "Respuesta: A o B",
+        "정답: A 또는 B",
+        "Ответ: A или B",
+        "Die Antwort ist A oder B",
+    ],
 )
 def test_several_letters_in_other_languages_are_none(response: str) -> None:
     assert multilingual_choice(response, "A") == (False, None)

@@ -124,6 +124,7 @@ def test_agents_of_a_configuration() -> None:
     ("section", "why"),
     [
         ({}, "env.nemo_gym: set head_server_url, or the URLs of agents"),
+        ({"effort_levels": {"low_ub": 64000}}, "env.nemo_gym.effort_levels: .* grpo.reward_shaping.path"),
         ({"config_paths": ["a.yaml"]}, "env.nemo_gym.config_paths: a key of the Gym's own configuration"),
         ({"talk_agent": {"responses_api_agents": {}}}, "env.nemo_gym.talk_agent: a key of the Gym's own"),
         ({"head_server": {"host": "x"}}, "env.nemo_gym.head_server: a key of the Gym's own"),
