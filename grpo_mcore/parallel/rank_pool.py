@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import importlib
 import os
+import signal
+import tempfile
+import time
 import traceback
 import warnings
-from multiprocessing import get_context
+from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from grpo_mcore import processes
 from grpo_mcore.parallel.mesh import Address
@@ -19,49 +25,102 @@ class RankFailed(RuntimeError):
     """A rank raised or did not answer; the message has its traceback."""
 
 
+STACK_S = 5.0
+"""Seconds that a silent rank has to write down where it is."""
+
+
 class RankPool:
     """A pool of rank processes.
 
     `run(world_size, "module:function", *args)` calls function(address, *args) on every rank and returns the results.
-    Arguments and results are pickled.
+    Arguments and results are pickled. A call that does not get all its answers costs itself alone: its ranks are ended,
+    and the next call has new ones.
     """
 
     def __init__(self, size: int) -> None:
         """`size`: number of ranks of the largest mesh. A rank that cannot start is reported by `run`."""
-        context = get_context("spawn")
-        self._ranks: list[tuple[Any, Connection]] = []
-        for _ in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(os.getpid(), there))
-            process.start()
-            self._ranks.append((process, here))
+        self._ranks: list[_Rank | None] = [_Rank() for _ in range(size)]
 
     def run(self, world_size: int, target: str, *args: Any, timeout_s: float = 250.0) -> list[Any]:
-        port = processes.free_port()
-        for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
-            pipe.send((target, Address(rank, world_size, rank, "127.0.0.1", port), args))
-        results, errors = [], []
-        for rank, (process, pipe) in enumerate(self._ranks[:world_size]):
-            if not pipe.poll(timeout_s):
-                errors.append(
-                    f"rank {rank} of {target} did not answer within {timeout_s} s (alive: {process.is_alive()})"
-                )
-                continue
-            ok, value = pipe.recv()
-            results.append(value) if ok else errors.append(f"rank {rank} of {target}:\n{value}")
+        """Raises RankFailed with the traceback of every rank that raised, how a rank ended, or where those are that did
+        not answer within `timeout_s`."""
+        port, ranks = processes.free_port(), [rank or _Rank() for rank in self._ranks[:world_size]]
+        self._ranks[:world_size] = ranks
+        answers: dict[int, tuple[bool, Any]] = {}
+        errors: list[str] = []
+        try:
+            for number, rank in enumerate(ranks):
+                rank.send(target, Address(number, world_size, number, "127.0.0.1", port), args)
+            self._collect(ranks, answers, time.monotonic() + timeout_s)
+            for number, rank in enumerate(ranks):
+                if number not in answers:
+                    errors.append(f"rank {number} of {target} did not answer (limit {timeout_s:.0f} s): {rank.where()}")
+                elif not answers[number][0]:
+                    errors.append(f"rank {number} of {target}:\n{answers[number][1]}")
+        finally:
+            if len(answers) < world_size:  # also after an interrupt: a late answer would be one to the next call
+                self._ranks[:world_size] = [None] * world_size
+                processes.end([rank.process for rank in ranks])
+                for rank in ranks:
+                    rank.close()
         if errors:
             raise RankFailed("\n".join(errors))
-        return results
+        return [answers[number][1] for number in range(world_size)]
+
+    @staticmethod
+    def _collect(ranks: list[_Rank], answers: dict[int, tuple[bool, Any]], deadline: float) -> None:
+        """Fill in the answers until all are there, the deadline passes, or a rank has ended."""
+        waiting = {rank.pipe: number for number, rank in enumerate(ranks)}
+        while waiting and (ready := connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for pipe in cast(list[Connection], ready):
+                try:
+                    answers[waiting[pipe]] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    return
+                del waiting[pipe]
 
     def close(self) -> None:
         """End the processes."""
-        for _, pipe in self._ranks:
-            pipe.close()  # a rank that waits for work ends by itself
-        processes.end(processes.wait([process for process, _ in self._ranks], timeout_s=5.0))
+        ranks = [rank for rank in self._ranks if rank is not None]
+        for rank in ranks:
+            rank.close()
+        processes.end(processes.wait([rank.process for rank in ranks], timeout_s=5.0))
 
 
-def _serve(parent: int, pipe: Connection) -> None:
+class _Rank:
+    """One process of the pool."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self.stacks = tempfile.NamedTemporaryFile(prefix="rank-", suffix=".stacks")  # noqa: SIM115, held until `end`
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=_serve, args=(os.getpid(), there, self.stacks.name))
+        self.process.start()
+        there.close()
+
+    def send(self, *call: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which `answer` says
+            self.pipe.send(call)
+
+    def where(self) -> str:
+        """Return what the process does, or how it ended."""
+        if self.process.pid is None or not self.process.is_alive():
+            return f"its process has ended: {processes.describe_exit(self.process.exitcode)}"
+        os.kill(self.process.pid, signal.SIGUSR1)
+        until = time.monotonic() + STACK_S
+        while not (text := Path(self.stacks.name).read_text(errors="replace")) and time.monotonic() < until:
+            time.sleep(0.05)
+        return f"it is at\n{text}" if text else f"it does not say where it is within {STACK_S:.0f} s"
+
+    def close(self) -> None:
+        """A rank that waits for work ends by itself."""
+        self.pipe.close()
+        self.stacks.close()
+
+
+def _serve(parent: int, pipe: Connection, stacks: str) -> None:
     processes.die_with_parent(parent)
+    faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("a"), all_threads=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")  # Megatron-Core's warnings, on which no reader can act; errors are returned as text
     gc.disable()  # during imports, of which garbage collection would be a fifth
