@@ -6,7 +6,7 @@
 command line. `main` is all there is; docs/python.md says more about each line, and about runs whose policy, engines and
 environments you hold in your hands.
 
-What it is not: a loop of your own. For that see examples/own_loop.
+What it is not: a loop of your own. For that see examples/custom_loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_mcore.observe import read_metrics
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.export import export
 
-RECIPE = Path(__file__).resolve().parents[1] / "own_reward" / "recipe.yaml"
+RECIPE = Path(__file__).resolve().parents[1] / "custom_reward" / "recipe.yaml"
 
 
 def main(overrides: Sequence[str] = (), model: Path = Path("results/from_python")) -> tuple[pd.DataFrame, str]:

@@ -48,14 +48,14 @@ def size_of(board: Sequence[int]) -> int:
 def moves(board: Board) -> dict[str, Board]:
     """Return the boards one move away, by the direction in which a tile slides."""
     size, empty = math.isqrt(len(board)), board.index(0)
-    found = {}
+    boards = {}
     for direction, (rows, columns) in _FROM.items():
         row, column = empty // size + rows, empty % size + columns
         if 0 <= row < size and 0 <= column < size:
             tiles, tile = list(board), row * size + column
             tiles[empty], tiles[tile] = tiles[tile], 0
-            found[direction] = tuple(tiles)
-    return found
+            boards[direction] = tuple(tiles)
+    return boards
 
 
 def direction_of(board: Board, action: str) -> str | None:

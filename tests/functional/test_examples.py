@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.custom_environment.calculator import Calculator, calculate
+from examples.custom_environment.make_task import make_task
+from examples.custom_loop import custom_loop
+from examples.custom_reward.reward import share_of_digits
 from examples.from_python import from_python
-from examples.own_environment.calculator import Calculator, calculate
-from examples.own_environment.make_task import make_task
-from examples.own_loop import own_loop
-from examples.own_reward.reward import share_of_digits
 from tests.functional.preload import preload
 from tests.functional.runs import Task, run_here
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 def test_the_loop_of_your_own_learns() -> None:
     preload()
-    rewards = own_loop.main(steps=10)
+    rewards = custom_loop.main(steps=10)
     assert len(rewards) == 10
     assert rewards[-1] > rewards[0] + 0.2
 
@@ -64,10 +64,10 @@ def test_a_run_with_the_objective_of_your_own(task: Task, model: Path, tmp_path:
     words = in_process(task, model)
     words += ["grpo.max_num_steps=2", "grpo.val_period=0"]
     words += ["checkpointing.enabled=false", "grpo.val_at_end=false"]
-    recipe = {"defaults": str(EXAMPLES / "own_objective" / "recipe.yaml")}
+    recipe = {"defaults": str(EXAMPLES / "custom_objective" / "recipe.yaml")}
     refused = run_here("train", tmp_path, recipe, *words, "grpo.reward_shaping.options={fine: 2}")
     assert refused.code == 1
-    assert "grpo.reward_shaping.path examples.own_objective.objective:brevity is called with" in refused.err
+    assert "grpo.reward_shaping.path examples.custom_objective.objective:brevity is called with" in refused.err
     assert "starting" not in refused.out
     run = run_here("train", tmp_path, recipe, *words)
     assert run.code == 0, run.err
@@ -103,7 +103,7 @@ def test_a_run_with_the_environment_of_your_own(tmp_path: Path) -> None:
     sft = run_here(
         "sft",
         tmp_path / "sft",
-        {"defaults": str(EXAMPLES / "own_environment" / "sft.yaml")},
+        {"defaults": str(EXAMPLES / "custom_environment" / "sft.yaml")},
         *words,
         "sft.max_num_steps=20",
     )
@@ -111,7 +111,7 @@ def test_a_run_with_the_environment_of_your_own(tmp_path: Path) -> None:
     words = [f"policy.model_name={sft.checkpoints / 'hf'}", "grpo.max_num_steps=1", "grpo.max_val_samples=8"]
     words += [f"data.train.data_path={folder / 'train.jsonl'}", f"data.validation.data_path={folder / 'val.jsonl'}"]
     words += ["policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
-    recipe = {"defaults": str(EXAMPLES / "own_environment" / "recipe.yaml")}
+    recipe = {"defaults": str(EXAMPLES / "custom_environment" / "recipe.yaml")}
     run = run_here("train", tmp_path / "grpo", recipe, *words)
     assert run.code == 0, run.err
     [line] = run.metrics()
@@ -122,7 +122,7 @@ def test_a_run_with_the_environment_of_your_own(tmp_path: Path) -> None:
 def test_every_example_has_a_test() -> None:
     """The others: test_data_loaders (custom_dataloader), test_environments (code_problems), test_multi_turn,
     test_spec_commands (configs)."""
-    here = {"from_python", "own_environment", "own_loop", "own_objective", "own_reward"}
+    here = {"from_python", "custom_environment", "custom_loop", "custom_objective", "custom_reward"}
     elsewhere = {"code_problems", "configs", "custom_dataloader", "sliding_puzzle"}
     assert {
         path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples.own_objective import objective as example
+from examples.custom_objective import objective as example
 from grpo_mcore.objective import (
     ClippedPGLossFn,
     CustomLoss,
@@ -27,7 +27,7 @@ from grpo_mcore.objective.custom import LOSS_INPUTS, CustomCodeError
 from grpo_mcore.objective.kl import kl_estimate
 from grpo_mcore.recipe import ClippedPGLossConfig, CustomCode
 
-EXAMPLE = "examples.own_objective.objective:"
+EXAMPLE = "examples.custom_objective.objective:"
 HERE = f"{__name__}:"
 
 

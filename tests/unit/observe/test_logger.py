@@ -221,7 +221,7 @@ def test_the_room_loads_without_torch_and_matplotlib():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-EXAMPLE = "examples.own_objective.csv_logger:CsvLogger"
+EXAMPLE = "examples.custom_objective.csv_logger:CsvLogger"
 
 
 class WithoutClose:

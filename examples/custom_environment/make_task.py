@@ -1,4 +1,4 @@
-"""Make the model and the data of the calculator: `python -m examples.own_environment.make_task FOLDER`.
+"""Make the model and the data of the calculator: `python -m examples.custom_environment.make_task FOLDER`.
 
 FOLDER gets `untrained` (a small random Qwen3 with its tokenizer), `train.jsonl` and `val.jsonl` (questions and answers)
 and `sft.jsonl` (demonstrations: half of them call the calculator, the others guess).
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from examples.own_environment.calculator import CALL, calculate
+from examples.custom_environment.calculator import CALL, calculate
 from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
 
 

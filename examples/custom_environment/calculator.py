@@ -33,8 +33,8 @@ _EXPRESSION = re.compile(r"(\d{1,4})([-+*])(\d{1,4})")
 
 def calculate(expression: str) -> str:
     """Return the value of "a+b", "a-b" or "a*b", or "?" where the expression is none of them."""
-    found = _EXPRESSION.fullmatch(expression.strip())
-    return CALL if found is None else str(_OPERATIONS[found[2]](int(found[1]), int(found[3])))
+    match = _EXPRESSION.fullmatch(expression.strip())
+    return CALL if match is None else str(_OPERATIONS[match[2]](int(match[1]), int(match[3])))
 
 
 class Calculator(EnvironmentInterface):

@@ -1,6 +1,6 @@
 """A GRPO loop of your own: one `Policy`, one `Engine`, a refit between them, in one process and without Ray.
 
-    python examples/own_loop/own_loop.py
+    python examples/custom_loop/custom_loop.py
 
 A small random Qwen3 learns to say even digits: the reward of a sample is the share of its tokens that are even digits.
 It takes about a minute on a CPU, and the mean reward rises from about 0.1 to above 0.9.

@@ -6,7 +6,7 @@ as a component of the built-in environment `rules`, which runs it in a process o
 crashes or hangs is left out of the step and counted, never scored 0.
 
 What it is not: a reward that needs a model, a server or several turns. For these see the environment `reward_model` and
-examples/own_environment.
+examples/custom_environment.
 """
 
 from __future__ import annotations
