@@ -59,7 +59,8 @@ class Overview:
         Raises RefitError, LayoutError."""
         began = time.perf_counter()
         params = params_of(shape) if params is None else params
-        plan = plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=int(buffer_gb * GIB))
+        nbytes, times = int(buffer_gb * GIB), nodes // engine.nodes
+        plan = plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=nbytes, deliveries=times)
         seconds = time.perf_counter() - began
         tensors = {
             tensor.name: tensor.numel * DTYPE_BYTES[wire_dtype(param, dtype)]

@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from grpo_mcore.families import Box
 from grpo_mcore.layout import WHOLE
-from grpo_mcore.refit.delivery import Deliveries
-from grpo_mcore.refit.plan import DTYPE_BYTES, RefitPlan
+from grpo_mcore.refit.delivery import Deliveries, engine_ranks
+from grpo_mcore.refit.plan import DTYPE_BYTES, Block, RefitPlan
 
 CALLS_PER_PROCESS = 4
 """Most calls that a process gets in a refit, whatever the number of buckets: an engine's start, stage, commit and
@@ -104,30 +105,39 @@ class Part:
                 shapes[name] = list(map(max, ends, shapes.get(name, ends)))
         return shapes
 
-    def packed(self) -> bytes:
-        """Return the part as compressed text."""
-        plain = self.__dict__ | {kind: getattr(self, kind) for kind in ("fills", "arrivals", "loads")}
-        return zlib.compress(json.dumps(plain, separators=(",", ":")).encode(), 1)
-
     @classmethod
     def unpacked(cls, packed: bytes) -> Part:
         return _unpacked(packed)
 
 
+def texts_of(packed: bytes) -> Iterator[str]:
+    """Yield the JSON objects that make up a part: what is its own, then rows that many parts share."""
+    while packed:
+        reader = zlib.decompressobj()
+        yield reader.decompress(packed).decode()
+        packed = reader.unused_data
+
+
 @lru_cache(maxsize=4)
 def _unpacked(packed: bytes) -> Part:
-    plain: dict[str, Any] = json.loads(zlib.decompress(packed))
+    plain: dict[str, Any] = {}
+    for text in texts_of(packed):
+        plain |= json.loads(text)
+    to, senders = (dict(plain.pop(name, ())) for name in ("to", "senders"))
     plain["fills"] = tuple(
         tuple(
-            Fill(number, param, _box(box), offset, nbytes, dtype, negative_exp, tuple(to))
-            for number, param, box, offset, nbytes, dtype, negative_exp, to in rows
+            Fill(number, param, _box(box), offset, nbytes, dtype, negative_exp, tuple(to[route]))
+            for number, param, box, offset, nbytes, dtype, negative_exp, route in rows
         )
-        for rows in plain["fills"]
+        for rows in plain.get("fills", ())
     )
-    plain["arrivals"] = tuple(tuple(Arrival(*row) for row in rows) for rows in plain["arrivals"])
+    plain["arrivals"] = tuple(
+        tuple(Arrival(offset, nbytes, senders[route]) for offset, nbytes, route in rows if route in senders)
+        for rows in plain.get("arrivals", ())
+    )
     plain["loads"] = tuple(
         tuple(Load(number, copy, param, _box(box), offset, dtype) for number, copy, param, box, offset, dtype in rows)
-        for rows in plain["loads"]
+        for rows in plain.get("loads", ())
     )
     return Part(**plain)
 
@@ -156,40 +166,98 @@ def parts_of(
 ) -> Parts:
     """Cut a plan for `ranks` policy ranks. `node_of_rank`, `readers`: as in `Deliveries`. `receivers`: by node, the
     policy rank that receives there; from `ranks` on, a process that only receives."""
-    deliveries = Deliveries(plan, node_of_rank, readers)
-    engine = 1 + max((read.rank for block in plan.blocks() for read in block.reads), default=0)
-    fills: list[list[list[Fill]]] = [[[] for _ in plan.buckets] for _ in range(ranks)]
-    arrivals: dict[int, list[list[Arrival]]] = {member: [[] for _ in plan.buckets] for member in receivers}
-    loads: list[list[list[Load]]] = [[[] for _ in plan.buckets] for _ in range(engine)]
+    routes = _Routes(plan, Deliveries(plan, node_of_rank, readers), receivers, node_of_rank)
+    loads: list[list[list[Load]]] = [[[] for _ in plan.buckets] for _ in range(engine_ranks(plan))]
     for index, bucket in enumerate(plan.buckets):
         for number, block in enumerate(bucket.blocks):
-            to: dict[int, list[int]] = {}
-            for node, sender in deliveries.of(block):
-                to.setdefault(sender, []).append(node)
-                if receivers and not (node_of_rank and node_of_rank[sender] == node):
-                    arrivals[receivers[node]][index].append(Arrival(block.offset, block.nbytes, sender))
-            for sender, nodes in to.items():
-                fills[sender][index].append(
-                    Fill(
-                        number,
-                        block.param,
-                        block.box,
-                        block.offset,
-                        block.nbytes,
-                        block.dtype,
-                        block.negative_exp,
-                        tuple(nodes),
-                    )  # fmt: skip
-                )
             for copy, read in enumerate(block.reads):
                 loads[read.rank][index].append(Load(number, copy, read.param, read.box, block.offset, block.dtype))
+    head = {name: getattr(plan, name) for name in ("digest", "dtype", "half_bytes", "buffer_bytes", "block_bytes")}
+    fills = routes.rows("fills", {rank: routes.brought[rank] for rank in range(ranks)}, _fill)
+    arrivals = routes.rows("arrivals", {member: routes.reaching[member] for member in receivers}, _arrival)
 
-    def packed(**rows: Any) -> bytes:
-        return Part(plan.digest, plan.dtype, plan.half_bytes, plan.buffer_bytes, plan.block_bytes, **rows).packed()
+    def part(member: int) -> bytes:
+        own = {"to": list(routes.brought[member].items()), "senders": list(routes.awaited[member].items())}
+        return _packed(head | own) + fills.get(member, b"") + arrivals.get(member, b"")
 
     return Parts(
-        tuple(packed(fills=rows, arrivals=arrivals.get(rank, ())) for rank, rows in enumerate(fills)),
-        tuple(packed(arrivals=arrivals[member]) for member in receivers if member >= ranks),
-        tuple(packed(loads=rows) for rows in loads),
-        tuple(sum(fill.nbytes * len(fill.to) for rows in of_rank for fill in rows) for of_rank in fills),
+        tuple(map(part, range(ranks))),
+        tuple(part(member) for member in receivers if member >= ranks),
+        tuple(_packed(head | {"loads": rows}) for rows in loads),
+        tuple(routes.sent[rank] for rank in range(ranks)),
     )
+
+
+def _fill(number: int, block: Block, route: int) -> tuple[Any, ...]:
+    """Return what a `Fill` has of a block."""
+    return (
+        number, block.param, block.box, block.offset, block.nbytes, block.dtype, block.negative_exp, route
+    )  # fmt: skip
+
+
+def _arrival(number: int, block: Block, route: int) -> tuple[Any, ...]:
+    """Return what an `Arrival` has of a block."""
+    return block.offset, block.nbytes, route
+
+
+def _packed(plain: Mapping[str, Any]) -> bytes:
+    return zlib.compress(json.dumps(plain, separators=(",", ":")).encode(), 1)
+
+
+class _Routes:
+    """The ways that blocks take to nodes, numbered: few, for most blocks share theirs. So rows of blocks are the same
+    text for many processes, each of which needs only a small table of its own.
+
+    `brought`: by policy rank and route, the nodes to which it brings such blocks. `reaching`: by receiver, the routes
+    that end on its node; `awaited`: who brings them there, if not from this node. `sent`: bytes that each policy rank
+    brings to all nodes."""
+
+    def __init__(
+        self, plan: RefitPlan, deliveries: Deliveries, receivers: Sequence[int], node_of_rank: Sequence[int]
+    ) -> None:
+        self._buckets = plan.buckets
+        self._of_blocks: list[list[int]] = []  # by bucket
+        ways: list[list[tuple[int, int]]] = []
+        numbers: dict[int, int] = {}  # by the id of a way, which `deliveries` keeps
+        nbytes: Counter[int] = Counter()
+        for bucket in plan.buckets:
+            routes = []
+            for block in bucket.blocks:
+                way = deliveries.of(block)
+                if (route := numbers.setdefault(id(way), len(ways))) == len(ways):
+                    ways.append(way)
+                routes.append(route)
+                nbytes[route] += block.nbytes
+            self._of_blocks.append(routes)
+        self.brought: dict[int, dict[int, list[int]]] = defaultdict(dict)
+        self.reaching: dict[int, list[int]] = defaultdict(list)
+        self.awaited: dict[int, dict[int, int]] = defaultdict(dict)
+        self.sent: Counter[int] = Counter()
+        for route, way in enumerate(ways):
+            for node, sender in way:
+                self.brought[sender].setdefault(route, []).append(node)
+                self.sent[sender] += nbytes[route]
+                if receivers:
+                    self.reaching[receivers[node]].append(route)
+                    if not (node_of_rank and node_of_rank[sender] == node):
+                        self.awaited[receivers[node]][route] = sender
+
+    def rows(
+        self, kind: str, wanted: Mapping[int, Iterable[int]], row: Callable[[int, Block, int], tuple[Any, ...]]
+    ) -> dict[int, bytes]:
+        """Return, for each process, the rows of all blocks on the routes that it wants, packed."""
+        texts: dict[tuple[int, ...], list[list[Any]]] = {}
+        on_route: dict[int, list[list[list[Any]]]] = defaultdict(list)
+        for routes in map(tuple, wanted.values()):
+            if routes not in texts:
+                texts[routes] = [[] for _ in self._buckets]
+                for route in routes:
+                    on_route[route].append(texts[routes])
+        for index, (bucket, of_blocks) in enumerate(zip(self._buckets, self._of_blocks, strict=True)):
+            for number, (block, route) in enumerate(zip(bucket.blocks, of_blocks, strict=True)):
+                if route in on_route:
+                    made = row(number, block, route)
+                    for text in on_route[route]:
+                        text[index].append(made)
+        packed = {routes: _packed({kind: rows}) for routes, rows in texts.items()}
+        return {member: packed[tuple(routes)] for member, routes in wanted.items()}

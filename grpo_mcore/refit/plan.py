@@ -27,6 +27,8 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16":
 GIB = 2**30
 ALIGNMENT = 64
 GOLDEN = 0.6180339887
+TURNS = 8
+"""Deliveries of a block by one holder, from which on one more or less does not matter."""
 
 
 class RefitError(RuntimeError):
@@ -127,11 +129,12 @@ def plan_model_refit(
     *,
     dtype: str,
     buffer_bytes: int,
+    deliveries: int = 1,
     adapters: AdapterShape | None = None,
 ) -> RefitPlan:
     """Return `plan_refit` of all parameters of a model, or of its `adapters` alone; cached by arguments."""
     params = params_of(shape) if adapters is None else adapter_params(params_of(shape), adapters)
-    return plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=buffer_bytes)
+    return plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=buffer_bytes, deliveries=deliveries)
 
 
 def plan_refit(
@@ -142,12 +145,16 @@ def plan_refit(
     *,
     dtype: str,
     buffer_bytes: int,
+    deliveries: int = 1,
     alignment: int = ALIGNMENT,
     copies: bool = True,
     packed: bool = True,
 ) -> RefitPlan:
     """Plan each slice of `params` from the least loaded policy rank that holds it to the engine ranks that need it.
 
+    `deliveries`: how often the weights go out: to each node with engines, or to each group of nodes that an engine
+    spans. All holders of a slice take turns, whichever the plan names. So with many deliveries it names few, and the
+    number of blocks does not grow with the cluster.
     `dtype`: "bfloat16" or "float32", of the bytes that move; parameters that always are float32 stay so.
     Blocks start at multiples of `alignment` bytes. A block at the end of a rank's share of a bucket, or larger than
     half the buffer, is cut by rows. To count bytes only: `copies` False omits the reads, `packed` False leaves all
@@ -157,7 +164,7 @@ def plan_refit(
     collects = gc.isenabled()
     gc.disable()  # it would look through a million tuples again and again, and find nothing
     try:
-        return _plan(params, shape, trainer, engine, dtype, buffer_bytes, alignment, copies, packed)
+        return _plan(params, shape, trainer, engine, dtype, buffer_bytes, deliveries, alignment, copies, packed)
     finally:
         if collects:
             gc.enable()
@@ -170,6 +177,7 @@ def _plan(
     engine: EngineLayout,
     dtype: str,
     buffer_bytes: int,
+    deliveries: int,
     alignment: int,
     copies: bool,
     packed: bool,
@@ -209,8 +217,9 @@ def _plan(
                 form = param.engine_form.negative_exp
                 block = Block(-1, part.name, cell.box, 0, nbytes, index, wire, form, reads)
                 packer.check_row(block)
-                for piece in _pieces(block, large) if len(part.ranks) > 1 else (block,):
-                    source = min(part.ranks, key=loads.__getitem__)
+                sources = _sources(part.ranks, nodes * deliveries)
+                for piece in _pieces(block, large) if len(sources) > 1 else (block,):
+                    source = min(sources, key=loads.__getitem__)
                     loads[source] += piece.nbytes * nodes
                     queues[source].append(piece._replace(source=source))
     if not packed:
@@ -218,6 +227,12 @@ def _plan(
         return RefitPlan((Bucket(blocks, sum(loads)),), sum(loads), dtype, tuple(holders))
     buckets = packer.pack([_Queue(queue, engine) for queue in queues if queue])
     return RefitPlan(buckets, max(bucket.nbytes for bucket in buckets), dtype, tuple(holders))
+
+
+def _sources(holders: Sequence[int], times: int) -> Sequence[int]:
+    """Return the holders that the plan may name for a block that goes to `times` nodes. From there on all holders take
+    turns."""
+    return holders[:: max(1, times // TURNS)]
 
 
 def wire_dtype(param: Param, dtype: str) -> str:

@@ -246,6 +246,11 @@ class Refit:
             tuple(map(tuple, self._nodes)),
             tuple(self._receiving) if self._nodes else (),
         )
+        taken: Counter[int] = Counter()
+        self._places = []  # of each policy rank among those of its node
+        for node in self._rank_nodes:
+            self._places.append(taken[node])
+            taken[node] += 1
         self._seats = _Seats(self._rank_nodes, self._engine_nodes, len(self._parts.readers), timeout_s)
 
     def _advance(self, to: RefitState) -> None:
@@ -378,7 +383,7 @@ class Refit:
 
     def _open_rank(self, rank: int, transport: Any, network: Any) -> Call:
         node = self._rank_nodes[rank]
-        seat = self._seats.of_writer(node, self._rank_nodes[:rank].count(node)) if node >= 0 else None
+        seat = self._seats.of_writer(node, self._places[rank]) if node >= 0 else None
         (call,) = self._start([self._policy[rank]], RefitSender.open_refit)(
             self._parts.senders[rank], seat, transport, network
         )

@@ -93,6 +93,7 @@ def refit_once(
     mixed ones. With a limit in policy.refit_parity it also raises if the log-probs of the committed weights differ.
     `sampled`: chooses whether they are compared only for the report.
     """
+    nodes = engines.nodes()
     size = policy.refit.buffer_gb if buffer_gb is None else buffer_gb
     plan = plan_model_refit(
         policy.shape,
@@ -100,10 +101,10 @@ def refit_once(
         engines.layout,
         dtype=policy.precision,
         buffer_bytes=int(size * GIB),
+        deliveries=len(nodes.hosts) // engines.layout.nodes,
         adapters=policy.refit.adapters,
     )
     version = policy.updates + 1
-    nodes = engines.nodes()
     if not colocated and policy.shares_process(nodes.hosts):
         raise ValueError(
             "policy and engines of one process are colocated: over the network each would wait for the other"

@@ -362,6 +362,7 @@ def refit_plan(load: Workload, *, packed: bool) -> RefitPlan:
         load.engine_layout,
         dtype=DTYPE[load.element],
         buffer_bytes=load.refit_buffer,
+        deliveries=load.engine_nodes // load.engine_layout.nodes if packed else 1,
         copies=load.engine_layout.nodes > 1,
         packed=packed,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Mapping
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,10 @@ class _Step:
     def __init__(self, step: RankStep, samples: Mapping[int, Trajectory]) -> None:
         self.step, self.samples = step, samples
         self.batches = [[index for bin in bins for index in bin] for bins in step.batches]
+        self._lengths = {index: sample.length for index, sample in samples.items()}
 
     def lengths(self, batch: list[int]) -> list[int]:
-        return [self.samples[index].length for index in batch]
+        return [self._lengths[index] for index in batch]
 
 
 class ModelledRank:
@@ -196,8 +196,9 @@ class ModelledRank:
 
     async def start_save(self, folder: str, optimizer: bool) -> None:
         self._refuse_full_disk()
-        saved = {"version": self.mesh.version, "history": [astuple(sample) for sample in self.mesh.history]}
-        self._copy = json.dumps(saved) if self.rank == 0 else ""
+        if self.rank == 0:  # fields as they lie: `astuple` copies each
+            history = [tuple(vars(sample).values()) for sample in self.mesh.history]
+            self._copy = json.dumps({"version": self.mesh.version, "history": history})
         self._saving = Path(folder), self.world.clock.now() + self._seconds(self.world.durations.save)
 
     async def is_saved(self, wait: bool) -> bool:
