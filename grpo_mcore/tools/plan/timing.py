@@ -26,6 +26,9 @@ LINK_EFFICIENCY = 0.80
 HOST_BANDWIDTH = 200e9
 """Bytes per second that all ranks of a node read and write in host memory: an assumption, half of two sockets' data
 sheets."""
+LAYER_LAUNCHES_S = 80 * 8e-6
+"""Seconds that the host takes to launch a layer's kernels in one sweep: about 80, as `plan --trace` counts them, of 8
+microseconds, as usual in PyTorch. A device with fewer tokens than that waits for its host."""
 REFIT_SERIAL = 1.2
 """How much longer the busiest ranks of a refit's buckets work, one bucket after the other, than all at once would:
 `serial_path_ratio` of `grpo-mcore refit plan` is 1.0 to 1.26 for the recipes."""
@@ -141,6 +144,10 @@ def _pass(
 ) -> PhaseTime:
     """Return the time of passes over the step's samples. `sweeps`: passes through the layers, for the traffic."""
     compute = flops / load.world / device.flops
+    rows, weights_s, launches_s = _rows(load, gradients), 0.0, 0.0
+    if device.memory is not None:
+        weights_s = rows * _swept_bytes(load, sweeps, gradients) / device.memory_bandwidth
+        launches_s = rows * sweeps * max(map(len, load.layers)) * LAYER_LAUNCHES_S
     links = {
         "tensor-parallel traffic": _tensor_parallel_seconds(load, device) * sweeps,
         "context-parallel traffic": _context_seconds(load, device) * sweeps,
@@ -151,12 +158,35 @@ def _pass(
         updates["gradient and weight traffic"] = _data_parallel_seconds(load, device)
         updates["updates on the host"] = _host_update_seconds(load, device)
     after = sum(updates.values())
-    floor = max(compute, busy + after)
-    likely = (compute / COMPUTE_EFFICIENCY + busy / LINK_EFFICIENCY) / (1 - bubble) + after / LINK_EFFICIENCY
+    floor = max(compute, weights_s, busy + after)
+    kernels = {
+        "compute": compute / COMPUTE_EFFICIENCY,
+        "weights and gradients, read for each micro-batch": weights_s / MEMORY_EFFICIENCY,
+        "kernel launches": launches_s,
+    }
+    slowest = max(kernels, key=lambda name: kernels[name])
+    likely = (kernels[slowest] + busy / LINK_EFFICIENCY) / (1 - bubble) + after / LINK_EFFICIENCY
     links |= updates
-    shares = {"compute": compute / COMPUTE_EFFICIENCY, "pipeline bubble": likely * bubble}
+    shares = {slowest: kernels[slowest], "pipeline bubble": likely * bubble}
     shares |= {name: seconds / LINK_EFFICIENCY for name, seconds in links.items()}
     return PhaseTime(name, flops, floor, likely, max(shares, key=lambda name: shares[name]))
+
+
+def _rows(load: Workload, gradients: bool) -> int:
+    """Return how many micro-batches a rank computes per step, in training or in a log-prob pass."""
+    if gradients:
+        return load.micro_batches * load.optimizer_steps
+    return math.ceil(load.micro_batches * load.optimizer_steps / load.logprob_bins)
+
+
+def _swept_bytes(load: Workload, sweeps: int, gradients: bool) -> int:
+    """Return the bytes that a rank reads and writes for a micro-batch, however small: the weights in each sweep, but in
+    that which computes their gradients these, which it reads and writes."""
+    updates = int(gradients and load.adapters is None)
+    stages = range(load.layout.pipeline)
+    return max(
+        (sweeps - updates) * weight_bytes(load, stage) + updates * 2 * gradient_bytes(load, stage) for stage in stages
+    )
 
 
 def _tensor_parallel_seconds(load: Workload, device: Device) -> float:

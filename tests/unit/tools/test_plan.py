@@ -295,6 +295,20 @@ def test_all_reduces_of_engines_take_what_was_measured(ranks: int, nbytes: int, 
     assert all_reduce_seconds(ranks, nbytes, DEVICES["H100"].peer_bandwidth) == pytest.approx(measured, rel=0.3)
 
 
+def test_small_micro_batches_take_the_time_of_weights_and_launches() -> None:
+    """Each micro-batch reads the rank's weights three times, and its float32 gradients once with a write."""
+    found = plan(DEEPSEEK)
+    training = next(phase for phase in found.times.phases if phase.name == "training")
+    assert training.bound == "weights and gradients, read for each micro-batch"
+    parts = max((stage.phases[-1].parts for stage in found.stages), key=lambda parts: parts["weights"])
+    read = 128 * (3 * parts["weights"] + 2 * parts["gradients"]) / found.device.memory_bandwidth
+    assert training.likely * (1 - found.times.bubble) > read / 0.6
+    large = plan(DEEPSEEK, "policy.sequence_packing.train_mb_tokens=24576")  # 8 micro-batches
+    assert next(phase for phase in large.times.phases if phase.name == "training").bound != training.bound
+    thin = plan("recipes/grpo-qwen3-30BA3B-4n8g.yaml", AT + "tensor_model_parallel_size=4")
+    assert {phase.name: phase.bound for phase in thin.times.phases}["log-probs"] == "kernel launches"
+
+
 def test_engines_that_generate_ahead_keep_their_memory_while_the_policy_trains() -> None:
     phases = {name: plan(LLAMA, *words).stages[0].phases[-2] for name, words in (("sync", ()), ("ahead", AHEAD))}
     engine = plan(LLAMA).engine

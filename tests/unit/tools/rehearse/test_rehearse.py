@@ -14,7 +14,8 @@ from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe import audit, read_ledger
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
 from grpo_mcore.tools.rehearse.engine import ModelledEngine
 from grpo_mcore.tools.rehearse.faults import Fault, named_fault, recipe_faults
 from grpo_mcore.tools.rehearse.policy import ModelledRank
@@ -68,6 +69,19 @@ def test_a_recipe_is_rehearsed_and_leaves_a_run_folder(recipe: Path, capsys: pyt
     told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
     assert told.fates["trained on"] == 24 and not told.flaws
     assert main(["ledger", str(recipe.with_name("out") / "checkpoints")]) == 0
+
+
+def test_plan_and_rehearsal_agree(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Samples are drawn in one and expected in the other; without the wait for the longest they take equally long."""
+    words = ("rehearse.spread=0", "policy.generation.max_new_tokens=384", "loss_fn.reference_policy_kl_penalty=0.1")
+    phases = rehearsed(recipe, capsys, *words)["phases"]
+    config = load_recipe(recipe, words).config
+    shape = plan_shape(config, str(recipe.with_name("config.json")))
+    planned = {
+        phase.name: phase.likely for phase in make_plan(config, shape, plan_device(config, None, None)).times.phases
+    }
+    for name, timer in (("training", "train"), ("log-probs", "logprobs"), ("generation", "generate")):
+        assert phases[timer] == pytest.approx(planned[name], rel=0.15, abs=0.005), name  # type: ignore[index]
 
 
 def test_a_recipe_is_rehearsed_again_in_place_of_the_last_time(
