@@ -27,16 +27,16 @@ the rank that failed first explains the others'."""
 class BackgroundWork(Protocol):
     """Work that the driver goes on with while it waits for `gather`, such as rollouts during a training step.
 
-    It has remote calls of its own under way. `gather` waits for them together with its own, and hands each that is
+    It has remote calls of its own under way. `gather` waits for them together with its own, and hands those that are
     ready to `take`, on the same thread; so background work goes on without threads and never runs by itself.
     """
 
     def awaited(self) -> Sequence[Future | Stream]:
         """Return the futures and streams that it waits for at this moment."""
 
-    def take(self, ready: Any) -> None:
-        """Process one of these that has an answer, an item, an end or an error; may start further calls. Does nothing
-        with one that it has stopped waiting for since."""
+    def take(self, ready: Sequence[Any]) -> None:
+        """Process those of these that have an answer, an item, an end or an error; may start further calls. Does
+        nothing with one that it has stopped waiting for since."""
 
 
 def call_all(
@@ -93,12 +93,11 @@ def gather(
                 break
             late = ", ".join(future.whom for future in waiting.values())
             raise DeadlineExceeded(what, late, timeout_s, error.detail) from None
-        for one in ready:
-            future = waiting.pop(id(one), None)
-            if future is None:
-                if failure is None and background is not None:
-                    background.take(one)
-                continue
+        mine = [waiting.pop(id(one)) for one in ready if id(one) in waiting]
+        if background is not None and len(mine) < len(ready):
+            own = set(map(id, mine))
+            background.take([one for one in ready if id(one) not in own])
+        for future in mine:
             try:
                 results[id(future)] = future.result()
                 on_result(future)

@@ -343,9 +343,7 @@ class Rollouts:
         if waiting or (self._agents.awaited() and not self.engines.reachable()):
             self._faults.restore(waiting)
             self._send_queued()
-        for ready in self._wait():
-            self.take(ready)
-        self._advance_scored()
+        self.take(self._wait())
 
     def _wait(self) -> Sequence[Future | Stream]:
         """Return those of `awaited` that are ready; none if an environment or an engine exceeded its deadline."""
@@ -353,7 +351,7 @@ class Rollouts:
         left_s = min(self._scorer.seconds_left(), self._faults.seconds_left())
         things = self.awaited()
         if not things:
-            self._scorer.flush()
+            self._scorer.send(hold=False)  # nothing is under way that could join it
             things = self.awaited()
         try:
             return self.cluster.ready(things, min(left_s, timeout_s), "samples and verdicts", self._hooks.watch)
@@ -371,17 +369,21 @@ class Rollouts:
         streams = [call.stream for call in self._calls.values()]
         return [*self._scorer.awaited(), *answers, *streams, *self._agents.awaited()]
 
-    def take(self, ready: Future | Stream) -> None:
-        """Process one of `awaited` that is ready; nothing if it is not awaited any more. Raises what it raises."""
-        if call := self._calls.get(id(ready)):
-            self._take_samples(call)
-        elif join := self._joins.pop(id(ready), None):
-            self._take_join(join)
-        elif abort := self._aborts.pop(id(ready), None):
-            self._confirm_abort(*abort)
-        elif not self._scorer.take(ready):
-            self._agents.take(ready)
+    def take(self, ready: Sequence[Future | Stream]) -> None:
+        """Process those of `awaited` that are ready; nothing of one that is not awaited any more. Raises what they
+        raise. What came together goes to its environment and its engine together: a call costs the driver as much as
+        many samples in it."""
+        for one in ready:
+            if call := self._calls.get(id(one)):
+                self._take_samples(call)
+            elif join := self._joins.pop(id(one), None):
+                self._take_join(join)
+            elif abort := self._aborts.pop(id(one), None):
+                self._confirm_abort(*abort)
+            elif not self._scorer.take(one):
+                self._agents.take(one)
         self._advance_scored()
+        self._scorer.send()
 
     def _take_samples(self, call: _EngineCall) -> None:
         """Take the next samples of a stream, its end or its failure."""

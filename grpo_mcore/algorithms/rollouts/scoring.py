@@ -9,6 +9,7 @@ schedule tolerates few prompts without any reward.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,12 +197,11 @@ class RewardScorer:
         references: Sequence[Any],
         indices: Sequence[int] = (),
     ) -> None:
-        """Request the rewards of trajectories of one group, given by reference. Does not wait. `indices`: their
+        """Request the rewards of trajectories of one group, given by reference; `send` asks for them. `indices`: their
         generation indexes; none: 0, 1, ..."""
         queue = self._by_task[task]
         request = ScoreRequest(uid, metadata, references, indices or range(len(references)))
         queue.waiting.append(_Call([(request, position) for position in range(len(references))], self._clock.now()))
-        self._send(queue)
 
     def uids(self) -> set[str]:
         """Return the prompts whose rewards have not been taken by `next`."""
@@ -238,10 +238,12 @@ class RewardScorer:
         held = [queue.hold_s(now) for queue in self._queues if queue.waiting and len(queue.running) < queue.max_calls]
         return min((max(left, 0.0) for left in (*deadlines, *filter(None, held))), default=float("inf"))
 
-    def flush(self) -> None:
-        """Send what is held back: nothing is under way that could join it."""
+    def send(self, *, hold: bool = True) -> None:
+        """Start the calls that wait, as many as each environment takes. To be called when all that came at one time has
+        been given to `submit` and `take`, so that it goes in one call. `hold` False: also those that are held back to
+        be joined by others."""
         for queue in self._queues:
-            self._send(queue, hold=False)
+            self._send(queue, hold)
 
     def next(self) -> ScoreRequest | None:
         """Return a request whose rewards have all come; None if there is no such request."""
@@ -249,8 +251,6 @@ class RewardScorer:
         for queue in self._queues:
             while queue.running and now >= (first := next(iter(queue.running.values()))).deadline:
                 self._take(queue, first)
-            if queue.waiting and queue.batch.max_wait_s:
-                self._send(queue)
         return self._scored.popleft() if self._scored else None
 
     def take(self, ready: Future | Stream) -> bool:
@@ -277,7 +277,6 @@ class RewardScorer:
         queue.failures = 0
         del queue.running[id(call.pending)]
         self._record(call, outcomes)
-        self._send(queue)
 
     def _record(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
         for (request, position), outcome in zip(call.samples, outcomes, strict=True):
@@ -287,8 +286,7 @@ class RewardScorer:
             if len(request.by_position) == len(request.references) and not request.dropped:
                 self._scored.append(request)
 
-    def _send(self, queue: EnvQueue, *, hold: bool = True) -> None:
-        """Start the calls that wait, as many as the environment takes."""
+    def _send(self, queue: EnvQueue, hold: bool) -> None:
         while queue.waiting and len(queue.running) < queue.max_calls:
             if queue.running and (queue.waiting[0].alone or next(iter(queue.running.values())).alone):
                 return
@@ -306,10 +304,14 @@ class RewardScorer:
             queue.running[id(call.pending)] = call
 
     def _next_call(self, queue: EnvQueue) -> _Call:
-        """Take the first call that waits, joined by as many others as fit its limit."""
+        """Take the first call that waits, joined by others up to the limit of a call. Unless the recipe prefers large
+        calls, those that wait are spread over all calls that the environment takes now: it may work through the samples
+        of one call in turn."""
+        size = queue.batch.max_size
+        if not queue.batch.max_wait_s:
+            size = min(size, math.ceil(len(queue.waiting) / (queue.max_calls - len(queue.running))))
         call, waiting = queue.waiting.popleft(), queue.waiting
         if self._joins and not (call.alone or call.again):
-            size = queue.batch.max_size
             while waiting and not (waiting[0].alone or waiting[0].again):
                 if len(call.samples) + len(waiting[0].samples) > size:
                     break
@@ -327,7 +329,6 @@ class RewardScorer:
                 self._exceptions.add(reason)
                 logger.warning("%s: no reward for a sample of %s: %s", queue.worker.name, call.label, error)
             self._record(call, [Outcome(None, None, reason, 0.0)])
-        self._send(queue)
 
     def _recover(self, queue: EnvQueue, culprit: _Call, reason: str, error: Exception) -> None:
         """Restart an environment that died or exceeded the deadline of `culprit`.
@@ -347,7 +348,6 @@ class RewardScorer:
         worker.restart()
         if culprit not in again:
             self._record(culprit, [Outcome(None, None, reason, queue.timeout_s)])
-        self._send(queue)
 
 
 class _LocalEnvironment:

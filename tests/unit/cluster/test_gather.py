@@ -95,9 +95,10 @@ class Others:
     def awaited(self) -> list[Answer]:
         return self.left[:1]
 
-    def take(self, ready: Answer) -> None:
-        self.left.remove(ready)
-        self.taken.append(ready)
+    def take(self, ready: list[Answer]) -> None:
+        for answer in ready:
+            self.left.remove(answer)
+        self.taken += ready
 
 
 def test_other_work_goes_on_while_it_waits(script):

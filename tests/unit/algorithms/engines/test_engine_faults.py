@@ -190,7 +190,7 @@ def test_prompts_given_up_while_waiting_for_an_engine_are_not_generated(unwanted
     entries = dying(world, starts=starts)
     world.rollouts.dispatch([prompt(number) for number in range(3)], SAMPLING, generations=3, step=1)
     while awaited := world.rollouts.awaited():  # its first sample, then its death
-        world.rollouts.take(world.cluster.ready(awaited, 1.0, "samples")[0])
+        world.rollouts.take(world.cluster.ready(awaited, 1.0, "samples")[:1])
     assert starts == [0] and world.rollouts.generating
     world.rollouts.drop(unwanted)
     wanted = {"p0", "p1", "p2"} - set(unwanted)

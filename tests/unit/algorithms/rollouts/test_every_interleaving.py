@@ -337,8 +337,7 @@ def run(world: World, prompts: int, surprises: int) -> None:
                 surprises -= 1
                 if things := rollouts.awaited():
                     try:
-                        for ready in world.ready(things, TIMEOUT_S, "training"):
-                            rollouts.take(ready)
+                        rollouts.take(world.ready(things, TIMEOUT_S, "training"))
                     except DeadlineExceeded:
                         break  # the policy's own deadline, which ends the run
             case _, uid:

@@ -241,7 +241,7 @@ def test_rollouts_go_on_while_the_driver_waits_for_something_else() -> None:
     world = World(engines=2, seed=1)
     world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=3, step=1)
     while awaited := world.rollouts.awaited():
-        world.rollouts.take(world.cluster.ready(awaited, 1.0, "work")[0])
+        world.rollouts.take(world.cluster.ready(awaited, 1.0, "work")[:1])
     assert len(world.finished) == 12 and not world.rollouts.generating
     calls = len(world.calls())
     groups = [world.rollouts.next_group() for _ in range(4)]
@@ -295,9 +295,9 @@ def test_a_later_step_does_not_hold_up_the_turns_of_an_earlier_one() -> None:
     first = world.rollouts.awaited()[0]
     world.rollouts.dispatch([prompt(2)], SAMPLING, generations=2, step=2)
     for _ in range(2):
-        world.rollouts.take(first)
+        world.rollouts.take([first])
     (reward,) = [thing for thing in world.rollouts.awaited() if not isinstance(thing, LocalStream)]
-    world.rollouts.take(reward)
+    world.rollouts.take([reward])
     assert len(world.rollouts.awaited()) == 2  # the engine generates step 2 and the second turn of step 1
 
 
@@ -315,7 +315,7 @@ def test_given_up_prompts_do_not_come_back_and_may_be_dispatched_again(engines: 
     groups |= {group.uid: group for group in (world.rollouts.next_group() for _ in range(6 - taken))}
     assert len(groups) == 6
     while awaited := world.rollouts.awaited():  # streams whose last samples were given up
-        world.rollouts.take(world.cluster.ready(awaited, 1.0, "ends")[0])
+        world.rollouts.take(world.cluster.ready(awaited, 1.0, "ends")[:1])
     assert not world.rollouts.generating
     undisturbed = World(engines=engines, seed=seed)
     first, anew = undisturbed.run(range(6)), undisturbed.run(range(6), step=2)
@@ -343,7 +343,7 @@ def test_a_group_may_be_complete_without_its_last_samples(engines: int, seed: in
                 trajectory = world.cluster.store.fetch(sample.ref)
                 assert trajectory == undisturbed.trajectory(whole[group.uid], sample.generation_index)
     while awaited := world.rollouts.awaited():
-        world.rollouts.take(world.cluster.ready(awaited, 1.0, "ends")[0])
+        world.rollouts.take(world.cluster.ready(awaited, 1.0, "ends")[:1])
     assert sum(map(len, world.environment.calls)) == 2 * 4 * 3, "samples given up are not scored"
 
 
@@ -367,7 +367,7 @@ def test_a_group_of_several_turns_may_be_complete_without_its_last_samples(engin
                 assert trajectory == undisturbed.trajectory(whole[group.uid], sample.generation_index)
                 assert score == whole[group.uid].scores[sample.generation_index] and score.terminated
     while awaited := world.rollouts.awaited():
-        world.rollouts.take(world.cluster.ready(awaited, 1.0, "ends")[0])
+        world.rollouts.take(world.cluster.ready(awaited, 1.0, "ends")[:1])
     assert not world.rollouts.generating
 
 
@@ -376,9 +376,9 @@ def test_a_sample_waits_for_no_other_sample() -> None:
     world = World()
     world.rollouts.dispatch([prompt(1)], SAMPLING, generations=2, step=1)
     (stream,) = world.rollouts.awaited()
-    world.rollouts.take(stream)
+    world.rollouts.take([stream])
     (score,) = [thing for thing in world.rollouts.awaited() if thing is not stream]
-    world.rollouts.take(score)  # of the first sample, whichever it is
+    world.rollouts.take([score])  # of the first sample, whichever it is
     (((_, index, turn),),) = world.environment.calls
     streams = [thing for thing in world.rollouts.awaited() if isinstance(thing, LocalStream)]
     assert turn == 1 and wanted("p1", index) > 1 and streams[0] is stream and len(streams) == 2

@@ -89,6 +89,7 @@ class World:
             if (request := self.scorer.next()) is not None:
                 scored[request.uid] = request.outcomes
                 continue
+            self.scorer.send()
             try:
                 ready = self.ready(self.scorer.awaited(), self.scorer.seconds_left(), "verdicts")
             except DeadlineExceeded:
@@ -116,6 +117,7 @@ def test_rewards_come_in_the_order_of_the_samples(world: World) -> None:
 def test_an_environment_gets_no_more_calls_than_it_takes_at_a_time(world: World) -> None:
     for number in range(5):
         world.scorer.submit(f"p{number}", "task", [{"of": "1"}], ["1"])
+    world.scorer.send()
     assert len(world.scorer.awaited()) == 2
 
 
@@ -196,7 +198,13 @@ def one_by_one(world: World, samples: Sequence[str], batch: BatchLimits, calls: 
 def test_samples_that_wait_for_a_busy_environment_go_in_one_call(world: World) -> None:
     scored = one_by_one(world, "12345678", BatchLimits(max_size=3))
     assert rewards(scored) == [[float(number)] for number in range(1, 9)]
-    assert world.asked == [["1"], ["2", "3", "4"], ["5", "6", "7"], ["8"]]
+    assert world.asked == [["1", "2", "3"], ["4", "5", "6"], ["7", "8"]]
+
+
+def test_samples_that_wait_are_spread_over_the_calls_that_an_environment_takes(world: World) -> None:
+    """It may work through the samples of one call in turn."""
+    one_by_one(world, "12345", BatchLimits(), calls=2)
+    assert world.asked == [["1", "2", "3"], ["4", "5"]]
 
 
 def test_in_a_joined_call_only_the_sample_that_fails_has_no_reward(world: World) -> None:
@@ -204,7 +212,7 @@ def test_in_a_joined_call_only_the_sample_that_fails_has_no_reward(world: World)
         world.asked.clear()
         scored = one_by_one(world, ["1", "2", fault, "4"], BatchLimits())
         assert rewards(scored) == [[1], [2], [None], [4]]
-        assert world.asked[1:] == [["2", fault, "4"], ["2"], [fault], ["4"]]
+        assert world.asked == [["1", "2", fault, "4"], ["1"], ["2"], [fault], ["4"]]
 
 
 def test_a_call_that_is_not_full_waits_for_more_samples(world: World) -> None:
@@ -225,6 +233,7 @@ def test_what_waits_for_more_samples_is_sent_when_no_more_can_come(world: World)
     )
     world.scorer = RewardScorer({"task": worker}, world, joins=True)  # type: ignore[arg-type]
     world.scorer.submit("p0", "task", [{"of": "1"}], ["1"])
+    world.scorer.send()
     assert world.scorer.awaited() == [] and 0 < world.scorer.seconds_left() <= 2.0
-    world.scorer.flush()
+    world.scorer.send(hold=False)
     assert world.asked == [["1"]]
