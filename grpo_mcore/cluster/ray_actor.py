@@ -43,14 +43,6 @@ class ParcelLabels:
     labels: list[Any]
 
 
-@dataclass(frozen=True)
-class Part:
-    """An argument that is an entry of a list: which of the call's lists, and which entry."""
-
-    whole: int
-    index: int
-
-
 class RemoteFailure(Exception):
     """Carries a worker's exception to the driver: as text, and pickled if it can be."""
 
@@ -143,11 +135,14 @@ class WorkerActor:
             gc.enable()
             self._built.set()
 
-    def call(self, method: str, num_wholes: int, *args: Any) -> Any:
-        """Call a method. The first `num_wholes` of `args` are lists, of which the `Part`s among the others are
-        entries."""
-        target, wholes = self._wait_for_target(), args[:num_wholes]
-        given = [wholes[arg.whole][arg.index] if isinstance(arg, Part) else arg for arg in args[num_wholes:]]
+    def call(self, method: str, parts: Mapping[int, tuple[int, int]], *args: Any) -> Any:
+        """Call a method. `parts`: place of an argument of it -> (list, entry), where it is an entry of a list. The
+        lists are the last of `args`, the other arguments the first. All places are one argument of this call, as each
+        argument costs the caller time."""
+        target, others = self._wait_for_target(), iter(args)
+        count = len(parts) + len(args) - len({number for number, _ in parts.values()})
+        wholes = args[count - len(parts) :]
+        given = [wholes[parts[place][0]][parts[place][1]] if place in parts else next(others) for place in range(count)]
         try:
             return getattr(target, method)(*given)
         except Exception as error:

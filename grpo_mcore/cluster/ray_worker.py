@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from grpo_mcore.cluster.diagnostics import Wait, log_tail, stacks
-from grpo_mcore.cluster.ray_actor import ParcelLabel, ParcelLabels, Part, RemoteFailure, in_stream
+from grpo_mcore.cluster.ray_actor import ParcelLabel, ParcelLabels, RemoteFailure, in_stream
 from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
 
 
@@ -65,24 +66,49 @@ class RayStream(_RayCall):
     """The items of one actor generator. `handle`: its ObjectRefGenerator."""
 
     _ended = False
+    _failure: WorkerFailed | DeadlineExceeded | None = None  # to be raised by the next call
 
     def has_answer(self, timeout_s: float = 0.0) -> bool:
-        return self._ended or super().has_answer(timeout_s)
+        return self._ended or self._failure is not None or super().has_answer(timeout_s)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        content = self._next_reference()  # see WorkerActor.stream
+        """Return the next item; of lists of parcels, all that are there as one list."""
+        if self._failure is not None:
+            raise self._failure
+        content, label = self._next_pair()
+        item = self.worker.fetch(self.what, label)
+        if isinstance(item, ParcelLabels):
+            return [*_parcels(content, item), *self._parcels_that_are_there()]
+        return Parcel(item.label, content) if isinstance(item, ParcelLabel) else item
+
+    def _next_pair(self) -> tuple[ray.ObjectRef, ray.ObjectRef]:
+        """Return the references to the next content and its label; see WorkerActor.stream."""
+        content = self._next_reference()
         try:
-            label = self._next_reference()
+            return content, self._next_reference()
         except StopIteration:  # then what came first is the error that ended the stream
             self.worker.fetch(self.what, content)
             raise WorkerFailed(self.whom, self.what, "its stream ended in the middle of an item") from None
-        item = self.worker.fetch(self.what, label)
-        if isinstance(item, ParcelLabels):
-            return [Parcel(one, PartRef(content, index)) for index, one in enumerate(item.labels)]
-        return Parcel(item.label, content) if isinstance(item, ParcelLabel) else item
+
+    def _parcels_that_are_there(self) -> Iterator[Parcel]:
+        """Yield the parcels of the lists that are there. An error, which ends the stream, is left to the next call."""
+        pairs = []
+        try:
+            with suppress(StopIteration):
+                while self.handle.next_ready():
+                    pairs.append(self._next_pair())
+        except (WorkerFailed, DeadlineExceeded) as error:
+            self._failure = error
+        try:
+            items = self.worker.fetch(self.what, [label for _, label in pairs])
+        except (WorkerFailed, DeadlineExceeded) as error:  # in place of the last label
+            items = self.worker.fetch(self.what, [label for _, label in pairs[:-1]])
+            self._failure = error
+        for (content, _), item in zip(pairs, items, strict=False):
+            yield from _parcels(content, item)
 
     def _next_reference(self) -> ray.ObjectRef:
         self._await_answer(self.timeout_s)
@@ -92,6 +118,11 @@ class RayStream(_RayCall):
         except StopIteration:
             self._ended = True
             raise
+
+
+def _parcels(content: ray.ObjectRef, labels: ParcelLabels) -> Iterator[Parcel]:
+    for index, label in enumerate(labels.labels):
+        yield Parcel(label, PartRef(content, index))
 
 
 class RayWorker:
@@ -138,9 +169,11 @@ class RayWorker:
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayFuture:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        wholes = list(dict.fromkeys(arg.whole for arg in args if isinstance(arg, PartRef)))
-        given = [Part(wholes.index(arg.whole), arg.index) if isinstance(arg, PartRef) else arg for arg in args]
-        answer = self.actor.call.remote(method, len(wholes), *wholes, *given)
+        entries = {place: arg for place, arg in enumerate(args) if isinstance(arg, PartRef)}
+        number = {whole: number for number, whole in enumerate(dict.fromkeys(part.whole for part in entries.values()))}
+        parts = {place: (number[part.whole], part.index) for place, part in entries.items()}
+        others = [arg for place, arg in enumerate(args) if place not in entries]
+        answer = self.actor.call.remote(method, parts, *others, *number)
         future = RayFuture(self, what or method, answer, timeout_s)
         with self._lock:
             self._calls.add(future)
@@ -177,8 +210,8 @@ class RayWorker:
             return f"{self.name} has no process yet: {self._waiting_for()}"
         return stacks(self.name, place)
 
-    def fetch(self, what: str, reference: ray.ObjectRef) -> Any:
-        """Return the value of an answer, or raise its error."""
+    def fetch(self, what: str, reference: ray.ObjectRef | list[ray.ObjectRef]) -> Any:
+        """Return the value of an answer, or of each of several, or raise its error."""
         try:
             return ray.get(reference, timeout=self._call_timeout_s)
         except GetTimeoutError:

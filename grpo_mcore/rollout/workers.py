@@ -118,7 +118,7 @@ class Rendezvous:
 class Parcel:
     """An item of a stream whose content stays in the store: a worker yields `Parcel(label, content)`, its caller
     receives `Parcel(label, reference to the content)`, and only the label is copied. Keep labels small. An item may
-    also be a list of parcels: it costs as much as one."""
+    also be a list of parcels: it costs as much as one. The caller may receive several such lists as one."""
 
     label: Any
     content: Any

@@ -57,6 +57,9 @@ class Abacus:
     def sum(self, values: list[int]) -> int:
         return sum(values)
 
+    def sum_of(self, first: list[int], more: int, *others: list[int]) -> int:
+        return sum(first) + more + sum(map(sum, others))
+
     def sum_fetched(self, records: list[Record]) -> int:
         assert self.store is not None
         return sum(sum(values) for values in self.store.fetch_many([record.ref for record in records]))
@@ -77,6 +80,15 @@ class Abacus:
     def lists(self, sizes: list[int]) -> Iterator[Parcel]:
         for size in sizes:
             yield Parcel(size, list(range(size)))
+
+    def lists_together(self, sizes: list[int], gate: str | None = None) -> Iterator[list[Parcel]]:
+        """Yield each list in two halves, at once or, with `gate`, behind that file; then fail if the last size is 0."""
+        for size in sizes:
+            if not size:
+                raise KeyError("beads")
+            yield [Parcel((size, half), list(range(half, size, 2))) for half in range(2)]
+            if gate is not None:
+                wait_at(gate)
 
     def last_parcel_is_fatal(self, part: str, how: str) -> Iterator[Parcel]:
         """Yield a list, then a parcel that cannot be sent whole. `part`: "label" or "content"."""

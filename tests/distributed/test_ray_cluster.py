@@ -157,6 +157,26 @@ def test_parcels_of_a_stream_go_from_worker_to_worker_and_none_is_lost(cluster, 
         assert second.call("sum_fetched", records).result() == 3 + 100 * sum(range(30_000))
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_lists_of_parcels_that_are_there_come_as_one(cluster, abacus, second, tmp_path, fails):
+    """None is lost where the stream fails behind them: the error comes with the next call."""
+    sizes = [*range(1, 40), *([0] if fails else [])]
+    stream = abacus.stream("lists_together", sizes, str(tmp_path / "gate"))
+    parcels, calls = next(stream), 1
+    assert [parcel.label for parcel in parcels] == [(1, 0), (1, 1)]
+    (tmp_path / "gate").touch()
+    abacus.call("add", 0).result()  # by then all of them have been sent
+    with pytest.raises(WorkerFailed, match="KeyError: 'beads'") if fails else contextlib.nullcontext():
+        while cluster.ready([stream], 30.0, "lists") and (more := next(stream, None)) is not None:
+            parcels, calls = parcels + more, calls + 1
+    assert [parcel.label for parcel in parcels] == [(size, half) for size in range(1, 40) for half in range(2)]
+    assert calls < 20
+    contents = [list(range(half, size, 2)) for size in range(1, 40) for half in range(2)]
+    assert cluster.store.fetch_many([parcel.content for parcel in parcels]) == contents
+    one, other = parcels[77].content, parcels[4].content
+    assert second.call("sum_of", one, 1000, other, one).result() == 2 * sum(contents[77]) + sum(contents[4]) + 1000
+
+
 def test_parcels_outlive_their_worker(cluster, second):
     mortal = cluster.spawn("mortal", Abacus, cpus=0.1)
     parcels = list(mortal.stream("lists", [3, 50_000]))
