@@ -51,7 +51,7 @@ def _grpo(recipe: str, overrides: Sequence[str] = ()) -> int:
     task = make_arithmetic_task(folder / "task", seed=sft.sft.seed)
     model_kind, parameters = make_untrained(recipe, untrained, task.tokenizer, sft.sft.seed)
     print(f"1/4  task and untrained {model_kind} with {parameters / 1e6:.1f} M parameters in {folder}", flush=True)
-    print("2/4  supervised warm-up, most demonstrations are one too many (recipes/sft-arithmetic-cpu.yaml)", flush=True)
+    print("2/4  supervised warm-up, most demonstrations are wrong by one (recipes/sft-arithmetic-cpu.yaml)", flush=True)
     if (warm_up := run_recipe("sft", sft_train, sft, None))["stopped_early"]:
         return exit_code(warm_up)
     print(f"3/4  GRPO (recipes/{recipe}.yaml)", flush=True)

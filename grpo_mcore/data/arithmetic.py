@@ -27,6 +27,7 @@ CHAT_TEMPLATE = (
 )
 _HIGHEST = 99
 _WIDTH = 3
+_OF_A_LEVEL = 2000
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ def make_arithmetic_task(
     seed: int = 0,
     *,
     num_val: int = 500,
-    num_of_level: int = 2000,
     demonstrations_per_problem: int = 4,
     wrong_share: float = 0.0,
     off_by_one_share: float = 0.6,
@@ -59,8 +59,8 @@ def make_arithmetic_task(
     their contents.
 
     The problems are all sums 0..99 + 0..99, `num_val` of them held out. Demonstrations are wrong in two ways. A share
-    `off_by_one_share` is one too many: above a half, the most likely answer is wrong, and no lower temperature makes it
-    right. Besides, a share `wrong_share` of all has wrong digits. Each level has `num_of_level` prompts: sums for which
+    `off_by_one_share` is too high by one: above a half, the most likely answer is wrong, and no lower temperature makes
+    it right. Besides, a share `wrong_share` of all has wrong digits. Each level has 2000 prompts: sums for which
     an answer that is up to 20 off counts as well (easy), sums (medium), and products (hard).
     """
     folder = Path(folder)
@@ -88,7 +88,7 @@ def make_arithmetic_task(
             for a, b in shown
         ),
     )
-    easy, medium, hard = (seen[first : first + num_of_level] for first in range(0, 3 * num_of_level, num_of_level))
+    easy, medium, hard = (seen[first : first + _OF_A_LEVEL] for first in range(0, 3 * _OF_A_LEVEL, _OF_A_LEVEL))
     levels = [
         *({"input": f"{a:02d}+{b:02d}=", "output": _near(a + b), "level": "easy"} for a, b in easy),
         *({"input": f"{a:02d}+{b:02d}=", "output": [str(a + b)], "level": "medium"} for a, b in medium),
@@ -105,8 +105,8 @@ def _near(answer: int) -> list[str]:
 
 
 def demonstration(a: int, b: int, draw: random.Random, wrong_share: float, off_by_one_share: float = 0.0) -> str:
-    """Return the answer to a + b in fixed width: one too many with probability `off_by_one_share`, and then with wrong
-    digits with probability `wrong_share`.
+    """Return the answer to a + b in fixed width: too high by one with probability `off_by_one_share`, and then with
+    wrong digits with probability `wrong_share`.
 
     Each digit is wrong independently, so a model that fits these answers perfectly samples them with probability
     1 - `wrong_share`, and always finds them when it takes the most likely digit.

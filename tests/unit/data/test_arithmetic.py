@@ -54,7 +54,7 @@ def test_the_seed_determines_the_files(task, tmp_path):
         assert getattr(other, name).read_bytes() != getattr(task, name).read_bytes()
 
 
-def test_most_demonstrations_are_one_too_many(task):
+def test_most_demonstrations_are_wrong_by_one(task):
     misses = [int(row["output"]) - total(row) for row in rows(task.sft)]
     assert set(misses) == {0, 1}
     assert abs(misses.count(1) / len(misses) - 0.6) < 0.02, "the most likely answer is wrong"
