@@ -1,5 +1,5 @@
-"""Distillation: the same as `grpo-mcore distill`, with examples/configs/distillation_math.yaml where no --config is
-given.
+"""Let a larger model teach: the same as `grpo-mcore distill`, with examples/configs/distillation_math.yaml where no
+--config is given.
 
 uv run examples/run_distillation.py --config RECIPE [key=value ...]
 """

@@ -1,11 +1,11 @@
-"""Train a model on pairs of answers: the same as `grpo-mcore dpo`.
+"""Train on pairs of answers: the same as `grpo-mcore dpo`, with examples/configs/dpo.yaml where no --config is given.
 
-python examples/run_dpo.py --config recipes/dpo.yaml [key=value ...]
+uv run examples/run_dpo.py --config RECIPE [key=value ...]
 """
 
 import sys
 
-from grpo_mcore.cli.main import main
+from grpo_mcore.cli.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(main(["dpo", *sys.argv[1:]]))
+    sys.exit(run_script("dpo", default="dpo.yaml"))

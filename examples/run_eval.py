@@ -1,7 +1,7 @@
-"""`python examples/run_eval.py [--config recipes/eval.yaml] [generation.model_name=... key=value ...]`: the same as
-`grpo-mcore eval`, under the name that NeMo RL gives it."""
+"""Evaluate a model: the same as `grpo-mcore eval`, with recipes/eval.yaml where no --config is given.
 
-from __future__ import annotations
+uv run examples/run_eval.py [--config RECIPE] [generation.model_name=... key=value ...]
+"""
 
 import sys
 

@@ -7,7 +7,7 @@ A turn of the policy is either a call or an answer:
     tool     56
     policy   56         an answer: the conversation ends, reward 1 if it is right
 
-A call that is no arithmetic is answered with "?", and the conversation goes on. recipe.yaml beside this file names the
+A call that is not arithmetic is answered with "?", and the conversation goes on. recipe.yaml beside this file names the
 class by its import path. `make_task.py` makes the model and the data, and sft.yaml teaches the model both habits, to
 call and to guess; GRPO finds out which of the two pays. The commands are at the top of recipe.yaml.
 
@@ -32,7 +32,7 @@ _EXPRESSION = re.compile(r"(\d{1,4})([-+*])(\d{1,4})")
 
 
 def calculate(expression: str) -> str:
-    """Return the value of "a+b", "a-b" or "a*b", or "?" where the expression is none of them."""
+    """Return the value of "a+b", "a-b" or "a*b", or "?" for any other expression."""
     match = _EXPRESSION.fullmatch(expression.strip())
     return CALL if match is None else str(_OPERATIONS[match[2]](int(match[1]), int(match[3])))
 

@@ -28,7 +28,7 @@ from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
 from grpo_mcore.data.tokenizer import load_tokenizer
 from grpo_mcore.generation import Engine, EngineConfig
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.objective import ClippedPGLossFn, group_index, grpo_advantages
+from grpo_mcore.objective import ClippedPGLossFn, group_index, grpo_advantages, valid_counts
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.processes import free_port
@@ -98,7 +98,7 @@ def train(model: str, steps: int) -> list[float]:
     engine = Engine(EngineConfig(model, dtype="float32", max_model_len=32, load_format="dummy", kv_cache_memory_gb=0.1))
     sender = RefitSender(policy.weights, rank=0)
     plan = plan_model_refit(policy.shape, PolicyLayout(), EngineLayout(), dtype="float32", buffer_bytes=1 << 20)
-    loss = ClippedPGLossFn(config.loss_fn, prev_equals_curr=True)  # one optimizer step a step: the ratio starts at 1
+    loss = ClippedPGLossFn(config.loss_fn, prev_equals_curr=True)  # one optimizer step per RL step: the ratio is 1
     tokenizer = load_tokenizer(model)
     means: list[float] = []
     try:
@@ -108,10 +108,8 @@ def train(model: str, steps: int) -> list[float]:
             trajectories = list(engine.generate(make_requests(tokenizer, step), SAMPLING))
             rewards = [reward(trajectory) for trajectory in trajectories]
             batch = pack(trajectories, rewards, policy.row_multiple)
-            tokens_trained = sum(trajectory.generated_length for trajectory in trajectories)
-            report = policy.train_step(
-                [batch], loss, global_valid_seqs=len(trajectories), global_valid_toks=tokens_trained
-            )
+            samples, tokens = map(int, valid_counts(batch.loss_inputs()))  # over all rows and ranks, if there are more
+            report = policy.train_step([batch], loss, global_valid_seqs=samples, global_valid_toks=tokens)
             policy.advance_schedule()
             means.append(sum(rewards) / len(rewards))
             print(f"step {step:>3}  reward {means[-1]:.3f}  grad norm {report.grad_norm:.2f}", flush=True)

@@ -183,7 +183,8 @@ def test_a_stopped_run_saves_and_goes_on(task: Task, pairs: dict[str, Path], tmp
 
 def test_the_script(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "run_dpo.py"
-    found = subprocess.run(
-        [sys.executable, str(script), "--config", "no.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 2 and "no.yaml" in found.stderr
+    for words, named in ((["--config", "no.yaml"], "no.yaml"), (["dpo.no_key=1"], "dpo.no_key")):
+        ended = subprocess.run(
+            [sys.executable, str(script), *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 2 and named in ended.stderr, ended.stderr
