@@ -28,12 +28,34 @@ was written. Keys of NeMo RL that do not exist here are accepted where they chan
 what to use instead.
 
 A run that resumes may change every value but those marked as fixed; `train --resume` prints what changed.
+
+| you want to choose | sections |
+|---|---|
 """
+_BY_TOPIC = {
+    "model and optimizer": "policy policy.tokenizer policy.megatron_cfg.optimizer policy.megatron_cfg.scheduler",
+    "adapters instead of the whole model": "policy.megatron_cfg.peft",
+    "data": "data data.train.* data.sampler",
+    "the algorithm": "grpo grpo.adv_estimator grpo.reward_shaping loss_fn on_policy_distillation sft dpo",
+    "how the policy is laid out, and its memory": "policy.megatron_cfg policy.sequence_packing cluster",
+    "how engines generate": "policy.generation policy.generation.vllm_cfg policy.generation.colocated.resources",
+    "generation ahead of training": "grpo.async_grpo",
+    "what is saved and what is logged": "checkpointing logger",
+    "machines and jobs": "cluster launch",
+    "an evaluation, a rehearsal": "eval rehearse",
+}
+"""Sections by what a user wants to choose."""
 
 
 def reference() -> str:
     """Return the reference: a table of keys for each section."""
-    return _HEAD + "".join(f"\n{text}" for text in _sections(RecipeSections, "", {}))
+    topics = "".join(f"| {topic} | {', '.join(map(_link, keys.split()))} |\n" for topic, keys in _BY_TOPIC.items())
+    return _HEAD + topics + "".join(f"\n{text}" for text in _sections(RecipeSections, "", "", {}))
+
+
+def _link(key: str) -> str:
+    """Return a link to the section `key` of the reference."""
+    return f"[`{key.removesuffix('.*')}`](#{re.sub('[.*]', '', key)})"
 
 
 def explain(key: str) -> str:
@@ -100,13 +122,14 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")
 
 
-def _sections(section: type[Section], path: str, written: dict[type[Section], str]) -> Iterator[str]:
-    """Yield the text of a section, then those of the sections in it. `written`: where sections were written before."""
+def _sections(section: type[Section], path: str, meaning: str, written: dict[type[Section], str]) -> Iterator[str]:
+    """Yield the text of a section, then those of the sections in it. `meaning`: of the section's key, for a section
+    that says nothing of itself. `written`: where sections were written before."""
     if section in written:
         yield f"## `{path}`\n\nSame keys as `{written[section]}`.\n"
         return
     written[section] = path
-    inner: list[tuple[type[Section], str]] = []
+    inner: list[tuple[type[Section], str, str]] = []
     rows = []
     for name, field in section.model_fields.items():
         nested, is_list = section_of(field.annotation)
@@ -116,14 +139,14 @@ def _sections(section: type[Section], path: str, written: dict[type[Section], st
             fixed = " Fixed when a run resumes." if FIXED in field.metadata else ""
             rows.append((f"`{name}`", kind, _default(field), docstrings(section)[name] + fixed))
         else:
-            inner.append((nested, key + ".*" if is_list else key))
-    purpose = " ".join((inspect.getdoc(section) or "").split()).removeprefix(f"`{path}`").lstrip(":. ")
+            inner.append((nested, key + ".*" if is_list else key, docstrings(section).get(name, "")))
+    purpose = _purpose(section) or meaning
     if path and rows:
         yield f"## `{path}`\n\n{purpose[:1].upper()}{purpose[1:]}\n\n{_table(rows)}"
     elif rows:
         yield f"## Top level\n\n{_table(rows)}"
-    for nested, key in inner:
-        yield from _sections(nested, key, written)
+    for nested, key, meaning in inner:
+        yield from _sections(nested, key, meaning, written)
 
 
 def _table(rows: list[tuple[str, str, str, str]]) -> str:

@@ -70,7 +70,7 @@ class DivergenceConfig(Section):
     jsd_beta: Probability = 0.5
     """Share of the teacher in the mixture. 0 is forward, 1 is reverse. Only for jsd."""
     topk_logits_k: Positive | None = None
-    """Compare the teacher's most likely tokens only, so many. null: the whole vocabulary."""
+    """Compare only this many of the teacher's most likely tokens. null: the whole vocabulary."""
     zero_outside_topk: bool = False
     """With topk_logits_k: keep the policy's whole distribution and take the teacher's log-prob outside its k tokens as
     -100. false: both are distributions over the k tokens."""

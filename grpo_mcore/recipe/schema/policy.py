@@ -48,7 +48,7 @@ class SharedPrefixConfig(Section):
     steps where this saves at least a tenth of the tokens. Such samples are packed together. null: true on CPU and on
     GPUs without TransformerEngine, whose attention this replaces; needs sequence_packing."""
     min_tokens: Annotated[int, Field(gt=0, multiple_of=32)] = 32
-    """Samples share prefixes of at least this many tokens, in whole blocks of so many. A multiple of 32."""
+    """Samples share prefixes in whole blocks of this many tokens: a multiple of 32."""
 
 
 class SequencePackingConfig(Section):

@@ -13,7 +13,7 @@ from grpo_mcore.recipe.schema.section import (
 
 
 class RehearseConfig(Section):
-    """`rehearse`. What `grpo-mcore rehearse` assumes of samples, rewards and devices. Read by tools/rehearse."""
+    """`rehearse`: what `grpo-mcore rehearse` assumes of samples, rewards and devices."""
 
     device: str | None = None
     """The accelerator, as in `grpo-mcore plan --device`. null: H100, or cpu where cluster.platform is cpu."""

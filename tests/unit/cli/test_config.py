@@ -41,6 +41,14 @@ def test_the_reference_has_every_key() -> None:
     assert found == {key for key in keys if not key.startswith("data.validation.")}, "data.validation.* refers to train"
 
 
+def test_sections_of_the_reference_have_a_purpose_and_links_lead_to_them() -> None:
+    text = reference()
+    titles = re.findall(r"^## `(.+)`\n\n(\S?)", text, re.MULTILINE)
+    assert not [title for title, purpose in titles if purpose in ("", "|")]
+    links = set(re.findall(r"\]\(#(\w+)\)", text))
+    assert links and links <= {re.sub(r"[.*]", "", title) for title, _ in titles}
+
+
 @pytest.mark.parametrize("words", [["config", "grpo_math_1B"], ["config", "--reference"], ["--version"]])
 def test_a_reader_that_goes_away_ends_the_command_quietly(words: list[str]) -> None:
     reading, writing = os.pipe()
