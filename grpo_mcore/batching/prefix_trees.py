@@ -61,7 +61,7 @@ def prefixes_of(sketch: str, length: int, block: int = BLOCK_TOKENS) -> Prefixes
 
 
 def _sketched(blocks: int) -> list[int]:
-    """Return the numbers of blocks whose hashes are in the sketch of so many blocks."""
+    """Return the lengths, in blocks, of the prefixes whose hashes a sketch keeps: powers of two, and the whole."""
     powers = [1 << power for power in range(blocks.bit_length())]
     return powers if not blocks or powers[-1] == blocks else [*powers, blocks]
 

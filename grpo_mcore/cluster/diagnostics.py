@@ -18,14 +18,14 @@ RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 """Beginnings of lines that Ray writes into a worker's log for itself."""
 
 
-def log_tail(log: str, lines: int = TAIL_LINES) -> str:
+def log_tail(log: str) -> str:
     """Return the end of a worker's log, with its path."""
     path = Path(log)
     try:
         text = read_from(path, max(0, path.stat().st_size - 16384))
     except OSError:
         return f"its log is on its node: {log}"
-    last = [line for line in text.splitlines() if not line.startswith(RAY_MARKS)][-lines:]
+    last = [line for line in text.splitlines() if not line.startswith(RAY_MARKS)][-TAIL_LINES:]
     if not last:
         return f"its log is empty: {log}"
     return "\n".join([f"end of its log, {log}:", *(f"    {line}" for line in last)])

@@ -35,6 +35,9 @@ FAMILIES |= dict.fromkeys(("kimi_k2", "glm4_moe_lite", "glm_moe_dsa"), deepseek_
 FAMILIES["gemma3"] = gemma3_text
 FAMILIES |= dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5)
 
+OVERRIDES_KEY = "policy.hf_config_overrides"
+"""Recipe key of the overrides, for messages."""
+
 OPTIONAL = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "sliding_window")
 """Keys of a Hugging Face config that many models leave at their default."""
 
@@ -66,17 +69,15 @@ def read_hf_config(folder: str | Path, overrides: Mapping[str, Any] = MappingPro
     return with_overrides(config, overrides)
 
 
-def with_overrides(
-    config: Mapping[str, Any], overrides: Mapping[str, Any], at: str = "policy.hf_config_overrides"
-) -> dict[str, Any]:
+def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a Hugging Face config with values replaced; mappings are merged. Raises FamilyError for a key that it does
     not have, except one of OPTIONAL."""
     replaced = dict(config)
-    for key, value in _in_the_form_of(config, overrides, at).items():
+    for key, value in _in_the_form_of(config, overrides).items():
         if key not in config and key not in OPTIONAL:
             near = get_close_matches(key, [*config, *OPTIONAL], n=1)
             hint = f"; nearest: {near[0]}" if near else ""
-            raise FamilyError(f"{at}.{key}: the model's config.json has no such key{hint}")
+            raise FamilyError(f"{OVERRIDES_KEY}.{key}: the model's config.json has no such key{hint}")
         both = isinstance(value, Mapping) and isinstance(config.get(key), Mapping)
         replaced[key] = _merged(config[key], value) if both else value
     return replaced
@@ -95,7 +96,7 @@ def _merged(before: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any], at: str) -> dict[str, Any]:
+def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the overrides with rotary settings in the form that the config has them in.
 
     A config has `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before). Whoever reads one form
@@ -113,15 +114,15 @@ def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any], at:
             if name not in ROPE_SETTINGS:
                 near = get_close_matches(name, ROPE_SETTINGS, n=1)
                 hint = f"; nearest: {near[0]}" if near else f"; known are {', '.join(ROPE_SETTINGS)}"
-                raise FamilyError(f"{at}.{key}: there is no rotary setting {name!r}{hint}")
+                raise FamilyError(f"{OVERRIDES_KEY}.{key}: there is no rotary setting {name!r}{hint}")
     new = config.get("rope_parameters")
     if isinstance(new, Mapping):
         by_kind = [kind for kind, value in new.items() if isinstance(value, Mapping)]
         flat = {key: value for key, value in rope.items() if key != "rope_parameters"}
         if by_kind and (flat or any(name not in by_kind for name in parts.get("rope_parameters", {}))):
             raise FamilyError(
-                f"{at}: the model's config.json has rope_parameters by kind of layer ({', '.join(by_kind)}); override "
-                f"rope_parameters.{by_kind[0]}, and so on"
+                f"{OVERRIDES_KEY}: the model's config.json has rope_parameters by kind of layer "
+                f"({', '.join(by_kind)}); override rope_parameters.{by_kind[0]}, and so on"
             )
         settings = dict(rope.get("rope_parameters") or {})
         if "rope_theta" in rope:
@@ -135,7 +136,7 @@ def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any], at:
     settings = _with_type(rope["rope_parameters"] or {})
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise FamilyError(
-            f"{at}.rope_parameters: the model's config.json has rope_theta and rope_scaling; override these"
+            f"{OVERRIDES_KEY}.rope_parameters: the model's config.json has rope_theta and rope_scaling; override these"
         )
     old = {key: settings.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in settings}
     if settings.get("rope_type") == "default":

@@ -64,7 +64,7 @@ def check_context_parallel(shape: ModelShape, ranks: int, *, fused_attention: bo
 
 
 def check_length(shape: ModelShape, tokens: int) -> None:
-    """Raise FamilyError if sequences of so many tokens (policy.max_total_sequence_length) need sparse attention."""
+    """Raise FamilyError if sequences of `tokens` (policy.max_total_sequence_length) need sparse attention."""
     if shape.longest_sequence is not None and tokens > shape.longest_sequence:
         raise FamilyError(
             f"policy.max_total_sequence_length {tokens}: beyond index_topk {shape.longest_sequence} tokens the model's "

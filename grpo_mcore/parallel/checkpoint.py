@@ -39,7 +39,7 @@ class SaveError(OSError):
 class BackgroundSave:
     """Writes this rank's part of a checkpoint during training, by Megatron-Core's asynchronous calls; one at a time.
 
-    The caller makes the checkpoint appear whole (DESIGN law 4). A forked process writes, not a persistent one: torch
+    The caller makes the checkpoint appear whole. A forked process writes, not a persistent one: torch
     would share a CPU rank's tensors with a persistent process, and training would change them while they are written.
     A fork keeps them as they were. Every method is collective.
     """

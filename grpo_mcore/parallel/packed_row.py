@@ -154,12 +154,12 @@ def _spans_of_samples(
     return spans, torch.cat(keys), places
 
 
-def bucket_by_length(lengths: Sequence[int], growth: float = 1.25) -> list[list[int]]:
-    """Group sequences of similar length: inside a bucket the longest is at most about `growth` times the shortest."""
+def bucket_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Group sequences of similar length: inside a bucket the longest is at most about 1.25 times the shortest."""
     buckets: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         if length:
-            buckets.setdefault(math.floor(math.log(length, growth)), []).append(index)
+            buckets.setdefault(math.floor(math.log(length, 1.25)), []).append(index)
     return [buckets[key] for key in sorted(buckets)]
 
 

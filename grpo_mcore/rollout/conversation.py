@@ -32,7 +32,7 @@ class Conversation:
     """A sample under way. Its turn is generated and scored; then it is `over`, or its next turn is requested.
 
     `metadata` and `stop_strings`: of the turn under way. `sample`: up to the last generated turn. `score`: over the
-    turns judged so far, rewards added up. `ended_at`: when it was over, by the cluster's clock.
+    turns scored so far, rewards added up. `ended_at`: when it was over, by the cluster's clock.
     """
 
     metadata: dict[str, Any]
@@ -43,18 +43,18 @@ class Conversation:
     ended_at: float = 0.0
 
     def judged(self, outcome: Outcome, limits: TurnLimits) -> bool:
-        """Add the verdict on the last turn. Return whether the sample goes on.
+        """Add the score of the last turn. Return whether the sample goes on.
 
         It does not where the environment ended it or failed, the engine aborted it or cut it at a length limit, or no
         turn is left. Where it would and the environment says nothing, the environment has failed.
         """
         sample = self.sample
-        assert sample is not None and not self.over, "a turn is judged once, after it was generated"
-        verdict = _checked(sample, outcome)
-        self.over = verdict.terminated or verdict.reward is None or sample.truncated or sample.turns >= limits.max_turns
+        assert sample is not None and not self.over, "a turn is scored once, after it was generated"
+        checked = _checked(sample, outcome)
+        self.over = checked.terminated or checked.reward is None or sample.truncated or sample.turns >= limits.max_turns
         if not self.over and outcome.observation is None:
-            verdict, self.over = replace(verdict, reward=None, reason=_SAID_NOTHING.format(sample.turns)), True
-        self.score = _added(self.score, verdict)
+            checked, self.over = replace(checked, reward=None, reason=_SAID_NOTHING.format(sample.turns)), True
+        self.score = _added(self.score, checked)
         if self.over:
             return False
         if outcome.metadata is not None:
@@ -78,7 +78,7 @@ class Conversation:
 
 
 def _checked(sample: TrajectoryRef, outcome: Outcome) -> Outcome:
-    """Return the verdict, without its reward if the sample was aborted or the reward is not a finite number."""
+    """Return the outcome, without its reward if the sample was aborted or the reward is not a finite number."""
     if sample.finish_reason == "abort":
         return replace(outcome, reward=None, reason="the engine aborted the sample")
     if outcome.reward is not None and not math.isfinite(outcome.reward):
@@ -86,10 +86,10 @@ def _checked(sample: TrajectoryRef, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _added(before: Score | None, verdict: Outcome) -> Score:
+def _added(before: Score | None, outcome: Outcome) -> Score:
     """Add a turn's score to the sample's. A turn without a reward leaves the whole sample without one."""
-    reward, by_name, seconds = verdict.reward, dict(verdict.rewards_by_name), verdict.seconds
-    failures = verdict.failures
+    reward, by_name, seconds = outcome.reward, dict(outcome.rewards_by_name), outcome.seconds
+    failures = outcome.failures
     if before is not None:
         seconds, failures = seconds + before.seconds, before.failures + failures
         for name, value in before.rewards_by_name.items():
@@ -97,5 +97,5 @@ def _added(before: Score | None, verdict: Outcome) -> Score:
         if reward is not None and before.reward is not None:
             reward += before.reward
     return Score(
-        reward, verdict.answer, verdict.reason, seconds, by_name, verdict.terminated, verdict.solved_at, failures
+        reward, outcome.answer, outcome.reason, seconds, by_name, outcome.terminated, outcome.solved_at, failures
     )

@@ -1,4 +1,4 @@
-"""Requests to an engine, its trajectories, and an environment's verdict on them.
+"""Requests to an engine, its trajectories, and their scores.
 
 Tokens stay tokens: a turn carries the ids that were prompted or sampled; nothing decoded is tokenised again.
 """
@@ -302,7 +302,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Score:
-    """An environment's verdict on one trajectory.
+    """What an environment says of one trajectory.
 
     `reward` None: the environment failed; the sample is excluded and counted, never scored 0. `answer`: what
     was taken for the answer, None where there was none. `reason`: why, in words. `seconds`: what it took.
@@ -348,7 +348,7 @@ def mean_parts(scores: Iterable[Score]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Outcome(Score):
-    """An environment's verdict on one turn, and its next message.
+    """What an environment says of one turn, and its next message.
 
     `observation`: its next message, None where it has nothing to say; `role`: whose words they are. `metadata`:
     what the next call gets; None: the same again. `stop_strings`: of the next turn; None: the same again. `traceback`:
@@ -364,7 +364,7 @@ class Outcome(Score):
 
 def sample_seed(seed: int, step: int, uid: str, generation_index: int, turn: int = 0) -> int:
     """Return the seed of one turn of a sample, in 0 .. 2^63 - 1: a hash of (grpo.seed, step, prompt uid, generation
-    index) and, after the first, of the turn (DESIGN law 5)."""
+    index) and, after the first, of the turn."""
     text = f"{seed}/{step}/{uid}/{generation_index}" + (f"/{turn}" if turn else "")
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

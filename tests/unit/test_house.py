@@ -19,7 +19,7 @@ PURE = {"rollout", "recipe", "observe", "batching", "objective", "families", "la
 WORKSHOPS = {"generation", "environments", "cluster", "data", "refit", "parallel"}
 FLOOR = dict.fromkeys(PURE, 1) | dict.fromkeys(WORKSHOPS, 2) | {"algorithms": 3, "tools": 3, "cli": 4}
 
-# What each room must not know (DESIGN: the house). A prefix of the imported name.
+# What each room must not know. A prefix of the imported name.
 FORBIDDEN = {
     "recipe": {"torch", "numpy", "transformers", "ray", "megatron", "vllm"},
     "rollout": {"ray", "megatron", "vllm"},

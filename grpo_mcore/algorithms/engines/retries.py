@@ -21,7 +21,7 @@ class Retries:
         return self._in_a_row >= self._tolerated
 
     def failed(self, error: BaseException) -> None:
-        """Count a failure and wait. Raises `error` if it is one too many."""
+        """Count a failure and wait. Raises `error` if the limit is exceeded."""
         if self.exhausted:
             raise error
         self._in_a_row += 1

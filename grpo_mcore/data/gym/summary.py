@@ -96,10 +96,6 @@ class Summary:
     """The first line of the output."""
     seconds: float = 0.0
 
-    @property
-    def adds_up(self) -> bool:
-        return self.rows == self.kept + self.filtered.total() + self.malformed
-
     def __str__(self) -> str:
         lines = [f"{self.source} -> {self.target if self.written else 'nothing written'}"]
         lines += _row("rows in", self.rows, f"{self.blank:,} blank lines skipped" if self.blank else "")

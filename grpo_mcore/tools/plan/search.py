@@ -16,6 +16,9 @@ LAYERS_PER_STAGE = 4
 """Fewest layers of a pipeline stage that is tried."""
 WORST_BUBBLE = 0.25
 """Largest share of the training time that a layout may wait for other stages."""
+MOST = 5
+"""Maximum number of layouts that are returned."""
+
 EQUAL = 1.1
 """Layouts whose times differ by less than this factor count as equally fast: the estimate is no better."""
 
@@ -32,9 +35,9 @@ class Candidate:
     own: bool = False
 
 
-def search(load: Workload, device: Device, nodes: int, best: int = 5) -> list[Candidate]:
+def search(load: Workload, device: Device, nodes: int) -> list[Candidate]:
     """Return layouts of the policy on `nodes` nodes that differ in kind, fastest first, each with the engines that are
-    fastest with it: at most `best`, and the recipe's own. That one comes first where it is about as fast as any.
+    fastest with it: at most MOST, and the recipe's own. That one comes first where it is about as fast as any.
 
     Two layouts are of one kind if they use the same dimensions and both or none recompute. Empty if none fits. Raises
     PlanError for less than one node.
@@ -52,11 +55,11 @@ def search(load: Workload, device: Device, nodes: int, best: int = 5) -> list[Ca
         kind = (layout.tensor > 1, layout.pipeline > 1, layout.expert > 1, option.recompute)
         if kind not in fastest or tried.seconds < fastest[kind].seconds:
             fastest[kind] = tried
-    ranked = sorted(fastest.values(), key=lambda candidate: candidate.seconds)[:best]
+    ranked = sorted(fastest.values(), key=lambda candidate: candidate.seconds)[:MOST]
     if own is not None:
         ranked = [candidate for candidate in ranked if candidate.layout != own.layout]
         first = not ranked or own.seconds <= EQUAL * ranked[0].seconds
-        ranked = [own, *ranked[: best - 1]] if first else [*ranked[: best - 1], own]
+        ranked = [own, *ranked[: MOST - 1]] if first else [*ranked[: MOST - 1], own]
     return ranked
 
 

@@ -156,7 +156,7 @@ def _sample(row: Mapping[str, Any]) -> Sample:
 
 
 def _weights(config: MasterConfig, steps: int, scratch: Path) -> Path | None:
-    """Return a Hugging Face folder with the weights after so many steps; None if their checkpoint is not kept."""
+    """Return a Hugging Face folder with the weights after this many `steps`; None if their checkpoint is not kept."""
     if steps == 0:
         return Path(model_folder(config.policy.model_name))
     checkpoint, folder = Path(config.checkpointing.checkpoint_dir) / f"step_{steps}", scratch / f"step_{steps}"

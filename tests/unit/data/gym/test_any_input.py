@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.gym.conftest import TRANSFORMS, call, call_output, message, rollout, thought
+from tests.unit.data.gym.conftest import TRANSFORMS, adds_up, call, call_output, message, rollout, thought
 
 WHOLE = rollout(
     [message("be brief", "developer"), message("1+1?", "user")],
@@ -74,7 +74,7 @@ def test_every_line_is_accounted_for(lines: list[bytes]) -> None:
         for name, transform in TRANSFORMS.items():
             target = Path(folder, f"{name}.jsonl")
             summary = transform(source, target)
-            assert summary.adds_up and summary.rows == len(rows), name
+            assert adds_up(summary) and summary.rows == len(rows), name
             assert str(summary)
             if target.exists():
                 written = [json.loads(line) for line in target.read_bytes().splitlines()]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from grpo_mcore.data.gym import gym_to_dpo
 from grpo_mcore.data.gym.pairing import PairIndex, pair_index
 from grpo_mcore.data.interfaces import DataError
-from tests.unit.data.gym.conftest import call, message, read, rollout, write
+from tests.unit.data.gym.conftest import adds_up, call, message, read, rollout, write
 
 
 def rewarded(question: Any, rewards: dict[str, float], **more: Any) -> list[dict[str, Any]]:
@@ -195,7 +195,7 @@ def test_against_the_definition(tmp_path_factory: Any, rollouts: list[tuple[int,
     found = read(folder / "out.jsonl") if summary.written else []
     got = [(row["prompt"], row["chosen_reward"], row["rejected_reward"]) for row in found]
     assert got == _reference(rollouts, 0.25)
-    assert summary.adds_up and all(row["chosen"] != row["rejected"] for row in found)
+    assert adds_up(summary) and all(row["chosen"] != row["rejected"] for row in found)
 
 
 def test_the_index_is_deleted_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

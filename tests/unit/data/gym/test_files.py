@@ -16,7 +16,7 @@ import pytest
 from grpo_mcore.data.gym import gym_to_dpo, gym_to_grpo, gym_to_sft
 from grpo_mcore.data.gym.files import read_lines
 from grpo_mcore.data.interfaces import DataError
-from tests.unit.data.gym.conftest import TRANSFORMS, read, rollout, write
+from tests.unit.data.gym.conftest import TRANSFORMS, adds_up, read, rollout, write
 
 ROWS = [rollout(f"q{n}", f"a{n % 4}", float(n % 2)) for n in range(40)] + [rollout("q0", "other", 1.0)]
 
@@ -78,7 +78,7 @@ def test_empty_files(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "empty.jsonl").write_bytes(text)
     for transform in TRANSFORMS.values():
         summary = transform(tmp_path / "empty.jsonl", tmp_path / "out.jsonl")
-        assert summary.rows == summary.written == 0 and summary.adds_up and "nothing written" in str(summary)
+        assert summary.rows == summary.written == 0 and adds_up(summary) and "nothing written" in str(summary)
     assert folder(tmp_path) == ["empty.jsonl"]
 
 
