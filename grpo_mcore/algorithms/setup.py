@@ -182,8 +182,8 @@ def _start_teacher(
 
 
 def engine_ranks(index: int, config: MasterConfig, *, gpu: bool) -> list[slice]:
-    """The policy's ranks beside which a colocated engine runs, on each of its nodes: on GPUs those whose devices it
-    has, on CPU those of the node, in turns over the nodes, and none where there is one node."""
+    """Return, per node of a colocated engine, the policy ranks that it shares devices with. On CPU: all ranks of that
+    node, engines taking nodes in turns; none where there is only one node."""
     pool, nodes = policy_pool(config), engine_nodes(config)
     parts = range(index * nodes, (index + 1) * nodes)
     if gpu:

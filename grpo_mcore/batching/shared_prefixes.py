@@ -22,8 +22,8 @@ class SharedPrefixes:
     """The U computed tokens of a row of T tokens: what is new of each sample, side by side, and padding at the end."""
 
     source: Tensor
-    """int64 [U]: place in the row of each computed token, not the last of a sample if another sample goes on there; 0
-    for padding."""
+    """int64 [U]: row position that each computed token is taken from. If several samples share it, one that continues;
+    0 for padding."""
     places: Tensor
     """int64 [T]: place of each token of the row among the computed ones; 0 for the row's padding."""
     new_tokens: tuple[int, ...]

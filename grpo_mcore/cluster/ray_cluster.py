@@ -43,8 +43,8 @@ GATHER_S = 0.01
 comes together: taken one by one, each event wakes the driver and costs it three times as much processor time."""
 
 INSPECT_AT, INSPECT_S = 0.1, 30.0
-"""An inspection is made and kept when a call has taken this part of its deadline, but not before so many seconds, and
-again after as long."""
+"""An inspection is made and kept when a call has taken this share of its deadline, at least INSPECT_S seconds; another
+one follows each time as much has passed again."""
 
 KEPT = 10
 """Number of inspections that are kept; a later one replaces the oldest."""

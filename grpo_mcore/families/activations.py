@@ -133,7 +133,8 @@ def _experts(shape: ModelShape, rank: Rank) -> float:
 
 
 def _attention(shape: ModelShape, rank: Rank, padding: float) -> float:
-    """Query, key, value, output and its log-sum-exp, the input of the output projection, sines and cosines."""
+    """Return the bytes per token of query, key, value, output and its log-sum-exp, the input of the output projection,
+    sines and cosines."""
     b, heads = rank.element, shape.num_heads / rank.tensor
     query, key_value = heads * shape.head_dim, shape.local_kv_heads(rank.tensor) * shape.head_dim
     projected: float = query + 2 * key_value
@@ -150,8 +151,8 @@ def _attention(shape: ModelShape, rank: Rank, padding: float) -> float:
 
 
 def _latent(shape: ModelShape, rank: Rank, padding: float, length: float) -> float:
-    """Both latents before and after their norms, and attention with values narrower than keys: torch has no fused CPU
-    kernel for that, so every query's attention weights are kept."""
+    """Return the bytes per token of latent attention: both latents before and after their norms, and attention. Values
+    are narrower than keys; torch has no fused CPU kernel for that, so every query's attention weights are kept."""
     latent, b, heads = shape.latent, rank.element, shape.num_heads / rank.tensor
     assert latent is not None
     query, value = heads * shape.head_dim, heads * latent.value_dim
@@ -168,8 +169,8 @@ def _latents(latent: LatentShape, rank: Rank) -> float:
 
 
 def _mamba(mamba: MambaShape, rank: Rank) -> float:
-    """The scan in plain PyTorch: the convolution's inputs and outputs, the states between chunks, and within a chunk
-    the weights of every token for every later one, in float32."""
+    """Return the bytes per token of the scan in plain PyTorch: the convolution's inputs and outputs, the states between
+    chunks, and within a chunk the weights of every token for every later one, in float32."""
     b, f = rank.element, 4
     projected = b * (mamba.inner + mamba.convolved + mamba.heads)
     convolution = 3 * f * mamba.convolved
@@ -182,10 +183,10 @@ def _mamba(mamba: MambaShape, rank: Rank) -> float:
 
 
 def _delta(delta: DeltaShape, rank: Rank, length: float) -> float:
-    """The chunked delta rule in plain PyTorch, in float32: the convolution's inputs and outputs, keys and queries
-    repeated for every value head, the weights of a chunk's tokens for one another, the triangular system's sides, and
-    of each chunk the matrix that takes one state to the next, and the state, twice. A sequence of `length` leaves on
-    average half of its last chunk empty."""
+    """Return the bytes per token of the chunked delta rule in plain PyTorch, in float32: the convolution's inputs and
+    outputs, keys and queries repeated for every value head, the weights of a chunk's tokens for one another, the
+    triangular system's sides, and of each chunk the matrix that takes one state to the next, and the state, twice. A
+    sequence of `length` leaves on average half of its last chunk empty."""
     b, f, heads, key = rank.element, 4, delta.value_heads, delta.value_heads * delta.key_dim
     padded = 1 + delta.chunk / (2 * length) if length else 1.0
     convolved = sum(delta.convolved_parts)
@@ -197,14 +198,14 @@ def _delta(delta: DeltaShape, rank: Rank, length: float) -> float:
 
 
 def _head_norms(query: float, key_value: float, projected: float, shape: ModelShape, rank: Rank) -> float:
-    """Norms of one token's query and key. The query is a copy; the key is a view that keeps the whole output of
-    linear_qkv, which on a GPU attention keeps anyway."""
+    """Return the bytes of the norms of one token's query and key. The query is a copy; the key is a view that keeps the
+    whole output of linear_qkv, which on a GPU attention keeps anyway."""
     kept = query + (projected if rank.kernels == "cpu" else 0.0)
     return rank.element * kept + 4 * (query + key_value) / shape.head_dim
 
 
 def _norm(width: float, rows: float, rank: Rank) -> float:
-    """RMS norm of one token: its input and 1/rms."""
+    """Return the bytes of the RMS norm of one token: its input and 1/rms."""
     return rank.element * width + 4 * rows
 
 

@@ -188,7 +188,7 @@ class ModelShape:
     rope_interpolation: float | None = None  # divides the positions, in layers without a window
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of gated networks
     biases: bool = False  # output projections, routers and experts have biases
-    sinks: bool = False  # each head has a logit more, of a key without a value
+    sinks: bool = False  # attention sinks: one extra learned logit per head, with no value
     yarn: YarnShape | None = None  # scaling of rotary frequencies outside of latent attention
     sandwich_norms: bool = False  # the outputs of attention and network are normed too, before they are added
     embedding_scale: float = 1.0  # factor on the embeddings

@@ -22,8 +22,8 @@ class NonFiniteState(FloatingPointError):
 def is_finite(values: Tensor) -> bool:
     """Return whether no element of `values` [n] is NaN or infinite.
 
-    Extremes are NaN or infinite if any element is. Unlike torch.isfinite, finding them needs no temporaries, which
-    would take seven bytes per element. The slices keep indices within 32 bits.
+    The extremes are NaN or infinite if any element is. Computing them needs no temporaries; torch.isfinite takes seven
+    bytes per element. The slices keep indices within 32 bits.
     """
     extremes = [extreme for part in values.split(1 << 30) if len(part) for extreme in torch.aminmax(part)]
     return all(math.isfinite(extreme.item()) for extreme in extremes)

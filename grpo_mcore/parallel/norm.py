@@ -122,7 +122,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With n = x * inverse and g = grad * weight: dx = (g - n * mean(g * n)) * inverse, dw = sum(grad * n)."""
+        """Return dx = (g - n * mean(g * n)) * inverse and dw = sum(grad * n); n = x * inverse, g = grad * weight."""
         x, weight, inverse = ctx.saved_tensors
         rows, grads, wide = _rows(x), _rows(grad), inverse.dtype
         scale = weight.to(wide)

@@ -45,11 +45,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of a row: every sequence starts one of its own, so that nothing of another one enters its sums.
+    """The chunks of a row. Every sequence starts a new chunk, so that its sums hold nothing of another sequence.
 
-    Chunks that are the n-th of their sequence are neighbours, the first of all sequences coming first; the sequences
-    keep their order, those with more chunks first. `sizes`: how many n-th chunks there are, for each n. `places` int64
-    [T]: index of each token of the row among the tokens of all chunks.
+    Chunks are ordered by index within their sequence: first all first chunks, then all second ones. Longer sequences
+    come first. `sizes`: number of first, second, ... chunks. `places` int64 [T]: index of each token of the row among
+    the tokens of all chunks.
     """
 
     sizes: tuple[int, ...]
@@ -72,8 +72,8 @@ class PackedRow(PackedSeqParams):
     context_group: ProcessGroup | None = None
     key_order: Tensor | None = None  # int64: index of each token of the whole row among the gathered keys
     whole: tuple[Tensor, Tensor] | None = None
-    """With shared prefixes: index of each token of the row among those that all ranks computed, int64 [T], and index in
-    the row of each token of this rank, int64 [t]."""
+    """With shared prefixes: index of each token of the row among the tokens that all ranks computed, int64 [T]; index
+    in the row of each token of this rank, int64 [t]."""
     spans: tuple[Tensor, Tensor, Tensor, int, int] | None = None  # on GPU, see _kernel_spans
     chunks: Chunks | None = None  # made by the first layer that needs them
 
@@ -176,7 +176,7 @@ def chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> Chunks
 
 
 MASKED_QUERIES = 256
-"""How many queries are worth a batch of their own on CPU, if they need a mask."""
+"""Minimum number of queries in a block, where attention needs a mask. CPU only."""
 
 
 def _blocks(span: Span) -> list[Span]:

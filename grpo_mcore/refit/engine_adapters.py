@@ -22,7 +22,8 @@ from grpo_mcore.refit.proof import Sums, checksum
 
 
 class EngineAdapters:
-    """For each refit: `expect`, `receive` for each copy, `exchange`, `put_to_use`. A second `exchange` undoes it."""
+    """The adapters of an engine rank, in use and staged. Each refit calls `expect`, `receive` for each copy, `exchange`
+    and `put_to_use`. A second `exchange` undoes the first."""
 
     in_place = False
     absent: frozenset[str] = frozenset()  # an engine of several pipeline stages serves no adapters

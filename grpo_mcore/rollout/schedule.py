@@ -7,9 +7,9 @@ nothing else changes. A validation waits until nothing is generated any more.
     Refit -> [Validate] -> Dispatch -> Await ... -> Train -> [Checkpoint] -> Refit -> ...
 
 With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) Dispatch and Await repeat until enough groups are
-informative: their rewards differ. At an age of 0 they do so a generation batch at a time, and what the step does not
-need goes back to the data. Above it as much as a generation batch is under way for each step that the age reaches, what
-is filtered is replaced at once, and only what would get too old goes back, finished or not.
+informative: their rewards differ. At an age of 0 one generation batch is in flight at a time, and groups that the step
+does not need go back to the data. With an age above 0, one generation batch per allowed step is in flight. Filtered
+groups are replaced at once; only groups that would become too old go back, finished or not.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ScheduleConfig:
     `prompts_per_dispatch`: prompts of one generation batch of dynamic sampling; None without it. `max_gen_batches`: how
     many such batches a step may take. `max_failed_groups`: prompts that may fail between two steps; one more ends the
     run. `max_groups_in_flight`: None is what the age allows, a step (or a generation batch) * (1 + max_trajectory_age).
-    `max_bytes_in_flight`: of the finished groups and, each as large as the largest so far, of those under way; None: no
-    bound. A step's prompts are dispatched whatever they take. `refit_in_flight`: a refit does not wait until the
+    `max_bytes_in_flight`: byte limit for groups in flight. An unfinished group counts as much as the largest so far;
+    None: no limit. The next step's prompts are always dispatched. `refit_in_flight`: a refit does not wait until the
     engines are idle; what they generate goes on with the new weights.
     """
 
@@ -377,8 +377,8 @@ class Schedule:
         return groups, tuple(too_old)
 
     def _can_choose(self, count: int) -> bool:
-        """Whether `choose` need not wait, told from the counts: it looks at every group, and this is asked after every
-        event."""
+        """Return whether `choose` need not wait. Counts are enough for that: `choose` looks at every group, and this
+        is called after every event."""
         config = self.config
         if config.group_order == "in_order":
             return self._leading >= count

@@ -65,14 +65,13 @@ LOST_DEVICE = re.compile(
     r"gloo/(transport|rendezvous)|ncclRemoteError|ncclSystemError|ncclInternalError|NCCL watchdog|uncorrectable|"
     r"NVLink|GPU is lost|fallen off the bus|unspecified launch failure"
 )
-"""What torch says, in a plain RuntimeError, where a peer's connection broke or a device failed. In a rank that lives it
-may come long before its peer's death is noticed."""
+"""Text of torch's RuntimeErrors after a peer's connection broke or a device failed. A living rank may raise one long
+before its peer's death is noticed."""
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether a loss is behind `error`, which another attempt may not meet: of a process, a machine, a device, a
-    disk, a network or Ray, or a wait that was too long. False for a mistake in the recipe, the data, the model or a
-    program."""
+    """Return whether the cause is a lost process, machine, device, disk, network or Ray, or a missed deadline, so that
+    a retry may succeed. False for a mistake in the recipe, the data, the model or a program."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, WorkerDied | ObjectLost | NodeLost | DeadlineExceeded | ConnectionError):

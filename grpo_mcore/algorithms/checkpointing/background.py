@@ -112,8 +112,8 @@ class BackgroundCheckpoints:
         return None if self._last is None else self._last.step
 
     def poll(self, wait: bool = False) -> None:
-        """Complete the checkpoint under way, if its parts are written by now, or after a `wait` for them. The
-        loop calls this between commands."""
+        """Complete the checkpoint under way if its parts are written. `wait`: wait for them. The loop calls this
+        between commands."""
         if (current := self._unfinished) is None:
             return
         try:

@@ -34,14 +34,15 @@ DIGESTS = "digests.json"
 """{"files": {path inside the checkpoint: {"bytes": size, "sha256": hex}}}. Written last."""
 
 POLICY = "policy"
-"""Folder of the ranks' part of a checkpoint. They tell the digests of what they write, and compare what they read."""
+"""Folder of the ranks' part of a checkpoint. The ranks compute the digests of what they write, and check what they
+read."""
 
 MODEL_FOLDERS = ("hf", "hf_step_*")
 """Models in Hugging Face's format beside the checkpoints: of SFT and DPO, and of checkpointing.save_hf."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TORCH_WRITER = ("inline_container.cc", "iostream error")
-"""Words of torch.save where a write failed. It does not say why."""
+"""Parts of the messages of torch.save after a failed write; they do not name the cause."""
 GB = 1e9
 
 
@@ -406,8 +407,8 @@ def rank_of(folder: Path, config: CheckpointingConfig) -> tuple[float, int]:
 
 
 def metric_of(folder: Path, config: CheckpointingConfig) -> float:
-    """Return the metric for the ranking: higher is better; without the metric, or with NaN, it ranks last. In place of
-    an accuracy that graded rewards do not have comes their mean, which equals it for rewards of 0 and 1."""
+    """Return the metric for the ranking: higher is better. A checkpoint without the metric, or with NaN, ranks last.
+    Graded rewards have no accuracy; their mean takes its place, which equals it for rewards of 0 and 1."""
     name = config.metric_name
     if name is None:
         return 0.0
@@ -486,7 +487,7 @@ def refuse_newer_format(folder: Path) -> None:
 def write_digests(folder: Path, written: Mapping[str, Digest]) -> None:
     """Write the digests of all files in `folder`, after flushing these to disk: a folder with digests is complete.
     `written`: those of the files that the driver wrote, by path inside the folder. The policy's ranks have left those
-    of theirs; a file of which nobody has told a digest is read."""
+    of theirs; files without a known digest are read."""
     digests = dict(written)
     digests |= {f"{POLICY}/{name}": digest for name, digest in collect_digests(folder / POLICY).items()}
     names = _names(folder)
@@ -539,7 +540,7 @@ def _is_damaged(folder: Path, problem: str) -> str:
 
 
 def _rename_damaged(folder: Path) -> str:
-    """Rename a damaged checkpoint, so that no later run takes it. Return what has become of it."""
+    """Rename a damaged checkpoint, so that no later run uses it. Return what was done, for a message."""
     aside = folder.with_name(f"damaged_{folder.name}")
     try:
         shutil.rmtree(aside, ignore_errors=True)
