@@ -25,7 +25,7 @@ class ModelledEnvironment:
             draw = self.world.draw("reward", trajectory.uid, trajectory.generation_index, turn)
             took = section.reward_seconds * math.exp(draw.gauss(0.0, section.reward_spread))
             outcomes.append(self._outcome(trajectory, draw.random(), draw.random(), draw.random(), took))
-            seconds = max(seconds, took)  # it scores the samples of a call at a time
+            seconds = max(seconds, took)  # it scores all samples of a call at the same time
         await sleep(seconds * self.world.factor("environment"))
         return outcomes
 
