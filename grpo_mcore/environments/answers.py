@@ -30,7 +30,9 @@ _END_OF_MESSAGE = re.compile(r"<\|(?:end|return|start|call)\|>")
 _PLAIN_ANALYSIS = re.compile(r"\s*analysis", re.IGNORECASE)
 _PLAIN_FINAL = "assistantfinal"
 
-_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_ANSWER = re.compile(
+    r"(?:<answer>|<\|begin_of_solution\|>)(.*?)(?:</answer>|<\|end_of_solution\|>|\Z)", re.DOTALL | re.IGNORECASE
+)
 
 
 class Parts(NamedTuple):

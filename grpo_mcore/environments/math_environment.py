@@ -174,13 +174,14 @@ class MathEnvironment(EnvironmentInterface):
 
     def _verify_plain_number(self, answer: str, truths: Sequence[str]) -> Verdict | None:
         start = time.perf_counter()
-        if self._verifier != HF_MATH_VERIFY or len(truths) > 1:
+        if self._verifier != HF_MATH_VERIFY:
             return None
-        plain = compare_plain_numbers(answer, truths[0])
-        if plain is None:
+        compared = [compare_plain_numbers(answer, truth) for truth in truths]
+        plain = [one for one in compared if one is not None]
+        if len(plain) < len(truths):
             return None
-        reward, number = float(plain[0]), plain[1]
-        return Verdict(reward, number, reason_for(reward, number, truths[0]), time.perf_counter() - start)
+        reward, number = float(any(is_right for is_right, _ in plain)), plain[0][1]
+        return Verdict(reward, number, reason_for(reward, number, " or ".join(truths)), time.perf_counter() - start)
 
     def _parts(self, verdict: Verdict, response: str) -> dict[str, float]:
         if self.config.format_pattern is None or verdict.reward is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from grpo_mcore.environments.verifiers import (
 
 Rows = Sequence[Mapping[str, Any]]
 
+_COLLECTION = re.compile(r"\s*[{\[]\s*['\"]")  # JSON or Python, of texts
+
 
 def truth_problems(verifier: str, rows: Rows, environment: str, timeout_s: float = 5.0) -> list[str | None]:
     """Return for each prompt, given by its `extra_env_info`, why no answer could be right; None where one could. The
@@ -30,6 +33,10 @@ def truth_problems(verifier: str, rows: Rows, environment: str, timeout_s: float
             problems[place] = str(error)
         else:
             if is_built_in(verifier):
+                if written := next(filter(_COLLECTION.match, truths), None):
+                    kind = "dict" if written.lstrip().startswith("{") else "list"
+                    problems[place] = f"the ground truth {shorten(written)!r} is a {kind} that became a text"
+                    continue
                 asked += [(place, truth) for truth in truths if not _is_plain(verifier, truth)]
     if not asked:
         return problems

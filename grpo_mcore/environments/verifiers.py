@@ -103,7 +103,7 @@ def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:
         truth = truth.tolist()
     several = list(truth) if isinstance(truth, list | tuple) else [truth]
     for one in several:
-        if isinstance(one, Mapping | list | tuple | set) or one is None or not str(one).strip():
+        if isinstance(one, Mapping | list | tuple | set | bytes) or _is_missing(one):
             raise ValueError(
                 f"the ground truth {shorten(repr(truth))} is {_kind(one)}, which no answer can match; name the field "
                 "that holds the answer in the dataset's output_key, such as reward_model.ground_truth"
@@ -113,8 +113,13 @@ def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:
     return [str(one).rpartition("####")[2].strip() for one in several]
 
 
+def _is_missing(value: Any) -> bool:
+    """Return whether a truth is empty; an empty cell of a table may be a float that is no number."""
+    return value is None or value != value or not str(value).rpartition("####")[2].strip()
+
+
 def _kind(value: Any) -> str:
-    return "blank" if value is None or isinstance(value, str) else f"a {type(value).__name__}"
+    return "blank" if _is_missing(value) else f"a {type(value).__name__}"
 
 
 def compare_plain_numbers(response: str, truth: str) -> tuple[bool, str] | None:

@@ -31,6 +31,12 @@ def test_what_people_write_as_truths() -> None:
         ("english_multichoice", "72", "a letter from A to J"),
         ("english_multichoice", ["A", "Z"], "a letter from A to J"),
         ("a.module:verifier", {"x": 1}, "is a dict"),
+        ("hf_math_verify", '{"ground_truth": "5"}', "is a dict that became a text"),
+        ("hf_math_verify", "{'ground_truth': '5'}", "is a dict that became a text"),
+        ("dapo_math_verify", '["5", "6"]', "is a list that became a text"),
+        ("hf_math_verify", float("nan"), "is blank"),
+        ("hf_math_verify", "so 5\n####", "is blank"),
+        ("hf_math_verify", b"5", "is a bytes"),
     ],
 )
 def test_a_truth_that_no_answer_reaches(verifier: str, truth: Any, why: str) -> None:
@@ -39,7 +45,7 @@ def test_a_truth_that_no_answer_reaches(verifier: str, truth: Any, why: str) -> 
 
 
 def test_a_verifier_of_ones_own_is_not_asked() -> None:
-    assert problems("a.module:verifier", "5") == [None]
+    assert problems("a.module:verifier", "5", '{"numbers": [1, 2]}') == [None] * 2
 
 
 def test_each_environment_knows_its_truths() -> None:
