@@ -87,8 +87,8 @@ class GymClient:
             raise GymError(f"the Gym's head server does not answer at {url}: {_describe(error)}") from error
 
     async def run(self, agent: str, row: Mapping[str, Any]) -> Any:
-        """Return the reply to a rollout. Raises GymFailure: a broken connection, 5xx, 408, 425 and 429 may be tried
-        again, other 4xx not."""
+        """Return the reply to a rollout. Raises GymFailure: a broken connection, 5xx, 408, 425, 429 and a page
+        that is no JSON may be tried again, other 4xx not."""
         url = await self.agent_url(agent)
         assert self._session is not None
         try:
@@ -108,7 +108,7 @@ class GymClient:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise GymFailure(f"the agent {agent} answers with no JSON: {content[:80]!r}") from error
+            raise GymFailure(f"the agent {agent} answers with no JSON: {content[:80]!r}", again=True) from error
 
     async def weight_versions(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
         """Return for each call which weights read and generated its tokens, as the endpoint has recorded them. Raises

@@ -42,7 +42,7 @@ FAILS = {
     "other tokens": "has not generated these tokens (turn 1)",
     "nan log-prob": "a log-prob is nan",
 }
-ATTEMPTS = {"5xx": 3, "5xx once": 2, "killed once": 2, "failure": 3}
+ATTEMPTS = {"5xx": 3, "5xx once": 2, "killed once": 2, "failure": 3, "no json": 3}
 PLAYED = [
     {"turns": 3},
     {"turns": 3, "said_by": "tool"},
