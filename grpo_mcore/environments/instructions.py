@@ -1,7 +1,8 @@
 """Instructions whose following a program can check, as in IFEval (arXiv 2311.07911), without the language ones.
 
 `followed` is a rule for `env.rules`: the prompt's `instructions` are [{"name": "length_constraints:number_words",
-"num_words": 200, "relation": "at least"}, ...], and all of them must be followed ("strict" accuracy per prompt).
+"num_words": 200, "relation": "at least"}, ...], and all of them must be followed ("strict" accuracy per prompt). Rows
+as IFEval publishes them, with `instruction_id_list` and `kwargs`, are read as well.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _STARS = re.compile(r"\*[^\n*]+\*")
 _PLACEHOLDER = re.compile(r"\[.*?\]")
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _WORD = re.compile(r"\w+")
-_SENTENCE_END = re.compile(r"[.!?]+(?=\s|$)")
+_ABBREVIATIONS = "".join(rf"(?<!\b{re.escape(one)})" for one in "Mr Mrs Ms Dr Prof St vs e.g i.e".split())
+_SENTENCE_END = re.compile(rf"{_ABBREVIATIONS}[.!?]+(?=\s|$)")
 
 
 def followed(reply: str, info: Mapping[str, Any]) -> float:
@@ -27,8 +29,18 @@ def followed(reply: str, info: Mapping[str, Any]) -> float:
     response = split_response(reply).answer or ""
     if not response.strip():
         return 0.0
-    checks = info["instructions"]
+    checks = _checks(info)
     return float(all(INSTRUCTIONS[check["name"]](response, **_arguments(check)) for check in checks))
+
+
+def _checks(info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    if "instructions" in info or "instruction_id_list" not in info:
+        return list(info["instructions"])
+    pairs = zip(info["instruction_id_list"], info["kwargs"], strict=True)
+    return [  # tables have every argument of any instruction, null where it is another's
+        {"name": name} | {key: value for key, value in (arguments or {}).items() if value is not None}
+        for name, arguments in pairs
+    ]
 
 
 def _arguments(check: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ CASES = [
     ("keywords:letter_frequency", {"letter": "z", "let_frequency": 2, "let_relation": "at least"}, "Zzz", "z"),
     ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one two three", "one two"),
     ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "One 1.5?", "One. Two."),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "Dr. B, e.g. C.", "B. C."),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n***\n\n***\nb"),
     (
         "length_constraints:nth_paragraph_first_word",
@@ -64,3 +65,15 @@ def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
     assert followed(" ", {"instructions": both}) == 0.0
     with pytest.raises(ValueError, match="neither 'at least' nor 'less than'"):
         followed("a", {"instructions": [{"name": CASES[4][0], "num_words": 1, "relation": "about"}]})
+
+
+def test_rows_as_they_are_published() -> None:
+    """The arguments are a list beside the names; in tables each has the keys of all instructions."""
+    row = {
+        "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+        "kwargs": [{"num_words": None, "relation": None}, {"num_words": 2, "relation": "at least"}],
+    }
+    assert [followed(reply, row) for reply in ("one two", "one", "one, two")] == [1.0, 0.0, 0.0]
+    assert followed("one", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}) == 1.0
+    with pytest.raises(KeyError, match="instructions"):
+        followed("one", {})
