@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.text import escaped
+
+if TYPE_CHECKING:
+    from grpo_mcore.recipe import MasterConfig
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -24,6 +28,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--samples", metavar="UID,UID", help="only the samples of these prompts")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="in place of policy.precision")
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="start from this checkpoint (step_N)")
+    parser.add_argument(
+        "--loss",
+        action="append",
+        metavar="LOSS",
+        help="twice or more: compare the gradients of these losses. own: the run's; the name of a preset (gspo, cispo, "
+        "dapo) or recipe, for its loss_fn; or key=value,key=value of loss_fn",
+    )
     parser.add_argument("--save", type=Path, metavar="FILE", help="save what is computed, for --against")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with it, layer by layer")
     return parser.parse_args(list(words))
@@ -50,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     rows, recorded = recorded_step(folder, args.step, uids)
     start = args.checkpoint or checkpoint_before(folder, recipe, args.step)
     print(f"step {args.step} of {folder}: {len(rows)} samples, from {start or recipe.policy.model_name}")
+    if args.loss:
+        return _compare_losses(args, folder, recipe, rows, start)
     others, differs = [recorded], False
     if args.against:
         others.append(Replay(**tensor_files.load(args.against)))
@@ -73,3 +86,21 @@ def run(args: argparse.Namespace) -> int:
     if args.save:
         tensor_files.save(vars(others[-1]), args.save)
     return 1 if differs else 0
+
+
+def _compare_losses(
+    args: argparse.Namespace,
+    folder: Path,
+    recipe: MasterConfig,
+    rows: Sequence[Mapping[str, Any]],
+    start: Path | None,
+) -> int:
+    from grpo_mcore.tools.replay.losses import OWN, compare_losses, lines_of, with_loss
+    from grpo_mcore.tools.replay.replay import replay_config
+
+    names = dict.fromkeys(args.loss if len(args.loss) > 1 else [OWN, *args.loss])
+    with tempfile.TemporaryDirectory(prefix="grpo-mcore-replay-") as scratch:
+        base = replay_config(recipe, args.layout, args.precision)
+        configs = {name: with_loss(base, name, Path(scratch)) for name in names}
+        print("\n".join(lines_of(compare_losses(configs, rows, args.step, start, folder, Path(scratch)))))
+    return 0

@@ -74,9 +74,9 @@ class ClippedPGLossFn:
         cfg = self.cfg
         tokens = MaskedTokens.from_batch(curr_logprobs.shape, batch, global_valid_seqs, global_valid_toks)
         curr = tokens.column(curr_logprobs, "curr_logprobs")
-        prev = self._prev(curr, batch, tokens)
+        prev = self.prev_column(curr, batch, tokens)
         generation = self._generation(batch, tokens)
-        ages = self._ages(batch, tokens)
+        ages = self.ages_column(batch, tokens)
         advantages = _column(batch, "advantages", tokens, "the policy term")
 
         term = self.policy_term(curr, prev, advantages, tokens)
@@ -129,7 +129,8 @@ class ClippedPGLossFn:
         policy and before the step's first update, and advantages."""
         return policy_term(curr, prev, advantages, tokens, self.cfg)
 
-    def _prev(self, curr: Tensor, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor:
+    def prev_column(self, curr: Tensor, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor:
+        """Return the log-probs before the update, float64 [N]."""
         if self.cfg.force_on_policy_ratio or (batch.get("prev_logprobs") is None and self.prev_equals_curr):
             return curr.detach()
         return _column(batch, "prev_logprobs", tokens, "the policy ratio (without loss_fn.force_on_policy_ratio)")
@@ -142,7 +143,8 @@ class ClippedPGLossFn:
             return None
         return _column(batch, "generation_logprobs", tokens, "the mismatch metrics")
 
-    def _ages(self, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor | None:
+    def ages_column(self, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor | None:
+        """Return the trajectory age of each token, float64 [N]; None if the batch has none."""
         if self.cfg.truncated_importance_sampling_ratio_by_age is not None:
             _needed(batch, "ages", "loss_fn.truncated_importance_sampling_ratio_by_age")
         ages = batch.get("ages")

@@ -255,20 +255,10 @@ class Policy:
         Raises NonFiniteLoss, before any weight changes, if the loss or a gradient is not finite; NonFiniteState if the
         update leaves a weight or a moment that is not.
         """
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
-        self.step_logprobs = []
         times: list[float] = []
-
-        def kept(batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-            self.step_logprobs.append(logprobs.detach())
-            return loss(batch, logprobs)
-
-        with self._dropout(True):
-            outputs = self._run(
-                batches, kept, forward_only=False, wanted=_wanted(loss_fn), loss_fn=loss_fn, times=times
-            )
+        outputs = self.backward(
+            batches, loss_fn, global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks, times=times
+        )
         times.append(time.time())
         metrics = combine_metrics(outputs) if outputs else {}
         self.before_update()
@@ -286,6 +276,29 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
         self._resident = self._resident or resident_bytes(self.chunks, self.optimizer)
         return TrainReport(metrics, float(grad_norm), learning_rate, (*times, time.time()))
+
+    def backward(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_fn: LossFn,
+        *,
+        global_valid_seqs: int,
+        global_valid_toks: int,
+        times: list[float] | None = None,
+    ) -> list[Any]:
+        """Compute the gradient of `batches`, reduced over the ranks, and keep the log-probs as `step_logprobs`. Return
+        the loss's metrics by micro-batch, on the last stage. `times`: see `_run`."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
+        self.step_logprobs = []
+
+        def kept(batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+            self.step_logprobs.append(logprobs.detach())
+            return loss(batch, logprobs)
+
+        with self._dropout(True):
+            return self._run(batches, kept, forward_only=False, wanted=_wanted(loss_fn), loss_fn=loss_fn, times=times)
 
     def eval_step(
         self, batches: Sequence[PackedBatch], loss_fn: LossFn, *, global_valid_seqs: int, global_valid_toks: int

@@ -1,4 +1,5 @@
-"""A run that follows a recorded one comes to the same weights, whatever chance decided in the first."""
+"""A run that follows a recorded one comes to the same weights, whatever chance decided in the first; and what another
+loss would have made of its steps."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.cli.main import main
 from grpo_mcore.observe import audit, read_ledger
 from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
 
@@ -25,6 +27,9 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
     recipe["grpo"] |= {"max_num_steps": 99, "max_num_epochs": 1, "val_period": 3, "async_grpo": ahead}
     recipe["loss_fn"] |= {"use_importance_sampling_correction": True}
     recipe["data"] = {"train": {"data_path": str(data)}, "validation": {"data_path": str(task.val)}}
+    recipe["env"] = {
+        "math": {"environment": "rules", "num_workers": 1, "components": {"length": {"type": "length", "max": 8}}}
+    }
     recipe["checkpointing"] = {"save_period": 2, "metric_name": None, "keep_top_k": None}
     recipe["policy"] |= {"max_total_sequence_length": 40}
     recipe["policy"]["generation"] |= {"max_new_tokens": 30, "vllm_kwargs": {"max_num_seqs": 6}}
@@ -55,6 +60,7 @@ def followed_of(run: Run) -> dict[str, Any]:
 
 def test_it_comes_to_the_same_weights_ledger_and_metrics(recipe: dict[str, Any], recorded: Run, tmp_path: Path) -> None:
     assert max(line["trajectory_age_max"] for line in recorded.metrics()) == 2
+    assert all(line["grad_norm"] > 0 for line in recorded.metrics())
     run = run_here("train", tmp_path, recipe, "--follow", str(recorded.logs))
     assert run.code == 0, run.out + run.err
     assert weights_of(run, 6) == weights_of(recorded, 6)
@@ -78,3 +84,17 @@ def test_another_recipe_leaves_the_record_by_name(recipe: dict[str, Any], record
     run = run_here("train", tmp_path, recipe, "--follow", str(recorded.logs), "grpo.seed=7")
     assert_one_message(run, 1, "the run leaves its record", "ledger.jsonl has", '"event": "dispatched"')
     assert "with other values of" in run.out and "grpo.seed" in run.out
+
+
+def test_losses_are_compared_on_a_recorded_step(recorded: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """The norm of the run's own gradient is the one that training measured."""
+    capsys.readouterr()
+    assert main(["replay", str(recorded.logs), "--step", "3", "--loss", "own", "--loss", "ratio_clip_max=0.9"]) == 0
+    out = capsys.readouterr().out
+    table = {line.split("  ")[0].strip(): line.split() for line in out.splitlines() if line}
+    assert float(table["own"][1]) == pytest.approx(recorded.metrics()[2]["grad_norm"], rel=1e-3)
+    assert table["own"][2:] == table["ratio_clip_max=0.9"][2:] == ["1.0000", "1.0000"]  # nothing is clipped here
+    shares = [table[f"advantage: {name} advantage"][-1] for name in ("positive", "negative")]
+    assert sum(float(share.rstrip("%")) for share in shares) == pytest.approx(100, abs=0.2)
+    assert main(["replay", str(recorded.logs), "--step", "3", "--loss", "use_kl_in_reward=true"]) == 1
+    assert "loss_fn.use_kl_in_reward changes the advantages" in capsys.readouterr().err

@@ -44,7 +44,7 @@ SAVES = ("saved", "not_saved")
 """Entries that come whenever the disk is done."""
 OF_THE_MACHINE = ("timing/", "tail/", "refit/", "tokens_per_sec", "policy_training_tokens_per_sec", "train_tflops")
 """Beginnings of the names of metrics that tell of the machine, its engines and the time, not of what was learned."""
-_ALSO_OF_THE_MACHINE = ("unix_time", "seconds", "num_queued_samples")
+_ALSO_OF_THE_MACHINE = ("unix_time", "seconds")
 
 
 class FollowError(ValueError):
@@ -109,6 +109,7 @@ class FollowedRun:
         self._at = self._end = 0
         self._rows: dict[int, dict[str, list[dict[str, Any]]]] = {}  # step -> uid -> samples that nobody took yet
         self._logprobs: dict[int, dict[str, np.ndarray]] = {}  # step -> sample -> of the policy
+        self._metrics: dict[int, dict[str, Any]] = {}  # of the recorded run's steps
         self._saved: dict[int, Entry] = {}  # saves of this run that the record has not come to
         self._is_over = False
         self.compared = _Compared()
@@ -169,6 +170,15 @@ class FollowedRun:
             if self._valid[index] and entry["event"] not in beyond:
                 return entry
         return None
+
+    def most_queued(self) -> int:
+        """Return the recorded metric num_queued_samples of the step that is trained next."""
+        self._metrics = self._metrics or {
+            line["step"]: line for line in read_metrics(self.folder / METRICS_FILE, "train")
+        }
+        trained = self._next((*CHANCE, *SAVES))
+        step = trained["step"] if trained is not None and trained["event"] == "trained" else 0
+        return int(self._metrics.get(step, {}).get("num_queued_samples") or 0)
 
     def stop(self) -> tuple[str, bool] | None:
         """Return (why, at_once) where the recorded run was asked to stop at this point, else None."""

@@ -46,7 +46,8 @@ class RecordedRollouts:
         raise StopNow
 
     def most_queued(self) -> int:
-        return 0
+        """Return how many of the recorded samples waited for room on the engines that generated them."""
+        return self._run.most_queued()
 
     def awaited(self) -> list[Future | Stream]:
         return []

@@ -115,6 +115,21 @@ class PolicyGroup:
             "lr": reports[0][-1].learning_rate,
         }
 
+    def compare_losses(
+        self, losses: Sequence[LossFn], parts: Sequence[LossFn], targets: TrainTargets, kinds: Tensor
+    ) -> tuple[list[Tensor], list[list[float]]]:
+        """Return (products, tokens), each by optimizer step of the step received: `gradient_products`, and the number
+        of tokens of each part. Each optimizer step begins with the weights that the first loss leaves."""
+        sent = self.cluster.store.put(replace(targets, estimate=None))
+        answers = self._all(PolicyWorker.compare_losses, "comparing losses")(losses, parts, sent, kinds)
+        reporting = [answer for rank, answer in enumerate(answers) if self.layout.is_reporting_rank(rank)]
+        self.updates += 1
+        tokens = [
+            [sum(float(rank[1][part]["num_valid_tokens"]) for rank in ranks) for part in range(len(parts))]
+            for ranks in zip(*reporting, strict=True)
+        ]
+        return [products for products, _ in answers[0]], tokens
+
     def token_logprobs(self) -> list[Future]:
         """Ask the ranks for `PolicyWorker.token_logprobs` of the last `train`. Does not wait for the answers."""
         ranks = [rank for rank in range(self.layout.world_size) if self.layout.is_reporting_rank(rank)]

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
 from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows, share_prefixes
-from grpo_mcore.objective import clip_advantages, kl_to_go, sample_stats, teacher_gap, token_advantages
+from grpo_mcore.objective import CombinedMetrics, clip_advantages, kl_to_go, sample_stats, teacher_gap, token_advantages
 from grpo_mcore.parallel.layer_traces import trace_layers
+from grpo_mcore.parallel.loss_gradients import gradient_products
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform, PlatformChoice
 from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
@@ -214,6 +215,24 @@ class PolicyWorker(Policy):
         self.advance_schedule()
         self._bins = []
         return reports
+
+    def compare_losses(
+        self, losses: Sequence[LossFn], parts: Sequence[LossFn], targets: TrainTargets, kinds: Tensor
+    ) -> list[tuple[Tensor, list[CombinedMetrics]]]:
+        """Return `gradient_products` for each optimizer step of the step received, and update by the first loss after
+        each. `kinds`: int64 [vocabulary], what the column `token_kinds` is for each token."""
+        compared = []
+        for bins, seqs, toks in zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True):
+            batches = self._with_targets(bins, targets)
+            for batch in batches:
+                batch.columns["token_kinds"] = kinds[batch.tokens]
+            if toks:
+                compared.append(
+                    gradient_products(self, batches, losses, parts, global_valid_seqs=seqs, global_valid_toks=toks)
+                )
+                self.train_step(batches, losses[0], global_valid_seqs=seqs, global_valid_toks=toks)
+        self._bins = []
+        return compared
 
     def token_logprobs(self) -> list[BinLogprobs]:
         """Return the log-probs of the samples of the last `train`. Only a reporting rank has any."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_mcore.tools.replay.replay import Replay, compare
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.tools.replay.replay import Replay, compare, replay_config
+from tests.unit.algorithms.training_step import step_cases
 
 
 def computed(loss: float = 0.5, norm: float = 2.0, logprob: float = -1.0, layer: float = 3.0) -> Replay:
@@ -29,6 +31,13 @@ def test_the_first_difference_is_named_from_the_bottom_up(other: dict[str, float
     found = compare(computed(), computed(**other), "float32")
     assert found.ok == (first is None)
     assert first is None or first in str(found.first)
+
+
+def test_a_run_that_may_restart_is_replayed_without_checkpoints() -> None:
+    recipe = step_cases.config().model_dump(mode="json")
+    recipe["cluster"] |= {"max_restarts": 2, "num_nodes": 2}
+    config = replay_config(MasterConfig.model_validate(recipe), None)
+    assert (config.cluster.max_restarts, config.checkpointing.enabled) == (0, False)
 
 
 def test_a_missing_metric_is_no_difference() -> None:

@@ -208,9 +208,11 @@ def test_log_probs_are_compared_bit_by_bit(tmp_path: Path) -> None:
 
 
 def test_metrics_are_compared_but_those_of_the_machine(tmp_path: Path) -> None:
-    run = record_of(tmp_path, [STARTED], {})
+    run = record_of(tmp_path, [STARTED, trained(1, "a")], {})
     line = {"step": 1, "prefix": "train", "loss": 0.5, "timing/total": 1.0, "unix_time": 1.0}
-    (run.folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (run.folder / "metrics.jsonl").write_text(json.dumps(line | {"num_queued_samples": 5.0}) + "\n")
+    assert run.begin(None) is False and run.most_queued() == 5
+    line["num_queued_samples"] = 5.0
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "metrics.jsonl").write_text(json.dumps(line | {"timing/total": 2.0, "unix_time": 2.0}) + "\n")
