@@ -148,6 +148,27 @@ def plan_step(
     return StepPlan(sizes, tuple(batches))
 
 
+def plan_alone(lengths: Sequence[int], *, dp: int, optimizer_steps: int = 1, cost: CostModel | None = None) -> StepPlan:
+    """Distribute samples one a bin, consecutive ones to each rank: of two ranks each has a half of the binary tree over
+    their numbers. Global batches are those of `plan_step`. Raises PackingError if an optimizer step has fewer samples
+    than there are ranks."""
+    sizes = tuple(int(length) for length in lengths)
+    _check(sizes, dp, optimizer_steps, None)
+    cost = cost or CostModel()
+    batches = []
+    for samples in _cut(len(sizes), optimizer_steps):
+        shares = [[samples[i] for i in share] for share in _cut(len(samples), dp)]
+        most = max(map(len, shares))
+        batches.append(
+            BatchPlan(
+                tuple(tuple((i,) for i in share) + ((),) * (most - len(share)) for share in shares),
+                tuple(tuple(sizes[i] for i in share) + (0,) * (most - len(share)) for share in shares),
+                tuple(sum(cost(sizes[i]) for i in share) for share in shares),
+            )
+        )
+    return StepPlan(sizes, tuple(batches))
+
+
 BinMaker = Callable[[Sequence[int], int], list[list[int]]]
 """(lengths of a rank's samples, minimum number of bins) -> bins of positions in that list."""
 

@@ -97,7 +97,7 @@ def optimizer_config(policy: PolicyConfig, platform: Platform) -> OptimizerConfi
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=True,
-        clip_grad=policy.max_grad_norm or 0.0,
+        clip_grad=0.0 if policy.deterministic else policy.max_grad_norm or 0.0,  # then sample_gradients.py clips
         use_precision_aware_optimizer=precision_aware,
         main_grads_dtype=torch.float32 if in_fp32 or not precision_aware else torch.bfloat16,
         # Megatron-Core cannot load them from whole parameters (dist_ckpt_optim_fully_reshardable).

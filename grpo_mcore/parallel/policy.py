@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,6 +49,7 @@ from grpo_mcore.parallel.memory import (
 )
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.parallel.sample_gradients import backward_by_sample
 from grpo_mcore.recipe import PolicyConfig, own_attention, policy_layout
 from grpo_mcore.torch_profile import ProcessProfile
 
@@ -169,6 +171,7 @@ class Policy:
         self._offloaded = False
         self.before_update: Callable[[], None] = lambda: None
         """Called in each `train_step` between the last backward pass and the optimizer, for measurements."""
+        self._norm_by_sample = 0.0
         self.step_logprobs: list[Tensor] = []
         """Log-probs before the update of the last `train_step`'s micro-batches, [1, T] each; only on the last stage."""
 
@@ -265,6 +268,8 @@ class Policy:
         self._check_finite(batches, metrics)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
+        if self.config.deterministic:
+            grad_norm = self._norm_by_sample
         free_gradients(self.optimizer)
         self.check_state(
             f"after an update with learning rate {learning_rate:.3g} and a gradient of norm {float(grad_norm):.3g}. "
@@ -297,8 +302,14 @@ class Policy:
             self.step_logprobs.append(logprobs.detach())
             return loss(batch, logprobs)
 
+        run = partial(
+            self._run, compute=kept, forward_only=False, wanted=_wanted(loss_fn), loss_fn=loss_fn, times=times
+        )
         with self._dropout(True):
-            return self._run(batches, kept, forward_only=False, wanted=_wanted(loss_fn), loss_fn=loss_fn, times=times)
+            if not self.config.deterministic:
+                return run(batches)
+            outputs, self._norm_by_sample = backward_by_sample(self, batches, run)
+        return outputs
 
     def eval_step(
         self, batches: Sequence[PackedBatch], loss_fn: LossFn, *, global_valid_seqs: int, global_valid_toks: int

@@ -137,6 +137,8 @@ def token_budget(config: PolicyConfig) -> SequencePackingConfig | DynamicBatchin
 def bins_per_logprob_row(config: PolicyConfig) -> int:
     """Return how many training bins are joined into one row of the log-prob passes: as many as its capacity holds when
     they are full, the same on every rank."""
+    if config.deterministic:
+        return 1
     if bounded := token_budget(config):
         return max(1, bounded.logprob_mb_tokens // bounded.train_mb_tokens)
     return max(1, config.logprob_batch_size // config.train_micro_batch_size)

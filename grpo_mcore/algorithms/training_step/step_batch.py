@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packing import PADDED
-from grpo_mcore.batching.plan import StepPlan, plan_step
+from grpo_mcore.batching.plan import StepPlan, plan_alone, plan_step
 from grpo_mcore.batching.prefix_trees import Prefixes, computed_tokens, in_blocks, prefixes_of, saves_enough
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.objective import AdvantageEstimate, clip_advantages, overlong_filter
@@ -180,6 +180,8 @@ def rank_steps(
     packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
     index, together = list(trajectories), samples_together(algorithm)
     capacity, block = bin_tokens(config, algorithm), packing.shared_prefix.min_tokens
+    if config.policy.deterministic:
+        prefixes = None
     if prefixes is not None:
         prefixes = [in_blocks(of_sample, block) for of_sample in prefixes]
 
@@ -193,18 +195,21 @@ def rank_steps(
         computed = [computed_tokens(lengths[at], prefixes[at], block) for at in together_at]
         pairs_share = saves_enough(sum(computed), sum(sizes))
         sizes, prefixes = computed if pairs_share else sizes, None
-    plan = plan_step(
-        sizes,
-        dp=layout.data,
-        optimizer_steps=optimizer_steps,
-        capacity=capacity,
-        algorithm=PADDED if dynamic.enabled else packing.algorithm,
-        multiple=dynamic.sequence_length_round if dynamic.enabled else 1,
-        micro_batch_size=None if capacity else config.policy.train_micro_batch_size,
-        prefixes=prefixes,
-        block=block,
-        seed=config.grpo.seed,
-    )
+    if config.policy.deterministic:
+        plan = plan_alone(sizes, dp=layout.data, optimizer_steps=optimizer_steps)
+    else:
+        plan = plan_step(
+            sizes,
+            dp=layout.data,
+            optimizer_steps=optimizer_steps,
+            capacity=capacity,
+            algorithm=PADDED if dynamic.enabled else packing.algorithm,
+            multiple=dynamic.sequence_length_round if dynamic.enabled else 1,
+            micro_batch_size=None if capacity else config.policy.train_micro_batch_size,
+            prefixes=prefixes,
+            block=block,
+            seed=config.grpo.seed,
+        )
     steps = tuple(
         RankStep(
             batches=tuple(tuple(samples(bin) for bin in bins) for bins in plan.for_rank(rank)),

@@ -129,6 +129,10 @@ class PolicyConfig(Section):
     layout's."""
     max_grad_norm: NonNegativeFloat | None = 1.0
     """Maximum global L2 norm of the gradients; larger ones are scaled down. null or 0: no clipping."""
+    deterministic: bool = False
+    """Compute each sample in a row of its own and add the gradients in a fixed order, so that other micro-batches, bins
+    and one or two data-parallel ranks give the same bits. Needs precision float32, and ranks on CPU. Costs what packing
+    saves: docs/disagreement.md."""
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
     """Packing of sequences into bins."""
     dynamic_batching: Annotated[DynamicBatchingConfig, OffWhenNull] = Field(default_factory=DynamicBatchingConfig)

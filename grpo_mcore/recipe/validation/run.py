@@ -70,6 +70,23 @@ def unknown_validation_metric(name: str, samples_per_prompt: int) -> str | None:
     return f"there is no validation metric {in_yaml(name)}; known: {known}{nearest_hint(short, VALIDATION_METRICS)}"
 
 
+def check_deterministic(config: RecipeSections) -> Iterator[Finding]:
+    """What policy.deterministic needs."""
+    policy, megatron, key = config.policy, config.policy.megatron_cfg, "policy.deterministic"
+    if not policy.deterministic:
+        return
+    if policy.precision != "float32":
+        yield Finding((key, "policy.precision"), f"needs policy.precision float32, got {policy.precision}")
+    if config.cluster.platform == "gpu":
+        yield Finding((key, "cluster.platform"), "its order of sums is that of CPU kernels; set cluster.platform: cpu")
+    for name in ("expert_model_parallel_size", "context_parallel_size"):
+        if megatron[name] > 1:
+            at = f"policy.megatron_cfg.{name}"
+            yield Finding((key, at), f"{at} = {megatron[name]} adds up samples of several ranks; set it to 1")
+    if megatron.peft.enabled and megatron.peft.dropout:
+        yield Finding((key, "policy.megatron_cfg.peft.dropout"), "dropout depends on the row; set it to 0")
+
+
 def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
     """Early stop needs a metric, a threshold and validations."""
     grpo, metric_key = config.grpo, "grpo.stop_at_validation_metric"

@@ -11,6 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mcore.batching import PACKING_ALGORITHMS, CostModel, PackingError, StepPlan, plan_step
+from grpo_mcore.batching.plan import plan_alone
+
+
+def test_alone_each_rank_has_consecutive_samples_and_two_ranks_halves_of_a_tree() -> None:
+    lengths = [9, 1, 4, 7, 2, 8, 3]
+    one, two = (plan_alone(lengths, dp=dp, optimizer_steps=2) for dp in (1, 2))
+    assert one.for_rank(0) == (((0,), (1,), (2,)), ((3,), (4,), (5,), (6,)))
+    assert two.for_rank(0) == (((0,), ()), ((3,), (4,)))
+    assert two.for_rank(1) == (((1,), (2,)), ((5,), (6,)))
+    assert two.batches[0].tokens == ((9, 0), (1, 4)) and two.batches[1].tokens == ((7, 2), (8, 3))
+    assert [batch.samples for batch in one.batches] == [batch.samples for batch in two.batches]
+    assert not one.shares_prefixes and one.report()["computed_tokens"] == 1
+    with pytest.raises(PackingError, match="7 samples are too few for 4 optimizer steps on 2 data-parallel ranks"):
+        plan_alone(lengths, dp=2, optimizer_steps=4)
+
 
 QUICK = settings(deadline=None, max_examples=60)
 

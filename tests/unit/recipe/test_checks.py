@@ -420,6 +420,33 @@ def test_every_key_of_the_policy_is_read_or_refused() -> None:
     assert not [key for key in keys if not re.search(rf"""[."]{key.rpartition(".")[2]}\b""", code)]
 
 
+FIXED = "policy:\n  deterministic: true\n  model_name: m\n  precision: float32\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("", []),
+        ("cluster: {platform: gpu}\n", ["policy.deterministic: its order of sums is that of CPU kernels; set "
+                                       "cluster.platform: cpu"]),
+        ("  precision: bfloat16\n", ["policy.deterministic: needs policy.precision float32, got bfloat16"]),
+        ("  megatron_cfg: {context_parallel_size: 2}\n",
+         ["policy.deterministic: policy.megatron_cfg.context_parallel_size = 2 adds up samples of several ranks; set "
+          "it to 1"]),
+        ("  megatron_cfg: {peft: {enabled: true, dropout: 0.1}}\n",
+         ["policy.deterministic: dropout depends on the row; set it to 0"]),
+    ],
+)  # fmt: skip
+def test_what_fixed_sums_need(load, problems, text: str, lines: list[str]) -> None:
+    rest = MINIMAL[MINIMAL.index("data:") :]
+    fixed = FIXED.replace("  precision: float32\n", "") if "precision" in text else FIXED
+    recipe = fixed + text + rest if text.startswith("  ") else fixed + rest + text
+    if not lines:
+        assert load(recipe).config.policy.deterministic
+        return
+    assert [line[line.index("policy.deterministic") :] for line in problems(recipe) if "deterministic" in line] == lines
+
+
 AHEAD = "loss_fn: {use_importance_sampling_correction: true}\ngrpo:\n  num_prompts_per_step: 32\n  async_grpo: "
 
 

@@ -37,6 +37,7 @@ LENGTHS = ((3, 4), (5,), (2, 2, 1), (6,), ())  # of the samples in a rank's trai
             2,
         ),
         ({"sequence_packing": {"enabled": False}, "train_micro_batch_size": 2, "logprob_batch_size": 4}, 2),
+        ({"sequence_packing": {"train_mb_tokens": 8, "logprob_mb_tokens": 24}, "deterministic": True}, 1),
     ],
 )
 def test_logprob_rows_join_training_bins(changed: dict[str, Any], count: int) -> None:

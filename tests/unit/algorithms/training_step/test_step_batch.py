@@ -95,6 +95,15 @@ def test_only_prefixes_of_min_tokens_are_shared() -> None:
         assert batch.plan_metrics["plan/computed_tokens"] == pytest.approx(1 - saved / (8 * 84))
 
 
+def test_with_fixed_sums_each_sample_has_a_bin_in_order() -> None:
+    recipe = config()
+    recipe.policy.deterministic, recipe.policy.train_global_batch_size = True, 8
+    given = [group(uid, [1.0, 0.0, 1.0, 0.0]) for uid in "ab"]
+    batch = build_step_batch(given, recipe, PolicyLayout(1, 1, 2), shares_prefixes=True)
+    assert [rank.batches for rank in batch.ranks] == [(((0,), (1,), (2,), (3,)),), (((4,), (5,), (6,), (7,)),)]
+    assert batch.plan_metrics["plan/computed_tokens"] == 1 and not batch.ranks[0].shares_prefixes
+
+
 @pytest.mark.parametrize(("answers", "shares"), [([8, 16], True), ([120, 140], False)])
 def test_the_answers_of_a_pair_share_their_prompt(answers: list[int], shares: bool) -> None:
     """Four pairs with prompts of 32 tokens; a bin has room for 2 x 170."""
