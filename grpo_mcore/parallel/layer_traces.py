@@ -19,13 +19,18 @@ if TYPE_CHECKING:
     from grpo_mcore.parallel.policy import Policy
 
 
+def fixed_direction(hidden_size: int) -> Tensor:
+    """Return the vector with which hidden states are multiplied, float64 [hidden size], of norm 1."""
+    direction = torch.randn(hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return direction / direction.norm()
+
+
 def trace_layers(policy: Policy, batches: Sequence[PackedBatch]) -> list[dict[int, Tensor]]:
     """Return, for each micro-batch, layer number (from 1) -> float64 [2, tokens of its samples]: the norm of the hidden
     state after the layer, and its product with a fixed random direction. Only of this rank's layers. Collective.
     """
     traces: dict[int, list[Tensor]] = defaultdict(list)
-    direction = torch.randn(policy.shape.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    direction = (direction / direction.norm()).to(policy.device)
+    direction = fixed_direction(policy.shape.hidden_size).to(policy.device)
 
     def keep(network: PolicyModel, layer: Any, _inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output

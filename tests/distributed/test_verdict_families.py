@@ -1,4 +1,5 @@
-"""The verdict on the policy of every family is "none": packed rows on one rank, judged by transformers in float64."""
+"""The verdict on the policy of every family is "none", of each of its layers too: packed rows on one rank, judged by
+transformers in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.tools.parity.rank import LayoutCase
 from grpo_mcore.tools.verdict.judge import Judge, Sample
-from grpo_mcore.tools.verdict.verdict import judge_samples
+from grpo_mcore.tools.verdict.verdict import first_layer, judge_samples
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if "vision" not in FAMILIES[family]])
@@ -24,8 +25,13 @@ def test_none_where_nothing_is_wrong(ranks: RankPool, tmp_path: Path, family: st
         (torch.randint(2, 131, (length,), generator=generator), torch.arange(length) >= 5) for length in (9, 21, 14)
     ]
     target = "grpo_mcore.tools.verdict.collect:policy_logprobs"
-    (said,) = ranks.run(1, target, str(folder), LayoutCase("TP1"), asked)
-    samples = [replace(Sample(f"p#{i}", *one, None, None), policy=said[i]) for i, one in enumerate(asked)]
-    verdict = judge_samples(Judge(folder, Sampling(1)), samples, torch.float32)
+    ((said, layers),) = ranks.run(1, target, str(folder), LayoutCase("TP1"), asked)
+    samples = [
+        replace(Sample(f"p#{i}", *one, None, None), policy=said[i], layers=layers[i]) for i, one in enumerate(asked)
+    ]
+    judge = Judge(folder, Sampling(1))
+    verdict = judge_samples(judge, samples, torch.float32)
+    parted = first_layer(judge, samples, torch.float32)
+    assert parted is not None and parted.what.endswith("agree: it is what comes after them"), parted
     assert verdict.line.startswith("none: "), "\n".join(verdict.table())
     assert verdict.evidence[0].largest < 1e-4

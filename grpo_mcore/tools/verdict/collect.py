@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_mcore.algorithms.run_control.checks import model_folder
 from grpo_mcore.batching.packed_batch import pack_rows
 from grpo_mcore.families import engine_options, missing_on_cpu, read_hf_config, shape_of
+from grpo_mcore.parallel.layer_traces import trace_layers
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import MasterConfig
@@ -88,15 +89,22 @@ def of_model(folder: Path, layout: LayoutCase) -> Case:
         ranks = pool.run(layout.world_size, target, str(folder), layout, asked, timeout_s=RANK_TIMEOUT_S)
     finally:
         pool.close()
-    by_index = {index: values for part in ranks for index, values in part.items()}
-    judged = tuple(replace(sample, policy=by_index[index]) for index, sample in enumerate(samples))
+    by_index = {index: values for logprobs, _ in ranks for index, values in logprobs.items()}
+    layers: dict[int, dict[int, Tensor]] = {}
+    for _, traces in ranks:
+        for index, of_sample in traces.items():
+            layers.setdefault(index, {}).update(of_sample)
+    judged = tuple(
+        replace(sample, policy=by_index[index], layers=layers[index]) for index, sample in enumerate(samples)
+    )
     return Case(folder, None, judged, Sampling(NEW_TOKENS), torch.float32, notes)
 
 
 def policy_logprobs(
     address: Address, model: str, layout: LayoutCase, asked: Sequence[tuple[Tensor, Tensor]]
-) -> dict[int, Tensor]:
-    """Return the log-probs of the samples (tokens, generated) by index; on the ranks that report them."""
+) -> tuple[dict[int, Tensor], dict[int, dict[int, Tensor]]]:
+    """Return (log-probs of the samples (tokens, generated) by index; on the ranks that report them, what comes out of
+    this rank's layers by sample and layer)."""
     policy = make_policy(address, model, layout)
     bins = [range(start, len(asked), 2 * policy.layout.data) for start in range(2 * policy.layout.data)]
     rows = [
@@ -108,11 +116,17 @@ def policy_logprobs(
         )
         for bin in bins[policy.here.data :: policy.layout.data]
     ]
-    return {
+    logprobs = {
         int(name): values
         for row, scores in zip(rows, policy.logprobs(rows) or (), strict=False)
         for name, values in zip(row.names, row.split(scores), strict=True)
     }
+    layers: dict[int, dict[int, Tensor]] = {}
+    for row, traces in zip(rows, trace_layers(policy, rows), strict=True):
+        for number, columns in traces.items():
+            for name, part in zip(row.names, columns.split(list(row.lengths), dim=1), strict=True):
+                layers.setdefault(int(name), {})[number] = part.clone()
+    return logprobs, layers
 
 
 def _generated(folder: Path) -> list[Sample] | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from grpo_mcore.families import read_hf_config, shape_of
+from grpo_mcore.parallel.layer_traces import fixed_direction
 from grpo_mcore.rollout.trajectory import Sampling
 
 Hook = Callable[[nn.Module, Any, Any], Any]
@@ -28,7 +29,8 @@ class Sample:
     """Tokens of a sample, and what the policy and the engine said of them. All of the same length n.
 
     `tokens` int64; `generated` bool: tokens that the policy is to be trained on; `policy`, `engine` float32 log-probs,
-    0 where there is none; None: not known.
+    0 where there is none; None: not known. `layers`: what comes out of each layer of the policy, by its number from 1,
+    float64 [2, n], see parallel/layer_traces.py; empty: not known.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Sample:
     generated: Tensor
     policy: Tensor | None
     engine: Tensor | None
+    layers: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def prompt(self) -> int:
@@ -124,6 +127,29 @@ class Judge:
     def logprobs(self, sample: Sample, **how: Any) -> Tensor:
         """Return the log-prob of each token, float64 [n], 0 for the first. `how`: see `logits`."""
         return drawn(self.logits(sample, **how), sample.tokens, self.sampling)
+
+    @torch.no_grad()
+    def layers(self, sample: Sample, dtype: torch.dtype = torch.float64) -> dict[int, Tensor]:
+        """Return what comes out of each layer, by its number from 1, float64 [2, n]: norm, and product with a fixed
+        direction. Empty for a model without a list of all its layers."""
+        network = self.network if dtype is torch.float64 else self.rounded[dtype]
+        layers = next((m for m in network.modules() if is_list_of(m, self.shape.num_layers)), ())
+        direction, traces = fixed_direction(self.shape.hidden_size), dict[int, Tensor]()
+
+        def keep(number: int, module: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = (output[0] if isinstance(output, tuple) else output)[0].double()
+            traces[number] = torch.stack([hidden.norm(dim=1), hidden @ direction])
+
+        with contextlib.ExitStack() as stack:
+            for number, layer in enumerate(layers, start=1):
+                stack.callback(layer.register_forward_hook(partial(keep, number)).remove)
+            network(sample.tokens[None])
+        return traces
+
+
+def is_list_of(module: nn.Module, count: int) -> bool:
+    """Return whether a module is the list of a model's `count` layers."""
+    return isinstance(module, nn.ModuleList) and len(module) == count
 
 
 def drawn(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:

@@ -110,7 +110,34 @@ def judge_samples(judge: Judge, samples: Sequence[Sample], precision: torch.dtyp
         tried.sort(key=lambda one: one.mean)
         evidence += tried
         causes[side] = _cause(base, tried, limit, judge, judged, should)
+        if side == "policy" and (parted := first_layer(judge, judged, precision)) is not None:
+            evidence.append(parted)
     return Verdict(causes, tuple(evidence), limit)
+
+
+def first_layer(judge: Judge, samples: Sequence[Sample], precision: torch.dtype) -> Evidence | None:
+    """Return the first layer whose output parts from the judge's by more than rounding to `precision` does, relative to
+    its norm; None if the policy's layers are not known. `largest`, `mean`: over the layer's tokens."""
+    numbers = sorted({number for sample in samples for number in sample.layers})
+    right = [(sample, judge.layers(sample), judge.layers(sample, precision)) for sample in samples if numbers]
+    for number in numbers:
+        gaps, rounding = [], 0.0
+        for sample, exact, rounded in right:
+            if number not in exact or number not in sample.layers:
+                return None
+            norm = exact[number][0].clamp(min=1e-12)
+            gaps.append(((sample.layers[number] - exact[number]).abs().amax(0) / norm).nan_to_num(nan=torch.inf))
+            rounding = max(rounding, ((rounded[number] - exact[number]).abs().amax(0) / norm).max().item())
+        every = torch.cat(gaps)
+        if every.max() > max(SMALLEST_LIMIT, ROUNDING * rounding):
+            worst = max(range(len(gaps)), key=lambda index: gaps[index].max().item())
+            what = f"layer {number} is the first to part, most at token {int(gaps[worst].argmax())} of sample "
+            return Evidence("policy", "layer", what + right[worst][0].name, every.max().item(), every.mean().item())
+    return (
+        Evidence("policy", "layer", f"all {len(numbers)} agree: it is what comes after them", 0.0, 0.0)
+        if numbers
+        else None
+    )
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.tools.verdict.judge import Judge, Sample, drawn
-from grpo_mcore.tools.verdict.verdict import Verdict, judge_samples
+from grpo_mcore.tools.verdict.verdict import Verdict, first_layer, judge_samples
 
 SAMPLING = Sampling(max_new_tokens=1)
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 61}
@@ -61,6 +61,32 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model("qwen3_moe", tmp_path_factory.mktemp("experts"), mlp_only_layers=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("layers.0.self_attn.o_proj.weight", 1), ("layers.1.mlp.down_proj.weight", 2)]
+)
+def test_the_first_layer_that_parts_is_named(dense: Model, name: str, layer: int) -> None:
+    wrong = copy.deepcopy(dense.new)
+    weight = dict(wrong.named_parameters())[f"model.{name}"]
+    weight.data.copy_(dict(dense.old.named_parameters())[f"model.{name}"])
+    other = copy.copy(dense.judge)
+    other.network = wrong.double()
+    samples = [
+        replace(sample, policy=other.logprobs(sample).float() * sample.generated, layers=other.layers(sample))
+        for sample in dense.samples
+    ]
+    verdict = judge_samples(dense.judge, samples, torch.float32)
+    found = [one for one in verdict.evidence if one.cause == "layer"]
+    assert len(found) == 1 and found[0].what.startswith(f"layer {layer} is the first to part, most at token ")
+    assert verdict.causes["policy"].cause == "weights"
+
+
+def test_layers_that_agree_leave_what_comes_after_them(dense: Model) -> None:
+    samples = [replace(sample, layers=dense.judge.layers(sample)) for sample in dense.samples]
+    agree = first_layer(dense.judge, samples, torch.float32)
+    assert agree is not None and agree.what == "all 2 agree: it is what comes after them"
+    assert first_layer(dense.judge, dense.samples, torch.float32) is None
 
 
 def at(**changed: Any) -> Says:
