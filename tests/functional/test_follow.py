@@ -14,6 +14,7 @@ from grpo_mcore.observe import audit, read_ledger
 from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
 
 PROMPTS = 24
+KL_IN_REWARD = "use_kl_in_reward=true,reference_policy_kl_penalty=0.1"
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_it_goes_on_from_a_checkpoint_of_the_run(recipe: dict[str, Any], recorde
     run = run_here("train", tmp_path, recipe, "--follow", str(recorded.logs), "--resume", str(start))
     assert run.code == 0, run.out + run.err
     assert weights_of(run, 6) == weights_of(recorded, 6)
-    assert followed_of(run)["steps"] == 4
+    assert followed_of(run)["steps"] == 4 and followed_of(run)["differs_first"] is None
     found = audit(read_ledger(run.checkpoints / "ledger.jsonl"))
     assert not found.flaws and found.fates["trained on"] == PROMPTS
 
@@ -96,5 +97,5 @@ def test_losses_are_compared_on_a_recorded_step(recorded: Run, capsys: pytest.Ca
     assert table["own"][2:] == table["ratio_clip_max=0.9"][2:] == ["1.0000", "1.0000"]  # nothing is clipped here
     shares = [table[f"advantage: {name} advantage"][-1] for name in ("positive", "negative")]
     assert sum(float(share.rstrip("%")) for share in shares) == pytest.approx(100, abs=0.2)
-    assert main(["replay", str(recorded.logs), "--step", "3", "--loss", "use_kl_in_reward=true"]) == 1
+    assert main(["replay", str(recorded.logs), "--step", "3", "--loss", KL_IN_REWARD]) == 1
     assert "loss_fn.use_kl_in_reward changes the advantages" in capsys.readouterr().err

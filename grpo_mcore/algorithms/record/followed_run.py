@@ -245,17 +245,22 @@ class FollowedRun:
 
     def samples(self, uid: str, step: int) -> list[dict[str, Any]]:
         """Return the samples of a group, in their order. Raises FollowError if they are not recorded."""
-        if step not in self._rows:
-            self._rows[step] = self._read("train", step)
-            self._logprobs[step] = {
-                f"{uid}#{row['generation']}": np.asarray(row["policy_logprobs"], np.float32)
-                for uid, rows in self._rows[step].items()
-                for row in rows
-                if row["policy_logprobs"] is not None
-            }
+        self._load(step)
         if (rows := self._rows[step].pop(uid, None)) is None:
             raise FollowError(f"{self.folder}: the samples of {uid} are not among those of step {step}")
         return rows
+
+    def _load(self, step: int) -> None:
+        """Read the samples of a step, if they are not here."""
+        if step in self._rows:
+            return
+        self._rows[step] = self._read("train", step)
+        self._logprobs[step] = {
+            f"{uid}#{row['generation']}": np.asarray(row["policy_logprobs"], np.float32)
+            for uid, rows in self._rows[step].items()
+            for row in rows
+            if row["policy_logprobs"] is not None
+        }
 
     def validation(self, step: int) -> dict[str, list[dict[str, Any]]]:
         """Return the samples of the validation after `step` by uid, in the order in which their groups finished."""
@@ -282,7 +287,8 @@ class FollowedRun:
         self, step: int, names: Sequence[str], by_index: Mapping[int, Mapping[str, np.ndarray]]
     ) -> None:
         """Compare the policy's log-probs of a step. `names`: of its samples, by index."""
-        recorded, compared = self._logprobs.pop(step, {}), self.compared
+        self._load(step)  # all its groups may have been in the checkpoint that the run goes on from
+        recorded, compared = self._logprobs.pop(step), self.compared
         compared.steps.append(step)
         for index, columns in sorted(by_index.items()):
             name, mine = names[index], columns["policy"]

@@ -102,8 +102,8 @@ def a_finished_group_is_dropped_at_resume(plant: Plant) -> None:
         def __init__(self, groups: StepGroups) -> None:
             self.add = lambda group: None if group.uid.endswith(("0", "2", "4", "6", "8")) else groups.add(group)
 
-    def drop(right: Any, position: Any, record: Any, groups: StepGroups, *others: Any) -> None:
-        right(position, record, Forgetful(groups), *others)
+    def drop(right: Any, position: Any, record: Any, groups: StepGroups, *others: Any, **how: Any) -> None:
+        right(position, record, Forgetful(groups), *others, **how)
 
     plant(grpo, "resume_in_flight", drop)
 
@@ -150,8 +150,8 @@ def groups_grow_one_step_too_old(plant: Plant) -> None:
 
 def a_group_is_trained_on_twice(plant: Plant) -> None:
     def twice(right: Any, self: StepGroups, *args: Any) -> Any:
-        groups, metrics = right(self, *args)
-        return [*groups[:-1], groups[0]], metrics
+        groups, *rest = right(self, *args)
+        return [*groups[:-1], groups[0]], *rest
 
     plant(StepGroups, "take", twice)
 
