@@ -14,7 +14,6 @@ from grpo_mcore.observe import audit, read_ledger
 from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
 
 PROMPTS = 24
-KL_IN_REWARD = "use_kl_in_reward=true,reference_policy_kl_penalty=0.1"
 
 
 @pytest.fixture(scope="module")
@@ -97,5 +96,5 @@ def test_losses_are_compared_on_a_recorded_step(recorded: Run, capsys: pytest.Ca
     assert table["own"][2:] == table["ratio_clip_max=0.9"][2:] == ["1.0000", "1.0000"]  # nothing is clipped here
     shares = [table[f"advantage: {name} advantage"][-1] for name in ("positive", "negative")]
     assert sum(float(share.rstrip("%")) for share in shares) == pytest.approx(100, abs=0.2)
-    assert main(["replay", str(recorded.logs), "--step", "3", "--loss", KL_IN_REWARD]) == 1
+    assert main(["replay", str(recorded.logs), "--step", "3", "--loss", "reinforce-plus-plus"]) == 1
     assert "loss_fn.use_kl_in_reward changes the advantages" in capsys.readouterr().err

@@ -195,7 +195,8 @@ def test_a_run_that_did_not_stop_at_a_checkpoint_goes_on_there(tmp_path: Path) -
 
 def test_log_probs_are_compared_bit_by_bit(tmp_path: Path) -> None:
     nan = np.array([np.nan], np.float32)
-    run = record_of(tmp_path, [STARTED], {1: [row("a"), row("n", policy_logprobs=nan)], 2: [row("b"), row("c")]})
+    samples = {1: [row("a"), row("n", policy_logprobs=nan)], 2: [row("b"), row("c")], 3: [row("x")]}
+    run = record_of(tmp_path, [STARTED], samples)
     columns = {name: {"policy": np.array([value], np.float32)} for name, value in (("same", -0.5), ("off", -0.25))}
     run.samples("a", 1), run.samples("b", 2)
     run.compare_logprobs(1, ["a#0", "n#0"], {0: columns["same"], 1: {"policy": nan}})
