@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.launch import launch_spec
 
     spec = launch_spec(load_recipe(args.recipe, args.overrides), args.target)
+    for note in spec.notes:
+        print(f"grpo-mcore launch: {note}", file=sys.stderr)
     if args.target == "slurm":
         from grpo_mcore.tools.launch.slurm import sbatch_script
 

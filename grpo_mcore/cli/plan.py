@@ -20,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="A100-40GB, A100, H100 (default), H200, B200, RTX4090 or cpu")
     parser.add_argument("--memory-gb", type=float, metavar="GB", help="memory of the device, if it differs")
     parser.add_argument(
+        "--host-memory-gb",
+        type=float,
+        metavar="GB",
+        help="host memory of a node; default: launch.memory_gb_per_node, or what NVIDIA's servers with the device have",
+    )
+    parser.add_argument(
         "--mean-length",
         type=int,
         metavar="TOKENS",
@@ -36,24 +42,21 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. Return 0 if it fits, with --search if anything fits, else 1."""
     config = load_recipe(args.recipe, args.overrides).config
 
-    from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
+    from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape, plan_workload
     from grpo_mcore.tools.plan.report import plan_text, search_text
     from grpo_mcore.tools.plan.search import search
 
-    shape, device = plan_shape(config, args.config_json), plan_device(config, args.device, args.memory_gb)
+    shape = plan_shape(config, args.config_json)
+    device = plan_device(config, args.device, args.memory_gb, args.host_memory_gb)
     if args.trace:
         return _trace(args, config, shape, device)
-    plan = make_plan(config, shape, device, mean_length=args.mean_length)
     if args.search is None:
+        plan = make_plan(config, shape, device, mean_length=args.mean_length)
         print(json.dumps(plan.plain(), indent=2) if args.json else plan_text(plan))
         return 0 if plan.fits else 1
-    candidates = search(plan.load, device, args.search)
-    print(
-        json.dumps([asdict(candidate) for candidate in candidates], indent=2)
-        if args.json
-        else search_text(candidates, args.search)
-    )
-    return 0 if candidates else 1
+    result = search(plan_workload(config, shape, device, mean_length=args.mean_length), device, args.search)
+    print(json.dumps(result.plain(), indent=2) if args.json else search_text(result, args.search))
+    return 0 if result.candidates else 1
 
 
 def _trace(args: argparse.Namespace, config: MasterConfig, shape: ModelShape, device: Device) -> int:

@@ -16,7 +16,7 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
-_VARIANTS = ("-Instruct", "-Base", "-Math", "-Coder", "-Chat", "-it", "-pt", "-2507", "-0324-BF16")
+_VARIANTS = ("-Instruct", "-Thinking", "-Base", "-Math", "-Coder", "-Chat", "-it", "-pt", "-2507", "-0324-BF16")
 
 
 @cache

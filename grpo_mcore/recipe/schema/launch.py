@@ -69,8 +69,9 @@ class LaunchConfig(Section):
     """Image with its tag or digest. Slurm runs it with pyxis; null runs on bare metal."""
     mounts: list[str] = Field(default_factory=list)
     """Folders of the nodes that a Slurm container sees: "FROM:TO" or "FROM:TO:ro"."""
-    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d$")] = "04:00:00"
-    """Wall-clock limit of the job: "HH:MM:SS" or "D-HH:MM:SS"."""
+    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d$")] | None = None
+    """Wall-clock limit of the job: "HH:MM:SS" or "D-HH:MM:SS". null: what `plan` predicts for the run and half as much
+    again, but at most four hours, after which the next job resumes; four hours where it cannot tell."""
     save_before_end_s: Positive = 600
     """Seconds before the time limit at which the run is asked to end its step and save. Must be longer than the longest
     step and a checkpoint together."""
@@ -79,8 +80,9 @@ class LaunchConfig(Section):
     preemptions and nodes that Slurm itself finds lost do not count."""
     cpus_per_node: Positive = 64
     """CPU cores of each node."""
-    memory_gb_per_node: Positive = 512
-    """Memory of each node in GiB, /dev/shm included."""
+    memory_gb_per_node: Positive | None = None
+    """Memory of each node in GiB, /dev/shm included. null: what `plan` predicts, and a quarter more; 512 on CPU and
+    where the model is not known."""
     code: list[str] = Field(default_factory=list)
     """Files and folders of your own below the working directory that the run imports, such as my_rewards.py. On
     Kubernetes they travel with the recipe, at most 1 MB of text; on Slurm the nodes must see the working directory."""

@@ -93,7 +93,7 @@ def documents(spec: LaunchSpec) -> list[dict[str, Any]]:
             "ttlSecondsAfterFinished": 300,
             # A failed run starts again on new pods and resumes from its newest checkpoint.
             "backoffLimit": spec.restarts,
-            "activeDeadlineSeconds": seconds(spec.launch.time_limit) * (spec.restarts + 1),
+            "activeDeadlineSeconds": seconds(spec.time_limit) * (spec.restarts + 1),
             # Limits the wait for pods that cannot be scheduled.
             "preRunningDeadlineSeconds": max(1800, 3 * spec.start_timeout_s),
             "suspend": True if k8s.scheduler == "kueue" else None,  # Kueue starts it when there is room for all pods
@@ -115,7 +115,7 @@ def _without_none(value: Any) -> Any:
 def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
     """Return the pod spec of one node. Text files are mounted next to the recipe, under the names that it uses."""
     launch, k8s, gpus = spec.launch, spec.launch.k8s, pool.gpus_per_node
-    amounts = {"cpu": str(launch.cpus_per_node), "memory": f"{launch.memory_gb_per_node}Gi"}
+    amounts = {"cpu": str(launch.cpus_per_node), "memory": f"{spec.memory_gb}Gi"}
     if gpus:
         amounts["nvidia.com/gpu"] = str(gpus)
     rdma = k8s.rdma_resource if gpus else None

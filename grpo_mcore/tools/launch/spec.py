@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpo_mcore
+from grpo_mcore.families import FamilyError
+from grpo_mcore.layout import LayoutError
 from grpo_mcore.recipe import (
     LaunchConfig,
     MasterConfig,
@@ -19,7 +22,11 @@ from grpo_mcore.recipe import (
     runs_grpo,
     shown,
 )
-from grpo_mcore.tools.launch.validation import Target, code_files, validate
+from grpo_mcore.tools.launch.validation import Target, code_files, seconds, validate
+from grpo_mcore.tools.plan.memory import fits_device, memory, node_memory
+from grpo_mcore.tools.plan.plan import plan_device, plan_shape, plan_workload
+from grpo_mcore.tools.plan.timing import step_time
+from grpo_mcore.tools.plan.workload import PlanError
 
 FROM_SUBMITTER = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
@@ -27,6 +34,13 @@ FROM_SUBMITTER = (
     *("LD_LIBRARY_PATH", "CUDA_HOME", "HF_TOKEN", "WANDB_API_KEY"),
 )
 """Variables of the submitting shell that a job inherits if they are set, in addition to those of cluster.env_vars."""
+
+DEFAULT_MEMORY = 512
+"""Memory of a node in GiB where `plan` predicts none."""
+LEAST_MEMORY = 256
+"""Least memory of a node in GiB that is asked for: driver, datasets and Ray's object store are in no plan."""
+LONGEST = 4 * 3600
+"""Wall-clock limit of a job in seconds, if the recipe has none and the run is longer."""
 
 _TEXT_FILES = ("prompt_file", "system_prompt_file")
 
@@ -42,7 +56,8 @@ class Pool:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A job. `launch`: that section of the recipe. `restarts` is 0 if the run writes no checkpoint to resume from.
+    """A job. `launch`: that section of the recipe. `memory_gb`: of each node, in GiB. `restarts` is 0 if the run writes
+    no checkpoint to resume from.
 
     `recipe_yaml` is the resolved recipe and `texts` the files that it names and those of launch.code, as (name relative
     to it, content), for nodes that do not see the checkout. `sandboxes`: programs run in sandboxes, which need
@@ -60,8 +75,12 @@ class LaunchSpec:
     restarts: int
     start_timeout_s: int
     launch: LaunchConfig
+    memory_gb: int
+    time_limit: str
     sandboxes: bool = False
     code: str = ""
+    notes: tuple[str, ...] = ()
+    """What whoever launches it should know: what was taken from the plan, and what does not go with it."""
 
     @property
     def nodes(self) -> int:
@@ -75,9 +94,12 @@ class LaunchSpec:
 
 def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
     """Return the job of a recipe. Raises RecipeError with every problem that would only show up later on `target`."""
-    config = recipe.config
-    validate(recipe, target)
-    launch, cluster = config.launch, config.cluster
+    memory_gb, time_limit, notes = planned(recipe.config)
+    filled = {"memory_gb_per_node": memory_gb, "time_limit": time_limit}
+    launch = recipe.config.launch.model_copy(update=filled)
+    config = recipe.config.model_copy(update={"launch": launch})
+    validate(replace(recipe, config=config), target)
+    cluster = config.cluster
     resumes = config.checkpointing.enabled and algorithm_of(config) != "eval"
     return LaunchSpec(
         name=launch.name or job_name(recipe.path.stem),
@@ -91,12 +113,55 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
         restarts=launch.max_restarts if resumes else 0,
         start_timeout_s=int(cluster.start_timeout_s),
         launch=launch,
+        memory_gb=memory_gb,
+        time_limit=time_limit,
         sandboxes=any(
             environment_class(name, section)[0] == "code" and section.get("sandbox") != "none_i_trust_the_code"
             for name, section in config.env.items()
         ),
         code=code_revision(),
+        notes=notes,
     )
+
+
+def planned(config: MasterConfig) -> tuple[int, str, tuple[str, ...]]:
+    """Return memory of a node in GiB, time limit, and what to say about them. What the recipe leaves open follows from
+    its plan on an H100: the memory of a host depends little on its device."""
+    launch, notes = config.launch, list[str]()
+    memory_gb, limit = launch.memory_gb_per_node, launch.time_limit
+    try:
+        shape, device = plan_shape(config), plan_device(config, None)
+        load = plan_workload(config, shape, device)
+        engine, stages = memory(load, device)
+        step_s = step_time(load, device, engine, None).likely
+    except (PlanError, FamilyError, LayoutError) as error:
+        notes.append(f"memory and time are not from a plan: {error}")
+        needed, run_s, fits = 0, 0.0, True
+    else:
+        needed, fits = node_memory(load, stages, engine, device), fits_device(stages, engine, load, device)
+        steps = {"grpo": config.grpo.max_num_steps, "sft": config.sft.max_num_steps, "dpo": config.dpo.max_num_steps}
+        run_s = (steps.get(algorithm_of(config)) or 0) * step_s if device.memory is not None else 0.0
+    if not fits:
+        notes.append("plan says that this does not fit an H100 server; grpo-mcore plan shows what is lacking")
+    if memory_gb is None:
+        memory_gb = 64 * math.ceil(1.25 * needed / 2**30 / 64) or DEFAULT_MEMORY
+        memory_gb = max(memory_gb, LEAST_MEMORY)
+        if needed:
+            notes.append(f"launch.memory_gb_per_node={memory_gb}: plan predicts {needed / 2**30:,.0f} GiB")
+    start = launch.save_before_end_s + config.cluster.start_timeout_s
+    if limit is None:
+        hours = math.ceil((1.5 * run_s + start) / 3600) if run_s else LONGEST // 3600
+        hours = max(min(hours, LONGEST // 3600), math.ceil((start + 1800) / 3600))
+        limit = f"{hours:02d}:00:00"
+        notes.append(f"launch.time_limit={limit}" + (f": plan predicts {run_s / 3600:,.1f} h" if run_s else ""))
+    resumes = launch.max_restarts + 1 if config.checkpointing.enabled else 1
+    given = resumes * max(0, seconds(limit) - start)
+    if run_s > given:
+        notes.append(
+            f"plan predicts {run_s / 3600:,.1f} h for all steps, and {resumes} job{'s' if resumes > 1 else ''} of "
+            f"{limit} train for {given / 3600:,.1f} h: raise launch.max_restarts or launch.time_limit"
+        )
+    return memory_gb, limit, tuple(notes)
 
 
 def code_revision() -> str:

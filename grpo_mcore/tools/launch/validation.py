@@ -52,7 +52,8 @@ def seconds(limit: str) -> int:
 
 
 def validate(recipe: Recipe, target: Target) -> None:
-    """Raise RecipeError with every finding for `target`, if there is any."""
+    """Raise RecipeError with every finding for `target`, if there is any. Memory and time of the recipe's `launch` must
+    be filled in."""
     findings = [finding for check in CHECKS[target] for finding in check(recipe.config)]
     if findings:
         raise RecipeError([_problem(finding, recipe) for finding in findings], shown(recipe.path))
@@ -91,6 +92,7 @@ def _layouts(config: MasterConfig) -> Iterator[Finding]:
 
 def _time(config: MasterConfig) -> Iterator[Finding]:
     launch = config.launch
+    assert launch.time_limit is not None
     limit, needed = seconds(launch.time_limit), launch.save_before_end_s + config.cluster.start_timeout_s
     if limit <= needed:
         yield Finding(
@@ -319,6 +321,7 @@ def _claim(config: MasterConfig) -> Iterator[Finding]:
 
 def _memory(config: MasterConfig) -> Iterator[Finding]:
     launch = config.launch
+    assert launch.memory_gb_per_node is not None
     if launch.k8s.shm_gb * 2 > launch.memory_gb_per_node:
         yield Finding(
             ("launch.k8s.shm_gb", "launch.memory_gb_per_node"),

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache, partial
 
-from grpo_mcore.families import Block, ModelShape, local_shape, params_of
+from grpo_mcore.families import Block, ModelShape, Param, local_shape, params_of
 from grpo_mcore.families.activations import (
     divergence_bytes,
     first_stage_bytes,
@@ -22,6 +22,9 @@ from grpo_mcore.tools.plan.workload import Device, TeacherLoad, Workload
 
 ENGINE_OVERHEAD = 3 * 2**30
 """Memory that an engine needs besides weights and KV cache: activations of the largest batch, CUDA graphs."""
+
+PROCESS_MEMORY = 6 * 2**30
+"""Host memory of a process with torch, CUDA and NCCL, besides what it is known to keep: an assumption."""
 
 CLOSE = 0.92
 """Share of the memory above which fragmentation alone can cause an out-of-memory error."""
@@ -117,7 +120,25 @@ def _host_memory(load: Workload, device: Device, stage: int) -> Phase:
             parts["reference, and weights in its place"] = 2 * weight_bytes(load, stage)
         if here := [teacher for teacher in load.teachers if not teacher.apart]:
             parts["teachers"] = sum(map(teacher_weights, here))
+        if load.saves:
+            params = load.params(stage)
+            kept = params.numel - params.frozen if load.gathers else params.owned(load.layout, None)
+            parts["a checkpoint, while it is written"] = 12 * kept
     return Phase("host", parts)
+
+
+def node_memory(load: Workload, stages: tuple[StageMemory, ...], engine: EngineMemory, device: Device) -> int:
+    """Return the bytes of host memory that the busiest node of the policy needs: what its ranks and their engines keep
+    there, the refit buffer, and their processes. 0 on CPU, where it is not predicted."""
+    if device.memory is None:
+        return 0
+    processes, of_rank = 1, max(stage.host.total for stage in stages)
+    buffer = load.refit_buffer if load.grpo and load.world > 1 else 0
+    if load.grpo and load.colocated:
+        processes += 1
+        # Engines that are paused, or get adapters alone, keep their weights while the policy trains.
+        of_rank += engine.weights if load.engines_sleep and (load.refit_adapters or not load.waits_for_longest) else 0
+    return load.ranks_per_node * (of_rank + processes * PROCESS_MEMORY) + buffer
 
 
 def teacher_weights(teacher: TeacherLoad) -> int:
@@ -219,11 +240,24 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
 def _engine_numel(shape: ModelShape, layout: EngineLayout) -> int:
     """Return the elements that a rank of the largest stage has."""
     stages: Counter[int] = Counter()
+    for param, count in _alike(shape):
+        numel = count * math.prod(local_shape(param, shape, layout.tensor))
+        stages.update(dict.fromkeys(layout.stages(param, shape.num_layers), numel))
+    return max(stages.values())
+
+
+@cache
+def _alike(shape: ModelShape) -> list[tuple[Param, int]]:
+    """Return one parameter of those of a layer that have the same sizes, and their number."""
+    first: dict[object, Param] = {}
+    counts: Counter[object] = Counter()
     for param in params_of(shape):
         if not param.copy:
-            numel = math.prod(local_shape(param, shape, layout.tensor))
-            stages.update(dict.fromkeys(layout.stages(param, shape.num_layers), numel))
-    return max(stages.values())
+            sizes = tuple(tensor.shape for tensor in param.hf)
+            kind = (param.layer, param.split, sizes, param.engine is None)
+            first.setdefault(kind, param)
+            counts[kind] += 1
+    return [(param, counts[kind]) for kind, param in first.items()]
 
 
 def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemory) -> StageMemory:
@@ -233,6 +267,27 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
     Engines that generate while the policy trains (a trajectory age above 0) keep their memory in every phase. Engines
     on other devices take none of the policy's.
     """
+    alone = policy_memory(load, device, stage)
+    phases = tuple(Phase(it.name, it.parts | engine_parts(load, device, engine, it.name)) for it in alone.phases)
+    return StageMemory(stage, phases, alone.host)
+
+
+def engine_parts(load: Workload, device: Device, engine: EngineMemory, phase: str) -> dict[str, int]:
+    """Return what an engine rank has on the policy's device in a phase, by part, in bytes."""
+    apart = phase == "teachers" and all(teacher.apart for teacher in load.teachers)
+    if not load.grpo or not load.colocated or apart:
+        return {}
+    weights = {"engine weights": engine.weights}
+    cached = {**weights, "KV cache": max(0, engine.kv_cache)}
+    if device.memory is not None:
+        cached["engine overhead"] = ENGINE_OVERHEAD
+    if phase == "generation" or load.engines_stay:
+        return cached
+    return weights if phase == "refit" else {}
+
+
+def policy_memory(load: Workload, device: Device, stage: int) -> StageMemory:
+    """Return the memory of a rank of one stage in all phases, without an engine's."""
     weights, gradients = weight_bytes(load, stage), gradient_bytes(load, stage)
     optimizer = optimizer_bytes(load, stage)
     passes = load.grpo and (load.prev or load.reference)  # of log-probs, before the training pass
@@ -246,11 +301,6 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
     if last:
         base |= _teacher_head(load)
     state = {**base, "gradients": gradients, "optimizer": optimizer}
-    cached = {"engine weights": engine.weights, "KV cache": max(0, engine.kv_cache)}
-    if device.memory is not None:
-        cached["engine overhead"] = ENGINE_OVERHEAD
-    if load.engines_stay:
-        state |= cached
     each = (forward_bytes(load.shape, load.rank, row, layer, length=load.mean_length) for layer in load.layers[stage])
     forward = int(max(each))
     chunk = min(load.logprob_chunk, math.ceil(here))
@@ -259,17 +309,14 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
         # With several policy ranks the buffer is in host memory.
         shared = load.colocated and load.world == 1 and device.memory is not None
         buffer = {"refit buffer": load.refit_buffer} if shared else {}
-        engines = {"engine weights": engine.weights} if load.colocated else {}
         # The optimizer has been offloaded for the engines by then, if there is device memory to save.
         kept = base if load.colocated and load.engines_sleep and device.memory is not None else state
-        phases.append(Phase("refit", {**kept, **buffer, **engines}))
+        phases.append(Phase("refit", {**kept, **buffer}))
         if load.colocated:
-            phases.append(Phase("generation", {**base, **buffer, **cached}))
+            phases.append(Phase("generation", {**base, **buffer}))
     if load.teachers:  # on CPU nothing is moved to the host
         offloads = load.colocated and device.memory is not None
-        phases.append(
-            _teacher_phase(load, device, {**(base if offloads else state), **(cached if load.engines_stay else {})})
-        )
+        phases.append(_teacher_phase(load, device, base if offloads else state))
     if load.grpo:
         if passes:
             # With adapters the reference is the model without them. On a GPU the current weights wait on the host.
@@ -297,6 +344,8 @@ def memory(load: Workload, device: Device) -> tuple[EngineMemory, tuple[StageMem
 def fits_device(
     stages: tuple[StageMemory, ...], engine: EngineMemory, load: Workload, device: Device, margin: float = 1.0
 ) -> bool:
-    """Return whether every phase fits `margin` times the device, and the KV cache at least one longest sample."""
+    """Return whether every phase fits `margin` times the device, the KV cache at least one longest sample, and what is
+    kept on the host a node's memory."""
     room = device.memory is None or all(stage.peak.total <= margin * device.memory for stage in stages)
-    return room and (not load.grpo or engine.sequences(load.max_length) >= 1)
+    host = device.host_memory is None or node_memory(load, stages, engine, device) <= device.host_memory
+    return room and host and (not load.grpo or engine.sequences(load.max_length) >= 1)

@@ -13,9 +13,9 @@ from grpo_mcore.families.activations import Kernels
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.recipe import MasterConfig, batch_equation, teacher_policies
 from grpo_mcore.refit.plan import RefitError
-from grpo_mcore.tools.plan.memory import CLOSE, EngineMemory, StageMemory, fits_device, memory
+from grpo_mcore.tools.plan.memory import CLOSE, EngineMemory, StageMemory, fits_device, memory, node_memory
 from grpo_mcore.tools.plan.timing import MAX_SEQUENCES, RefitTraffic, StepTime, refit_traffic, step_time
-from grpo_mcore.tools.plan.workload import DEVICES, Device, PlanError, Workload, workload_of
+from grpo_mcore.tools.plan.workload import DEVICES, GIB, Device, PlanError, Workload, workload_of
 
 MEGATRON = "policy.megatron_cfg."
 VLLM = "policy.generation.vllm_cfg."
@@ -40,6 +40,11 @@ class Plan:
     def fits(self) -> bool:
         possible = self.refit is not None or not self.load.grpo
         return possible and fits_device(self.stages, self.engine, self.load, self.device)
+
+    @property
+    def node_memory(self) -> int:
+        """Bytes of host memory that a node of the policy needs; 0 on CPU."""
+        return node_memory(self.load, self.stages, self.engine, self.device)
 
     @property
     def bottleneck(self) -> str:
@@ -86,6 +91,7 @@ class Plan:
             "time": {"phases": [asdict(phase) for phase in self.times.phases], "likely": self.times.likely,
                      "pipeline_bubble": self.times.bubble},
             "refit": asdict(self.refit) if self.refit else None,
+            "node_memory": self.node_memory,
             "fits": self.fits,
             "bottleneck": self.bottleneck,
             "warnings": list(self.warnings),
@@ -98,14 +104,23 @@ def ranks_of(load: Workload, stage: int) -> range:
     return range(stage * each, (stage + 1) * each)
 
 
-def plan_device(config: MasterConfig, name: str | None, memory_gb: float | None) -> Device:
+def plan_device(
+    config: MasterConfig, name: str | None, memory_gb: float | None = None, host_memory_gb: float | None = None
+) -> Device:
     """Return the device called `name`, with `memory_gb` (10^9 bytes) of memory if given. None: cpu if cluster.platform
-    is cpu, else an H100. Raises PlanError."""
+    is cpu, else an H100. `host_memory_gb`: host memory of a node, in 10^9 bytes; None: launch.memory_gb_per_node, or
+    what NVIDIA's servers with this device have. Raises PlanError."""
     name = name or ("cpu" if config.cluster.platform == "cpu" else "H100")
     device = next((device for known, device in DEVICES.items() if known.lower() == name.lower()), None)
     if device is None:
         raise PlanError(f"--device {name}: known are {', '.join(DEVICES)}; for another, the nearest with --memory-gb")
-    return device if memory_gb is None else replace(device, memory=int(memory_gb * 1e9))
+    if memory_gb is not None:
+        device = replace(device, memory=int(memory_gb * 1e9))
+    if host_memory_gb is not None:
+        return replace(device, host_memory=int(host_memory_gb * 1e9))
+    if config.launch.memory_gb_per_node is not None and device.host_memory is not None:
+        return replace(device, host_memory=config.launch.memory_gb_per_node * GIB)
+    return device
 
 
 def plan_shape(config: MasterConfig, config_json: str | Path | None = None) -> ModelShape:
@@ -155,6 +170,22 @@ def plan_config(
     return with_overrides(known, config.policy.hf_config_overrides)
 
 
+def plan_workload(
+    config: MasterConfig,
+    shape: ModelShape,
+    device: Device,
+    *,
+    mean_length: int | None = None,
+    kernels: Kernels | None = None,
+    teachers: Mapping[str, ModelShape] | None = None,
+) -> Workload:
+    """Return a recipe's step on a device. `teachers`: shape of each, by alias; None: of those that the recipe names.
+    Raises what `workload_of` raises, and for a teacher what `plan_shape` does."""
+    kernels = kernels or ("cpu" if device.name == "cpu" else "transformer_engine")
+    teachers = teacher_shapes(config) if teachers is None else teachers
+    return workload_of(config, shape, kernels=kernels, mean_length=mean_length, teachers=teachers)
+
+
 def make_plan(
     config: MasterConfig,
     shape: ModelShape,
@@ -164,12 +195,9 @@ def make_plan(
     kernels: Kernels | None = None,
     teachers: Mapping[str, ModelShape] | None = None,
 ) -> Plan:
-    """Plan a recipe. `teachers`: shape of each, by alias; None: of those that the recipe names. Raises what
-    `workload_of` raises, and for a teacher what `plan_shape` does. If no refit is possible, the plan has a warning and
-    does not fit."""
-    kernels = kernels or ("cpu" if device.name == "cpu" else "transformer_engine")
-    teachers = teacher_shapes(config) if teachers is None else teachers
-    load = workload_of(config, shape, kernels=kernels, mean_length=mean_length, teachers=teachers)
+    """Plan a recipe; arguments and errors are those of `plan_workload`. If no refit is possible, the plan has a warning
+    and does not fit."""
+    load = plan_workload(config, shape, device, mean_length=mean_length, kernels=kernels, teachers=teachers)
     engine, stages = memory(load, device)
     warnings, traffic = [], None
     if load.grpo:
@@ -178,7 +206,8 @@ def make_plan(
         except RefitError as error:
             warnings.append(f"no refit: {error}")
     times = step_time(load, device, engine, traffic)
-    warnings += [*_memory(load, device, stages), *_engines(load, device, engine), *_layout(load, times)]
+    warnings += [*_memory(load, device, stages), *_host(load, device, stages, engine)]
+    warnings += [*_engines(load, device, engine), *_layout(load, times)]
     if traffic is not None and traffic.buckets > 64:
         warnings.append(f"{traffic.buckets} refit buckets: a larger policy.refit_buffer_size_gb makes fewer of them")
     equation = batch_equation(config)
@@ -199,6 +228,25 @@ def _memory(load: Workload, device: Device, stages: Sequence[StageMemory]) -> It
             f"stage {stage.stage} {state}: {peak.name} needs {peak.total / 1e9:.1f} of {device.memory / 1e9:.0f} GB, "
             f"most of it {largest} ({peak.parts[largest] / 1e9:.1f} GB); {_remedy(peak.name, largest, load)}"
         )
+
+
+def _host(load: Workload, device: Device, stages: Sequence[StageMemory], engine: EngineMemory) -> Iterator[str]:
+    needed = node_memory(load, tuple(stages), engine, device)
+    if device.host_memory is None or needed <= device.host_memory:
+        return
+    parts = max(stages, key=lambda stage: stage.host.total).host.parts
+    largest = max(parts, key=lambda part: parts[part], default="processes")
+    remedy = {
+        "updated there": f"lower {MEGATRON}optimizer.optimizer_offload_fraction, or add nodes",
+        "a checkpoint, while it is written": f"set {MEGATRON}dist_ckpt_optim_fully_reshardable: false",
+        "reference, and weights in its place": "set loss_fn.reference_policy_kl_penalty: 0",
+    }.get(largest, "add nodes")
+    if largest.startswith("a checkpoint") and not load.gathers:
+        remedy = "add nodes"
+    yield (
+        f"a node's host memory does not suffice: {needed / 1e9:,.0f} of {device.host_memory / 1e9:,.0f} GB, most of it "
+        f"{largest}; {remedy}, or say with --host-memory-gb or launch.memory_gb_per_node what a node has"
+    )
 
 
 def _remedy(phase: str, part: str, load: Workload) -> str:

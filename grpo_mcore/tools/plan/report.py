@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from grpo_mcore.families import parameter_count
 from grpo_mcore.tools.plan.plan import Plan, ranks_of
-from grpo_mcore.tools.plan.search import Candidate
+from grpo_mcore.tools.plan.search import SearchResult
 from grpo_mcore.tools.plan.workload import Device
 
 if TYPE_CHECKING:  # it imports torch
@@ -95,13 +95,25 @@ def trace_text(traced: Sequence[TracedPhase], device: Device) -> str:
     return "\n".join(lines)
 
 
-def search_text(candidates: Sequence[Candidate], nodes: int) -> str:
-    """Return the candidates, best first, each with its overrides."""
+def search_text(result: SearchResult, nodes: int) -> str:
+    """Return the candidates, best first, each with its overrides; or what comes nearest, and what it lacks."""
+    candidates = result.candidates
     if not candidates:
-        return (
-            f"no layout fits {nodes} nodes: take more nodes, a device with more memory, a smaller "
-            "policy.sequence_packing.train_mb_tokens, or a policy.train_global_batch_size with more divisors"
+        lines = [f"no layout fits {nodes} nodes"]
+        if (miss := result.nearest) is not None:
+            lines += [
+                f"nearest     {miss.layout}",
+                f"lacks       {miss.lacks}",
+                f"            {' '.join(miss.overrides)}",
+            ]
+        elif result.refused is not None:
+            lines += wrap(f"all are refused, most for this: {result.refused}", 116)
+        lines += wrap(
+            "what helps: more nodes, a device with more memory, a smaller policy.sequence_packing.train_mb_tokens, or "
+            "a policy.train_global_batch_size with more divisors",
+            116,
         )
+        return "\n".join(lines)
     lines = [f"layouts that fit {nodes} nodes, the fastest of each kind; the recipe's first if it is about as fast"]
     for number, candidate in enumerate(candidates, 1):
         slower = f", {candidate.seconds / candidates[0].seconds - 1:.0%} slower by this estimate" if number > 1 else ""
@@ -131,7 +143,13 @@ def _memory(plan: Plan) -> list[str]:
         lines += [f"    {row[0]:36}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
         if stage.host.parts:
             parts = "; ".join(f"{part} {_gb(size)}" for part, size in stage.host.parts.items())
-            lines.append(f"    on the host: {parts}; {plan.load.ranks_per_node * stage.host.total / 1e9:.0f} a node")
+            lines.append(f"    on the host: {parts}")
+    if plan.node_memory:
+        has = plan.device.host_memory
+        of = "" if has is None else f" of {has / 1e9:,.0f}"
+        lines.append(
+            f"  host memory of a node: {plan.node_memory / 1e9:,.0f}{of} GB, with the refit buffer and processes"
+        )
     return lines
 
 

@@ -1,154 +1,495 @@
-"""Search the layouts of a recipe's model that fit a number of nodes."""
+"""Search the layouts of a recipe's model that fit a number of nodes.
+
+A layout is one of the policy (TP, PP with even or uneven stages, EP over one or more nodes, recomputed activations,
+part of the optimizer on the host) with one of the engines (TP, whole or sliced experts, one or more nodes), on the same
+devices or on nodes of their own. A policy's memory does not depend on the engines, so it is computed once for all of
+them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from typing import Any
 
-from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, PolicyLayout, fits
-from grpo_mcore.tools.plan.memory import CLOSE, fits_device, memory
-from grpo_mcore.tools.plan.timing import pipeline_bubble, step_time
+from grpo_mcore.families import ModelShape, params_of
+from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, Finding, PolicyLayout, fits
+from grpo_mcore.layout.findings import Key
+from grpo_mcore.recipe.errors import in_yaml
+from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.tools.plan.memory import (
+    CLOSE,
+    EngineMemory,
+    StageMemory,
+    engine_memory,
+    engine_parts,
+    fits_device,
+    memory,
+    node_memory,
+    policy_memory,
+    stage_memory,
+)
+from grpo_mcore.tools.plan.timing import check_refit, generation_time, step_time
 from grpo_mcore.tools.plan.workload import Device, PlanError, Workload
 
 SHARES = (0.85, 0.7, 0.6, 0.5, 0.4)
 """Values of gpu_memory_utilization to try, in this order: more KV cache allows more samples at a time."""
+HOST_SHARES = (0.5, 1.0)
+"""Values of optimizer_offload_fraction to try where the optimizer does not fit the devices."""
 LAYERS_PER_STAGE = 4
-"""Fewest layers of a pipeline stage that is tried."""
+"""Fewest layers of a pipeline stage that is tried, but for the first and the last."""
 WORST_BUBBLE = 0.25
-"""Largest share of the training time that a layout may wait for other stages."""
+"""Largest share of the training time that a layout may wait for other stages, if enough others fit."""
 MOST = 5
 """Maximum number of layouts that are returned."""
-
 EQUAL = 1.1
 """Layouts whose times differ by less than this factor count as equally fast: the estimate is no better."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, as overrides for the command line. `own`: it is the recipe's."""
+    """A layout that fits, as overrides for the command line. `seconds`: of a step without the refit; `peak`: bytes of
+    the fullest device; `node_memory`: bytes on the host of a node. `own`: it is the recipe's."""
 
     overrides: tuple[str, ...]
     layout: str
     seconds: float
     peak: int
+    node_memory: int
     reason: str
     own: bool = False
+    load: Workload | None = field(default=None, repr=False, compare=False)
 
 
-def search(load: Workload, device: Device, nodes: int) -> list[Candidate]:
-    """Return layouts of the policy on `nodes` nodes that differ in kind, fastest first, each with the engines that are
-    fastest with it: at most MOST, and the recipe's own. That one comes first where it is about as fast as any.
+@dataclass(frozen=True)
+class Miss:
+    """The layout that is nearest to fitting, and what it lacks."""
 
-    Two layouts are of one kind if they use the same dimensions and both or none recompute. Empty if none fits. Raises
-    PlanError for less than one node.
+    overrides: tuple[str, ...]
+    layout: str
+    lacks: str
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What fits, best first; and where nothing does, what comes nearest. `refused`: if every layout is refused before
+    its memory is looked at, the commonest reason."""
+
+    candidates: tuple[Candidate, ...]
+    nearest: Miss | None = None
+    refused: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the result as plain values, for --json."""
+        candidates = [
+            {it.name: getattr(candidate, it.name) for it in fields(candidate) if it.name != "load"}
+            for candidate in self.candidates
+        ]
+        nearest = None if self.nearest is None else asdict(self.nearest)
+        return {"candidates": candidates, "nearest": nearest, "refused": self.refused}
+
+
+def search(load: Workload, device: Device, nodes: int) -> SearchResult:
+    """Return layouts on `nodes` nodes that differ in kind, fastest first, each with the engines that are fastest with
+    it: at most MOST, and the recipe's own. That one comes first where it is about as fast as any.
+
+    Two layouts are of one kind if they use the same dimensions, both or none recompute or update on the host, and their
+    engines are on the same devices and on one node or on several. Raises PlanError for less than one node.
     """
     if nodes < 1:
         raise PlanError(f"--search {nodes}: give a number of nodes, at least 1")
-    fastest: dict[tuple[bool, ...], Candidate] = {}
-    own: Candidate | None = None
-    for option in _options(load, nodes):
-        tried = _candidate(option, device, own=option is load)
-        if tried is None:
-            continue
-        own = tried if tried.own else own
-        layout = option.layout
-        kind = (layout.tensor > 1, layout.pipeline > 1, layout.expert > 1, option.recompute)
-        if kind not in fastest or tried.seconds < fastest[kind].seconds:
-            fastest[kind] = tried
-    ranked = sorted(fastest.values(), key=lambda candidate: candidate.seconds)[:MOST]
-    if own is not None:
-        ranked = [candidate for candidate in ranked if candidate.layout != own.layout]
-        first = not ranked or own.seconds <= EQUAL * ranked[0].seconds
-        ranked = [own, *ranked[: MOST - 1]] if first else [*ranked[: MOST - 1], own]
-    return ranked
+    attempts = _Attempts(load, device, nodes)
+    own = attempts.own()
+    fastest: dict[tuple[bool, ...], _Option] = {}
+    for option in attempts.options():
+        kind = _kind(option.load)
+        if kind not in fastest or option.seconds < fastest[kind].seconds:
+            fastest[kind] = option
+    # Pipelines that mostly wait come in only where too few others fit.
+    ranked = sorted(fastest.values(), key=lambda option: (option.bubble > WORST_BUBBLE, option.rank))
+    possible = [option for option in ranked if _can_refit(option.load)][:MOST]
+    candidates = [_candidate(it, load, device) for it in sorted(possible, key=lambda option: option.rank)]
+    if own is not None and _can_refit(own.load):
+        mine = _candidate(own, load, device, own=True)
+        candidates = [candidate for candidate in candidates if candidate.layout != mine.layout]
+        first = not candidates or mine.seconds <= EQUAL * candidates[0].seconds
+        candidates = [mine, *candidates[: MOST - 1]] if first else [*candidates[: MOST - 1], mine]
+    if candidates:
+        return SearchResult(tuple(candidates))
+    return SearchResult((), attempts.nearest(), attempts.refusal())
 
 
-def _options(load: Workload, nodes: int) -> Iterator[Workload]:
-    """Yield workloads to try; also the recipe's own, if it has this number of nodes."""
-    if nodes == load.nodes:
-        yield load
-    engine_layouts = list(_engine_layouts(load))
-    teachers = tuple(it for teacher in load.teachers if (it := teacher.on(nodes)) is not None)
-    if len(teachers) < len(load.teachers):
-        return
-    for layout in _layouts(load, nodes * load.gpus_per_node):
-        world = layout.world_size
-        for recompute in (False, True):
-            for engine in engine_layouts:
-                engines = max(1, world // engine.ranks) if load.colocated else load.engines
-                pool = DevicePool(nodes, load.gpus_per_node)
-                devices = EngineDevices(engine, engines, pool, counted=load.kernels != "cpu")
-                if fits(layout, world, load.shape, devices if load.grpo and load.colocated else None):
+def _kind(load: Workload) -> tuple[bool, ...]:
+    layout = load.layout
+    return (
+        layout.tensor > 1, layout.pipeline > 1, layout.expert > 1, load.recompute, load.host_share > 0,
+        load.colocated, load.engine_layout.nodes > 1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A workload that fits, the memory of its engine, and the seconds of a step without the refit."""
+
+    load: Workload
+    engine: EngineMemory
+    stages: tuple[StageMemory, ...]
+    seconds: float
+    bubble: float
+
+    @property
+    def rank(self) -> float:
+        """Seconds, as if updates on the host took a tenth more: where the estimates are equal, the device is better."""
+        return self.seconds * (EQUAL if self.load.host_share else 1.0)
+
+
+@dataclass(frozen=True)
+class _EngineOption:
+    """Engines of one layout, with one gpu_memory_utilization."""
+
+    layout: EngineLayout
+    count: int
+    share: float
+    memory: EngineMemory
+    seconds: float  # of generation
+
+
+class _Attempts:
+    """All workloads that are tried, and of those that do not fit the nearest."""
+
+    def __init__(self, load: Workload, device: Device, nodes: int) -> None:
+        self._load, self._device, self._nodes = load, device, nodes
+        self._nearest: tuple[float, Workload, str] | None = None
+        self._lacks_cache: tuple[Workload, EngineMemory] | None = None
+        self._refusals: Counter[str] = Counter()
+
+    def own(self) -> _Option | None:
+        """Return the recipe's own layout, if it has this number of nodes and fits."""
+        load, device = self._load, self._device
+        if total_nodes(load) != self._nodes:
+            return None
+        engine, stages = memory(load, device)
+        if not fits_device(stages, engine, load, device):
+            return None
+        times = step_time(load, device, engine, None)
+        return _Option(load, engine, stages, times.likely, times.bubble)
+
+    def options(self) -> Iterator[_Option]:
+        """Yield every policy that fits, with the fastest engines that fit beside it."""
+        for placed in _places(self._load, self._nodes):
+            engines = self._engines(placed)
+            for layout in _layouts(placed):
+                if found := fits(layout, layout.world_size, placed.shape):
+                    self._refuse(found)
                     continue
-                yield replace(
-                    load, layout=layout, nodes=nodes, recompute=recompute, recomputed=frozenset(),
-                    engine_layout=engine, engines=engines, teachers=teachers,
-                )  # fmt: skip
+                for recompute in (False, True):
+                    yield from self._with_offload(
+                        replace(placed, layout=layout, recompute=recompute, recomputed=frozenset()), engines
+                    )
+
+    def _with_offload(self, load: Workload, engines: Sequence[_EngineOption]) -> Iterator[_Option]:
+        """Yield the first that fits of: the recipe's optimizer; its checkpoints in parts, which gather nothing on the
+        host; ever more of the optimizer on the host."""
+        own = load.host_share
+        more = HOST_SHARES if load.element < 4 and load.kernels != "cpu" and load.adapters is None else ()
+        for share in (own, *(share for share in more if share > own)):
+            for gathers in (True, False) if load.gathers and load.saves else (load.gathers,):
+                option = self._fit(replace(load, host_share=share, gathers=gathers), engines)
+                if option is not None:
+                    yield option
+                    return
+
+    def _fit(self, load: Workload, engines: Sequence[_EngineOption]) -> _Option | None:
+        """Return the policy with the first of the engines that fit beside it; None if it does not fit."""
+        device = self._device
+        if device.memory is not None and (least := least_bytes(load, device)) > device.memory:
+            self._miss(
+                least / device.memory, load,
+                f"weights, gradients and optimizer alone take {least / 1e9:.1f} of {device.memory / 1e9:.0f} GB a rank",
+            )  # fmt: skip
+            return None
+        stages = tuple(policy_memory(load, device, stage) for stage in range(load.layout.pipeline))
+        for engine in engines:
+            option = replace(load, engine_layout=engine.layout, engines=engine.count, engine_share=engine.share)
+            if self._room(option, stages, engine.memory):
+                times = step_time(option, device, engine.memory, None)
+                return _Option(option, engine.memory, stages, times.likely, times.bubble)
+        return None
+
+    def _engines(self, load: Workload) -> list[_EngineOption]:
+        """Return the engines to try, the fastest first."""
+        if not load.grpo:
+            return [_EngineOption(load.engine_layout, load.engines, load.engine_share, EngineMemory(0, 0, 0), 0.0)]
+        pool = DevicePool(load.engine_nodes, load.engine_gpus)
+        counted = load.kernels != "cpu" or not load.colocated
+        shares = SHARES if load.kv_cache is None and self._device.memory is not None else (load.engine_share,)
+        options, refused = [], list[Finding]()
+        for layout in _engine_layouts(load, pool):
+            count = max(1, pool.ranks // layout.ranks) if counted else load.engines
+            if found := fits(PolicyLayout(), 1, load.shape, EngineDevices(layout, count, pool, counted)):
+                refused += [finding for finding in found if finding.keys[0].startswith("policy.generation")]
+                continue
+            for share in shares:
+                option = replace(load, engine_layout=layout, engines=count, engine_share=share)
+                needed = engine_memory(option, self._device)
+                if needed.sequences(load.max_length) < 1:
+                    self._lacks_cache = self._lacks_cache or (option, needed)
+                    continue
+                seconds = generation_time(option, self._device, needed).likely
+                options.append(_EngineOption(layout, count, share, needed, seconds))
+        if not options:
+            self._refuse(refused)
+        return sorted(options, key=lambda option: option.seconds)
+
+    def _room(self, load: Workload, stages: tuple[StageMemory, ...], engine: EngineMemory) -> bool:
+        """Return whether policy and engine fit device and host. If not, remember what is lacking."""
+        device = self._device
+        needs = [
+            (phase.total + sum(engine_parts(load, device, engine, phase.name).values()), stage.stage, phase.name)
+            for stage in stages
+            for phase in stage.phases
+        ]
+        total, stage, phase = max(needs)
+        lacks = []
+        if device.memory is not None:
+            lacks.append((
+                total / (CLOSE * device.memory),
+                f"stage {stage} needs {total / 1e9:.1f} GB in its phase {phase}, and {CLOSE:.0%} of a device are "
+                f"{CLOSE * device.memory / 1e9:.1f} GB",
+            ))  # fmt: skip
+        if device.host_memory is not None:
+            needed = node_memory(load, stages, engine, device)
+            lacks.append((
+                needed / device.host_memory,
+                f"a node needs {needed / 1e9:,.0f} GB of host memory and has {device.host_memory / 1e9:,.0f}",
+            ))  # fmt: skip
+        ratio, what = max(lacks, default=(0.0, ""))
+        if ratio > 1:
+            self._miss(ratio, load, what)
+        return ratio <= 1
+
+    def _miss(self, ratio: float, load: Workload, lacks: str) -> None:
+        if self._nearest is None or ratio < self._nearest[0]:
+            self._nearest = ratio, load, lacks
+
+    def _refuse(self, findings: Iterable[Finding]) -> None:
+        self._refusals.update(f"{finding.keys[0]}: {finding.message}" for finding in findings)
+
+    def nearest(self) -> Miss | None:
+        """Return the attempt that lacked least; None if every layout was refused."""
+        if self._nearest is not None:
+            _, load, lacks = self._nearest
+        elif self._lacks_cache is not None:
+            load, needed = self._lacks_cache
+            lacks = (
+                f"an engine rank with {load.engine_share:.0%} of its device has {needed.kv_cache / 1e9:.1f} GB beside "
+                f"its weights, {needed.weights / 1e9:.1f} GB, and one sample of {load.max_length:,} tokens needs "
+                f"{needed.kv_bytes_per_token * load.max_length / 1e9:.1f} GB"
+            )
+        else:
+            return None
+        return Miss(_overrides(load, self._load), _describe(load), lacks)
+
+    def refusal(self) -> str | None:
+        """Return the commonest reason for which a layout was refused."""
+        return max(self._refusals, key=lambda text: self._refusals[text], default=None)
 
 
-def _engine_layouts(load: Workload) -> Iterator[EngineLayout]:
-    """Yield layouts of the engines to try: the recipe's alone where they have their own devices or there are none, else
-    with any TP within a node."""
+def total_nodes(load: Workload) -> int:
+    """Return the nodes of the cluster: of the policy, and those that engines and teachers have to themselves."""
+    engines = load.engine_nodes if load.grpo and not load.colocated and not load.divided else 0
+    return load.nodes + engines + _teacher_nodes(load)
+
+
+def _teacher_nodes(load: Workload) -> int:
+    return sum(teacher.load.nodes for teacher in load.teachers if teacher.apart)
+
+
+def _places(load: Workload, nodes: int) -> Iterator[Workload]:
+    """Yield the workload on this many nodes, with engines on the policy's devices and on some of the nodes. None where
+    a teacher's layout does not fit the policy's nodes."""
+    left = nodes - _teacher_nodes(load)
+    if load.divided or not load.grpo or load.kernels == "cpu":
+        splits = {0}
+    elif load.colocated:
+        splits = {0, left // 4, left // 2}
+    else:
+        splits = {load.engine_nodes, left // 4, left // 2, *_powers(left)}
+    for split in sorted(splits):
+        mine = left - split
+        teachers = tuple(it for teacher in load.teachers if (it := teacher.on(mine)) is not None)
+        if mine < 1 or len(teachers) < len(load.teachers) or (not split and not load.colocated and not load.divided):
+            continue
+        yield replace(
+            load, nodes=mine, teachers=teachers, engine_nodes=split or mine,
+            colocated=load.colocated and not split,
+            engine_gpus=load.engine_gpus,
+        )  # fmt: skip
+
+
+def _engine_layouts(load: Workload, pool: DevicePool) -> Iterator[EngineLayout]:
+    """Yield layouts of the engines to try: any TP within a node or over whole ones, with whole and with sliced
+    experts."""
     own = load.engine_layout
-    if not (load.grpo and load.colocated):
-        yield own
-        return
-    for tensor in sorted({*_powers(load.gpus_per_node), own.tensor}):
-        yield replace(own, tensor=tensor, nodes=max(1, tensor * own.pipeline // load.gpus_per_node))
+    for tensor in sorted({*_powers(pool.ranks), own.tensor}):
+        ranks = tensor * own.pipeline
+        if ranks > pool.ranks:
+            continue
+        nodes = max(1, -(-ranks // pool.per_node))
+        whole = (own.expert_parallel, not own.expert_parallel) if load.shape.experts and tensor > 1 else (False,)
+        for expert_parallel in whole:
+            yield EngineLayout(tensor, own.pipeline, expert_parallel, nodes)
 
 
-def _layouts(load: Workload, world: int) -> Iterator[PolicyLayout]:
-    """Yield layouts of the policy to try: TP and EP within a node, PP that divides the layers, CP as in the recipe."""
+def _layouts(load: Workload) -> Iterator[PolicyLayout]:
+    """Yield layouts of the policy to try: TP within a node, PP with even or uneven stages, CP as in the recipe, EP over
+    as many ranks as a stage has."""
     shape, context = load.shape, load.layout.context
+    world = load.nodes * load.gpus_per_node
     for tensor in _powers(load.gpus_per_node):
-        stages = max(1, shape.num_layers // LAYERS_PER_STAGE)
-        for pipeline in (size for size in range(1, stages + 1) if shape.num_layers % size == 0):
+        for pipeline in range(1, max(1, -(-shape.num_layers // LAYERS_PER_STAGE)) + 1):
             data = world // (tensor * pipeline * context)
             if data * tensor * pipeline * context != world or load.batch % data:
                 continue
-            for expert in _powers(load.gpus_per_node if shape.experts else 1):
-                yield PolicyLayout(tensor, pipeline, data, context, expert, sequence_parallel=tensor > 1)
+            experts = shape.experts.count if shape.experts else 1
+            for first, last in stage_splits(shape.num_layers, pipeline):
+                for expert in (size for size in _powers(data * tensor * context) if experts % size == 0):
+                    yield PolicyLayout(
+                        tensor, pipeline, data, context, expert, first_layers=first, last_layers=last,
+                        sequence_parallel=tensor > 1,
+                    )  # fmt: skip
+
+
+def stage_splits(layers: int, stages: int) -> list[tuple[int | None, int | None]]:
+    """Return (layers of the first stage, layers of the last stage) of the splits to try; None: as many as the others.
+
+    Where the stages do not divide the layers, those in between have one more than the mean, and the last stage, which
+    computes the logits, has so many less; or the first and the last have less in equal parts.
+    """
+    if layers % stages == 0:
+        return [(None, None)]
+    each = -(-layers // stages)
+    missing = each * stages - layers
+    splits: list[tuple[int | None, int | None]] = []
+    if each > missing:
+        splits.append((None, each - missing))
+    if missing > 1 and each > missing - missing // 2:
+        splits.append((each - missing // 2, each - (missing - missing // 2)))
+    return splits
+
+
+def least_bytes(load: Workload, device: Device) -> int:
+    """Return the bytes that the fullest rank has at least while it trains: the mean over its stages of what the
+    parameters take. So a layout that is far too large is found without its parameters being laid out."""
+    layout = load.layout
+    dense, experts = _numel(load.shape)
+    here = (dense / layout.tensor + experts / (layout.expert * layout.expert_tensor)) / layout.pipeline
+    if load.adapters is not None:
+        return int(here * load.element) + device.reserved
+    moments = 8 + (4 if load.element < 4 else 0)
+    optimizer = (dense + experts) / layout.world_size * moments * (1 - load.host_share)
+    return int(here * (load.element + load.gradient) + optimizer) + device.reserved
+
+
+@cache
+def _numel(shape: ModelShape) -> tuple[int, int]:
+    """Return the number of elements outside of experts, and in them."""
+    dense = experts = 0
+    for param in params_of(shape):
+        if param.copy or param.buffer:
+            continue
+        numel = sum(math.prod(tensor.shape) for tensor in param.hf)
+        if param.expert is None:
+            dense += numel
+        else:
+            experts += numel
+    return dense, experts
 
 
 def _powers(limit: int) -> list[int]:
     return [1 << bit for bit in range(limit.bit_length())]
 
 
-def _candidate(load: Workload, device: Device, *, own: bool) -> Candidate | None:
-    bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches, load.layout.virtual)
-    if bubble > WORST_BUBBLE and not own:
-        return None
-    free = load.grpo and load.kv_cache is None and device.memory is not None and not own
-    shares = SHARES if free else (load.engine_share,)
-    for share in shares:
-        option = replace(load, engine_share=share)
-        engine, stages = memory(option, device)
-        if fits_device(stages, engine, option, device, margin=1.0 if own else CLOSE):
-            break
-    else:
-        return None
-    times = step_time(option, device, engine, None)
-    layout, peak = option.layout, max(stage.peak.total for stage in stages)
-    where = max(stages, key=lambda stage: stage.peak.total).peak.name
+def _can_refit(load: Workload) -> bool:
+    if load.grpo:
+        try:
+            check_refit(load)
+        except RefitError:
+            return False
+    return True
+
+
+def _candidate(option: _Option, recipe: Workload, device: Device, *, own: bool = False) -> Candidate:
+    """Return the option as overrides of the recipe."""
+    load = option.load
+    stages = tuple(stage_memory(load, device, stage.stage, option.engine) for stage in option.stages)
+    times = step_time(load, device, option.engine, None)
+    fullest = max((stage.peak for stage in stages), key=lambda peak: peak.total)
     room = "" if device.memory is None else f" of {device.memory / 1e9:.0f}"
+    node = node_memory(load, stages, option.engine, device)
     reason = (
         f"about {times.likely:.3g} s a step, most of it {times.slowest.name} ({times.slowest.bound}); peak "
-        f"{peak / 1e9:.1f}{room} GB in {where}; bubble {times.bubble:.0%}"
+        f"{fullest.total / 1e9:.1f}{room} GB in {fullest.name}; bubble {times.bubble:.0%}"
+        + (f"; {node / 1e9:,.0f} GB of host memory a node" if node else "")
     )
-    at = "policy.megatron_cfg."
-    overrides: tuple[str, ...] = (
-        f"{at}tensor_model_parallel_size={layout.tensor}",
-        f"{at}pipeline_model_parallel_size={layout.pipeline}",
-        f"{at}sequence_parallel={str(layout.sequence_parallel).lower()}",
-        f"{at}activation_checkpointing={str(option.recompute).lower()}",
-        f"policy.generation.vllm_cfg.tensor_parallel_size={option.engine_layout.tensor}",
-        f"policy.generation.vllm_cfg.gpu_memory_utilization={option.engine_share:g}",
-        f"cluster.num_nodes={option.nodes}",
-    )
-    if option.shape.experts is not None:
-        overrides += (f"{at}expert_model_parallel_size={layout.expert}", f"{at}expert_tensor_parallel_size=1")
-    if option.engine_layout.expert_parallel:
-        overrides += (f"policy.generation.vllm_cfg.expert_parallel_size={option.engine_layout.tensor}",)
-    recompute = ", recomputed activations" if option.recompute else ""
-    name = f"{layout.describe()}{recompute}, {option.engines} engines x {option.engine_layout.describe()}"
-    return Candidate(overrides, name, times.likely, peak, reason, own)
+    return Candidate(_overrides(load, recipe), _describe(load), times.likely, fullest.total, node, reason, own, load)
+
+
+def _describe(load: Workload) -> str:
+    layout = load.layout
+    text = layout.describe()
+    if layout.first_layers or layout.last_layers:
+        counts = [len(layers) for layers in load.layers]
+        text += f", {counts[0]} layers in the first stage, {counts[-1]} in the last, else {counts[len(counts) // 2]}"
+    text += ", recomputed activations" if load.recompute else ""
+    text += f", {load.host_share:.0%} of the optimizer on the host" if load.host_share else ""
+    if not load.grpo:
+        return text
+    text += f"; {load.engines} engines x {load.engine_layout.describe()}"
+    if load.colocated or load.divided:
+        return text
+    return f"{text} on {load.engine_nodes} node{'s' if load.engine_nodes > 1 else ''} of their own"
+
+
+def _overrides(load: Workload, recipe: Workload) -> tuple[str, ...]:
+    """Return the keys that turn the recipe into this workload."""
+    layout, was, at = load.layout, recipe.layout, "policy.megatron_cfg."
+    keys: dict[str, object] = {
+        Key.TENSOR: layout.tensor,
+        Key.PIPELINE: layout.pipeline,
+        Key.SEQUENCE: layout.sequence_parallel,
+    }
+    for key, value, before in (
+        (Key.FIRST, layout.first_layers, was.first_layers),
+        (Key.LAST, layout.last_layers, was.last_layers),
+        (Key.VIRTUAL, layout.virtual if layout.virtual > 1 else None, was.virtual if was.virtual > 1 else None),
+    ):
+        if value != before:
+            keys[key] = value
+    if load.shape.experts is not None:
+        keys |= {Key.EXPERT: layout.expert, Key.EXPERT_TENSOR: layout.expert_tensor}
+    keys[f"{at}activation_checkpointing"] = load.recompute or bool(load.recomputed)
+    if recipe.recomputed and load.recompute:
+        keys[f"{at}recompute_granularity"] = "full"
+    if load.host_share != recipe.host_share:
+        keys[f"{at}optimizer.optimizer_cpu_offload"] = True
+        keys[f"{at}optimizer.optimizer_offload_fraction"] = load.host_share
+    if load.gathers != recipe.gathers:
+        keys[f"{at}dist_ckpt_optim_fully_reshardable"] = load.gathers
+    if load.grpo:
+        engine = load.engine_layout
+        keys[Key.ENGINE_TENSOR] = engine.tensor
+        if engine.expert_parallel or recipe.engine_layout.expert_parallel:
+            keys[Key.ENGINE_EXPERT] = engine.tensor if engine.expert_parallel else 1
+        keys["policy.generation.vllm_cfg.gpu_memory_utilization"] = load.engine_share
+        if not load.default_engines:
+            keys["policy.generation.num_engines"] = load.engines
+        if not load.colocated and not load.divided:
+            keys["policy.generation.colocated.enabled"] = False
+            keys["policy.generation.colocated.resources.num_nodes"] = load.engine_nodes
+            keys["policy.generation.colocated.resources.gpus_per_node"] = load.engine_gpus
+    keys["cluster.num_nodes"] = total_nodes(load)
+    return tuple(f"{key}={in_yaml(value)}" for key, value in keys.items())

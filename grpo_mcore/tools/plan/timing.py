@@ -39,6 +39,8 @@ ALL_REDUCE_S = 9e-6
 ALL_REDUCE_EFFICIENCY = 0.1
 """Share of the links' bandwidth that an all-reduce of a megabyte reaches. Both constants are fitted to vLLM's kernel on
 2, 4 and 8 H100, as measured in sgl-project/sglang#2904."""
+NETWORK_ALL_REDUCE_S = 30e-6
+"""Seconds that the smallest all-reduce between two nodes takes, and twice as many of them: an assumption."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
             phases.append(PhaseTime("refit", 0.0, seconds, REFIT_SERIAL * seconds / LINK_EFFICIENCY, traffic.link))
         if (moved := offload_seconds(load, device, engine)) > 0:
             phases.append(PhaseTime("offload, sleep", 0.0, moved, moved / LINK_EFFICIENCY, "host memory"))
-        phases.append(_generation(load, device, engine))
+        phases.append(generation_time(load, device, engine))
     if load.teachers:
         phases.append(_teachers(load, device))
     if load.grpo:
@@ -278,7 +280,7 @@ def _host_update_seconds(load: Workload, device: Device) -> float:
     return load.optimizer_steps * (copies + adam)
 
 
-def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTime:
+def generation_time(load: Workload, device: Device, engine: EngineMemory) -> PhaseTime:
     """Return the time of prefill and decoding. A decoding pass generates one token a sample; it reads the weights once
     and every sample's keys and values. A sample that ends makes room for the next one; if no step is generated ahead,
     all wait for the longest, which is taken to have policy.max_total_sequence_length."""
@@ -326,13 +328,20 @@ def _flops_of_token(load: Workload) -> float:
 
 
 def _decoding_all_reduces(load: Workload, device: Device, samples: int) -> float:
-    """Return the seconds of all-reduces in one decoding pass: one after each mixer and one after each MLP. An engine on
-    several nodes is taken to be as fast as if it had one, which flatters it."""
-    if load.engine_layout.tensor == 1:
+    """Return the seconds of all-reduces in one decoding pass: one after each mixer and one after each MLP, inside a
+    node and then, of an engine on several, between its nodes."""
+    tensor, nodes = load.engine_layout.tensor, load.engine_layout.nodes
+    if tensor == 1:
         return 0.0
     count = len(load.shape.blocks) if load.shape.blocks else 2 * load.shape.num_layers
     nbytes = samples * load.shape.hidden_size * load.engine_element
-    return count * all_reduce_seconds(load.engine_layout.tensor, nbytes, device.peer_bandwidth)
+    each = all_reduce_seconds(min(tensor, load.gpus_per_node), nbytes, device.peer_bandwidth)
+    if nodes > 1 and tensor > load.gpus_per_node:  # each of a node's devices sums its part with its like
+        part = nbytes / load.gpus_per_node
+        each += NETWORK_ALL_REDUCE_S * math.log2(nodes) + part * 2 * (nodes - 1) / nodes / (
+            LINK_EFFICIENCY * device.node_bandwidth
+        )
+    return count * each
 
 
 def all_reduce_seconds(ranks: int, nbytes: int, bandwidth: float) -> float:
@@ -396,6 +405,20 @@ def refit_plan(load: Workload, *, packed: bool) -> RefitPlan:
         copies=load.engine_layout.nodes > 1,
         packed=packed,
     )
+
+
+def check_refit(load: Workload) -> None:
+    """Raise RefitError or LayoutError if the refit is impossible. It plans one parameter of each form, in milliseconds
+    for any model."""
+    forms: dict[object, Param] = {}
+    for param in _refit_params(load)[0]:
+        sizes = tuple(tensor.shape for tensor in param.hf)
+        form = (param.split, param.engine_form, sizes, param.parts, param.groups, param.expert is None)
+        forms.setdefault((*form, param.engine is None, param.stage), param)
+    plan_refit(
+        list(forms.values()), load.shape, load.layout, load.engine_layout, dtype=DTYPE[load.element],
+        buffer_bytes=load.refit_buffer, packed=False,
+    )  # fmt: skip
 
 
 def refit_traffic(load: Workload) -> RefitTraffic:

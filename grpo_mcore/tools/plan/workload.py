@@ -26,6 +26,7 @@ from grpo_mcore.recipe import (
     bin_tokens,
     bins_per_logprob_row,
     compares_distributions,
+    divides_nodes,
     engine_layout,
     engine_pool,
     layout_findings,
@@ -56,7 +57,7 @@ class PlanError(ValueError):
 class Device:
     """One accelerator: memory in bytes (None: that of the host, not checked), dense bfloat16 FLOP/s, and bandwidths in
     bytes/s in one direction: of its memory, to peers in the node, to other nodes, to the host. `reserved`: memory that
-    the driver, NCCL and sleeping engines keep."""
+    the driver, NCCL and sleeping engines keep. `host_memory`: bytes of a node's host memory; None: unknown."""
 
     name: str
     memory: int | None
@@ -66,18 +67,20 @@ class Device:
     node_bandwidth: float
     host_bandwidth: float
     reserved: int = 3 * GIB
+    host_memory: int | None = None
 
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("A100-40GB", 40 * 10**9, 312e12, 1.555e12, 300e9, 25e9, 25e9),
-        Device("A100", 80 * 10**9, 312e12, 2.0e12, 300e9, 25e9, 25e9),
-        Device("H100", 80 * 10**9, 989e12, 3.35e12, 450e9, 50e9, 55e9),
-        Device("H200", 141 * 10**9, 989e12, 4.8e12, 450e9, 50e9, 55e9),
-        Device("B200", 180 * 10**9, 2250e12, 8.0e12, 900e9, 50e9, 55e9),
+        # Host memory of NVIDIA's DGX of this kind; of a workstation an assumption.
+        Device("A100-40GB", 40 * 10**9, 312e12, 1.555e12, 300e9, 25e9, 25e9, host_memory=1024 * GIB),
+        Device("A100", 80 * 10**9, 312e12, 2.0e12, 300e9, 25e9, 25e9, host_memory=2048 * GIB),
+        Device("H100", 80 * 10**9, 989e12, 3.35e12, 450e9, 50e9, 55e9, host_memory=2048 * GIB),
+        Device("H200", 141 * 10**9, 989e12, 4.8e12, 450e9, 50e9, 55e9, host_memory=2048 * GIB),
+        Device("B200", 180 * 10**9, 2250e12, 8.0e12, 900e9, 50e9, 55e9, host_memory=2048 * GIB),
         # A card of 24 GB without NVLink.
-        Device("RTX4090", 24 * 10**9, 165e12, 1.0e12, 25e9, 12e9, 25e9),
+        Device("RTX4090", 24 * 10**9, 165e12, 1.0e12, 25e9, 12e9, 25e9, host_memory=256 * GIB),
         # One rank on a shared host, with a core or two.
         Device("cpu", None, 5e10, 1e10, 5e9, 1e9, 1e10, reserved=0),
     )
@@ -124,8 +127,13 @@ class Workload:
     refit_buffer: int
     colocated: bool  # engines and policy share devices
     engine_nodes: int  # nodes with engines
+    engine_gpus: int  # accelerators of each of these that they may use
+    divided: bool  # engines have some accelerators of each node to themselves
+    default_engines: bool  # as many engines as fit
     engines_sleep: bool  # the engines give their memory to the policy while it trains
     waits_for_longest: bool  # a step's training waits for all of its samples
+    saves: bool  # checkpoints are written
+    gathers: bool  # for a checkpoint each rank gathers the optimizer of its parameters
     teachers: tuple[TeacherLoad, ...] = ()
 
     @property
@@ -187,7 +195,15 @@ class Workload:
 
     def params(self, stage: int) -> RankParams:
         """Return the parameters of a rank of this stage."""
-        return rank_params(self.shape, self.layout, stage, self.chunks[stage], self.frozen_router, self.adapters)
+        if stage not in self._params:
+            self._params[stage] = rank_params(
+                self.shape, self.layout, stage, self.chunks[stage], self.frozen_router, self.adapters
+            )
+        return self._params[stage]
+
+    @cached_property
+    def _params(self) -> dict[int, RankParams]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -281,8 +297,13 @@ def workload_of(
         refit_buffer=int(policy.refit_buffer_size_gb * 2**30),
         colocated=generation.colocated.enabled,
         engine_nodes=(engine_pool(config) or pool).nodes,
+        engine_gpus=(engine_pool(config) or pool).per_node,
+        divided=not generation.colocated.enabled and divides_nodes(config),
+        default_engines=generation.num_engines is None,
         engines_sleep=not config.grpo.async_grpo.max_age or config.grpo.async_grpo.pauses,
         waits_for_longest=not config.grpo.async_grpo.max_age,
+        saves=config.checkpointing.enabled,
+        gathers=megatron.dist_ckpt_optim_fully_reshardable,
         teachers=_teachers(config, teachers, kernels, mean_length),
     )
 

@@ -22,19 +22,22 @@ from grpo_mcore.recipe import load_recipe
 from grpo_mcore.refit.delivery import Deliveries, readers_by_node
 from grpo_mcore.refit.plan import plan_model_refit
 from grpo_mcore.tools.plan.measured import compare
-from grpo_mcore.tools.plan.memory import optimizer_bytes
-from grpo_mcore.tools.plan.plan import Plan, make_plan, plan_device, plan_shape, ranks_of
+from grpo_mcore.tools.plan.memory import fits_device, memory, node_memory, optimizer_bytes
+from grpo_mcore.tools.plan.plan import Plan, make_plan, plan_device, plan_shape, plan_workload, ranks_of
 from grpo_mcore.tools.plan.rank_params import rank_params
 from grpo_mcore.tools.plan.report import plan_text, search_text
-from grpo_mcore.tools.plan.search import search
+from grpo_mcore.tools.plan.search import least_bytes, search, stage_splits, total_nodes
 from grpo_mcore.tools.plan.timing import (
     HOST_BANDWIDTH,
     LINK_EFFICIENCY,
     MEMORY_EFFICIENCY,
+    NETWORK_ALL_REDUCE_S,
     all_reduce_seconds,
+    check_refit,
+    generation_time,
     pipeline_bubble,
 )
-from grpo_mcore.tools.plan.workload import DEVICES, PlanError
+from grpo_mcore.tools.plan.workload import DEVICES, Device, PlanError, Workload
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(
@@ -264,8 +267,7 @@ def test_a_refit_of_adapters_moves_their_bytes_alone() -> None:
 
 def test_the_search_includes_the_recipes_own_layout() -> None:
     found = plan(DEEPSEEK)
-    (option, *_) = search(found.load, found.device, nodes=32)
-    assert option.own
+    (option,) = [it for it in search(found.load, found.device, nodes=32).candidates if it.own]
     again = plan(DEEPSEEK, *option.overrides)
     assert again.load.layout == found.load.layout and again.load.engine_layout.nodes == 4 and again.fits
 
@@ -274,6 +276,8 @@ NOT_FIRST = {  # docs/plan_and_doctor.md has the reasons
     "grpo-qwen3-30BA3B-4n8g": "experts over EP 8",
     "grpo-qwen3.5-35BA3B-4n8g": "experts over EP 8",
     "grpo-qwen3-30BA3B-4n8g-async-1off": "generates and trains at the same time",
+    "grpo-nanov3-30BA3B-2n8g-async-1off": "half of the optimizer on the host",
+    "grpo-qwen3-8B-1n2g": "all of the optimizer on the host",
 }
 
 
@@ -281,7 +285,7 @@ NOT_FIRST = {  # docs/plan_and_doctor.md has the reasons
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if re.search(r"-[1-8]n\d+g", recipe)])
 def test_a_shipped_recipe_is_the_searchs_first_or_the_reason_is_said(recipe: str) -> None:
     found = plan(recipe, device="RTX4090" if "-3B-" in recipe else "H100")
-    options = search(found.load, found.device, found.load.nodes)
+    options = search(found.load, found.device, total_nodes(found.load)).candidates
     assert any(option.own for option in options)
     assert options[0].own == (Path(recipe).stem not in NOT_FIRST), options[0]
 
@@ -430,20 +434,133 @@ def test_engines_apart_generate_while_the_policy_trains() -> None:
 @pytest.mark.slow
 def test_the_search_returns_layouts_that_fit_fastest_first() -> None:
     found = plan(LLAMA)
-    options = search(found.load, found.device, nodes=4)
-    assert 3 <= len(options) <= 5 and [o.seconds for o in options] == sorted(o.seconds for o in options)
+    result = search(found.load, found.device, nodes=4)
+    options = result.candidates
+    assert 3 <= len(options) <= 5
+    ranked = [it.seconds * (1.1 if it.load is not None and it.load.host_share else 1.0) for it in options]
+    assert ranked == sorted(ranked)
     assert not any(option.own for option in options), "the recipe has two nodes"
     kinds = set()
     for option in options:
         tried = plan(LLAMA, *option.overrides)
-        assert tried.fits and tried.load.world == 32
+        assert tried.fits and tried.load == option.load
         assert option.reason and option.overrides[-1] == "cluster.num_nodes=4"
         layout = tried.load.layout
-        kinds.add((layout.tensor > 1, layout.pipeline > 1, tried.load.recompute))
+        host, together = tried.load.host_share > 0, tried.load.colocated
+        kinds.add((layout.tensor > 1, layout.pipeline > 1, tried.load.recompute, host, together))
     assert len(kinds) == len(options)
-    assert "cluster.num_nodes=4" in search_text(options, 4)
-    assert search(found.load, replace(found.device, memory=8 * 10**9), nodes=1) == []
-    assert "no layout fits" in search_text([], 1)
+    assert "cluster.num_nodes=4" in search_text(result, 4)
+
+
+BASE = "recipes/grpo_math_1B_megatron.yaml"
+"""The settings of NeMo RL's recipes, for models of any size."""
+
+
+def of_model(name: str, nodes: int) -> tuple[str, ...]:
+    return (
+        f"policy.model_name={name}", "policy.max_total_sequence_length=4096", "cluster.platform=gpu",
+        "cluster.gpus_per_node=8", f"cluster.num_nodes={nodes}",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "nodes"), [("Qwen/Qwen3-235B-A22B", 32), ("Qwen/Qwen2.5-7B-Instruct", 1)])
+def test_the_search_finds_what_plan_says_fits(model: str, nodes: int) -> None:
+    """The keys of each candidate give the very workload that was searched, and its plan fits."""
+    words = of_model(model, nodes)
+    load, device = workload(*words)
+    candidates = search(load, device, nodes).candidates
+    assert len(candidates) >= 3
+    for candidate in candidates:
+        tried, _ = workload(*words, *candidate.overrides)
+        assert tried == candidate.load
+        engine, stages = memory(tried, device)
+        assert fits_device(stages, engine, tried, device)
+        assert candidate.node_memory == node_memory(tried, stages, engine, device)
+        assert candidate.peak == max(stage.peak.total for stage in stages)
+        check_refit(tried)
+
+
+def workload(*words: str) -> tuple[Workload, Device]:
+    config = load_recipe(BASE, words).config
+    device = plan_device(config, None)
+    return plan_workload(config, plan_shape(config), device), device
+
+
+def test_what_comes_nearest_says_what_it_lacks() -> None:
+    found = plan(LLAMA)
+    lacking = search(found.load, replace(found.device, memory=8 * 10**9), nodes=1)
+    assert not lacking.candidates and lacking.nearest is not None
+    text = search_text(lacking, 1)
+    assert "no layout fits 1 nodes" in text and re.search(r"lacks  .* GB", text), text
+    assert lacking.nearest.overrides[-1] == "cluster.num_nodes=1" and lacking.plain()["candidates"] == []
+    poor = search(found.load, replace(found.device, host_memory=100 * 10**9), nodes=2)
+    assert poor.nearest is not None
+    assert re.fullmatch(r"a node needs \d+ GB of host memory and has 100", poor.nearest.lacks)
+    assert search_text(search(replace(found.load, batch=17), found.device, nodes=32), 32).count("\n") == 2
+    five_stages = replace(found.load.engine_layout, pipeline=5)
+    refused = search(replace(found.load, engine_layout=five_stages), found.device, nodes=1)
+    assert not refused.candidates and refused.refused is not None
+    assert "ranks of an engine (TP 1 x PP 5)" in " ".join(search_text(refused, 1).split())
+
+
+def test_engines_without_room_for_one_sample_are_what_is_lacking() -> None:
+    found = plan(LLAMA)
+    load = replace(found.load, max_length=10**8)
+    lacking = search(load, found.device, nodes=1)
+    assert lacking.nearest is not None and "one sample of 100,000,000 tokens needs" in lacking.nearest.lacks
+
+
+def test_stages_that_do_not_divide_the_layers() -> None:
+    assert stage_splits(80, 8) == [(None, None)]
+    assert stage_splits(94, 8) == [(None, 10), (11, 11)]
+    assert stage_splits(61, 16) == [(None, 1), (3, 2)]
+    for layers in range(4, 70):
+        for stages in range(2, layers // 4 + 2):
+            for first, last in stage_splits(layers, stages):
+                chunks = PolicyLayout(1, stages, first_layers=first, last_layers=last).layers(layers)
+                counts = [len(chunk) for (chunk,) in chunks]
+                assert sum(counts) == layers and max(counts) == -(-layers // stages)
+
+
+def test_the_least_that_a_rank_needs_is_never_more_than_it_needs() -> None:
+    """The search leaves out what does not fit by this bound."""
+    for recipe in (LLAMA, MOE, DEEPSEEK, "recipes/grpo-qwen3-8B-1n1g-lora.yaml", "recipes/grpo-qwen3-32B-1n8g.yaml"):
+        found = plan(recipe)
+        training = max(
+            phase.total for stage in found.stages for phase in stage.phases if phase.name in ("training", "optimizer")
+        )
+        assert 0.3 * training < least_bytes(found.load, found.device) <= training, recipe
+
+
+def test_a_checkpoint_and_the_optimizer_on_the_host_count_against_a_nodes_memory() -> None:
+    recipe = "recipes/grpo-qwen3-32B-1n8g.yaml"
+    found = plan(recipe)
+    parts = found.stages[0].host.parts
+    assert parts["updated there"] == 16 * owned(found)
+    assert parts["a checkpoint, while it is written"] == 12 * owned(found)
+    assert found.node_memory == 8 * (sum(parts.values()) + 2 * 6 * 2**30) + found.load.refit_buffer
+    assert f"{found.node_memory / 1e9:,.0f} of 2,199 GB" in plan_text(found)
+    whole = plan(recipe, f"{AT}dist_ckpt_optim_fully_reshardable=true")
+    gathered = whole.stages[0].host.parts["a checkpoint, while it is written"]
+    assert gathered == 12 * whole.load.params(0).numel == pytest.approx(2 * 12 * owned(found))
+    assert "a checkpoint, while it is written" not in plan(recipe, "checkpointing.enabled=false").stages[0].host.parts
+    small = plan(recipe, "launch.memory_gb_per_node=512")
+    assert not small.fits
+    (warning,) = [warning for warning in small.warnings if "host memory" in warning]
+    assert "of 550 GB, most of it updated there; lower policy.megatron_cfg.optimizer" in warning
+
+
+def owned(found: Plan) -> int:
+    return found.load.params(0).owned(found.load.layout, None)
+
+
+def test_engines_over_several_nodes_wait_for_the_network() -> None:
+    found = plan(DEEPSEEK)
+    inside = replace(found.load, engine_layout=replace(found.load.engine_layout, nodes=1))
+    seconds = [generation_time(load, found.device, found.engine).likely for load in (inside, found.load)]
+    passes = 512 // 8 / min(64, 256) * (found.load.mean_length - found.load.prompt)
+    assert seconds[1] - seconds[0] > passes * 2 * 61 * 2 * NETWORK_ALL_REDUCE_S  # of four nodes
 
 
 TOO_WIDE = (f"{AT}tensor_model_parallel_size=64", f"{AT}pipeline_model_parallel_size=1", "cluster.num_nodes=8")
@@ -544,7 +661,7 @@ def test_a_layout_that_the_model_does_not_allow_is_refused() -> None:
 @pytest.mark.slow
 def test_the_search_tries_expert_parallelism() -> None:
     found = plan(MOE)
-    options = search(found.load, found.device, nodes=2)
+    options = search(found.load, found.device, nodes=2).candidates
     assert options and len({option.layout for option in options}) == len(options)
     best = plan(MOE, *options[0].overrides)
     assert best.fits and best.load.world == 16
@@ -580,7 +697,7 @@ def test_nothing_is_compared_if_memory_or_device_is_unknown() -> None:
 
 def test_no_absurd_layout_is_found() -> None:
     found = plan(LLAMA, "cluster.num_nodes=32", "policy.train_global_batch_size=2048")
-    for option in search(found.load, found.device, nodes=32):
+    for option in search(found.load, found.device, nodes=32).candidates:
         tried = plan(LLAMA, *option.overrides)
         assert tried.load.layout.pipeline <= 8 and tried.times.bubble <= 0.25
 
@@ -635,7 +752,7 @@ def test_teachers_that_score_log_probs_send_no_hidden_states() -> None:
 
 def test_the_search_lays_teachers_out_on_the_nodes_that_it_tries() -> None:
     found = plan(DISTILLATION)
-    options = search(found.load, found.device, nodes=2)
+    options = search(found.load, found.device, nodes=2).candidates
     assert options
     best = plan(DISTILLATION, *options[0].overrides)
     assert best.load.teachers[0].load.world == 16

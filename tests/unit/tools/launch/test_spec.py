@@ -16,7 +16,7 @@ from grpo_mcore.tools.launch import LaunchSpec, Pool, launch_spec, validation
 from grpo_mcore.tools.launch.kubernetes import documents
 from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check
 from grpo_mcore.tools.launch.slurm import BODY, job_script, sbatch_options, sbatch_script
-from grpo_mcore.tools.launch.spec import job_name
+from grpo_mcore.tools.launch.spec import job_name, planned
 from grpo_mcore.tools.launch.validation import seconds
 
 TWO_NODES = "grpo-llama3.1-8B-2n8g"
@@ -147,7 +147,7 @@ WRONG = {
     "a bad device": ("k8s", [*ON_K8S, "launch.k8s.rdma_resource=ib"], "launch.k8s.rdma_resource", "DOMAIN/NAME"),
     "no queue": ("k8s", [*ON_K8S, "launch.k8s.scheduler=kueue"], "launch.k8s.scheduler", "needs launch.k8s.queue"),
     "no scheduler": ("k8s", [*ON_K8S, "launch.k8s.queue=q"], "launch.k8s.queue", "needs launch.k8s.scheduler"),
-    "too much shared memory": ("k8s", [*ON_K8S, "launch.k8s.shm_gb=300"], "launch.k8s.shm_gb", "more than half"),
+    "too much shared memory": ("k8s", [*ON_K8S, "launch.k8s.shm_gb=600"], "launch.k8s.shm_gb", "more than half"),
     "one process": ("slurm", ["cluster.backend=local", "cluster.num_nodes=1"], "cluster.backend", "local"),
     "a bad name": ("slurm", ["launch.name=My_Run"], "launch.name", "My_Run"),
 }
@@ -261,3 +261,20 @@ def test_the_job_script_trains_the_recipe_that_was_submitted(tmp_path: Path) -> 
     done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{tail}<train></logs/a recipe.yaml><--resume=auto>", done.stderr
     assert "grpo-mcore 0." in job.code
+
+
+def test_memory_and_time_follow_from_the_plan() -> None:
+    found = spec("grpo.max_num_steps=2")
+    memory, limit, notes = planned(load_recipe(TWO_NODES, ["grpo.max_num_steps=2"]).config)
+    assert (found.memory_gb, found.time_limit, found.notes) == (memory, limit, notes)
+    assert memory % 64 == 0 and memory > 512 and "plan predicts" in notes[0]
+    assert limit == "02:00:00" and len(notes) == 2
+    _, limit, notes = planned(load_recipe(TWO_NODES, ["grpo.max_num_steps=100000"]).config)
+    assert limit == "04:00:00" and "raise launch.max_restarts" in notes[-1]
+    given = ["launch.memory_gb_per_node=300", "launch.time_limit=02:00:00", "grpo.max_num_steps=2"]
+    memory, limit, notes = planned(load_recipe(TWO_NODES, given).config)
+    assert (memory, limit) == (300, "02:00:00") and notes == (
+        "plan says that this does not fit an H100 server; grpo-mcore plan shows what is lacking",
+    )
+    memory, limit, notes = planned(load_recipe(TWO_NODES, ["policy.model_name=someone/unknown"]).config)
+    assert (memory, limit) == (512, "04:00:00") and "neither a folder here" in notes[0]
