@@ -12,7 +12,7 @@ from grpo_mcore.observe.colors import painted
 from grpo_mcore.recipe import MasterConfig, environment_class, load_recipe
 
 if TYPE_CHECKING:
-    from grpo_mcore.tools.doctor import Finding, Needs
+    from grpo_mcore.tools.doctor import CheckResult, Needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     return int(faults > 0)
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: CheckResult) -> str:
     """Return a finding as text, its state coloured in a terminal."""
     style = {"ok": "green", "fault": "red"}.get(finding.state, "yellow")
     return str(finding).replace(finding.state, painted(finding.state, style, sys.stdout), 1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mcore.cluster.inspection import Report, is_worker, odd_ones, read_from, reports_here
+from grpo_mcore.cluster.inspection import ProcessReport, is_worker, odd_ones, read_from, reports_here
 from grpo_mcore.rollout.workers import Place
 
 TAIL_LINES = 15
@@ -63,7 +63,7 @@ class Wait:
     late: bool
 
 
-def wait_graph(waits: Sequence[Wait], reports: Mapping[str, Report], names: Sequence[str] | None = None) -> str:
+def wait_graph(waits: Sequence[Wait], reports: Mapping[str, ProcessReport], names: Sequence[str] | None = None) -> str:
     """Return who waits for whom, what the workers are doing, and the culprits: those that others wait for and that wait
     for nobody; else late workers that are in no collective. Workers that are doing the same are one line; the odd ones
     come first, then the fewer they are, the earlier.
@@ -122,7 +122,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(parts) + (f" ({len(names)})" if len(names) > 2 else "")
 
 
-def _activity(report: Report) -> str:
+def _activity(report: ProcessReport) -> str:
     if report.state:
         return report.state
     if report.waiting is not None:

@@ -63,7 +63,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Report:
+class ProcessReport:
     """The state of one process. `frames`: its stacks, innermost first, as `own_frames` returns them; `sends`: a send or
     receive between two ranks is under way; `state`: empty if it runs, else why it does not, such as "has ended"."""
 
@@ -85,7 +85,7 @@ class Report:
         return functions[-1] if functions else None
 
 
-def odd_ones(reports: Mapping[str, Report]) -> list[str]:
+def odd_ones(reports: Mapping[str, ProcessReport]) -> list[str]:
     """Return the processes that others wait for and that wait for nobody; empty where the reports do not tell.
 
     First those that do not run. Then, by the numbers of their collectives: a rank that waits in a group waits for those
@@ -117,7 +117,7 @@ def odd_ones(reports: Mapping[str, Report]) -> list[str]:
     return [] if awaited else [name for name in in_code if _kind(name) in kinds]
 
 
-def members(kind: str, ranks: Iterable[int], reports: Mapping[str, Report]) -> list[str]:
+def members(kind: str, ranks: Iterable[int], reports: Mapping[str, ProcessReport]) -> list[str]:
     """Return the names of the ranks of a group of workers, as `spawn_group` names them, that have a report."""
     return [name for name in (f"{kind}-{rank}" for rank in ranks) if name in reports]
 
@@ -188,7 +188,7 @@ def ask(key: str | Path, timeout_s: float = ANSWER_S) -> str | None:
 def report_here() -> str:
     """Return the Report of this process, as JSON."""
     collectives, sends = _collectives()
-    return json.dumps(asdict(Report(own_frames(current_frames()), collectives, sends)))
+    return json.dumps(asdict(ProcessReport(own_frames(current_frames()), collectives, sends)))
 
 
 def current_frames() -> str:
@@ -222,13 +222,13 @@ def workers_here(log_dir: Path) -> dict[str, Place]:
 class Collector:
     """An actor on each node that is not the driver's: asks the workers of its node."""
 
-    def reports(self, places: Mapping[str, Place]) -> dict[str, Report]:
+    def reports(self, places: Mapping[str, Place]) -> dict[str, ProcessReport]:
         return reports_here(places)
 
 
-def reports_here(places: Mapping[str, Place]) -> dict[str, Report]:
+def reports_here(places: Mapping[str, Place]) -> dict[str, ProcessReport]:
     """Return what workers of this machine are doing, all asked at a time."""
-    reports = {name: Report(state=state) for name, place in places.items() if (state := _state(place))}
+    reports = {name: ProcessReport(state=state) for name, place in places.items() if (state := _state(place))}
     rest = {name: place for name, place in places.items() if name not in reports}
     if not rest:
         return reports
@@ -243,7 +243,7 @@ def reports_here(places: Mapping[str, Place]) -> dict[str, Report]:
         else:
             frames = silent[name]
             state = _state(rest[name]) if frames is None else ""
-            reports[name] = Report(frames or "", children=children[name], state=state)
+            reports[name] = ProcessReport(frames or "", children=children[name], state=state)
     return reports
 
 
@@ -283,10 +283,10 @@ def own_frames(dump: str) -> str:
     return "\n  another thread:\n".join([*called_threads, *threads])
 
 
-def _read(answer: str, children: str) -> Report:
+def _read(answer: str, children: str) -> ProcessReport:
     values: dict[str, Any] = json.loads(answer)
     entered = tuple(Collective(**one | {"ranks": tuple(one["ranks"])}) for one in values["collectives"])
-    return Report(values["frames"], entered, values["sends"], children)
+    return ProcessReport(values["frames"], entered, values["sends"], children)
 
 
 def is_worker(place: Place) -> bool:

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.cluster.diagnostics import last_line, wait_graph
 from grpo_mcore.cluster.environment import chosen
-from grpo_mcore.cluster.inspection import Answering, Collector, Report, current_frames, own_frames, reports_here
+from grpo_mcore.cluster.inspection import Answering, Collector, ProcessReport, current_frames, own_frames, reports_here
 from grpo_mcore.cluster.local_cluster import LocalFuture
 from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
@@ -307,7 +307,7 @@ class RayCluster(Cluster):
         odd = f"; {last}" if not last.startswith(" ") else ""
         logger.info("%s; what each process does: %s%s", why, path, odd)
 
-    def _reports(self, names: Collection[str]) -> dict[str, Report]:
+    def _reports(self, names: Collection[str]) -> dict[str, ProcessReport]:
         """Return what these workers are doing, each asked on its own node; see `wait_graph`. Those whose node does not
         answer in time are left out."""
         by_node: dict[str, dict[str, Place]] = {}

@@ -10,4 +10,4 @@ Nothing here needs torch or a process group. `recipe.layout_findings` calls `fit
 from grpo_mcore.layout.engine import WHOLE, EngineLayout
 from grpo_mcore.layout.findings import Finding, LayoutError
 from grpo_mcore.layout.fits import DevicePool, EngineDevices, fits
-from grpo_mcore.layout.policy import Coordinates, Part, PolicyLayout
+from grpo_mcore.layout.policy import Coordinates, HeldSlice, PolicyLayout

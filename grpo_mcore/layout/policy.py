@@ -26,7 +26,7 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldSlice:
     """One slice of a parameter. All of `ranks` hold it, under `name`."""
 
     name: str
@@ -104,7 +104,7 @@ class PolicyLayout:
         """Return the slices of the Hugging Face tensors in slice `part` of the parameter."""
         return pieces(param, shape, part, self.split(param))
 
-    def parts(self, param: Param, shape: ModelShape) -> list[Part]:
+    def parts(self, param: Param, shape: ModelShape) -> list[HeldSlice]:
         """Return every slice of the parameter with the ranks that hold it. Raises LayoutError if it cannot be cut."""
         stage, name = self._stage_and_name(param, shape.num_layers)
         first, width = stage * self.stage_size, self.split(param)
@@ -122,7 +122,7 @@ class PolicyLayout:
                 ]
                 for part in range(width)
             ]
-        return [Part(name, tuple(ranks), part) for part, ranks in enumerate(groups)]
+        return [HeldSlice(name, tuple(ranks), part) for part, ranks in enumerate(groups)]
 
     def _stage_and_name(self, param: Param, num_layers: int) -> tuple[int, str]:
         """Return (pipeline stage, name of the parameter there)."""

@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Bucket:
+class LengthBucket:
     """Spans of similar length, right-padded to a batch for torch's fused kernel."""
 
     queries: Tensor  # int64 [n, q]: position of each query in the row
@@ -67,7 +67,7 @@ class PackedRow(PackedSeqParams):
     ends: Tensor | None = None  # int32 [n + 1]: cumulative lengths of the sequences
     lengths: list[int] = field(default_factory=list)  # of the sequences, on the host
     positions: Tensor | None = None  # int64 [t]: place of each token in its sequence, for the rotary embedding
-    buckets: list[Bucket] = field(default_factory=list)  # on CPU
+    buckets: list[LengthBucket] = field(default_factory=list)  # on CPU
     row_order: Tensor | None = None  # int64 [T]: index of each token of the row in the concatenated buckets
     context_group: ProcessGroup | None = None
     key_order: Tensor | None = None  # int64: index of each token of the whole row among the gathered keys
@@ -212,7 +212,7 @@ def _fill_buckets(row: PackedRow, spans: list[Span], key_order: Tensor | None) -
         mask = None if query_length.equal(key_length) else (key <= last_seen[:, :, None])[:, None]
         real = (query < query_length).flatten().nonzero().squeeze(1)
         keys = keys if key_order is None else key_order[keys]
-        row.buckets.append(Bucket(queries, keys, mask, real, last_seen.clamp(max=len(key) - 1)))
+        row.buckets.append(LengthBucket(queries, keys, mask, real, last_seen.clamp(max=len(key) - 1)))
         order.append(queries.flatten()[real])
     row.row_order = torch.argsort(torch.cat(order))
 

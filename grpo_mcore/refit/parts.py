@@ -146,7 +146,7 @@ def _box(spans: Sequence[Sequence[int]]) -> Box:
     return tuple((start, stop) for start, stop in spans)
 
 
-class Parts(NamedTuple):
+class RefitParts(NamedTuple):
     """The packed parts of every policy rank, of every node's receiver that is no policy rank, and of every engine rank.
     `sent`: bytes that each policy rank brings to all nodes."""
 
@@ -163,7 +163,7 @@ def parts_of(
     node_of_rank: tuple[int, ...],
     readers: tuple[tuple[int, ...], ...],
     receivers: tuple[int, ...],
-) -> Parts:
+) -> RefitParts:
     """Cut a plan for `ranks` policy ranks. `node_of_rank`, `readers`: as in `Deliveries`. `receivers`: by node, the
     policy rank that receives there; from `ranks` on, a process that only receives."""
     routes = _Routes(plan, Deliveries(plan, node_of_rank, readers), receivers, node_of_rank)
@@ -180,7 +180,7 @@ def parts_of(
         own = {"to": list(routes.brought[member].items()), "senders": list(routes.awaited[member].items())}
         return _packed(head | own) + fills.get(member, b"") + arrivals.get(member, b"")
 
-    return Parts(
+    return RefitParts(
         tuple(map(part, range(ranks))),
         tuple(part(member) for member in receivers if member >= ranks),
         tuple(_packed(head | {"loads": rows}) for rows in loads),

@@ -21,7 +21,7 @@ INFO, RECIPE, CARD = "training_info.json", "config.yaml", "README.md"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A complete checkpoint of a run. `metrics`: of its step, among them those of its validation as `val:NAME`."""
 
     folder: Path
@@ -30,7 +30,7 @@ class Checkpoint:
     recipe: MasterConfig
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def find_checkpoint(path: Path) -> SavedCheckpoint:
     """Return the checkpoint at `path`: a folder step_N, or the newest of a checkpoint_dir. Raises ExportError."""
     folder = path
     if not (folder / INFO).is_file():
@@ -43,7 +43,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
         raise ExportError(f"{folder} has no {RECIPE}, which says what model it holds")
     info = json.loads((folder / INFO).read_text())
     recipe = load_recipe(str(folder / RECIPE), []).config
-    return Checkpoint(folder, info["save_state"]["current_step"], info["metrics"], recipe)
+    return SavedCheckpoint(folder, info["save_state"]["current_step"], info["metrics"], recipe)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -124,7 +124,7 @@ def export_run(config: CheckpointingConfig) -> list[Path]:
     return targets
 
 
-def model_card(checkpoint: Checkpoint, library: str) -> str:
+def model_card(checkpoint: SavedCheckpoint, library: str) -> str:
     """Return the text of README.md: where the weights come from, the metrics of their step, and the recipe."""
     policy = checkpoint.recipe.policy
     # The header names the base model only where a hub could know it.

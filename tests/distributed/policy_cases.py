@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_mcore.parallel.mesh import Address
-from grpo_mcore.tools.parity.rank import LayoutCase, Workload, logprobs_and_gradients
+from grpo_mcore.tools.parity.rank import LayoutCase, ParityWorkload, logprobs_and_gradients
 
 LAYOUTS = (
     LayoutCase("TP1"),
@@ -49,4 +49,4 @@ MOE_LAYOUTS = (
 
 def in_bins(address: Address, model: str, case: LayoutCase, bins: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Compute log-probs and gradients of these bins; bin i belongs to data-parallel rank i modulo their number."""
-    return logprobs_and_gradients(address, model, case, work=Workload(bins=tuple(map(tuple, bins))))
+    return logprobs_and_gradients(address, model, case, work=ParityWorkload(bins=tuple(map(tuple, bins))))

@@ -13,7 +13,7 @@ from grpo_mcore.data.tiny_models import FAMILIES, make_tiny_model
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.tools.parity.rank import LayoutCase
-from grpo_mcore.tools.verdict.judge import Judge, Sample
+from grpo_mcore.tools.verdict.judge import Judge, JudgedSample
 from grpo_mcore.tools.verdict.verdict import first_layer, judge_samples
 
 
@@ -27,7 +27,8 @@ def test_none_where_nothing_is_wrong(ranks: RankPool, tmp_path: Path, family: st
     target = "grpo_mcore.tools.verdict.collect:policy_logprobs"
     ((said, layers),) = ranks.run(1, target, str(folder), LayoutCase("TP1"), asked)
     samples = [
-        replace(Sample(f"p#{i}", *one, None, None), policy=said[i], layers=layers[i]) for i, one in enumerate(asked)
+        replace(JudgedSample(f"p#{i}", *one, None, None), policy=said[i], layers=layers[i])
+        for i, one in enumerate(asked)
     ]
     judge = Judge(folder, Sampling(1))
     verdict = judge_samples(judge, samples, torch.float32)

@@ -135,6 +135,30 @@ def test_workers_are_called_by_methods_of_their_class() -> None:
     report(findings)
 
 
+TWO_OF_A_NAME = {
+    "Refit": "a refit, and the schedule's command, which is written s.Refit",
+    "Worker": "the interface, and a process of the sandbox, whose files know nothing of the package",
+    "Block": "a kind of layer, and a slice that a refit sends",
+    "Comparison": "of a run with its plan: what the report needs of it, and plan's own",
+    "Node": "of a YAML file, and of the virtual cluster",
+    "Verdict": "of the command, and of a verifier",
+    "Outcome": "of a turn, and of a simulated run",
+}
+"""Names that two public classes have, and what they are."""
+
+
+def test_a_name_belongs_to_one_class() -> None:
+    """A reader who looks a class up finds the right one."""
+    places: dict[str, list[str]] = {}
+    for file in python_files("grpo_mcore"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    report([f"{name}: {', '.join(files)}" for name, files in twice.items() if name not in TWO_OF_A_NAME])
+    assert TWO_OF_A_NAME.keys() <= twice.keys(), f"one of a name: {sorted(TWO_OF_A_NAME.keys() - twice.keys())}"
+
+
 OTHER_TIME = {
     "algorithms/checkpointing/lease.py": "tells people on other machines since when it holds a folder",
     "observe/tracker.py": "a thread that talks to a service outside",

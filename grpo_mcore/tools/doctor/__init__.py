@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from grpo_mcore.tools.doctor.checks import Finding, Needs, examine
+from grpo_mcore.tools.doctor.checks import CheckResult, Needs, examine

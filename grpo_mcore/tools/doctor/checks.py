@@ -44,7 +44,7 @@ USED_BEFORE = 0.05
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The outcome of one check. A note is worth knowing and not a fault. `advice`: the remedy."""
 
     check: str
@@ -73,13 +73,15 @@ class Needs:
     gpu_packages: tuple[str, ...] = ()  # optional packages that have fused kernels for the recipe's model
 
 
-Check = Callable[[], Iterable[Finding]]
+Check = Callable[[], Iterable[CheckResult]]
 
 
-def examine(needs: Needs, *, deadline_s: float = DEADLINE_S, checks: dict[str, Check] | None = None) -> list[Finding]:
+def examine(
+    needs: Needs, *, deadline_s: float = DEADLINE_S, checks: dict[str, Check] | None = None
+) -> list[CheckResult]:
     """Run all checks at once. Return their findings in order; one that hangs or fails is a fault."""
     checks = checks_of(needs) if checks is None else checks
-    findings: dict[str, list[Finding]] = {}
+    findings: dict[str, list[CheckResult]] = {}
     end = time.monotonic() + deadline_s
 
     def look(name: str, check: Check) -> None:
@@ -118,13 +120,13 @@ def checks_of(needs: Needs) -> dict[str, Check]:
     }
 
 
-def fault(check: str, saw: str, advice: str) -> Finding:
-    return Finding(check, "fault", saw, advice)
+def fault(check: str, saw: str, advice: str) -> CheckResult:
+    return CheckResult(check, "fault", saw, advice)
 
 
-def judged(check: str, saw: str, remedy: str | Literal[False]) -> Finding:
+def judged(check: str, saw: str, remedy: str | Literal[False]) -> CheckResult:
     """Return a fault with its remedy, or ok if there is nothing to remedy."""
-    return fault(check, saw, remedy) if remedy else Finding(check, "ok", saw)
+    return fault(check, saw, remedy) if remedy else CheckResult(check, "ok", saw)
 
 
 def requirements(extra: str) -> list[str]:
@@ -133,7 +135,7 @@ def requirements(extra: str) -> list[str]:
     return [f"{r.name}{r.specifier}" for r in needed if r.marker is None or r.marker.evaluate({"extra": extra})]
 
 
-def versions(pins: Sequence[str], extra: str) -> Iterator[Finding]:
+def versions(pins: Sequence[str], extra: str) -> Iterator[CheckResult]:
     """Compare requirements such as "torch==2.13.*" with what is installed."""
     wrong = []
     for pin in map(Requirement, pins):
@@ -148,7 +150,7 @@ def versions(pins: Sequence[str], extra: str) -> Iterator[Finding]:
     yield judged("versions", "; ".join(wrong) or f"{len(pins)} packages as pinned", bool(wrong) and remedy)
 
 
-def gpu_kernels(packages: Sequence[str]) -> Iterator[Finding]:
+def gpu_kernels(packages: Sequence[str]) -> Iterator[CheckResult]:
     """Import optional packages with fused kernels. Without one a run is slower, not wrong; one that is installed and
     cannot be imported ends it."""
     reasons = {name: why_not_imported(name) for name in packages}
@@ -159,9 +161,9 @@ def gpu_kernels(packages: Sequence[str]) -> Iterator[Finding]:
     missing = [name for name, why in reasons.items() if why == NOT_INSTALLED]
     if missing:
         saw = f"torch's own are used in place of those of {', '.join(missing)}"
-        yield Finding("GPU kernels", "note", saw, "not installed; scripts/setup_gpu.sh installs them")
+        yield CheckResult("GPU kernels", "note", saw, "not installed; scripts/setup_gpu.sh installs them")
     elif packages and not any(reasons.values()):
-        yield Finding("GPU kernels", "ok", ", ".join(packages))
+        yield CheckResult("GPU kernels", "ok", ", ".join(packages))
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,9 @@ def _on_gpu(needs: Needs) -> bool:
     return bool(list_gpus()) if needs.gpu is None else needs.gpu
 
 
-def gpus(needs: Needs) -> Iterable[Finding]:
+def gpus(needs: Needs) -> Iterable[CheckResult]:
     if needs.gpu is False:
-        return [Finding("GPUs", "ok", "not used: cluster.platform is cpu")]
+        return [CheckResult("GPUs", "ok", "not used: cluster.platform is cpu")]
     present = list_gpus()
     wanted = needs.gpus_per_node if needs.gpu else 0
     if present:
@@ -207,13 +209,13 @@ def gpus(needs: Needs) -> Iterable[Finding]:
 
         return judge_gpus(present, wanted, torch.cuda.device_count())
     if not wanted:
-        return [Finding("GPUs", "ok", "none, and none asked for")]
+        return [CheckResult("GPUs", "ok", "none, and none asked for")]
     reason = "no nvidia-smi" if present is None else "no device"
     advice = "install the driver, start the container with --gpus all, or set cluster.platform: cpu"
     return [fault("GPUs", f"{reason}, but {wanted} are asked for", advice)]
 
 
-def judge_gpus(present: Sequence[Gpu], wanted: int, seen_by_torch: int) -> list[Finding]:
+def judge_gpus(present: Sequence[Gpu], wanted: int, seen_by_torch: int) -> list[CheckResult]:
     """Check the GPUs of a node. `wanted`: GPUs that the recipe needs (0: any)."""
     names, drivers = sorted({gpu.name for gpu in present}), sorted({gpu.driver for gpu in present})
     faults = []
@@ -233,11 +235,11 @@ def judge_gpus(present: Sequence[Gpu], wanted: int, seen_by_torch: int) -> list[
         if gpu.errors:
             saw = f"GPU {gpu.index}: {gpu.errors} uncorrected ECC errors"
             faults.append(fault("GPU errors", saw, "drain the node and reset or replace the GPU"))
-    sound = Finding("GPUs", "ok", f"{len(present)} x {', '.join(names)}, driver {', '.join(drivers)}")
+    sound = CheckResult("GPUs", "ok", f"{len(present)} x {', '.join(names)}, driver {', '.join(drivers)}")
     return faults or [sound]
 
 
-def shared_memory(needed: int, path: str = "/dev/shm") -> Iterator[Finding]:
+def shared_memory(needed: int, path: str = "/dev/shm") -> Iterator[CheckResult]:
     """Check the shared memory. `needed`: bytes that refit buffer and collectives take."""
     usage = shutil.disk_usage(path)
     remedy = "delete what ended runs left in /dev/shm"
@@ -286,7 +288,7 @@ def file_times(path: str, nbytes: int = 1 << 20) -> FileTimes:
                 made.rmdir()
 
 
-def folder(what: str, path: str) -> Iterator[Finding]:
+def folder(what: str, path: str) -> Iterator[CheckResult]:
     """Check a folder that all nodes share."""
     try:
         times = file_times(path)
@@ -300,15 +302,15 @@ def folder(what: str, path: str) -> Iterator[Finding]:
         yield clock(times.clock, 0.05, f"file system of {path}")
 
 
-def clock(offset: float, uncertainty: float, of: str) -> Finding:
+def clock(offset: float, uncertainty: float, of: str) -> CheckResult:
     """Check another clock, which is `offset` seconds ahead, known to within `uncertainty`."""
     if abs(offset) - uncertainty > MAX_CLOCK_OFFSET_S:
         advice = "tokens and leases expire by the clock: run chrony or ntpd on both"
         return fault("clock", f"{of} is {offset:+.1f} s off", advice)
-    return Finding("clock", "ok", f"{of} agrees within {abs(offset) + uncertainty:.2f} s")
+    return CheckResult("clock", "ok", f"{of} agrees within {abs(offset) + uncertainty:.2f} s")
 
 
-def disk(folders: Sequence[str], needed: int) -> Iterator[Finding]:
+def disk(folders: Sequence[str], needed: int) -> Iterator[CheckResult]:
     """Check the space for checkpoints and logs, and in the temporary folder for Ray's logs and spilled objects."""
     for path in dict.fromkeys([*folders, tempfile.gettempdir()]):
         place = Path(path).absolute()
@@ -319,7 +321,7 @@ def disk(folders: Sequence[str], needed: int) -> Iterator[Finding]:
         yield judged("disk", saw, usage.free < wanted and remedy)
 
 
-def ports(wanted: Sequence[int]) -> Iterator[Finding]:
+def ports(wanted: Sequence[int]) -> Iterator[CheckResult]:
     """Check that ports can be listened on."""
     taken = []
     for port in sorted(wanted):
@@ -343,14 +345,14 @@ def _holder(port: int) -> str:
     return "another process"
 
 
-def open_files() -> Iterator[Finding]:
+def open_files() -> Iterator[CheckResult]:
     """Check the soft limit of open files of this process."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     remedy = f"ulimit -n 65536 (at least {MIN_OPEN_FILES})"
     yield judged("open files", f"limit {limit}", limit < MIN_OPEN_FILES and remedy)
 
 
-def sandbox(needed: bool, timeout_s: float = 20.0) -> Iterator[Finding]:
+def sandbox(needed: bool, timeout_s: float = 20.0) -> Iterator[CheckResult]:
     """Check that bubblewrap, in which env.code runs programs, makes a sandbox with its own namespaces."""
     problem, advice = None, "let this user or container make namespaces: docs/environments.md, The sandbox"
     program = shutil.which("bwrap")
@@ -363,22 +365,22 @@ def sandbox(needed: bool, timeout_s: float = 20.0) -> Iterator[Finding]:
         if done.returncode:
             problem = (done.stderr.strip().splitlines() or [f"bwrap: exit code {done.returncode}"])[-1]
     if problem is None:
-        yield Finding("sandbox", "ok", "bubblewrap makes one")
+        yield CheckResult("sandbox", "ok", "bubblewrap makes one")
     elif needed:
         yield fault("sandbox", f"env.code runs programs in one, but {problem}", advice)
     else:
-        yield Finding("sandbox", "note", problem, f"only env.code needs it: {advice}")
+        yield CheckResult("sandbox", "note", problem, f"only env.code needs it: {advice}")
 
 
-def load() -> Iterator[Finding]:
+def load() -> Iterator[CheckResult]:
     """Compare the processes that want to run, averaged over the last minute, with the cores."""
     average, cores = os.getloadavg()[0], processes.available_cores()
     busy = average > 4 * cores
     advice = "others are busy here: starts may run into their time limits" if busy else ""
-    yield Finding("load", "note" if busy else "ok", f"{average:.0f} processes for {cores:g} cores", advice)
+    yield CheckResult("load", "note" if busy else "ok", f"{average:.0f} processes for {cores:g} cores", advice)
 
 
-def hub_cache() -> Iterator[Finding]:
+def hub_cache() -> Iterator[CheckResult]:
     """Check that the Hugging Face cache can be written."""
     from huggingface_hub import constants
 
@@ -388,32 +390,32 @@ def hub_cache() -> Iterator[Finding]:
     except OSError as error:
         yield fault("HF cache", f"{cache}: {error.strerror or error}", "set HF_HOME to a folder you may write")
     else:
-        yield Finding("HF cache", "ok", cache)
+        yield CheckResult("HF cache", "ok", cache)
 
 
-def model(name: str | None) -> Iterator[Finding]:
+def model(name: str | None) -> Iterator[CheckResult]:
     """Check that a model is in a folder or the cache, or can be fetched. Credentials are not read."""
     from huggingface_hub import constants
 
     token = bool(os.environ.get("HF_TOKEN")) or os.path.isfile(constants.HF_TOKEN_PATH)
     credentials = "with credentials" if token else "without credentials"
     if name is None:
-        yield Finding("HF hub", "ok" if token else "note", f"{credentials}; gated models need them")
+        yield CheckResult("HF hub", "ok" if token else "note", f"{credentials}; gated models need them")
     elif Path(name).is_dir() or any(
         Path(constants.HF_HUB_CACHE).glob(f"models--{name.replace('/', '--')}/snapshots/*")
     ):
-        yield Finding("HF hub", "ok", f"{name} is here")
+        yield CheckResult("HF hub", "ok", f"{name} is here")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:  # a name of the hub is OWNER/MODEL
-        yield Finding("HF hub", "note", f"there is no folder {name}", "make it before the run")
+        yield CheckResult("HF hub", "note", f"there is no folder {name}", "make it before the run")
     elif constants.HF_HUB_OFFLINE:
         advice = "fetch it first (hf download), or unset HF_HUB_OFFLINE"
         yield fault("HF hub", f"{name} is not here, and HF_HUB_OFFLINE is set", advice)
     else:
         advice = "" if token else "a gated model needs HF_TOKEN or `hf auth login`"
-        yield Finding("HF hub", "note", f"{name} is not here and will be fetched {credentials}", advice)
+        yield CheckResult("HF hub", "note", f"{name} is not here and will be fetched {credentials}", advice)
 
 
-def ray(nodes: int) -> Iterator[Finding]:
+def ray(nodes: int) -> Iterator[CheckResult]:
     """Check whether Ray answers; `--cluster` examines its nodes."""
     address = os.environ.get("RAY_ADDRESS")
     if address is not None:
@@ -422,10 +424,10 @@ def ray(nodes: int) -> Iterator[Finding]:
         advice = "start Ray on all nodes (ray start) and set RAY_ADDRESS"
         yield fault("Ray", f"{nodes} nodes are asked for, but RAY_ADDRESS is not set", advice)
     else:
-        yield Finding("Ray", "ok", "none is running; a run starts its own")
+        yield CheckResult("Ray", "ok", "none is running; a run starts its own")
 
 
-def ray_answers(address: str, timeout_s: float = 5.0) -> Finding:
+def ray_answers(address: str, timeout_s: float = 5.0) -> CheckResult:
     """Check that something listens at host:port. An address that is a name is left to Ray to resolve."""
     host, port = split_port(address.removeprefix("ray://"))
     try:
@@ -434,10 +436,10 @@ def ray_answers(address: str, timeout_s: float = 5.0) -> Finding:
     except OSError as error:
         advice = "start it, or unset RAY_ADDRESS to have one started"
         return fault("Ray", f"{address}: nobody answers ({error})", advice)
-    return Finding("Ray", "ok", f"{address} answers")
+    return CheckResult("Ray", "ok", f"{address} answers")
 
 
-def collectives(needs: Needs) -> Iterator[Finding]:
+def collectives(needs: Needs) -> Iterator[CheckResult]:
     """Test gloo on this host, or with several GPUs NCCL between neighbours, so that every link is used once."""
     count = len(list_gpus() or ()) if needs.gpu is not False else 0
     backend, pairs = ("nccl", [(rank, rank + 1) for rank in range(count - 1)]) if count > 1 else ("gloo", [(0, 1)])
@@ -479,11 +481,11 @@ def all_reduce(backend: str, ranks: Sequence[tuple[str, int, int]], timeout_s: f
     return results
 
 
-def pair_reduced(check: str, who: str, answers: Sequence[tuple[float, str | None]]) -> Finding:
+def pair_reduced(check: str, who: str, answers: Sequence[tuple[float, str | None]]) -> CheckResult:
     """Check the answers of the two processes of an all-reduce. `who`: "BACKEND A-B"."""
     if error := next((error for _, error in answers if error), None):
         variables = "GLOO_SOCKET_IFNAME, and that the host's own name resolves"
         if who.startswith("nccl"):
             variables = "NCCL_SOCKET_IFNAME, NCCL_IB_HCA; NCCL_DEBUG=INFO tells more"
         return fault(check, f"{who}: {error}", f"look at {variables}")
-    return Finding(check, "ok", f"{who}: {max(seconds for seconds, _ in answers):.1f} s with start")
+    return CheckResult(check, "ok", f"{who}: {max(seconds for seconds, _ in answers):.1f} s with start")

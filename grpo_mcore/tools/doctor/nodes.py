@@ -17,7 +17,7 @@ from typing import Any
 from grpo_mcore import processes
 from grpo_mcore.rollout.workers import DeadlineExceeded
 from grpo_mcore.tools.doctor import checks
-from grpo_mcore.tools.doctor.checks import Finding, Needs, examine, fault, judged
+from grpo_mcore.tools.doctor.checks import CheckResult, Needs, examine, fault, judged
 
 NODE_S = 55.0
 """Seconds until a node's checks must have come back, including the start of the worker."""
@@ -29,7 +29,7 @@ LINK_S = 30.0
 """Seconds for an all-reduce over two nodes, including the start of its processes."""
 
 
-def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[Finding]]:
+def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[CheckResult]]:
     """Return the findings by node, and those of the whole cluster under "cluster". Attaches to `address` or
     RAY_ADDRESS.
 
@@ -53,7 +53,7 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
             ray.shutdown()
 
 
-def _examine_all(ray: Any, needs: Needs, address: str) -> dict[str, list[Finding]]:
+def _examine_all(ray: Any, needs: Needs, address: str) -> dict[str, list[CheckResult]]:
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     names = _names(alive)
     gpus = sum(node["Resources"].get("GPU", 0.0) for node in alive.values())
@@ -87,7 +87,7 @@ def _examine_all(ray: Any, needs: Needs, address: str) -> dict[str, list[Finding
     return {"cluster": whole} | {names[node]: answers[node][0] for node in alive}
 
 
-def compare_size(address: str, nodes: int, gpus: float, needs: Needs) -> Finding:
+def compare_size(address: str, nodes: int, gpus: float, needs: Needs) -> CheckResult:
     """Compare a running Ray with what the recipe needs."""
     wanted = needs.nodes * needs.gpus_per_node if needs.gpu else 0
     remedy = f"the recipe asks for {needs.nodes} nodes and {wanted} GPUs: wait for the others, or see their logs"
@@ -95,7 +95,7 @@ def compare_size(address: str, nodes: int, gpus: float, needs: Needs) -> Finding
     return judged("Ray", saw, (nodes < needs.nodes or gpus < wanted) and remedy)
 
 
-def seen(what: str, path: str, nodes: dict[str, bool]) -> Finding:
+def seen(what: str, path: str, nodes: dict[str, bool]) -> CheckResult:
     """Check that a file in the folder `path` is seen by all nodes. `nodes`: whether each sees it."""
     blind = sorted(name for name, sees in nodes.items() if not sees)
     saw = f"not seen by {', '.join(blind)}" if blind else f"seen by {len(nodes)} nodes"
@@ -103,7 +103,7 @@ def seen(what: str, path: str, nodes: dict[str, bool]) -> Finding:
     return judged(what, f"{path}: {saw}", bool(blind) and remedy)
 
 
-def _look(needs: Needs, marks: dict[str, Path]) -> tuple[list[Finding], dict[str, bool]]:
+def _look(needs: Needs, marks: dict[str, Path]) -> tuple[list[CheckResult], dict[str, bool]]:
     """Run on a node. Return its findings, without those about Ray, and which marks it sees."""
     visible = {what: os.path.exists(path) for what, path in marks.items()}
     findings = [finding for finding in examine(needs, deadline_s=CHECKS_S) if finding.check not in {"ports", "Ray"}]
@@ -114,7 +114,7 @@ def _now() -> float:
     return time.time()
 
 
-def _compare_clock(ray: Any, node: str, name: str) -> Finding:
+def _compare_clock(ray: Any, node: str, name: str) -> CheckResult:
     """Compare a node's clock with this one's, by the most precise of three readings: each was taken between the request
     and the answer."""
     task, best = _task(ray, node, _now), (0.0, float("inf"))
@@ -133,7 +133,7 @@ def _links(
     names: dict[str, str],
     backend: str,
     seconds: float = LINK_S,
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Check that the first accelerator of one node (or gloo) reaches that of another, over the network that refits and
     data-parallel ranks use."""
     sums = []

@@ -20,7 +20,7 @@ import torch
 from grpo_mcore.data.tiny_models import FAMILIES, SIZES, make_tiny_model
 from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
 from grpo_mcore.tools.parity.parity import RANK_TIMEOUT_S, Reference, compare, fitting, reference_of
-from grpo_mcore.tools.parity.rank import LayoutCase, Workload
+from grpo_mcore.tools.parity.rank import LayoutCase, ParityWorkload
 
 LOGPROB_LIMIT, GRADIENT_LIMIT, NORM_LIMIT = 1e-4, 1e-3, 1e-4
 """Largest difference of a log-prob, of a parameter's gradient and of the whole gradient's norm, the last two relative.
@@ -35,7 +35,7 @@ class Draw:
     """One case. `sizes`: values of the Hugging Face config; `chunk`: policy.logprob_chunk_size; `weights`: seed."""
 
     layout: LayoutCase
-    work: Workload
+    work: ParityWorkload
     sizes: dict[str, Any] = field(default_factory=dict)
     chunk: int = 1024
     weights: int = 0
@@ -43,7 +43,7 @@ class Draw:
     def describe(self) -> str:
         """Describe what is not at its default, in one line."""
         parts = [*_unusual(self.layout, LayoutCase(""), "name"), *(f"{key}={self.sizes[key]}" for key in self.sizes)]
-        parts += _unusual(self.work, Workload(()), "prompts")
+        parts += _unusual(self.work, ParityWorkload(()), "prompts")
         return ", ".join([*parts, f"logprob_chunk_size={self.chunk}"])
 
     def to_json(self) -> str:
@@ -57,7 +57,7 @@ class Draw:
             plain = json.loads(text)
             work = {key: _as_tuple(value) for key, value in plain.pop("work").items()}
             layout = {key: _as_tuple(value) for key, value in plain.pop("layout").items()}
-            return cls(LayoutCase(**layout), Workload(**work), **plain)
+            return cls(LayoutCase(**layout), ParityWorkload(**work), **plain)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"--case: not a case that --fuzz has printed ({error})") from error
 
@@ -198,7 +198,7 @@ def simpler_draws(draw: Draw) -> Iterator[Draw]:
         if length > 2 and work.prompts[i] < -(-length // 2):
             lengths = tuple(-(-n // 2) if at == i else n for at, n in enumerate(work.lengths))
             yield replace(draw, work=replace(work, lengths=lengths))
-    usual = Workload((), entropy_coeff=0.0)
+    usual = ParityWorkload((), entropy_coeff=0.0)
     for name in ("left_out", "common", "entropy_coeff", "temperature", "top_k", "top_p"):
         if getattr(work, name) != getattr(usual, name):
             yield replace(draw, work=replace(work, **{name: getattr(usual, name)}))
@@ -263,14 +263,14 @@ def _some_sizes(choose: random.Random, tiny: Mapping[str, Any], may_tie: bool) -
     return sizes
 
 
-def _some_work(choose: random.Random, data: int) -> Workload:
+def _some_work(choose: random.Random, data: int) -> ParityWorkload:
     count = choose.randint(max(2, data), 7)
     lengths = tuple(choose.choice((2, 3, choose.randint(4, 12), choose.randint(12, 40))) for _ in range(count))
     order = choose.sample(range(count), count)
     cuts = sorted(choose.sample(range(1, count), choose.randint(data, count) - 1))
     bins = tuple(tuple(order[start:stop]) for start, stop in zip([0, *cuts], [*cuts, count], strict=True))
     prompts = tuple(choose.choice((1, 1, max(1, n // 2))) for n in lengths)
-    return Workload(
+    return ParityWorkload(
         lengths,
         bins,
         prompts,
@@ -283,7 +283,7 @@ def _some_work(choose: random.Random, data: int) -> Workload:
     )
 
 
-def _some_of(work: Workload, kept: Any) -> Workload:
+def _some_of(work: ParityWorkload, kept: Any) -> ParityWorkload:
     """Return the workload with these sequences only, numbered anew."""
     number = {old: new for new, old in enumerate(kept)}
     bins = tuple(tuple(number[i] for i in bin if i in number) for bin in work.bins)

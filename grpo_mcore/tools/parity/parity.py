@@ -33,7 +33,7 @@ from grpo_mcore.tools.parity.rank import (
     LENGTHS,
     STANDARD,
     LayoutCase,
-    Workload,
+    ParityWorkload,
     advantages,
     policy_config,
     sequences,
@@ -96,7 +96,7 @@ class ParityCase:
         }
 
 
-def reference_of(folder: Path, dtype: torch.dtype = torch.float32, work: Workload = STANDARD) -> Reference:
+def reference_of(folder: Path, dtype: torch.dtype = torch.float32, work: ParityWorkload = STANDARD) -> Reference:
     """Run transformers forward and backward in `dtype`. Raises FamilyError for a model without a family."""
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
@@ -126,7 +126,7 @@ def reference_of(folder: Path, dtype: torch.dtype = torch.float32, work: Workloa
     return Reference(folder, shape.family, network, logprobs, gradients)
 
 
-def _cut(logits: Tensor, targets: Tensor, work: Workload) -> Tensor:
+def _cut(logits: Tensor, targets: Tensor, work: ParityWorkload) -> Tensor:
     """Return logits [n, vocabulary] with those lowered that the workload's top-k and top-p leave out."""
     likeliest = logits.detach().topk(min(work.top_k or logits.size(-1), logits.size(-1))).values
     probabilities = likeliest.softmax(-1)

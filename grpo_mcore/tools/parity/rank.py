@@ -90,7 +90,7 @@ ENTROPY_COEFF = 0.1
 
 
 @dataclass(frozen=True)
-class Workload:
+class ParityWorkload:
     """The sequences of a comparison, and what is computed of them."""
 
     lengths: tuple[int, ...] = LENGTHS
@@ -113,13 +113,13 @@ class Workload:
         return sum(n - prompt for i, (n, prompt) in enumerate(sizes) if i not in self.left_out)
 
 
-STANDARD = Workload()
+STANDARD = ParityWorkload()
 
 SHARED_BLOCK = 4
 """Tokens of the blocks that sequences share, if they begin alike."""
 
 
-def sequences(vocab_size: int, work: Workload = STANDARD) -> list[torch.Tensor]:
+def sequences(vocab_size: int, work: ParityWorkload = STANDARD) -> list[torch.Tensor]:
     """Return sequences of random tokens, int64 [n] each, always the same."""
     generator = torch.Generator().manual_seed(7)
     tokens = [torch.randint(0, vocab_size, (n,), generator=generator) for n in work.lengths]
@@ -129,12 +129,12 @@ def sequences(vocab_size: int, work: Workload = STANDARD) -> list[torch.Tensor]:
     return tokens
 
 
-def advantages(work: Workload = STANDARD) -> list[float]:
+def advantages(work: ParityWorkload = STANDARD) -> list[float]:
     """Return the advantage of each sequence."""
     return [(-1) ** i * (0.5 + 0.25 * i) for i in range(len(work.lengths))]
 
 
-def compared_loss(work: Workload = STANDARD) -> ClippedPGLossFn:
+def compared_loss(work: ParityWorkload = STANDARD) -> ClippedPGLossFn:
     """Return the loss that `parity.reference_of` computes with transformers."""
     settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, entropy_coeff=work.entropy_coeff)
     return ClippedPGLossFn(settings, prev_equals_curr=True)
@@ -174,7 +174,7 @@ def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> Poli
     return config
 
 
-def micro_batches(policy: Policy, packed: bool = True, work: Workload = STANDARD) -> list[PackedBatch]:
+def micro_batches(policy: Policy, packed: bool = True, work: ParityWorkload = STANDARD) -> list[PackedBatch]:
     """Return the rows of this data-parallel rank, equally many on every one; `packed`: the workload's bins, else each
     sequence in a row of its own."""
     tokens, weights = sequences(policy.shape.vocab_size, work), advantages(work)
@@ -211,7 +211,7 @@ def logprobs_and_gradients(
     model: str,
     case: LayoutCase,
     packed: bool = True,
-    work: Workload = STANDARD,
+    work: ParityWorkload = STANDARD,
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the log-probs by sequence (last stage), and the gradient of the loss: the change of the owned slices.

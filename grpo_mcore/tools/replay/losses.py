@@ -30,7 +30,7 @@ REGIONS = {INSIDE: "passes", BOUNDED: "is bounded", STOPPED: "is stopped"}
 
 
 @dataclass(frozen=True)
-class Part:
+class LossShare:
     """Tokens of a step. `shares`: of each loss, the share of its gradient that comes from them: the inner product with
     the whole gradient over its square; the shares of a group add up to 1. NaN where the whole gradient is 0."""
 
@@ -48,7 +48,7 @@ class LossComparison:
     optimizer_steps: int
     norms: tuple[float, ...]
     cosines: Tensor
-    parts: list[Part] = field(default_factory=list)
+    parts: list[LossShare] = field(default_factory=list)
 
 
 def with_loss(config: MasterConfig, words: str, scratch: Path) -> MasterConfig:
@@ -118,7 +118,7 @@ def compare_losses(
         tuple(squares.sqrt().mean(0).tolist()),
         cosines.mean(0),
         [
-            Part(*label, int(sum(each[number * count] for each in tokens)), tuple(shares[number].tolist()))
+            LossShare(*label, int(sum(each[number * count] for each in tokens)), tuple(shares[number].tolist()))
             for number, label in enumerate(labels)
         ],
     )

@@ -55,7 +55,7 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """Where two computations of a step differ. `first`: the first place in words, None if they are equal within the
     limits."""
 
@@ -186,7 +186,7 @@ def replay(
     )
 
 
-def compare(one: Replay, other: Replay, precision: str) -> Difference:
+def compare(one: Replay, other: Replay, precision: str) -> StepDifference:
     """Compare two computations of a step. The first place where they differ is looked for from the bottom up: in the
     layers, then in the log-probs of the tokens, in the loss, and in the norm of the gradient."""
     loss = abs(one.metrics.get("loss", math.nan) - other.metrics.get("loss", math.nan))
@@ -208,7 +208,7 @@ def compare(one: Replay, other: Replay, precision: str) -> Difference:
         first = f"the loss, though all log-probs agree: {one.metrics['loss']:.8g} against {other.metrics['loss']:.8g}"
     if first is None and gradient > GRADIENT_LIMIT[precision]:
         first = f"the norm of the gradient, though loss and log-probs agree: {norms[0]:.6g} against {norms[1]:.6g}"
-    return Difference((one.name, other.name), loss, gradient, logprob, first)
+    return StepDifference((one.name, other.name), loss, gradient, logprob, first)
 
 
 def _first_layer(one: Replay, other: Replay, limit: float) -> str | None:

@@ -16,7 +16,7 @@ RECENT = 10
 
 
 @dataclass(frozen=True)
-class Alarm:
+class PageAlarm:
     """`what` happened, in words; `help`: the key to change or the page to read; `grave`: the run may be useless."""
 
     what: str
@@ -24,7 +24,7 @@ class Alarm:
     grave: bool = False
 
 
-def alarms(run: RunFiles, devices: DeviceSeconds) -> list[Alarm]:
+def alarms(run: RunFiles, devices: DeviceSeconds) -> list[PageAlarm]:
     """Return the alarms of a run, the grave ones first."""
     raised = [*_of_metrics(run.metrics["train"]), *_of_validation(run.metrics["validation"]), *_of_run(run)]
     raised += _of_devices(devices, overlaps=run.rewarded)
@@ -43,12 +43,12 @@ def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
-def _of_metrics(lines: Sequence[Mapping[str, float | None]]) -> Iterator[Alarm]:
+def _of_metrics(lines: Sequence[Mapping[str, float | None]]) -> Iterator[PageAlarm]:
     if lines and any(name in line and line[name] is None for line in lines for name in ("loss", "grad_norm")):
-        yield Alarm("The loss or the gradient was not finite in some step.", "docs/faults.md", grave=True)
+        yield PageAlarm("The loss or the gradient was not finite in some step.", "docs/faults.md", grave=True)
     errors = values(lines, "token_mult_prob_error")
     if errors and max(errors) > MISMATCH:
-        yield Alarm(
+        yield PageAlarm(
             f"Engine and policy disagree: their probabilities of a token differ by a factor of {max(errors):.3f} on "
             f"average in the worst step, and by {_mean(errors[-RECENT:]):.3f} in the last ones (1 is equal).",
             "docs/refit.md; policy.refit_parity checks it after each refit; grpo.seq_logprob_error_threshold masks "
@@ -59,27 +59,27 @@ def _of_metrics(lines: Sequence[Mapping[str, float | None]]) -> Iterator[Alarm]:
     if len(entropy) >= 2 * RECENT:
         first, last = _mean(entropy[:RECENT]), _mean(entropy[-RECENT:])
         if last < 0.1 * first:
-            yield Alarm(
+            yield PageAlarm(
                 f"The policy has almost stopped exploring: its entropy fell from {first:.3g} to {last:.3g}.",
                 "loss_fn.entropy_coeff, a greater loss_fn.ratio_clip_max, a lower learning rate: docs/objective.md",
             )
     equal = values(lines, "zero_advantage_rate")[-RECENT:]
     if equal and _mean(equal) > 0.5:
-        yield Alarm(
+        yield PageAlarm(
             f"In the last {len(equal)} steps {_mean(equal):.0%} of the samples had advantage 0, because the rewards of "
             "their group are equal: the task is too easy or too hard for the model, or answers are not found.",
             "grpo.use_dynamic_sampling; look at the samples below",
         )
     cut = values(lines, "truncation_rate")
     if cut and _mean(cut[-RECENT:]) > max(0.1, 1.5 * _mean(cut[:RECENT])):
-        yield Alarm(
+        yield PageAlarm(
             f"More and more samples are cut off by the length limit: {_mean(cut[:RECENT]):.0%} in the first steps, "
             f"{_mean(cut[-RECENT:]):.0%} in the last.",
             "policy.generation.max_new_tokens, grpo.overlong_filtering, grpo.reward_shaping",
         )
     failed, count = sum(values(lines, "num_failed_samples")), sum(values(lines, "num_samples"))
     if failed:
-        yield Alarm(
+        yield PageAlarm(
             f"{failed:.0f} of {count:.0f} samples have no reward, because the environment failed on them. They are "
             "left out of training.",
             "filter the samples below by \u201cfailed\u201d to see why; docs/environments.md",
@@ -87,54 +87,54 @@ def _of_metrics(lines: Sequence[Mapping[str, float | None]]) -> Iterator[Alarm]:
         )
     norms = [norm for norm in values(lines, "grad_norm") if math.isfinite(norm)]
     if len(norms) >= RECENT and max(norms) > 20 * max(median(norms), 1e-12):
-        yield Alarm(
+        yield PageAlarm(
             f"The gradient had a spike: {max(norms):.3g}, {max(norms) / max(median(norms), 1e-12):.0f} times the "
             "median.",
             "policy.max_grad_norm",
         )
 
 
-def _of_validation(lines: Sequence[Mapping[str, float | None]]) -> Iterator[Alarm]:
+def _of_validation(lines: Sequence[Mapping[str, float | None]]) -> Iterator[PageAlarm]:
     losses = values(lines, "val_loss")
     if len(losses) >= 3 and losses[-1] > 1.1 * min(losses):
-        yield Alarm(
+        yield PageAlarm(
             f"The validation loss rises again: its lowest was {min(losses):.3f}, the last is {losses[-1]:.3f}.",
             "fewer steps or epochs, a lower learning rate; checkpointing.metric_name keeps the best checkpoint",
         )
     accuracy = values(lines, "accuracy", "reward")
     if len(accuracy) >= 3 and accuracy[-1] < max(accuracy) - 0.1 * max(1.0, abs(max(accuracy))):
-        yield Alarm(
+        yield PageAlarm(
             f"The last validation ({accuracy[-1]:.3f}) is well below the best one ({max(accuracy):.3f}).",
             "checkpointing.metric_name keeps the best checkpoint; a lower learning rate or a KL penalty "
             "(loss_fn.reference_policy_kl_penalty) slows the drift",
         )
 
 
-def _of_run(run: RunFiles) -> Iterator[Alarm]:
+def _of_run(run: RunFiles) -> Iterator[PageAlarm]:
     restarts = [event for event in run.marks if event["what"] == "restart"]
     if restarts:
         last = restarts[-1]
-        yield Alarm(
+        yield PageAlarm(
             f"{len(restarts)} times an engine or an environment was restarted; the last: {last['process']}, "
             f"{last['why']}",
             "docs/faults.md",
         )
     if run.recipe.get("logger", {}).get("samples", "all") != "none":
         if missing := len(set(run.steps) - set(run.samples.get("train", {}))):
-            yield Alarm(
+            yield PageAlarm(
                 f"The samples of {missing} of {len(run.steps)} steps are not there: dropped by the writer, or deleted "
                 "to make room.",
                 "logger.max_samples_gb",
             )
 
 
-def _of_devices(devices: DeviceSeconds, *, overlaps: bool = True) -> Iterator[Alarm]:
+def _of_devices(devices: DeviceSeconds, *, overlaps: bool = True) -> Iterator[PageAlarm]:
     for device, seconds in devices.by_device.items():
         waited = {what: seconds.get(what, 0.0) for what in WAITS}
         idle = sum(waited.values()) / max(devices.wall, 1e-9)
         if idle > 0.3:
             most = max(waited, key=waited.__getitem__)
-            yield Alarm(
+            yield PageAlarm(
                 f"Device {device} did nothing for {idle:.0%} of the time; most of it: {most}.",
                 "docs/async.md lets generation and training overlap; `grpo-mcore plan` predicts the balance"
                 if overlaps

@@ -19,7 +19,7 @@ from rich.text import Text
 from grpo_mcore.observe.samples import read_samples
 from grpo_mcore.observe.spans import DRIVER
 from grpo_mcore.text import escaped
-from grpo_mcore.tools.report.alarms import Alarm, alarms, values
+from grpo_mcore.tools.report.alarms import PageAlarm, alarms, values
 from grpo_mcore.tools.report.device_seconds import ORDER, DeviceSeconds, device_seconds
 from grpo_mcore.tools.report.run_files import RunFiles, duration, read_run
 
@@ -155,7 +155,7 @@ def _devices(run: RunFiles, devices: DeviceSeconds, width: int) -> list[Text]:
     return [bar, words, health]
 
 
-def _alarms(worries: Sequence[Alarm], width: int, room: int) -> list[Text]:
+def _alarms(worries: Sequence[PageAlarm], width: int, room: int) -> list[Text]:
     if not worries:
         return [Text("no alarms", style="green")]
     lines: list[Text] = []

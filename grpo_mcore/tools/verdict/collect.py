@@ -22,26 +22,26 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.tools.export import export
 from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, make_policy, sequences
 from grpo_mcore.tools.replay.replay import ReplayError, recorded_step
-from grpo_mcore.tools.verdict.judge import Sample
+from grpo_mcore.tools.verdict.judge import JudgedSample
 
 NEW_TOKENS, RANK_TIMEOUT_S = 24, 600.0
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Case:
+class VerdictCase:
     """Input of the judge. `folder`, `older`: weights that gave the numbers, and those of the version before; `notes`:
     what is not judged, and why."""
 
     folder: Path
     older: Path | None
-    samples: tuple[Sample, ...]
+    samples: tuple[JudgedSample, ...]
     sampling: Sampling
     precision: torch.dtype
     notes: tuple[str, ...] = ()
 
 
-def of_run(run: Path, config: MasterConfig, step: int, count: int, scratch: Path) -> list[Case]:
+def of_run(run: Path, config: MasterConfig, step: int, count: int, scratch: Path) -> list[VerdictCase]:
     """Return the first `count` recorded samples of a step: what the policy said of them, with the weights after
     `step` - 1 steps, which are of weight version `step`; and what the engine said, with those of the version that most
     samples come from. Raises ReplayError where the policy's weights are not kept."""
@@ -53,7 +53,7 @@ def of_run(run: Path, config: MasterConfig, step: int, count: int, scratch: Path
     if folder is None:
         where = f"{config.checkpointing.checkpoint_dir}/step_{step - 1}"
         raise ReplayError(f"{where} is not kept: step {step} began with its weights; choose a step after a checkpoint")
-    policy = Case(
+    policy = VerdictCase(
         folder,
         _weights(config, step - 2, scratch),
         tuple(replace(_sample(row), engine=None) for row in rows[:count]),
@@ -70,10 +70,10 @@ def of_run(run: Path, config: MasterConfig, step: int, count: int, scratch: Path
         return [replace(policy, notes=(note,))]
     before = _weights(config, after - 1, scratch)
     samples = tuple(replace(_sample(row), policy=None) for row in said)
-    return [policy, Case(weights, before, samples, sampling, precision)]
+    return [policy, VerdictCase(weights, before, samples, sampling, precision)]
 
 
-def of_model(folder: Path, layout: LayoutCase) -> Case:
+def of_model(folder: Path, layout: LayoutCase) -> VerdictCase:
     """Generate samples with an engine, in float32 on CPU, and compute their log-probs with the policy on `layout`, in
     packed rows. A model that the engine cannot run is compared on random tokens."""
     shape = shape_of(read_hf_config(folder))
@@ -81,7 +81,7 @@ def of_model(folder: Path, layout: LayoutCase) -> Case:
     if samples is None:
         notes = (f"engine: vLLM's CPU build cannot run this {shape.family} model: {missing_on_cpu(shape)}",)
         tokens = sequences(shape.vocab_size)
-        samples = [Sample(str(i), ids, torch.arange(len(ids)) > 0, None, None) for i, ids in enumerate(tokens)]
+        samples = [JudgedSample(str(i), ids, torch.arange(len(ids)) > 0, None, None) for i, ids in enumerate(tokens)]
     pool = RankPool(layout.world_size)
     try:
         target = "grpo_mcore.tools.verdict.collect:policy_logprobs"
@@ -97,7 +97,7 @@ def of_model(folder: Path, layout: LayoutCase) -> Case:
     judged = tuple(
         replace(sample, policy=by_index[index], layers=layers[index]) for index, sample in enumerate(samples)
     )
-    return Case(folder, None, judged, Sampling(NEW_TOKENS), torch.float32, notes)
+    return VerdictCase(folder, None, judged, Sampling(NEW_TOKENS), torch.float32, notes)
 
 
 def policy_logprobs(
@@ -129,7 +129,7 @@ def policy_logprobs(
     return logprobs, layers
 
 
-def _generated(folder: Path) -> list[Sample] | None:
+def _generated(folder: Path) -> list[JudgedSample] | None:
     """Return samples of an engine; None if vLLM's CPU build cannot run the model."""
     from grpo_mcore.generation import Engine, EngineConfig
 
@@ -145,7 +145,7 @@ def _generated(folder: Path) -> list[Sample] | None:
     ]
     try:
         return [
-            Sample(one.uid, one.token_ids(), one.loss_mask(), None, one.logprobs())
+            JudgedSample(one.uid, one.token_ids(), one.loss_mask(), None, one.logprobs())
             for one in engine.generate(requests, Sampling(NEW_TOKENS))
         ]
     finally:
@@ -157,7 +157,7 @@ def _sampling(config: MasterConfig) -> Sampling:
     return Sampling(generation.max_new_tokens or 1, generation.temperature, generation.top_p, generation.top_k)
 
 
-def _sample(row: Mapping[str, Any]) -> Sample:
+def _sample(row: Mapping[str, Any]) -> JudgedSample:
     """Return a recorded sample; of one with branches the first."""
     length = row["branches"][0] if row.get("branches") else len(row["token_ids"])
     generated = torch.cat([torch.full((turn["tokens"],), turn["generated"]) for turn in row["turns"]])[:length]
@@ -166,7 +166,7 @@ def _sample(row: Mapping[str, Any]) -> Sample:
         for name in ("policy_logprobs", "engine_logprobs")
     )
     tokens = torch.tensor(row["token_ids"], dtype=torch.int64)[:length]
-    return Sample(f"{row['uid']}#{row['generation']}", tokens, generated, policy, engine)
+    return JudgedSample(f"{row['uid']}#{row['generation']}", tokens, generated, policy, engine)
 
 
 def _weights(config: MasterConfig, steps: int, scratch: Path) -> Path | None:

@@ -25,7 +25,7 @@ NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class JudgedSample:
     """Tokens of a sample, and what the policy and the engine said of them. All of the same length n.
 
     `tokens` int64; `generated` bool: tokens that the policy is to be trained on; `policy`, `engine` float32 log-probs,
@@ -80,7 +80,7 @@ class Judge:
     @torch.no_grad()
     def logits(
         self,
-        sample: Sample,
+        sample: JudgedSample,
         tensors: Mapping[str, Tensor] = NO_TENSORS,
         *,
         shift: int = 0,
@@ -124,12 +124,12 @@ class Judge:
                 scores = torch.cat([start.logits[0], rest.logits[0]])
         return scores[extra:-1].double()
 
-    def logprobs(self, sample: Sample, **how: Any) -> Tensor:
+    def logprobs(self, sample: JudgedSample, **how: Any) -> Tensor:
         """Return the log-prob of each token, float64 [n], 0 for the first. `how`: see `logits`."""
         return drawn(self.logits(sample, **how), sample.tokens, self.sampling)
 
     @torch.no_grad()
-    def layers(self, sample: Sample, dtype: torch.dtype = torch.float64) -> dict[int, Tensor]:
+    def layers(self, sample: JudgedSample, dtype: torch.dtype = torch.float64) -> dict[int, Tensor]:
         """Return what comes out of each layer, by its number from 1, float64 [2, n]: norm, and product with a fixed
         direction. Empty for a model without a list of all its layers."""
         network = self.network if dtype is torch.float64 else self.rounded[dtype]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_mcore.rollout.trajectory import Sampling
-from grpo_mcore.tools.verdict.judge import Judge, Sample, drawn
+from grpo_mcore.tools.verdict.judge import Judge, JudgedSample, drawn
 
 Side = Literal["policy", "engine"]
 SIDES: tuple[Side, ...] = ("policy", "engine")
@@ -39,7 +39,7 @@ class Explanation:
 
     cause: str
     what: str
-    logprobs: Callable[[Sample], Tensor]
+    logprobs: Callable[[JudgedSample], Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Verdict:
         return lines
 
 
-def judge_samples(judge: Judge, samples: Sequence[Sample], precision: torch.dtype) -> Verdict:
+def judge_samples(judge: Judge, samples: Sequence[JudgedSample], precision: torch.dtype) -> Verdict:
     """Return the verdict on what policy and engine said of the samples. `precision`: that both are to compute in."""
     right = {id(sample): judge.logprobs(sample) for sample in samples}
     rounded = [judge.logprobs(sample, dtype=precision) for sample in samples]
@@ -115,7 +115,7 @@ def judge_samples(judge: Judge, samples: Sequence[Sample], precision: torch.dtyp
     return Verdict(causes, tuple(evidence), limit)
 
 
-def first_layer(judge: Judge, samples: Sequence[Sample], precision: torch.dtype) -> Evidence | None:
+def first_layer(judge: Judge, samples: Sequence[JudgedSample], precision: torch.dtype) -> Evidence | None:
     """Return the first layer whose output parts from the judge's by more than rounding to `precision` does, relative to
     its norm; None if the policy's layers are not known. `largest`, `mean`: over the layer's tokens."""
     numbers = sorted({number for sample in samples for number in sample.layers})
@@ -154,7 +154,7 @@ def _cause(
     tried: Sequence[Evidence],
     limit: float,
     judge: Judge,
-    samples: Sequence[Sample],
+    samples: Sequence[JudgedSample],
     right: list[Tensor],
 ) -> Evidence:
     """Return the explanation that meets the side's numbers; else bfloat16 if the gaps are of its size and as evenly
@@ -171,7 +171,7 @@ def _cause(
     return replace(base, cause="unknown", what=f"largest gap {base.largest:.1e}, which nothing tried explains{near}")
 
 
-def explanations(judge: Judge, samples: Sequence[Sample], said: Sequence[Tensor]) -> Iterator[Explanation]:
+def explanations(judge: Judge, samples: Sequence[JudgedSample], said: Sequence[Tensor]) -> Iterator[Explanation]:
     """Yield the ways to be wrong that are tried. `said`: the side's log-probs, to which temperatures are fitted."""
     yield from _of_sampling(judge, samples, said)
     yield from _of_weights(judge)
@@ -195,10 +195,10 @@ def explanations(judge: Judge, samples: Sequence[Sample], said: Sequence[Tensor]
     )
 
 
-def _of_sampling(judge: Judge, samples: Sequence[Sample], said: Sequence[Tensor]) -> Iterator[Explanation]:
+def _of_sampling(judge: Judge, samples: Sequence[JudgedSample], said: Sequence[Tensor]) -> Iterator[Explanation]:
     logits = {id(sample): judge.logits(sample) for sample in samples}
 
-    def at(sampling: Sampling, sample: Sample) -> Tensor:
+    def at(sampling: Sampling, sample: JudgedSample) -> Tensor:
         return drawn(logits[id(sample)], sample.tokens, sampling)
 
     set_to = judge.sampling
@@ -284,7 +284,7 @@ def _with_row(tensor: Tensor, other: Tensor, index: int) -> Tensor:
     return mixed
 
 
-def _with(judge: Judge, name: str, tensor: Tensor) -> Callable[[Sample], Tensor]:
+def _with(judge: Judge, name: str, tensor: Tensor) -> Callable[[JudgedSample], Tensor]:
     return partial(judge.logprobs, tensors={name: tensor})
 
 
@@ -324,14 +324,14 @@ def _of_other_token(by: int, module: nn.Module, inputs: Any, output: Any) -> Any
     return moved if isinstance(output, tuple) else moved[0]
 
 
-def _gap(samples: Sequence[Sample], said: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[float, float]:
+def _gap(samples: Sequence[JudgedSample], said: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[float, float]:
     """Return (largest, mean) absolute difference of the generated tokens."""
     gaps = [(one.double() - two).abs()[sample.generated] for sample, one, two in zip(samples, said, other, strict=True)]
     every = torch.cat(gaps).nan_to_num(nan=torch.inf)
     return every.max().item(), every.mean().item()
 
 
-def _wrong_mask(samples: Sequence[Sample], said: Sequence[Tensor], right: Sequence[Tensor]) -> str | None:
+def _wrong_mask(samples: Sequence[JudgedSample], said: Sequence[Tensor], right: Sequence[Tensor]) -> str | None:
     """Return what is wrong with which tokens have a log-prob; None if exactly those that were generated have one."""
     for sample, values, should in zip(samples, said, right, strict=True):
         missing = (values == 0) & sample.generated & (should < -CERTAIN)

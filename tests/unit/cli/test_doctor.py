@@ -11,7 +11,7 @@ from grpo_mcore.cli.doctor import needs_of
 from grpo_mcore.cli.main import main
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools import doctor
-from grpo_mcore.tools.doctor import Finding, Needs
+from grpo_mcore.tools.doctor import CheckResult, Needs
 
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("fault", 1)])
@@ -19,7 +19,7 @@ def test_a_fault_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: Any, code: int
 ) -> None:
     asked: list[Needs] = []
-    finding = Finding("disk", state, "results: full", "make room")
+    finding = CheckResult("disk", state, "results: full", "make room")
     monkeypatch.setattr(doctor, "examine", lambda needs: asked.append(needs) or [finding])
     assert main(["doctor", "--port", "6379", "--port", "8265"]) == code
     assert "results: full; make room" in capsys.readouterr().out and asked[0].ports == (6379, 8265)

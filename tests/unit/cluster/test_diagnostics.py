@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cluster.diagnostics import TAIL_LINES, Wait, last_line, listed, log_tail, stacks, wait_graph
-from grpo_mcore.cluster.inspection import Collective, Report, own_frames
+from grpo_mcore.cluster.inspection import Collective, ProcessReport, own_frames
 from grpo_mcore.rollout.workers import Place
 
 DUMP = """\
@@ -59,10 +59,10 @@ def test_the_end_of_a_log(tmp_path):
     assert lines[-2:] == ["    line 4998", "    line 4999"]
 
 
-IN_REDUCE = Report("""  File "/lib/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
+IN_REDUCE = ProcessReport("""  File "/lib/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
   File "/lib/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "/app/policy.py", line 12 in train_step""")
-AT_WORK = Report("""  File "/app/data.py", line 7 in read
+AT_WORK = ProcessReport("""  File "/app/data.py", line 7 in read
   File "/app/policy_worker.py", line 40 in receive""")
 
 
@@ -72,7 +72,7 @@ def test_the_rank_that_is_not_in_the_collective_is_the_culprit() -> None:
         Wait("policy-0", "training", 61.0, late=True),
         Wait("policy-1", "training", 61.0, late=True),
     ]
-    told = wait_graph(waits, {"policy-0": IN_REDUCE, "policy-1": AT_WORK, "engine-0": Report()})
+    told = wait_graph(waits, {"policy-0": IN_REDUCE, "policy-1": AT_WORK, "engine-0": ProcessReport()})
     assert told.splitlines() == [
         "who waits for whom:",
         "  the driver waits for policy-0, policy-1: training, for 61 s, past its deadline",
@@ -93,7 +93,7 @@ def test_where_all_are_in_a_collective_none_is_accused() -> None:
 def test_a_process_that_is_gone_is_the_culprit() -> None:
     told = wait_graph(
         [Wait("engine-0", "health", 60, late=True)],
-        {"engine-0": Report(state="has ended: there is no such process any more")},
+        {"engine-0": ProcessReport(state="has ended: there is no such process any more")},
     )
     assert "engine-0 has ended: there is no such process any more" in told and told.endswith("culprit: engine-0")
 
@@ -116,8 +116,8 @@ def test_a_worker_that_could_not_be_asked_is_accused_of_nothing() -> None:
 
 
 def test_an_inspection_shows_equal_ranks_once_with_their_stack_and_collective() -> None:
-    def waits(number: int, waits: bool = True) -> Report:
-        return Report(IN_REDUCE.frames if waits else AT_WORK.frames, (
+    def waits(number: int, waits: bool = True) -> ProcessReport:
+        return ProcessReport(IN_REDUCE.frames if waits else AT_WORK.frames, (
             Collective("DATA", "3", tuple(range(16)), number, "all_reduce", waits),))  # fmt: skip
 
     reports = {f"policy-{rank}": waits(16, waits=False) if rank == 5 else waits(17) for rank in range(16)}

@@ -18,7 +18,15 @@ import pytest
 
 from grpo_mcore.cli import inspect as inspect_command
 from grpo_mcore.cluster import inspection
-from grpo_mcore.cluster.inspection import Answering, Collective, Report, ask, odd_ones, reports_here, workers_here
+from grpo_mcore.cluster.inspection import (
+    Answering,
+    Collective,
+    ProcessReport,
+    ask,
+    odd_ones,
+    reports_here,
+    workers_here,
+)
 from grpo_mcore.cluster.local_cluster import LocalCluster
 from grpo_mcore.rollout.workers import Place
 
@@ -52,7 +60,7 @@ def program(rank: int) -> list[tuple[str, str, tuple[int, ...]]]:
 PROGRAMS = [program(rank) for rank in range(TP * PP * DP)]
 
 
-def stalled(stuck: int, before: int) -> dict[str, Report]:
+def stalled(stuck: int, before: int) -> dict[str, ProcessReport]:
     """Return what each rank says once all stand still, where one never begins its `before`-th operation."""
     at = [0] * len(PROGRAMS)
     numbers: list[dict[str, int]] = [{} for _ in PROGRAMS]  # of the last collective entered in each group
@@ -91,7 +99,7 @@ def stalled(stuck: int, before: int) -> dict[str, Report]:
         )
         receives = rank != stuck and waits[rank] is None and at[rank] < len(PROGRAMS[rank])
         frames = IN_RECEIVE if receives else "" if waits[rank] else STUCK_AT
-        reports[f"policy-{rank}"] = Report(frames, collectives)
+        reports[f"policy-{rank}"] = ProcessReport(frames, collectives)
     return reports
 
 
@@ -111,23 +119,23 @@ def test_ranks_that_are_not_known_are_neither_accused_nor_do_others_take_the_bla
 
 
 def test_a_process_that_does_not_run_comes_first() -> None:
-    reports = stalled(3, 5) | {"engine-1": Report(state="is stopped")}
+    reports = stalled(3, 5) | {"engine-1": ProcessReport(state="is stopped")}
     assert odd_ones(reports) == ["engine-1"]
 
 
 def test_without_numbers_the_stacks_decide_within_a_kind() -> None:
-    reports = {f"policy-{rank}": Report(STUCK_AT if rank == 6 else IN_RECEIVE) for rank in range(8)}
-    assert odd_ones(reports | {"engine-0": Report(STUCK_AT)}) == ["policy-6"]
-    assert odd_ones({name: Report(STUCK_AT) for name in reports}) == []
+    reports = {f"policy-{rank}": ProcessReport(STUCK_AT if rank == 6 else IN_RECEIVE) for rank in range(8)}
+    assert odd_ones(reports | {"engine-0": ProcessReport(STUCK_AT)}) == ["policy-6"]
+    assert odd_ones({name: ProcessReport(STUCK_AT) for name in reports}) == []
 
 
 def test_ranks_in_different_collectives_accuse_nobody() -> None:
     """Each waits for the other: the numbers show both, and the text their collectives."""
 
-    def rank(tensor: int, data: int) -> Report:
+    def rank(tensor: int, data: int) -> ProcessReport:
         groups = Collective("T", "1", (0, 1), tensor, "all_gather", tensor > 4), Collective(
             "D", "2", (0, 1), data, "all_reduce", data > 4)  # fmt: skip
-        return Report("", groups)
+        return ProcessReport("", groups)
 
     assert odd_ones({"policy-0": rank(5, 4), "policy-1": rank(4, 5)}) == []
 
@@ -153,7 +161,7 @@ answering = Answering({str(log)!r}, report_here)
         process.stdout.close()
 
 
-def until(places: dict[str, Place], said: Sequence[str]) -> Report:
+def until(places: dict[str, Place], said: Sequence[str]) -> ProcessReport:
     """Ask again until the report of the only worker has all of these texts."""
     deadline = time.monotonic() + 60
     while True:
@@ -200,7 +208,7 @@ def test_a_process_without_a_handler_gets_no_signal(tmp_path: Path) -> None:
     """It prints to a worker's log, but cannot answer, and SIGUSR1 would end it."""
     with (tmp_path / "engine-0.log").open("w") as log, subprocess.Popen(["sleep", "600"], stderr=log) as process:
         place = Place("", "127.0.0.1", process.pid, (), log.name)
-        assert reports_here({"engine-0": place}) == {"engine-0": Report()}
+        assert reports_here({"engine-0": place}) == {"engine-0": ProcessReport()}
         assert process.poll() is None
         process.kill()
 

@@ -10,7 +10,7 @@ import pytest
 from grpo_mcore.data.tiny_models import FAMILIES, SIZES, UnknownFamily, tiny_like
 from grpo_mcore.tools.parity import fuzz
 from grpo_mcore.tools.parity.fuzz import Draw, Failure, draws, shrunk
-from grpo_mcore.tools.parity.rank import LayoutCase, Workload
+from grpo_mcore.tools.parity.rank import LayoutCase, ParityWorkload
 
 
 def test_draws_follow_from_the_seed_and_differ() -> None:
@@ -42,13 +42,17 @@ def test_the_smallest_case_keeps_only_what_the_fault_needs() -> None:
 
     layout = LayoutCase("?", tensor=2, pipeline=2, sequence_parallel=True, recompute=True)
     sizes = {"vocab_size": 97, "hidden_size": 32}
-    work = Workload(
+    work = ParityWorkload(
         (9, 30, 2, 17), ((0, 2), (1, 3)), (1, 15, 1, 2), left_out=(2,), common=4, temperature=0.7, top_k=20, top_p=0.9
     )
     start = Failure(Draw(layout, work, sizes, 16), "wrong at first")
     smallest = shrunk(start, lambda draw: True, fails)
     assert smallest == Failure(
-        Draw(LayoutCase("TP2", tensor=2), Workload((4, 5), ((0, 1),), (1, 1), entropy_coeff=0.0), {"vocab_size": 97}),
+        Draw(
+            LayoutCase("TP2", tensor=2),
+            ParityWorkload((4, 5), ((0, 1),), (1, 1), entropy_coeff=0.0),
+            {"vocab_size": 97},
+        ),
         "wrong",
     )
     assert (
@@ -95,5 +99,5 @@ def test_a_users_model_gives_the_form_and_the_tiny_one_the_sizes() -> None:
 
 def test_a_draw_of_few_sequences_still_gives_every_rank_a_row() -> None:
     draw = next(one for one in draws(0, "qwen3", {}, 2) if one.layout.data == 2)
-    for simpler in fuzz.simpler_draws(replace(draw, work=Workload((5, 6, 7), ((0,), (1, 2)), (1, 1, 1)))):
+    for simpler in fuzz.simpler_draws(replace(draw, work=ParityWorkload((5, 6, 7), ((0,), (1, 2)), (1, 1, 1)))):
         assert simpler.work.lengths and all(simpler.work.bins)

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.rollout.trajectory import Sampling
-from grpo_mcore.tools.verdict.judge import Judge, Sample, drawn
+from grpo_mcore.tools.verdict.judge import Judge, JudgedSample, drawn
 from grpo_mcore.tools.verdict.verdict import Verdict, first_layer, judge_samples
 
 SAMPLING = Sampling(max_new_tokens=1)
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 61}
-Says = Callable[[nn.Module, nn.Module, Sample], Tensor]
+Says = Callable[[nn.Module, nn.Module, JudgedSample], Tensor]
 
 
 class Model:
@@ -34,7 +34,7 @@ class Model:
         self.samples = []
         for name, length in (("a#0", 22), ("a#1", 30)):
             tokens, generated = torch.randint(2, 61, (length,), generator=generator), torch.arange(length) >= 8
-            blank = Sample(name, tokens, generated, None, None)
+            blank = JudgedSample(name, tokens, generated, None, None)
             right = says(self.new, blank) * generated
             self.samples.append(replace(blank, policy=right, engine=right))
 
@@ -48,7 +48,7 @@ class Model:
 
 
 @torch.no_grad()
-def says(network: nn.Module, sample: Sample, sampling: Sampling = SAMPLING, **how: Any) -> Tensor:
+def says(network: nn.Module, sample: JudgedSample, sampling: Sampling = SAMPLING, **how: Any) -> Tensor:
     logits = network(sample.tokens[None], **how).logits[0, :-1]
     return drawn(logits.double(), sample.tokens, sampling).float()
 
@@ -96,7 +96,7 @@ def at(**changed: Any) -> Says:
 def changed(name: str, change: Callable[[Tensor, Tensor], Any]) -> Says:
     """The model with parameters whose names end like this changed: `change` gets the new and the old values."""
 
-    def wrong(new: nn.Module, old: nn.Module, sample: Sample) -> Tensor:
+    def wrong(new: nn.Module, old: nn.Module, sample: JudgedSample) -> Tensor:
         before = dict(old.named_parameters())
         for each, tensor in new.named_parameters():
             if each.endswith(name):
@@ -110,33 +110,33 @@ def stale(tensor: Tensor, old: Tensor) -> None:
     tensor.copy_(old)
 
 
-def stale_head(new: nn.Module, old: nn.Module, sample: Sample) -> Tensor:
+def stale_head(new: nn.Module, old: nn.Module, sample: JudgedSample) -> Tensor:
     new.lm_head.weight = nn.Parameter(old.lm_head.weight.clone())
     return says(new, sample)
 
 
-def other_theta(new: nn.Module, old: nn.Module, sample: Sample) -> Tensor:
+def other_theta(new: nn.Module, old: nn.Module, sample: JudgedSample) -> Tensor:
     config = copy.deepcopy(new.config)
     config.rope_parameters = {"rope_type": "default", "rope_theta": 1e6}
     new.model.rotary_emb = type(new.model.rotary_emb)(config)
     return says(new, sample)
 
 
-def one_position_late(new: nn.Module, old: nn.Module, sample: Sample) -> Tensor:
+def one_position_late(new: nn.Module, old: nn.Module, sample: JudgedSample) -> Tensor:
     positions = torch.arange(len(sample.tokens)) + (torch.arange(len(sample.tokens)) >= 8)
     mask = torch.ones_like(sample.tokens)[None]
     return says(new, sample, position_ids=positions[None], attention_mask=mask)
 
 
-def cache_of_old_weights(new: nn.Module, old: nn.Module, sample: Sample) -> Tensor:
+def cache_of_old_weights(new: nn.Module, old: nn.Module, sample: JudgedSample) -> Tensor:
     start = old(sample.tokens[None, :8], use_cache=True)
     rest = new(sample.tokens[None, 8:], past_key_values=start.past_key_values)
     logits = torch.cat([start.logits[0], rest.logits[0]])[:-1]
     return drawn(logits.double(), sample.tokens, SAMPLING).float()
 
 
-def sees_its_neighbour(samples: list[Sample]) -> Says:
-    def wrong(new: nn.Module, old: nn.Module, sample: Sample) -> Tensor:
+def sees_its_neighbour(samples: list[JudgedSample]) -> Says:
+    def wrong(new: nn.Module, old: nn.Module, sample: JudgedSample) -> Tensor:
         index = [one.name for one in samples].index(sample.name)
         other = samples[index - 1].tokens
         row = torch.cat([other, sample.tokens])[None]
@@ -147,7 +147,7 @@ def sees_its_neighbour(samples: list[Sample]) -> Says:
     return wrong
 
 
-def norm_cast(new: nn.Module, old: nn.Module, sample: Sample) -> Tensor:
+def norm_cast(new: nn.Module, old: nn.Module, sample: JudgedSample) -> Tensor:
     def forward(self: Any, states: Tensor) -> Tensor:
         scale = torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * (states * scale).bfloat16().float()
@@ -158,14 +158,14 @@ def norm_cast(new: nn.Module, old: nn.Module, sample: Sample) -> Tensor:
     return says(new, sample)
 
 
-def routes_of_the_token_before(new: nn.Module, old: nn.Module, sample: Sample) -> Tensor:
+def routes_of_the_token_before(new: nn.Module, old: nn.Module, sample: JudgedSample) -> Tensor:
     for layer in new.model.layers:
         gate = layer.mlp.gate.forward
         layer.mlp.gate.forward = lambda states, gate=gate: tuple(part.roll(1, 0) for part in gate(states))
     return says(new, sample)
 
 
-def stale_expert(new: nn.Module, old: nn.Module, sample: Sample) -> Tensor:
+def stale_expert(new: nn.Module, old: nn.Module, sample: JudgedSample) -> Tensor:
     experts, before = new.model.layers[0].mlp.experts, old.model.layers[0].mlp.experts
     experts.gate_up_proj[1], experts.down_proj[1] = before.gate_up_proj[1], before.down_proj[1]
     return says(new, sample)

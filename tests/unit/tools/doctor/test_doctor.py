@@ -18,7 +18,7 @@ from huggingface_hub import constants
 
 from grpo_mcore.processes import free_port
 from grpo_mcore.tools.doctor import Needs, checks, examine, nodes
-from grpo_mcore.tools.doctor.checks import Finding, Gpu, checks_of
+from grpo_mcore.tools.doctor.checks import CheckResult, Gpu, checks_of
 
 PINS = ["torch==2.13.*", "ray==2.60.0", "transformers>=5.16.1,<5.20"]
 GPU = Gpu(0, "NVIDIA H100 80GB HBM3", "580.65.06", 80 * 2**30, 0, 0)
@@ -30,15 +30,15 @@ def write_package(folder: Path, name: str, version: str) -> None:
     (home / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def fault(found: Finding | Iterable[Finding], *words: str) -> None:
+def fault(found: CheckResult | Iterable[CheckResult], *words: str) -> None:
     """Assert that there is one fault, with these words and a remedy."""
-    findings = [found] if isinstance(found, Finding) else list(found)
+    findings = [found] if isinstance(found, CheckResult) else list(found)
     faults = [each for each in findings if each.state == "fault"]
     assert len(faults) == 1, findings
     assert all(word in str(faults[0]) for word in words) and faults[0].advice, faults[0]
 
 
-def look(name: str, needs: Needs | None = None) -> list[Finding]:
+def look(name: str, needs: Needs | None = None) -> list[CheckResult]:
     """Run one of the real checks."""
     return examine(needs := needs or Needs(), checks={name: checks_of(needs)[name]})
 
@@ -55,7 +55,7 @@ def small_file_system(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def packages(folder: Path, monkeypatch: pytest.MonkeyPatch, **versions: str) -> list[Finding]:
+def packages(folder: Path, monkeypatch: pytest.MonkeyPatch, **versions: str) -> list[CheckResult]:
     """Compare PINS with these packages, which hide those of the environment."""
     for name, version in versions.items():
         write_package(folder, name, version)
@@ -267,7 +267,7 @@ def test_a_check_that_hangs_does_not_hold_up_the_others() -> None:
     hangs, fine = examine(
         Needs(),
         deadline_s=0.3,
-        checks={"mount": lambda: [] if release.wait(20) else [], "disk": lambda: [Finding("disk", "ok", "fine")]},
+        checks={"mount": lambda: [] if release.wait(20) else [], "disk": lambda: [CheckResult("disk", "ok", "fine")]},
     )
     release.set()
     assert time.monotonic() - began < 10
@@ -276,7 +276,7 @@ def test_a_check_that_hangs_does_not_hold_up_the_others() -> None:
 
 
 def test_a_check_that_breaks_is_a_fault_of_its_own() -> None:
-    def broken() -> list[Finding]:
+    def broken() -> list[CheckResult]:
         raise OSError("no such device")
 
     fault(examine(Needs(), checks={"GPUs": broken}), "no such device")
