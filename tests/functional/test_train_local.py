@@ -20,6 +20,7 @@ import pytest
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
+from grpo_mcore.algorithms.record.run_record import PASS_RATES_FILE
 from grpo_mcore.algorithms.run_control.checks import check_model
 from grpo_mcore.algorithms.setup import start_cluster, start_policy
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
@@ -78,6 +79,8 @@ def looking_inside() -> Iterator[Inside]:
 def recipe(task: Task, model: Path) -> dict[str, Any]:
     recipe = grpo_recipe(task, model)
     recipe["checkpointing"] = {"save_period": 1, "keep_top_k": 2, "metric_name": None}
+    # Prompts that were not tried have the pass rate of their task, so each draw depends on all groups before.
+    recipe["data"]["sampler"] = {"enabled": True, "thresholds": [0.5, 1.0], "weights": [0.5, 1.0], "column": "task"}
     return recipe
 
 
@@ -315,6 +318,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert run.logs == half.logs  # it continues in the same files
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
     assert run.outcome() == whole[0].outcome()
+    pools = (whole[0].checkpoints / PASS_RATES_FILE).read_text()
+    assert (run.checkpoints / PASS_RATES_FILE).read_text() == pools and len(pools.splitlines()) == 16
+    assert sum(line["prompts/passed_over"] for line in run.metrics()) > 0
     later = {key: sample for key, sample in whole[1].samples.items() if key[0] in (3, 4)}
     assert inside.samples == later and len(later) == 32  # tokens and log-probs, bit for bit
     assert "3 to 4, resumed after step 2" in run.out

@@ -59,7 +59,6 @@ class RunRecord:
         self._consumed, self._valid_tokens = state["consumed_samples"], state["total_valid_tokens"]
         self._val_reward = state.get("val_reward")
         self._val_metrics = state.get("val_metrics")  # of the validation after this step, if there was one
-        self._passed_over = 0  # prompts since the last step
         self._metrics: dict[str, float] = {}  # of the last step, by which checkpoints are ranked
         self._stops_at_once = False
 
@@ -111,7 +110,6 @@ class RunRecord:
         self.report.dispatched(len(batch))
         if passed_over := self.prompts.passed_over():
             self.ledger.write("passed_over", uids=passed_over)
-            self._passed_over += len(passed_over)
         self.ledger.write("dispatched", uids=uids, version=self.schedule.engine_version)
         self.schedule.record(s.Dispatched(uids, data_ended=data_ended))
 
@@ -183,10 +181,7 @@ class RunRecord:
         if self.schedule.config.max_trajectory_age:
             ahead = len(self.schedule.in_flight) - len(command.groups) - len(command.surplus)
             metrics = metrics | {"num_groups_ahead": float(ahead)}
-        metrics = metrics | rewards_by_column(groups, self._config.logger.metrics_by) | self.prompts.metrics()
-        if self._config.data.sampler.enabled:
-            metrics["prompts/passed_over"] = float(self._passed_over)
-            self._passed_over = 0
+        metrics = metrics | rewards_by_column(groups, self._config.logger.metrics_by) | self.prompts.step_metrics()
         self.prompts.mark_done(command.groups)
         self.prompts.put_back(command.surplus)
         self.ledger.write("trained", uids=command.groups, step=command.step, version=self.schedule.policy_version)

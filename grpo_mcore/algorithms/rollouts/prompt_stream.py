@@ -50,7 +50,8 @@ class PromptStream:
         self.epoch = 0
         self.rates = PassRates(columns, None if state is None else state.get("pass_rates"))
         self._sampler = None if sampler is None else sampler(self.rates)
-        self._passed_over: list[str] = []
+        self._passed_over: list[str] = []  # not yet in the ledger
+        self._passed_over_in_step = 0 if state is None else state.get("passed_over", 0)
         self._worthless = 0  # prompts in a row that no draw would have taken
         self._waiting: deque[DatumSpec] = deque()
         self._taken: dict[str, DatumSpec] = {}
@@ -86,6 +87,7 @@ class PromptStream:
             return True
         self._worthless = 0 if self._sampler.worth(prompt) else self._worthless + 1
         self._passed_over.append(prompt["uid"])
+        self._passed_over_in_step += 1
         return False
 
     def _all_worthless(self) -> bool:
@@ -97,9 +99,13 @@ class PromptStream:
         uids, self._passed_over = self._passed_over, []
         return uids
 
-    def metrics(self) -> dict[str, float]:
-        """Return pass rates by column, and the prompts in the sampler's pools."""
-        return self.rates.metrics() | ({} if self._sampler is None else self._sampler.metrics())
+    def step_metrics(self) -> dict[str, float]:
+        """Return pass rates by column, the prompts in the sampler's pools, and how many it has passed over since the
+        last call, also before a resume."""
+        if self._sampler is None:
+            return self.rates.metrics()
+        passed_over, self._passed_over_in_step = float(self._passed_over_in_step), 0
+        return self.rates.metrics() | self._sampler.metrics() | {"prompts/passed_over": passed_over}
 
     def mark_done(self, uids: Iterable[str]) -> None:
         """Forget prompts that were trained on, filtered, or failed. Raises KeyError for one that is not under way."""
@@ -124,4 +130,5 @@ class PromptStream:
             "dataloader": self.dataloader.state_dict(),
             "data": fingerprint(self.dataloader),
             "pass_rates": self.rates.state_dict(),
+            "passed_over": self._passed_over_in_step,
         }

@@ -64,7 +64,10 @@ def test_after_the_first_pass_each_pool_has_its_weight() -> None:
     levels = play(prompts, 700)
     for level, share in zip(LEVELS, (1 / 7, 5 / 7, 1 / 7), strict=True):
         assert abs(levels.count(level) / 700 - share) < 0.05
-    assert prompts.metrics() == {"prompts/at_most_0.25": 10, "prompts/at_most_0.75": 10, "prompts/at_most_1": 10}
+    metrics = prompts.step_metrics()
+    assert metrics.pop("prompts/passed_over") == len(prompts.passed_over()) > 0
+    assert metrics == {"prompts/at_most_0.25": 10, "prompts/at_most_0.75": 10, "prompts/at_most_1": 10}
+    assert prompts.step_metrics()["prompts/passed_over"] == 0
 
 
 def test_a_column_stands_for_prompts_that_were_not_tried() -> None:
@@ -91,7 +94,7 @@ def test_a_resumed_run_has_the_same_pools_and_takes_the_same_prompts() -> None:
     assert play(first, 20) == levels[:20]
     resumed = stream(first.state_dict(), column="level")
     assert play(resumed, 27) == levels[20:]
-    assert resumed.rates.state_dict() == whole.rates.state_dict() and resumed.metrics() == whole.metrics()
+    assert resumed.rates.state_dict() == whole.rates.state_dict() and resumed.step_metrics() == whole.step_metrics()
 
 
 def only_of(prompt: Any, record: PromptRecord | None, pass_rates: PassRates, level: str, worth: float = 1.0) -> float:
