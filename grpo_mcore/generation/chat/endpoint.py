@@ -1,6 +1,7 @@
 """The OpenAI-compatible endpoint: an HTTP server in front of the engines.
 
     POST /v1/chat/completions, GET /v1/models, POST /tokenize     as in vLLM
+    POST /v1/responses, /v1/messages, /v1/messages/count_tokens   the same completions in other forms (dialects.py)
     POST /weight_versions {"fingerprints": [...]}                 weights that generated these tokens; null: none here
     GET  /health                                                  needs no token, unlike all others
 
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from grpo_mcore.addresses import with_port
+from grpo_mcore.generation.chat.dialects import CHAT, MESSAGES, RESPONSES, Dialect, DialectError
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
 from grpo_mcore.generation.engine import Engine
@@ -198,8 +200,11 @@ class Endpoint:
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.post("/v1/chat/completions", partial(self._ask, "complete")),
-                web.post("/tokenize", partial(self._ask, "tokenize")),
+                web.post("/v1/chat/completions", partial(self._complete, CHAT)),
+                web.post("/v1/responses", partial(self._complete, RESPONSES)),
+                web.post("/v1/messages", partial(self._complete, MESSAGES)),
+                web.post("/v1/messages/count_tokens", self._count_tokens),
+                web.post("/tokenize", self._tokenize),
                 web.post("/weight_versions", self._weight_versions),
             ]
         )
@@ -256,7 +261,9 @@ class Endpoint:
         """Refuse requests without the token, and turn HTTP errors into the API's form. Only those with the token may
         keep their connection."""
         self._silent.discard(request.protocol)
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
+        headers = request.headers  # Anthropic's clients send x-api-key
+        text = headers.get("Authorization", headers.get("x-api-key", "")).removeprefix("Bearer ")
+        given = text.encode(errors="surrogateescape")
         known = hmac.compare_digest(given, self._token.encode())
         if not known and request.path != "/health":
             response: web.StreamResponse = _error(401, "this endpoint asks for its token: Authorization: Bearer ...")
@@ -283,12 +290,45 @@ class Endpoint:
             return _error(400, "fingerprints: a list of texts is needed")
         return web.json_response({"weight_versions": self._record.weight_versions(names)})
 
-    async def _ask(self, kind: str, request: web.Request) -> web.Response:
+    async def _tokenize(self, request: web.Request) -> web.Response:
         body = await _json(request)
         if not isinstance(body, dict):
             return _error(400, "the body must be an object")
-        reply = await self._loop.run_in_executor(self._pool, self._reply, kind, body)
+        reply = await self._loop.run_in_executor(self._pool, self._reply, "tokenize", body)
         return web.json_response(reply.body, status=reply.status)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        reply = await self._ask("tokenize", MESSAGES, await _json(request))
+        if reply.status != 200:
+            return web.json_response(MESSAGES.error(reply.status, reply.body), status=reply.status)
+        return web.json_response({"input_tokens": reply.body["count"]})
+
+    async def _complete(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """Answer a request for a completion in the form in which it was asked for."""
+        asked = await _json(request)
+        reply = await self._ask("complete", dialect, asked)
+        if reply.status != 200:
+            return web.json_response(dialect.error(reply.status, reply.body), status=reply.status)
+        answer = dialect.answer(reply.body, asked)
+        if not asked.get("stream"):
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for name, data in dialect.events(answer, asked):
+            text = data if isinstance(data, str) else json.dumps(data)
+            await response.write((f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode())
+        await response.write_eof()
+        return response
+
+    async def _ask(self, kind: str, dialect: Dialect, asked: Any) -> Reply:
+        """Return an engine's answer to a request that was asked in a dialect."""
+        if not isinstance(asked, dict):
+            return _no_reply(400, "BadRequestError", "the body must be an object")
+        try:
+            body = dialect.request(asked)
+        except DialectError as error:
+            return _no_reply(400, "BadRequestError", str(error))
+        return await self._loop.run_in_executor(self._pool, self._reply, kind, body)
 
     def _reply(self, kind: str, body: dict[str, Any]) -> Reply:
         seed = self._record.seed(body, self._engines.weight_version) if kind == "complete" else 0

@@ -1,0 +1,361 @@
+"""Other forms of the chat API, for agents that speak no chat completions: OpenAI's Responses and Anthropic's Messages.
+
+A request becomes one for a chat completion, which the engines answer as any other, and the answer takes the form that
+was asked for. Nothing is kept between requests. With `stream` the events come together, after the whole answer.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Event = tuple[str | None, Any]
+"""Name of a server-sent event, None for those without, and its data."""
+
+_SAME = ("model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "tool_choice")
+_ANTHROPIC_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+
+
+class DialectError(ValueError):
+    """A request has a part that no chat completion has; the message names it."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One form of the API: how to read a request, and write an answer, its events and an error of a status."""
+
+    request: Callable[[Mapping[str, Any]], dict[str, Any]]
+    answer: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+    events: Callable[[Mapping[str, Any], Mapping[str, Any]], Iterator[Event]]
+    error: Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
+
+
+def chat_events(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Event]:
+    """Yield a chat completion as its chunks: the message, the reason for its end, and the usage if asked for."""
+    (choice,) = answer["choices"]
+    common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    delta = {key: value for key, value in choice["message"].items() if key != "tool_calls"}
+    if calls := choice["message"].get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    first = {"index": 0, "delta": delta, "finish_reason": None}
+    if "logprobs" in choice:
+        first["logprobs"] = choice["logprobs"]
+    yield None, {**common, "choices": [first]}
+    yield None, {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    options = asked.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        yield None, {**common, "choices": [], "usage": answer["usage"]}
+    yield None, "[DONE]"
+
+
+def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+
+
+def of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request for a chat completion that a request of /v1/responses stands for. Raises DialectError."""
+    for name in ("previous_response_id", "conversation", "prompt", "background"):
+        if body.get(name):
+            raise DialectError(f"{name}: nothing is kept between requests; send the whole conversation as input")
+    form = _object(_object(body, "text"), "format")
+    if form and form.get("type") != "text":
+        raise DialectError(f"text.format: {_kind(form)} is not served, leave it at 'text'")
+    messages: list[dict[str, Any]] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": body["instructions"]})
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise DialectError("input: a text or a list of items is needed")
+    for item in items:
+        _add_item(messages, item)
+    chat = {name: body[name] for name in _SAME if body.get(name) is not None} | {"messages": messages}
+    if body.get("max_output_tokens") is not None:
+        chat["max_tokens"] = body["max_output_tokens"]
+    tools = [_responses_tool(tool) for tool in _list(body, "tools")]
+    return chat | ({"tools": tools} if tools else {})
+
+
+def _responses_tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise DialectError(f"tools: {_kind(tool)} is not served, only function")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {key: tool[key] for key in names if tool.get(key) is not None}}
+
+
+def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
+    """Append an item of a response's input. What one turn of the assistant consists of becomes one message."""
+    match item:
+        case {"type": "function_call", "call_id": str(call), "name": str(name), "arguments": str(arguments)}:
+            of_call = {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
+            _assistant(messages).setdefault("tool_calls", []).append(of_call)
+        case {"type": "function_call_output", "call_id": str(call), "output": output}:
+            messages.append({"role": "tool", "tool_call_id": call, "content": _text(output)})
+        case {"type": "reasoning"}:
+            _assistant(messages)["reasoning_content"] = _text(_list(item, "content") or _list(item, "summary"))
+        case {"role": "assistant", "content": content}:
+            _assistant(messages, with_text=True)["content"] = _text(content)
+        case {"role": "user" | "system" | "developer" as role, "content": content}:
+            messages.append({"role": "system" if role == "developer" else role, "content": _text(content)})
+        case _:
+            raise DialectError(f"input: an item of type {_kind(item)} is not served")
+
+
+def _assistant(messages: list[dict[str, Any]], *, with_text: bool = False) -> dict[str, Any]:
+    """Return the assistant's turn at the end of the conversation; a new one if the last is not his, or has a text."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or (with_text and (last["content"] is not None or "tool_calls" in last)):
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content: a text, or parts of which each is one."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if other := [part for part in parts if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
+        raise DialectError(f"content: a part of type {_kind(other[0])} is not served, only text")
+    return "".join(part["text"] for part in parts)
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object of a request, empty if it is not there."""
+    value = body.get(name) or {}
+    if not isinstance(value, dict):
+        raise DialectError(f"{name}: an object is needed")
+    return value
+
+
+def _list(body: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """Return a list of a request, empty if it is not there."""
+    value = body.get(name) or []
+    if not isinstance(value, list):
+        raise DialectError(f"{name}: a list is needed")
+    return value
+
+
+def _kind(part: Any) -> str:
+    return repr(part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__)
+
+
+def as_response(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat completion as an answer of /v1/responses."""
+    (choice,), usage = answer["choices"], answer["usage"]
+    message, cut = choice["message"], choice["finish_reason"] in ("length", "abort")
+    status = "incomplete" if cut else "completed"
+    output: list[dict[str, Any]] = []
+    if thought := message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thought}]
+        output.append({"type": "reasoning", "id": _id("rs"), "summary": [], "content": content, "status": status})
+    if message["content"] or not message.get("tool_calls"):
+        text: dict[str, Any] = {
+            "type": "output_text",
+            "text": message["content"] or "",
+            "annotations": [],
+            "logprobs": [],
+        }
+        output.append({"type": "message", "id": _id("msg"), "role": "assistant", "status": status, "content": [text]})
+    for call in message.get("tool_calls") or []:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        output.append({
+            "type": "function_call", "id": _id("fc"), "call_id": call["id"], "name": name, "arguments": arguments,
+            "status": status,
+        })  # fmt: skip
+    return {
+        "id": _id("resp"),
+        "object": "response",
+        "created_at": answer["created"],
+        "model": answer["model"],
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "instructions": asked.get("instructions"),
+        "metadata": asked.get("metadata") or {},
+        "output": output,
+        "parallel_tool_calls": True,
+        "temperature": asked.get("temperature"),
+        "top_p": asked.get("top_p"),
+        "tool_choice": asked.get("tool_choice") or "auto",
+        "tools": asked.get("tools") or [],
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def response_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Event]:
+    """Yield an answer of /v1/responses as its events."""
+    numbers = iter(range(10**9))
+
+    def event(kind: str, **data: Any) -> Event:
+        return kind, {"type": kind, "sequence_number": next(numbers), **data}
+
+    begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for index, item in enumerate(response["output"]):
+        at = {"output_index": index, "item_id": item["id"]}
+        empty = {**item, "status": "in_progress"} | {key: [] for key in ("content",) if key in item}
+        if item["type"] == "function_call":
+            empty["arguments"] = ""
+        yield event("response.output_item.added", output_index=index, item=empty)
+        if item["type"] == "function_call":
+            yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
+            yield event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
+        elif item["type"] == "message":
+            (part,) = item["content"]
+            at["content_index"] = 0
+            yield event("response.content_part.added", **at, part={**part, "text": ""})
+            yield event("response.output_text.delta", **at, delta=part["text"], logprobs=[])
+            yield event("response.output_text.done", **at, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **at, part=part)
+        yield event("response.output_item.done", output_index=index, item=item)
+    yield event(f"response.{response['status']}", response=response)
+
+
+def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request for a chat completion that a request of /v1/messages stands for. Raises DialectError."""
+    messages: list[dict[str, Any]] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": _text(body["system"])})
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise DialectError("messages: a list of messages is needed")
+    for message in given:
+        match message:
+            case {"role": "user", "content": content}:
+                messages += _user_turn(content)
+            case {"role": "assistant", "content": content}:
+                messages.append(_assistant_turn(content))
+            case _:
+                raise DialectError("messages: each needs a content and a role, user or assistant")
+    choice = _object(body, "tool_choice").get("type", "auto")
+    chat = {name: body[name] for name in _SAME if body.get(name) is not None}
+    chat |= {"messages": messages, "tool_choice": choice}
+    if body.get("max_tokens") is not None:
+        chat["max_tokens"] = body["max_tokens"]
+    if body.get("stop_sequences"):
+        chat["stop"] = body["stop_sequences"]
+    tools = [_messages_tool(tool) for tool in _list(body, "tools")]
+    return chat | ({"tools": tools} if tools else {})
+
+
+def _messages_tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom" or "input_schema" not in tool:
+        raise DialectError(f"tools: {_kind(tool)} is not served, only tools with an input_schema")
+    described = {"description": tool["description"]} if tool.get("description") else {}
+    function = {"name": tool.get("name"), **described, "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+def _user_turn(content: Any) -> list[dict[str, Any]]:
+    """Return the messages of a user's turn: results of tools, then what he says."""
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    parts: Sequence[Any] = content if isinstance(content, list) else [content]
+    turn, said = list[dict[str, Any]](), []
+    for part in parts:
+        if isinstance(part, dict) and part.get("type") == "tool_result":
+            result = _text(part.get("content") or "")
+            turn.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result})
+        else:
+            said.append(part)
+    return [*turn, {"role": "user", "content": _text(said)}] if said else turn
+
+
+def _assistant_turn(content: Any) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": "assistant", "content": None}
+    if isinstance(content, str):
+        return turn | {"content": content}
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        match part:
+            case {"type": "thinking", "thinking": str(thought)}:
+                turn["reasoning_content"] = thought
+            case {"type": "tool_use", "id": str(call), "name": str(name), "input": given}:
+                function = {"name": name, "arguments": json.dumps(given)}
+                turn.setdefault("tool_calls", []).append({"id": call, "type": "function", "function": function})
+            case _:
+                texts.append(part)
+    return turn | ({"content": _text(texts)} if texts else {})
+
+
+def as_message(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat completion as an answer of /v1/messages."""
+    (choice,), usage = answer["choices"], answer["usage"]
+    message, content = choice["message"], list[dict[str, Any]]()
+    if thought := message.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": thought, "signature": ""})
+    if message["content"]:
+        content.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls") or []:
+        given = _arguments(call["function"]["arguments"])
+        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
+    reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
+    return {
+        "id": _id("msg"),
+        "type": "message",
+        "role": "assistant",
+        "model": answer["model"],
+        "content": content,
+        "stop_reason": reasons.get(choice["finish_reason"], "end_turn"),
+        "stop_sequence": None,
+        "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
+    }
+
+
+def _arguments(text: str) -> Any:
+    """Return the arguments of a call; those that are no JSON object, which the API has no form for, as `_raw`."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        return {"_raw": text}
+    return given if isinstance(given, dict) else {"_raw": text}
+
+
+def message_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Event]:
+    """Yield an answer of /v1/messages as its events."""
+
+    def event(kind: str, **data: Any) -> Event:
+        return kind, {"type": kind, **data}
+
+    usage = {**message["usage"], "output_tokens": 0}
+    yield event("message_start", message={**message, "content": [], "stop_reason": None, "usage": usage})
+    for index, block in enumerate(message["content"]):
+        match block["type"]:
+            case "text":
+                empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+            case "thinking":
+                empty = {**block, "thinking": ""}
+                delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+            case _:
+                empty = {**block, "input": {}}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield event("content_block_start", index=index, content_block=empty)
+        yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    end = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    yield event("message_delta", delta=end, usage={"output_tokens": message["usage"]["output_tokens"]})
+    yield event("message_stop")
+
+
+def _messages_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    kind = _ANTHROPIC_ERRORS.get(status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+CHAT = Dialect(_chat, lambda answer, _: dict(answer), chat_events, lambda _, body: body)
+RESPONSES = Dialect(of_responses, as_response, response_events, lambda _, body: body)
+MESSAGES = Dialect(of_messages, as_message, message_events, _messages_error)

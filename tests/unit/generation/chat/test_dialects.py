@@ -1,0 +1,264 @@
+"""Responses and Messages at the endpoint: OpenAI's and Anthropic's own clients, against a completion with a thought, a
+text and a call, or cut off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mcore.generation.chat.dialects import DialectError, of_messages, of_responses
+from grpo_mcore.generation.chat.endpoint import Endpoint
+from grpo_mcore.generation.chat.engine_chat import Reply
+from tests.unit.generation.chat.test_endpoint import Engines
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+WHOLE = {"role": "assistant", "reasoning_content": "so", "content": "I add.", "tool_calls": [CALL]}
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": FUNCTION}
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1 + 1?"},
+    WHOLE,
+    {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+]
+"""The chat completion that all dialects below ask for."""
+
+
+class ChatEngines(Engines):
+    """Engines that record what they are asked, and answer with `message`; of a message None they refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message: dict[str, Any] | None = WHOLE
+        self.reason, self.bodies = "tool_calls", list[dict[str, Any]]()
+        for worker in self.workers:
+            worker.stream = self.stream  # type: ignore[method-assign]
+
+    def stream(self, method: str, kind: str, body: Any, seed: int, **_: Any) -> Iterator[Reply]:
+        self.bodies.append(body)
+        if self.message is None:
+            yield Reply(400, {"error": {"message": "min_p: not served", "type": "BadRequestError", "code": 400}})
+            return
+        if kind == "tokenize":
+            yield Reply(200, {"count": 7, "max_model_len": 9, "tokens": [1] * 7})
+            return
+        choice = {"index": 0, "message": self.message, "finish_reason": self.reason}
+        usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+        common = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "policy"}
+        yield Reply(200, {**common, "choices": [choice], "usage": usage}, "f", ((3, 0, 12),))
+
+
+@pytest.fixture
+def engines() -> ChatEngines:
+    return ChatEngines()
+
+
+@pytest.fixture
+def endpoint(engines: ChatEngines) -> Iterator[Endpoint]:
+    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1", timeout_s=30, seed=5)
+    yield endpoint
+    endpoint.close()
+
+
+@pytest.fixture
+def gpt(endpoint: Endpoint) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=endpoint.address.url + "/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(endpoint: Endpoint) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=endpoint.address.url, api_key="secret", max_retries=0) as client:
+        yield client
+
+
+RESPONSES: dict[str, Any] = {
+    "model": "policy",
+    "instructions": "Be brief.",
+    "max_output_tokens": 50,
+    "tools": [{"type": "function", "strict": False, **FUNCTION}],
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "1 + 1?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "so"}]},
+        {
+            "type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+            "content": [{"type": "output_text", "text": "I add.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "2"},
+    ],
+}  # fmt: skip
+MESSAGES: dict[str, Any] = {
+    "model": "policy",
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "max_tokens": 50,
+    "stop_sequences": ["END"],
+    "tools": [{"name": "add", "description": "Adds.", "input_schema": FUNCTION["parameters"]}],
+    "messages": [
+        {"role": "user", "content": "1 + 1?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "so", "signature": ""},
+                {"type": "text", "text": "I add."},
+                {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "2"}]},
+    ],
+}
+
+
+def test_responses(gpt: openai.OpenAI, engines: ChatEngines) -> None:
+    found = gpt.responses.create(**RESPONSES)
+    (asked,) = engines.bodies
+    assert asked["messages"] == CONVERSATION and asked["max_tokens"] == 50
+    assert asked["tools"] == [{**TOOL, "function": {**FUNCTION, "strict": False}}]
+    assert found.status == "completed" and found.output_text == "I add."
+    assert [item.type for item in found.output] == ["reasoning", "message", "function_call"]
+    assert (found.output[2].call_id, found.output[2].arguments) == ("call_1", '{"a": 1}')  # type: ignore[union-attr]
+    assert found.usage is not None and (found.usage.input_tokens, found.usage.output_tokens) == (7, 5)
+    engines.message, engines.reason = {"role": "assistant", "content": "I"}, "length"
+    cut = gpt.responses.create(model="policy", input="1 + 1?")
+    assert engines.bodies[-1]["messages"] == [{"role": "user", "content": "1 + 1?"}]
+    assert cut.status == "incomplete" and cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens" and cut.output_text == "I"
+
+
+def test_responses_as_events(gpt: openai.OpenAI) -> None:
+    """The client builds the answer again from its events."""
+    with gpt.responses.stream(**RESPONSES) as stream:
+        events = list(stream)
+        found = stream.get_final_response()
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == list(range(len(events)))
+    assert events[-1].type == "response.completed"
+    assert found.output_text == "I add." and [item.type for item in found.output][-1] == "function_call"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "I add."
+    (arguments,) = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
+    assert arguments == '{"a": 1}'
+
+
+def test_messages(claude: anthropic.Anthropic, engines: ChatEngines) -> None:
+    found = claude.messages.create(**MESSAGES)
+    (asked,) = engines.bodies
+    assert asked["messages"] == CONVERSATION and (asked["max_tokens"], asked["stop"]) == (50, ["END"])
+    assert asked["tools"] == [TOOL]
+    thought, text, use = found.content
+    assert (thought.type, text.type, use.type) == ("thinking", "text", "tool_use")
+    assert use.input == {"a": 1} and found.stop_reason == "tool_use"
+    assert (found.usage.input_tokens, found.usage.output_tokens) == (7, 5)
+    given = {key: value for key, value in MESSAGES.items() if key not in ("max_tokens", "stop_sequences")}
+    assert claude.messages.count_tokens(**given).input_tokens == 7
+    for reason, wanted in (("length", "max_tokens"), ("stop", "end_turn")):
+        engines.message, engines.reason = {"role": "assistant", "content": "I"}, reason
+        cut = claude.messages.create(**MESSAGES)
+        assert cut.stop_reason == wanted and cut.content[0].type == "text"
+    engines.message = {**WHOLE, "tool_calls": [{**CALL, "function": {"name": "add", "arguments": "{"}}]}
+    assert claude.messages.create(**MESSAGES).content[-1].input == {"_raw": "{"}  # type: ignore[union-attr]
+
+
+def test_messages_as_events(claude: anthropic.Anthropic) -> None:
+    with claude.messages.stream(**MESSAGES) as stream:
+        text = "".join(stream.text_stream)
+        found = stream.get_final_message()
+    assert text == "I add." and found.stop_reason == "tool_use" and found.usage.output_tokens == 5
+    thought, said, use = found.content
+    assert thought.thinking == "so" and said.text == "I add." and use.input == {"a": 1}  # type: ignore[union-attr]
+
+
+def test_chat_completions_as_chunks(gpt: openai.OpenAI, engines: ChatEngines) -> None:
+    stream = gpt.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "1 + 1?"}], stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    first, last, usage = list(stream)
+    assert "stream" not in engines.bodies[0] and "stream_options" not in engines.bodies[0]
+    delta = first.choices[0].delta
+    assert delta.content == "I add." and delta.tool_calls is not None
+    assert delta.tool_calls[0].function is not None and delta.tool_calls[0].function.arguments == '{"a": 1}'
+    assert last.choices[0].finish_reason == "tool_calls" and usage.usage is not None and usage.usage.total_tokens == 12
+
+
+def test_what_no_completion_has_is_refused(
+    gpt: openai.OpenAI, claude: anthropic.Anthropic, engines: ChatEngines, endpoint: Endpoint
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="previous_response_id: nothing is kept"):
+        gpt.responses.create(model="policy", input="?", previous_response_id="resp_1")
+    engines.message = None
+    with pytest.raises(openai.BadRequestError, match="min_p: not served"):
+        gpt.responses.create(model="policy", input="?")
+    with pytest.raises(anthropic.BadRequestError, match="min_p: not served"):
+        claude.messages.create(**MESSAGES)
+    with pytest.raises(anthropic.BadRequestError, match="min_p: not served"):
+        claude.messages.count_tokens(model="policy", messages=MESSAGES["messages"])
+    for path in ("/v1/responses", "/v1/messages", "/v1/chat/completions"):
+        body = httpx.post(endpoint.address.url + path, json=[], headers={"x-api-key": "secret"})
+        assert body.status_code == 400 and "must be an object" in body.text
+        assert httpx.post(endpoint.address.url + path, json={}, headers={"x-api-key": "other"}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"input": []}, "input: a text or a list"),
+        ({"input": [{"type": "computer_call"}]}, "'computer_call' is not served"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image' is not served, only text"),
+        ({"input": "?", "text": {"format": {"type": "json_schema"}}}, "'json_schema' is not served"),
+        ({"input": "?", "tools": [{"type": "web_search"}]}, "'web_search' is not served, only function"),
+    ],
+)
+def test_responses_that_are_refused(body: dict[str, Any], why: str) -> None:
+    with pytest.raises(DialectError, match=why):
+        of_responses(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"messages": []}, "a list of messages"),
+        ({"messages": [{"role": "system", "content": "?"}]}, "user or assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not served, only text"),
+        ({"messages": [{"role": "user", "content": "?"}], "tools": [{"type": "bash_20250124"}]}, "input_schema"),
+    ],
+)
+def test_messages_that_are_refused(body: dict[str, Any], why: str) -> None:
+    with pytest.raises(DialectError, match=why):
+        of_messages(body)
+
+
+def test_turns_of_the_assistant_are_kept_apart() -> None:
+    """Two texts in a row are two turns; a call after a text belongs to it."""
+    said = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": json.dumps({})}
+    found = of_responses({"input": [{"role": "developer", "content": "x"}, *said, call]})["messages"]
+    assert [message["role"] for message in found] == ["system", "assistant", "assistant"]
+    assert [message["content"] for message in found] == ["x", "a", "b"]
+    assert "tool_calls" in found[2] and "tool_calls" not in found[1]
+
+
+NAMES = ["type", "role", "content", "text", "input", "messages", "tools", "tool_choice", "summary", "format", "system"]
+WORDS = ["user", "assistant", "reasoning", "thinking", "tool_use", "tool_result", "message", "function", "id"]
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), ANY, max_size=5))
+def test_any_other_request_is_refused_with_a_reason(body: dict[str, Any]) -> None:
+    for read in (of_responses, of_messages):
+        try:
+            found = read(body)
+        except DialectError:
+            continue
+        assert found["messages"] and all(message["role"] for message in found["messages"])
