@@ -17,6 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps to rehearse; default: 10")
     parser.add_argument("--config-json", metavar="PATH", help="the model's Hugging Face config.json")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="of the run; default: results/rehearse/RECIPE")
+    parser.add_argument(
+        "--from",
+        dest="recorded",
+        type=Path,
+        metavar="RUN",
+        help="a run whose samples come again, and whose seconds are taken for other settings",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
@@ -37,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Rehearse the recipe. Return 0 if it, or with --sweep any combination, came to its end; else 1."""
     from grpo_mcore.tools.rehearse.faults import named_fault, recipe_faults
+    from grpo_mcore.tools.rehearse.recording import read_recording
     from grpo_mcore.tools.rehearse.rehearse import Rehearsal, rehearse
     from grpo_mcore.tools.rehearse.report import plain, rehearsal_text, rehearse_all, sweep_settings, sweep_text
 
@@ -46,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
         words = [f"{key}={value}" for key, value in setting.items()]
         return load_recipe(args.recipe, [*args.overrides, *words]).config
 
+    recording = None if args.recorded is None else read_recording(args.recorded)
     if args.sweep:
-        rehearsed = list(rehearse_all(sweep_settings(args.sweep), load, folder, args.steps))
+        rehearsed = list(rehearse_all(sweep_settings(args.sweep), load, folder, args.steps, recording))
         if args.json:
             rows = [
                 {**setting, **(plain(run) if isinstance(run, Rehearsal) else {"error": run})}
@@ -65,6 +74,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"will happen: {fault}", file=sys.stderr)
     if args.folder is None:  # the last rehearsal's; a folder that is named may hold anything
         shutil.rmtree(folder, ignore_errors=True)
-    rehearsal = rehearse(config, folder, args.steps, faults=faults, config_json=args.config_json)
+    rehearsal = rehearse(config, folder, args.steps, faults=faults, config_json=args.config_json, recording=recording)
     print(json.dumps(plain(rehearsal), indent=2) if args.json else rehearsal_text(rehearsal))
     return 0

@@ -153,7 +153,7 @@ class ModelledEngine(ModelledFollower):
             room = min(sampling.max_new_tokens, longest - context)
             if room < 1:
                 raise ValueError(f"{request.uid}: {context} tokens leave no room for an answer")
-            wanted = self.world.answer_tokens(request.uid, request.seed)
+            wanted = self.world.answer_tokens(request)
             sample = _Sample(request, stream, context, min(wanted, room), wanted > room)
             key = request.uid, request.generation_index
             if any(key in engine._samples for engine in self.world.engines if engine.alive):
@@ -183,7 +183,7 @@ class ModelledEngine(ModelledFollower):
         await self._changed.wait(stall + steps * each)
         spent = self.world.clock.now() - began
         self._stall = max(0.0, stall - spent)
-        done = min(steps, round((spent - stall) / each, 6).__floor__()) if spent > stall else 0
+        done = min(steps, round((spent - stall) / each, 3).__floor__()) if spent > stall else 0
         self._step += done
         self._held += done * count
         while self._running and self._running[0][0] <= self._step:

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_mcore.cluster.virtual_cluster import sleep
 from grpo_mcore.rollout.trajectory import Outcome, Trajectory
+from grpo_mcore.tools.rehearse.prompts import FRAME
 from grpo_mcore.tools.rehearse.world import World
 
 
@@ -22,12 +23,26 @@ class ModelledEnvironment:
         outcomes, seconds = [], 0.0
         for trajectory in trajectories:
             turn = sum(one.loss_mask for one in trajectory.turns)
+            if self.world.recorded is not None:
+                outcomes.append(self._recorded(trajectory, turn))
+                seconds = max(seconds, outcomes[-1].seconds)
+                continue
             draw = self.world.draw("reward", trajectory.uid, trajectory.generation_index, turn)
             took = section.reward_seconds * math.exp(draw.gauss(0.0, section.reward_spread))
             outcomes.append(self._outcome(trajectory, draw.random(), draw.random(), draw.random(), took))
             seconds = max(seconds, took)  # it scores all samples of a call at the same time
         await sleep(seconds * self.world.factor("environment"))
         return outcomes
+
+    def _recorded(self, trajectory: Trajectory, turn: int) -> Outcome:
+        """Return what the recorded sample got, at its end or after this turn."""
+        sample = self.world.recorded_sample(trajectory.uid, trajectory.generation_index)
+        if turn <= len(sample.heard) and not trajectory.truncated:
+            said = "x" * max(1, sample.heard[turn - 1] - FRAME)
+            return Outcome(0.0, None, "", sample.seconds, terminated=False, observation=said)
+        if sample.reward is None:
+            return Outcome(None, None, "its scoring failed in the recorded run", sample.seconds)
+        return Outcome(sample.reward, None, "", sample.seconds)
 
     def _outcome(self, trajectory: Trajectory, failed: float, solved: float, goes_on: float, seconds: float) -> Outcome:
         section = self.world.config.rehearse

@@ -13,6 +13,8 @@ from grpo_mcore.tools.rehearse.engine import END
 
 TASK = "rehearsed"
 ROWS, VALIDATION_ROWS = 4096, 256
+FRAME = len("(u:)(a:")
+"""Tokens that the template puts around an environment's message."""
 
 
 class Tokenizer:

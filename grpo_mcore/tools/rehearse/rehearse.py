@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -29,11 +31,14 @@ from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
 from grpo_mcore.tools.rehearse.durations import Durations, planned
 from grpo_mcore.tools.rehearse.faults import DriverKilled, Fault, Faults
 from grpo_mcore.tools.rehearse.prompts import ROWS, Tokenizer, modelled_data
+from grpo_mcore.tools.rehearse.recording import Recording, measured, scaled
 from grpo_mcore.tools.rehearse.world import World
 from grpo_mcore.tools.report.device_seconds import WAITS, device_seconds
 
 LATENCY_S = 0.001
 """Longest time of a message between driver and worker."""
+CALIBRATIONS, CALIBRATION_STEPS = 4, 8
+"""Rehearsals of a recorded run, and steps of each, by which its durations are found."""
 DEATH_NOTICE_S = 5.0
 """Longest time until the driver hears of a death."""
 
@@ -94,11 +99,45 @@ def modelled_recipe(config: MasterConfig, folder: Path, steps: int | None) -> Ma
     return MasterConfig.model_validate(plain)
 
 
-def planned_durations(config: MasterConfig, shape: ModelShape) -> Durations:
-    """Return the durations that `plan` predicts for a recipe."""
-    section = config.rehearse
-    plan = make_plan(config, shape, plan_device(config, section.device, None), mean_length=section.mean_tokens)
+def planned_durations(config: MasterConfig, shape: ModelShape, mean_tokens: int | None = None) -> Durations:
+    """Return the durations that `plan` predicts for a recipe. `mean_tokens`: of a sample, in place of the recipe's."""
+    section, length = config.rehearse, mean_tokens or config.rehearse.mean_tokens
+    plan = make_plan(config, shape, plan_device(config, section.device, None), mean_length=length)
     return planned(plan, section.start_seconds, section.save_seconds)
+
+
+def calibration(recording: Recording, shape: ModelShape, folder: Path) -> dict[str, float]:
+    """Return the factors of the planned durations with which a rehearsal of the recorded run takes as long as it did.
+    Raises RehearsalError."""
+    config = recording.config
+    steps = min(config.grpo.max_num_steps, CALIBRATION_STEPS)
+    tried: list[tuple[dict[str, float], dict[str, float]]] = []  # (factors, what a rehearsal with them measured)
+    factors = dict.fromkeys(recording.figures, 1.0)
+    for attempt in range(CALIBRATIONS):
+        place = folder / f"calibration-{attempt}"
+        modelled = modelled_recipe(config, place, steps)
+        durations = scaled(planned_durations(config, shape, recording.mean_tokens), factors)
+        clock = VirtualClock(config.rehearse.seed)
+        world = World(modelled, durations, clock, config.rehearse.seed, recording)
+        with open_rehearsal(modelled, shape, world, gpu=config.cluster.platform != "cpu") as run:
+            grpo_train(**vars(run))
+        tried.append((factors, measured(run.logger.log_dir)))
+        factors = {name: better_factor(recording.figures[name], name, tried) for name in factors}
+    return factors
+
+
+def better_factor(wanted: float, name: str, tried: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> float:
+    """Return the factor of a duration after those that were tried, with what each gave: in proportion first, then on
+    the line through the last two, for a part of what is measured depends on no factor."""
+    (factors, given), *_ = tried[::-1]
+    factor, now = factors[name], given.get(name)
+    if not now:
+        return factor
+    if len(tried) > 1:
+        before, gave = tried[-2][0][name], tried[-2][1].get(name, now)
+        if (gave - now) * (before - factor) > 0:
+            return max(factor / 10, factor + (wanted - now) * (before - factor) / (gave - now))
+    return factor * wanted / now
 
 
 @contextmanager
@@ -155,15 +194,25 @@ def rehearse(
     *,
     faults: Sequence[Fault] = (),
     config_json: str | None = None,
+    recording: Recording | None = None,
 ) -> Rehearsal:
     """Rehearse a recipe, and return what it predicts. Its run folder is in `folder`/logs. `faults`: what breaks;
-    without faults that need it, the driver is not restarted. `config_json`: of a model that is not known by name."""
+    without faults that need it, the driver is not restarted. `config_json`: of a model that is not known by name.
+    `recording`: a run whose samples come again, and whose durations are taken."""
     gpu = recipe.cluster.platform != "cpu"
     shape = plan_shape(recipe, config_json)
     config = modelled_recipe(recipe, folder, steps)
-    durations = planned_durations(recipe, shape)
+    durations = planned_durations(recipe, shape, None if recording is None else recording.mean_tokens)
+    if recording is not None:
+        if recording.config.policy.model_name != recipe.policy.model_name:
+            raise RehearsalError(
+                f"policy.model_name: the recorded run trained {recording.config.policy.model_name}, the recipe "
+                f"{recipe.policy.model_name}: its seconds say nothing about another model"
+            )
+        with TemporaryDirectory() as place, redirect_stdout(StringIO()):
+            durations = scaled(durations, calibration(recording, shape, Path(place)))
     clock = VirtualClock(config.rehearse.seed)
-    world = World(config, durations, clock, config.rehearse.seed)
+    world = World(config, durations, clock, config.rehearse.seed, recording)
     broken, runs = Faults(faults, world), list[tuple[dict[str, Any], Path]]()
 
     def attempt(resume: str | bool | None) -> tuple[int, str | None]:

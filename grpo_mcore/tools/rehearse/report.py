@@ -12,6 +12,7 @@ from typing import Any
 from grpo_mcore.layout import LayoutError
 from grpo_mcore.recipe import MasterConfig, RecipeError
 from grpo_mcore.tools.plan.workload import PlanError
+from grpo_mcore.tools.rehearse.recording import Recording
 from grpo_mcore.tools.rehearse.rehearse import Rehearsal, RehearsalError, rehearse
 from grpo_mcore.tools.sweep import split_values
 
@@ -44,14 +45,18 @@ def sweep_settings(words: Sequence[str]) -> list[dict[str, str]]:
 
 
 def rehearse_all(
-    settings: Sequence[Mapping[str, str]], load: Callable[[Mapping[str, str]], MasterConfig], folder: Path, steps: int
+    settings: Sequence[Mapping[str, str]],
+    load: Callable[[Mapping[str, str]], MasterConfig],
+    folder: Path,
+    steps: int,
+    recording: Recording | None = None,
 ) -> Iterator[tuple[Mapping[str, str], Rehearsal | str]]:
     """Rehearse each setting in a folder of its own. Yield it with its rehearsal, or why there is none."""
     for number, setting in enumerate(settings):
         place = folder / f"setting-{number:02d}"
         shutil.rmtree(place, ignore_errors=True)
         try:
-            yield setting, rehearse(load(setting), place, steps)
+            yield setting, rehearse(load(setting), place, steps, recording=recording)
         except (RecipeError, LayoutError, PlanError, RehearsalError) as error:  # the others are rehearsed all the same
             yield setting, str(error).partition("\n")[0]
 

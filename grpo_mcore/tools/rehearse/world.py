@@ -22,7 +22,9 @@ from grpo_mcore.cluster.virtual_cluster import Condition, VirtualClock
 from grpo_mcore.environments.interfaces import EnvironmentInterface
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit.parts import texts_of
+from grpo_mcore.rollout.trajectory import GenerationRequest
 from grpo_mcore.tools.rehearse.durations import Durations
+from grpo_mcore.tools.rehearse.recording import RecordedSample, Recording
 
 if TYPE_CHECKING:
     from grpo_mcore.tools.rehearse.engine import ModelledEngine
@@ -51,19 +53,22 @@ class Transfer:
     broken: str | None = None
 
     def end(self, broken: str | None = None) -> None:
-        self.came, self.broken = broken is None, broken
+        if not self.came:  # what has arrived stays, though its sender is lost
+            self.came, self.broken = broken is None, broken
         self.changed.notify()
 
 
 @dataclass
 class World:
-    """`slow`: factor of a worker's times, by name. `commits`: (engine, version that the driver named, version of the
+    """`recorded`: the run whose samples come again; None: they are drawn as the recipe's section `rehearse` says.
+    `slow`: factor of a worker's times, by name. `commits`: (engine, version that the driver named, version of the
     weights that came) of each. `flaws`: what workers saw that must not happen. `full`: the disk takes nothing now."""
 
     config: MasterConfig
     durations: Durations
     clock: VirtualClock
     seed: int = 0
+    recorded: Recording | None = None
     slow: dict[str, float] = field(default_factory=dict)
     commits: list[tuple[str, int, int]] = field(default_factory=list)
     flaws: list[str] = field(default_factory=list)
@@ -82,6 +87,8 @@ class World:
         self.mean_tokens = section.mean_tokens or max(2, self.config.policy.max_total_sequence_length // 2)
         most = self.config.policy.generation.max_new_tokens or self.mean_tokens
         self.prompt_tokens = max(1, self.mean_tokens // 4, self.mean_tokens - most)
+        if self.recorded is not None:
+            self.mean_tokens, self.prompt_tokens = self.recorded.mean_tokens, self.recorded.prompt_tokens
         said = (section.turns - 1) * section.turn_tokens
         self._mean_answer = max(1.0, (self.mean_tokens - self.prompt_tokens - said) / section.turns)
 
@@ -97,9 +104,17 @@ class World:
     def factor(self, worker: str) -> float:
         return self.slow.get(worker, 1.0)
 
-    def answer_tokens(self, uid: str, seed: int) -> int:
-        """Return how many tokens the model says in a turn whose request has this seed, if nothing limits it."""
-        section = self.config.rehearse
+    def recorded_sample(self, uid: str, index: int) -> RecordedSample:
+        """Return the recorded sample that comes again as this one: all of a prompt's are from one recorded prompt."""
+        assert self.recorded is not None
+        return self.draw("sample", uid, index).choice(self.draw("prompt", uid).choice(self.recorded.groups))
+
+    def answer_tokens(self, request: GenerationRequest) -> int:
+        """Return how many tokens the model says in a turn, if nothing limits it."""
+        section, uid, seed = self.config.rehearse, request.uid, request.seed
+        if self.recorded is not None:
+            said = self.recorded_sample(uid, request.generation_index).said
+            return max(1, said[min(sum(turn.loss_mask for turn in request.turns), len(said) - 1)])
         if (typical := self._lengths.get(uid)) is None:
             between = section.spread * math.sqrt(section.prompt_spread)
             mean = math.log(self._mean_answer) - section.spread**2 / 2  # of the logarithms
