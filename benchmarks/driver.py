@@ -1,8 +1,10 @@
-"""Microseconds of the driver's processor time, for growing runs: of the schedule an event, of the rollouts a sample.
+"""Microseconds of the driver's processor time, for growing runs: of the schedule an event, of the rollouts a sample;
+and the bytes that it reads of a checkpoint.
 
 The schedule and the rollouts are the real classes; engines and environments answer at once. Groups finish in an order
 drawn at random. A fitted exponent is that of the total: 1.0 means that the cost of one event or sample does not grow
-with the groups in flight, the samples or the engines. What Ray costs is not in these figures.
+with the groups in flight, the samples or the engines. What Ray costs is not in these figures. Of a checkpoint the
+driver gets the ranks' file with its digest; it completes the checkpoint, and checks it as a resume does.
 
     python -m benchmarks.driver --json
 """
@@ -14,15 +16,20 @@ import itertools
 import json
 import math
 import random
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
 from benchmarks.rollouts import Answer, Case, Stream, World
+from grpo_mcore.algorithms.checkpointing.checkpoints import INFO, POLICY, damage, write_digests
 from grpo_mcore.algorithms.engines.engine_group import EngineSlot
 from grpo_mcore.cluster import Parcel
+from grpo_mcore.file_digests import digest_of, leave_digests
+from grpo_mcore.processes import rare_collections
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 
@@ -115,6 +122,29 @@ def rollouts_us(samples: int, engines: int) -> float:
     return (time.process_time() - began) / samples * 1e6
 
 
+def checkpoint_bytes_read(size: int) -> int:
+    """Return the bytes that the driver reads to save, and to resume from, a checkpoint with so many bytes of weights.
+    The driver's own files are among them."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, "step_1")
+        (folder / POLICY).mkdir(parents=True)
+        (folder / POLICY / "weights").write_bytes(bytes(size))
+        leave_digests(folder / POLICY, "rank_0", ["weights"])
+        info = json.dumps({"save_state": {"current_step": 1}}).encode()
+        (folder / INFO).write_bytes(info)
+        before = _bytes_read()
+        write_digests(folder, {INFO: digest_of(info)})
+        if (problem := damage(folder, whole=False)) is not None:
+            raise RuntimeError(f"the checkpoint just written is damaged: {problem}")
+        return _bytes_read() - before
+
+
+def _bytes_read() -> int:
+    """Return what this process has read so far, from whatever file."""
+    first, _, _ = Path("/proc/self/io").read_text().partition("\n")
+    return int(first.removeprefix("rchar:"))
+
+
 def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
     """Return the exponent of the total cost, size * cost of one, fitted to the logarithms by least squares."""
     x = [math.log(size) for size in sizes]
@@ -142,11 +172,14 @@ def main() -> None:
     for order, age in itertools.product(get_args(s.GroupOrder), options.ages):
         costs = [schedule_us(groups, age, order) for groups in options.groups]
         show({"what": "schedule", "order": order, "age": age, **fitted(options.groups, costs, "us_an_event")})
-    by_engines = {engines: [rollouts_us(size, engines) for size in options.samples] for engines in options.engines}
+    with rare_collections():  # as in a run under Ray
+        by_engines = {engines: [rollouts_us(size, engines) for size in options.samples] for engines in options.engines}
     for engines, costs in by_engines.items():
         show({"what": "samples", "engines": engines, **fitted(options.samples, costs, "us_a_sample")})
     for samples, costs in zip(options.samples, zip(*by_engines.values(), strict=True), strict=True):
         show({"what": "engines", "samples": samples, **fitted(options.engines, costs, "us_a_sample")})
+    for size in (2**20, 2**28):
+        show({"what": "checkpoint", "bytes_of_ranks": size, "bytes_read": checkpoint_bytes_read(size)})
 
 
 if __name__ == "__main__":

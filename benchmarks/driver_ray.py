@@ -28,6 +28,7 @@ from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import Parcel, call_all
 from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.processes import rare_collections
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
@@ -82,7 +83,8 @@ def main() -> None:
     def show(row: dict[str, Any]) -> None:
         print(json.dumps(row) if options.json else " ".join(f"{key}={value}" for key, value in row.items()), flush=True)
 
-    with RayCluster(Path(tempfile.mkdtemp()), num_cpus=8, start_timeout_s=600.0) as cluster:
+    cluster = RayCluster(Path(tempfile.mkdtemp()), num_cpus=8, start_timeout_s=600.0)
+    with cluster, rare_collections():
 
         def start() -> Any:
             return cluster.spawn("environment", Environment, cpus=0.1, concurrency=CALLED)

@@ -69,6 +69,7 @@ from grpo_mcore.data import (
 from grpo_mcore.data.processors import longest_prompt
 from grpo_mcore.observe import Logger, RunConsole, messages_kept, write_summary
 from grpo_mcore.parallel.policy import LossFn
+from grpo_mcore.processes import rare_collections
 from grpo_mcore.recipe import Algorithm, Change, FineTuningConfig, MasterConfig, exports_model
 
 logger = logging.getLogger(__name__)
@@ -244,6 +245,8 @@ def open_run(
         logger.info("  cluster: %s, ready after %.0f s", config.cluster.backend, clock.now() - began)
         run = start_run(prepared, cluster, log)
         stack.enter_context(closing(run.policy_generation))
+        if config.cluster.backend == "ray":  # in process, the ranks' tensors are here too
+            stack.enter_context(rare_collections())
         logger.info("  everything is ready after %.0f s", clock.now() - began)
         yield run
 

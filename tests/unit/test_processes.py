@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import psutil
 import pytest
 
 from grpo_mcore import processes
-from grpo_mcore.processes import describe_exit, end, free_port, wait
+from grpo_mcore.processes import COLLECT_AFTER, describe_exit, end, free_port, rare_collections, wait
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
@@ -51,6 +53,24 @@ def test_a_free_port_is_free_and_not_one_of_outgoing_connections(monkeypatch: py
         other.listen()
         with pytest.raises(OSError, match="no free port from 20000 to 20001 at 127.0.0.1"):
             free_port()
+
+
+def test_garbage_is_collected_rarely_and_as_before_afterwards() -> None:
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    with pytest.raises(KeyError), rare_collections():
+        assert gc.get_threshold()[0] == COLLECT_AFTER and gc.get_freeze_count() > frozen
+        gone = weakref.ref(Cycle())
+        _objects = [Cycle() for _ in range(COLLECT_AFTER // 4)]
+        assert gone() is not None  # by default it were collected by now
+        gc.collect()
+        assert gone() is None
+        raise KeyError
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
 
 
 def test_sigterm_comes_first_and_sigkill_after_the_grace_period(stubborn: subprocess.Popen[str]) -> None:

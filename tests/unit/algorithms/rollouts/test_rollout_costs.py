@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.driver import exponent, rollouts_us, schedule_us
+from benchmarks.driver import checkpoint_bytes_read, exponent, rollouts_us, schedule_us
 from benchmarks.rollouts import CASES, World, bound_seconds
 
 
@@ -28,3 +28,8 @@ def test_a_sample_costs_the_driver_the_same_in_a_larger_step() -> None:
     sizes = (512, 2048)
     assert exponent(sizes, [rollouts_us(size, 8) for size in sizes]) < 1.8
     assert exponent((10, 100), (1.0, 1.0)) == pytest.approx(1.0)
+
+
+def test_the_driver_reads_nothing_of_what_the_ranks_have_saved() -> None:
+    few, many = checkpoint_bytes_read(1000), checkpoint_bytes_read(10**7)
+    assert few < 5000 and abs(many - few) < 100  # its own files; the table of digests has the size in digits
