@@ -9,10 +9,17 @@ The life of a sample, turn by turn:
       +-------------+            +------> queued    the environment has answered: the next turn
        its engine failed: the same request again
 
+    playing --> done      where the environment runs agents (`agent_rollouts.py`): they take all turns and score them
+      ^  |
+      |  +----> failed    its agent came back without a trajectory, or without a reward
+      |  |
+      +--+                its environment failed: the same sample from the start
+
 queued: its request waits for room on its engine. generating: it is in a stream of its engine, or on its way to one
-that is open. scoring: its turn waits for its environment, or is with it. A sample of a dropped prompt leaves from any
-state. With `grpo.turns: free` no sample waits
-for another one; with `together` those of one step on one engine take their turns in step, and groups are scored whole.
+that is open. scoring: its turn waits for its environment, or is with it. playing: it is in a stream of its environment,
+whose agents ask the engines through the policy's endpoint. A sample of a dropped prompt leaves from any state. With
+`grpo.turns: free` no sample waits for another one; with `together` those of one step on one engine take their turns in
+step, and groups are scored whole. Agents always play each sample by itself.
 """
 
 from __future__ import annotations
