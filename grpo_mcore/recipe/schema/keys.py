@@ -104,7 +104,7 @@ def nearest_key(key: str) -> str | None:
         return elsewhere[name][0]
     if near := nearest(name, siblings):
         return joined(section, near)
-    alike = [known for known in elsewhere if _same_words(name, known)]
+    alike = [known for known in elsewhere if _same_words(name, known, least=2)]
     near = name if name in elsewhere else nearest(name, alike, cutoff=0.0) or nearest(name, elsewhere, cutoff=0.75)
     return elsewhere[near][0] if near else None
 
@@ -119,13 +119,13 @@ def _section_meant(section: str) -> str:
     return ends[0] if len(ends) == 1 else section
 
 
-def _same_words(name: str, known: str) -> bool:
-    """Return whether all words of one are in the other, or one is the other's initials."""
+def _same_words(name: str, known: str, least: int = 1) -> bool:
+    """Return whether all words of one, at least so many, are in the other, or one is the other's initials."""
     words, others = name.split("_"), known.split("_")
     initials = ("".join(word[:1] for word in words), "".join(word[:1] for word in others))
     return (
-        set(words) <= set(others)
-        or set(others) <= set(words)
+        (set(words) <= set(others) and len(words) >= least)
+        or (set(others) <= set(words) and len(others) >= least)
         or (len(words) > 1 and initials[0] == known)
         or (len(others) > 1 and initials[1] == name)
     )

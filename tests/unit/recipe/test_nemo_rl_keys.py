@@ -377,3 +377,11 @@ def test_keys_of_peers_without_an_effect_do_not_stop_a_recipe(load, problems, ov
         assert load(MINIMAL, override).config
     else:
         assert any(outcome in problem for problem in problems(MINIMAL, override))
+
+
+def test_raw_log_probs_are_dropped_with_a_note(load) -> None:
+    """They are always those of the distribution that is sampled from."""
+    recipe = load(MINIMAL, "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs")
+    assert [str(note).partition(": ")[2] for note in recipe.imported] == [
+        "policy.generation.vllm_cfg.logprobs_mode: dropped: no effect here",
+    ]

@@ -78,6 +78,7 @@ def test_there_are_sections() -> None:
         ("policy.generation.gpu_memory_utilisation", "policy.generation.vllm_cfg.gpu_memory_utilization"),
         ("data.train.0.datapath", "data.train.0.data_path"),
         ("grpo.qqqqqqqq", None),
+        ("policy.megatron_cfg.train_iterations", None),  # not data.train, for a word
         ("optimizer.learning_rate", "policy.megatron_cfg.optimizer.lr"),
         ("grpo.learning_rate", "policy.megatron_cfg.optimizer.lr"),
         ("generation.temprature", "policy.generation.temperature"),
