@@ -36,13 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_follow(parser: argparse.ArgumentParser) -> None:
-    """Add --follow."""
+    """Add --follow and --tokens."""
     parser.add_argument(
         "--follow",
         type=Path,
         metavar="RUN",
         help="come to the weights of a recorded run, whatever chance decided in it: take its samples and their order "
         "from its log folder (exp_NNN), without engines, and compare log-probs and metrics; exit code 1 if any differs",
+    )
+    parser.add_argument(
+        "--tokens",
+        choices=("recorded",),
+        default="recorded",
+        help="where the samples of --follow come from. There is one choice: what an engine generates depends on which "
+        "requests share its batches, which a second run does not repeat",
     )
 
 

@@ -41,6 +41,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
         ("train --resume r.yaml a.b=1", "r.yaml", ["a.b=1"], True),
         ("train r.yaml --resume results/step_10", "r.yaml", [], "results/step_10"),
         ("train r.yaml --resume=results/step_10 a.b=1", "r.yaml", ["a.b=1"], "results/step_10"),
+        ("train r.yaml --follow logs --tokens recorded", "r.yaml", [], None),
         ("sft grpo_math_1B", "grpo_math_1B", [], None),
     ],
 )
@@ -73,6 +74,7 @@ def test_a_verb_may_have_options_of_its_own(monkeypatch) -> None:
         ("train", "a recipe is required"),
         ("train a.yaml b.yaml", "one recipe at a time, got a.yaml and b.yaml"),
         ("train r.yaml --bogus", "unknown option: --bogus"),
+        ("train r.yaml --follow logs --tokens generated", "invalid choice: 'generated'"),
         ("trian r.yaml", "invalid choice: 'trian'"),
         ("", "VERB"),
     ],
