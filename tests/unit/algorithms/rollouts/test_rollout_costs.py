@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.driver import checkpoint_bytes_read, exponent, rollouts_us, schedule_us
 from benchmarks.rollouts import CASES, World, bound_seconds
+from grpo_mcore.processes import rare_collections
 
 
 @pytest.mark.parametrize(("name", "gain"), [("math_1_turn", 0.99), ("tool_4_turns_1s", 1.15)])
@@ -26,7 +27,8 @@ def test_an_event_of_the_schedule_costs_the_same_with_many_groups(age: int) -> N
 
 def test_a_sample_costs_the_driver_the_same_in_a_larger_step() -> None:
     sizes = (512, 2048)
-    assert exponent(sizes, [rollouts_us(size, 8) for size in sizes]) < 1.8
+    with rare_collections():  # as in a run under Ray; the collector would look through all that other tests have left
+        assert exponent(sizes, [rollouts_us(size, 8) for size in sizes]) < 1.8
     assert exponent((10, 100), (1.0, 1.0)) == pytest.approx(1.0)
 
 
