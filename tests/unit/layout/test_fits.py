@@ -18,7 +18,7 @@ from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, Finding, 
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import MasterConfig, RecipeError, load_recipe, world_size
-from grpo_mcore.tools.launch.validation import validate
+from grpo_mcore.tools.launch.spec import launch_spec
 from grpo_mcore.tools.plan.workload import workload_of
 
 CONFIG = {
@@ -198,7 +198,7 @@ def refusals(recipe_file: Path, keys: dict[str, Any], callers: str) -> dict[str,
     work: dict[str, Callable[[], object]] = {
         "check": lambda: check_model(config),
         "plan": lambda: workload_of(config, shape, kernels="cpu"),
-        "launch": lambda: validate(recipe, "slurm"),
+        "launch": lambda: launch_spec(recipe, "slurm"),
         "policy": lambda: Policy(config.policy, address, seed=1, timeout_s=1, reference=False),
     }
     said = {}
