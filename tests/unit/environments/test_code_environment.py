@@ -130,9 +130,7 @@ def test_a_prompt_whose_tests_cannot_be_read_has_no_reward(env: CodeEnvironment)
     result = env.step(said(*[CORRECT] * 3), [{"ground_truth": "3"}, {"tests": SUM}, {"tests": "[{"}])
     assert result.rewards == [None, 1.0, None]
     assert result.reasons[0].startswith("the code environment needs tests in one of tests, input_output")
-    assert result.reasons[2] == (
-        "not JSON: '[{'; packed tests (LiveCodeBench's private ones) must be unpacked in the dataset"
-    )
+    assert result.reasons[2] == "not JSON: '[{'"
 
 
 @pytest.mark.parametrize(
