@@ -62,7 +62,8 @@ def test_a_model_with_broken_weights(tmp_path: Path, model: Path, recipe: dict[s
 
 
 def test_a_learning_rate_that_breaks_the_weights(tmp_path: Path, recipe: dict[str, Any]) -> None:
-    recipe["policy"]["megatron_cfg"]["optimizer"] |= {"lr": 1.0e5, "min_lr": 1.0e5}
+    # The decay multiplies the weights by 1 - lr * weight_decay, also where all rewards are equal.
+    recipe["policy"]["megatron_cfg"]["optimizer"] |= {"lr": 1.0e5, "min_lr": 1.0e5, "weight_decay": 1.0e30}
     recipe["policy"]["megatron_cfg"]["scheduler"]["lr_warmup_init"] = 1.0e5
     run = run_here("train", tmp_path, recipe)
     done = len(run.metrics())

@@ -58,7 +58,7 @@ def test_everything_is_measured_and_what_is_compared_agrees(tmp_path: Path, bare
         "dense 1.5B": 3,
     }  # fmt: skip
     kinds = {row["what"].partition(":")[0] for row in rows if row["part"] == "nanov3 slice"}
-    assert kinds >= {"Mamba layer", "expert layer", "attention layer", "training step", "MFU (without recomputation)"}
+    assert kinds >= {"Mamba layer", "expert layer", "attention layer", "the update", "MFU (without recomputation)"}
     assert run.stdout == (out / "table.txt").read_text()
 
 
