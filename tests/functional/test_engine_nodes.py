@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray._raylet import AuthenticationTokenLoader
 from ray.cluster_utils import Cluster as RayNodes
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
@@ -61,6 +62,7 @@ def inside(folder: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
     nodes = RayNodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     nodes.add_node(num_cpus=2)
     logs = tmp_path_factory.mktemp("logs")
