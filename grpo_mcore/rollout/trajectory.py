@@ -302,7 +302,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Score:
-    """What an environment says of one trajectory.
+    """Judgement of an environment on one trajectory.
 
     `reward` None: the environment failed; the sample is excluded and counted, never scored 0. `answer`: what
     was taken for the answer, None where there was none. `reason`: why, in words. `seconds`: what it took.
@@ -348,7 +348,7 @@ def mean_parts(scores: Iterable[Score]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Outcome(Score):
-    """What an environment says of one turn, and its next message.
+    """Judgement of an environment on one turn, with its next message.
 
     `observation`: its next message, None where it has nothing to say; `role`: whose words they are. `metadata`:
     what the next call gets; None: the same again. `stop_strings`: of the next turn; None: the same again. `traceback`:

@@ -64,7 +64,7 @@ class Difference:
 
 @dataclass
 class _Compared:
-    """What was compared. `tokens`: of log-probs; `worst`: the largest difference of one."""
+    """Counts of what was compared. `tokens`: with log-probs; `worst`: the largest difference of a log-prob."""
 
     steps: list[int] = field(default_factory=list)
     tokens: int = 0

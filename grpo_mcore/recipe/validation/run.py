@@ -71,7 +71,7 @@ def unknown_validation_metric(name: str, samples_per_prompt: int) -> str | None:
 
 
 def check_deterministic(config: RecipeSections) -> Iterator[Finding]:
-    """What policy.deterministic needs."""
+    """Yield what keeps policy.deterministic from working."""
     policy, megatron, key = config.policy, config.policy.megatron_cfg, "policy.deterministic"
     if not policy.deterministic:
         return

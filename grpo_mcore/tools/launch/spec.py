@@ -80,7 +80,7 @@ class LaunchSpec:
     sandboxes: bool = False
     code: str = ""
     notes: tuple[str, ...] = ()
-    """What whoever launches it should know: what was taken from the plan, and what does not go with it."""
+    """Remarks for whoever launches it: values taken from the plan, and values that do not agree with it."""
 
     @property
     def nodes(self) -> int:

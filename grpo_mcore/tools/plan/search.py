@@ -75,7 +75,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What fits, best first; and where nothing does, what comes nearest. `refused`: if every layout is refused before
+    """Layouts that fit, best first; where none does, the nearest. `refused`: if every layout is refused before
     its memory is looked at, the commonest reason."""
 
     candidates: tuple[Candidate, ...]

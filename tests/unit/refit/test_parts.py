@@ -1,4 +1,4 @@
-"""What each process gets of a plan, against the deliveries of every block."""
+"""The part of a plan that each process gets, against the deliveries of every block."""
 
 from __future__ import annotations
 

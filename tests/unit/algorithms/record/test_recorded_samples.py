@@ -1,4 +1,4 @@
-"""What the files of samples hold comes back as it was."""
+"""Samples that were written to files come back as they were."""
 
 from __future__ import annotations
 
