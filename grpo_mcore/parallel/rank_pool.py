@@ -104,13 +104,16 @@ class _Rank:
 
     def where(self) -> str:
         """Return what the process does, or how it ended."""
-        if self.process.pid is None or not self.process.is_alive():
-            return f"its process has ended: {processes.describe_exit(self.process.exitcode)}"
-        os.kill(self.process.pid, signal.SIGUSR1)
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
         until = time.monotonic() + STACK_S
-        while not (text := Path(self.stacks.name).read_text(errors="replace")) and time.monotonic() < until:
+        while self.process.is_alive():  # for a moment also after its end of the pipe has closed
+            if text := Path(self.stacks.name).read_text(errors="replace"):
+                return f"it is at\n{text}"
+            if time.monotonic() > until:
+                return f"it does not say where it is within {STACK_S:.0f} s"
             time.sleep(0.05)
-        return f"it is at\n{text}" if text else f"it does not say where it is within {STACK_S:.0f} s"
+        return f"its process has ended: {processes.describe_exit(self.process.exitcode)}"
 
     def close(self) -> None:
         """A rank that waits for work ends by itself."""

@@ -70,6 +70,7 @@ def test_a_rank_that_ends_is_named_at_once(pool: RankPool) -> None:
 
 
 def test_a_rank_that_raises_goes_on(pool: RankPool) -> None:
+    pool.run(2, f"{HERE}:number", 2)  # starts what is not there
     before = [rank.process.pid for rank in pool._ranks if rank]
     with pytest.raises(RankFailed, match=r"rank 1 of (.|\n)*ValueError: a wrong shape"):
         pool.run(2, f"{HERE}:rank_1_raises")

@@ -225,6 +225,6 @@ OverTimeLimit=0
 SlurmdTimeout=30
 MinJobAge=300
 NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{SLURMD}-{SLURMD + 1}] CPUs=64 Boards=1 \
-SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=600000 Gres=gpu:8 State=UNKNOWN
+SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:8 State=UNKNOWN
 PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """

@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -55,7 +56,7 @@ def test_a_free_port_is_free_and_not_one_of_outgoing_connections(monkeypatch: py
             free_port()
 
 
-def test_garbage_is_collected_rarely_and_as_before_afterwards() -> None:
+def garbage_is_collected_rarely() -> None:
     before = gc.get_threshold()
 
     class Cycle:
@@ -73,6 +74,12 @@ def test_garbage_is_collected_rarely_and_as_before_afterwards() -> None:
         assert gone() is None
         raise KeyError
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+
+
+def test_garbage_is_collected_rarely_and_as_before_afterwards() -> None:
+    """In a process of its own: what other tests have imported has settings of its own for the collection."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(garbage_is_collected_rarely).result(timeout=100)
 
 
 def test_sigterm_comes_first_and_sigkill_after_the_grace_period(stubborn: subprocess.Popen[str]) -> None:
