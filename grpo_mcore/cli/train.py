@@ -226,7 +226,7 @@ def run_recipe(
             with open_run(prepared, stop) as run:
                 return loop(run, stop)
         except BaseException as error:
-            if config.checkpointing.enabled and (newest := checkpointer.latest()) is not None:
+            if config.checkpointing.enabled and (newest := checkpointer.latest_if_readable()) is not None:
                 error.add_note(f"the last checkpoint is {newest}; `--resume` goes on from there")
             by_ray = isinstance(error, SystemExit) and error.code == signal.SIGTERM  # its handler, while it starts
             if stop.stage == "start" and (by_ray or (stop.at_once and isinstance(error, KeyboardInterrupt))):

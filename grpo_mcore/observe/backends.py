@@ -4,6 +4,7 @@ package is imported only where the recipe asks for it."""
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import time
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_mcore.recipe import GRPOLoggerConfig
+
+
+log = logging.getLogger(__name__)
 
 
 class MissingPackage(RuntimeError):
@@ -35,12 +39,16 @@ class Backend(Protocol):
 
 def run_id(folder: Path, tracker: str, make: Callable[[], str]) -> tuple[str, bool]:
     """Return the id under which a tracker knows the run of this log folder, and whether it was there before: then the
-    run is resumed, and goes on under it. `make`: returns a new id."""
+    run is resumed, and goes on under it. `make`: returns a new id. One that cannot be kept is used all the same: each
+    further attempt would make another run."""
     path = folder / f"{tracker}_run.txt"
     if path.exists() and (known := path.read_text().strip()):
         return known, True
     new = make()
-    path.write_text(new + "\n")
+    try:
+        path.write_text(new + "\n")
+    except OSError as error:
+        log.warning("%s cannot be written: %s; when this run is resumed, %s shows a new one", path, error, tracker)
     return new, False
 
 

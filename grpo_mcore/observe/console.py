@@ -55,7 +55,11 @@ class UnfailingStream:
         return not self._stream.closed and self._stream.isatty()
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
+        try:
+            self._attempt(lambda: self._stream.write(text))
+        except UnicodeEncodeError as error:  # the terminal's encoding lacks a character, such as a bar's
+            shown = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
+            self._attempt(lambda: self._stream.write(shown))
         return len(text)
 
     def flush(self) -> None:
@@ -76,6 +80,8 @@ class UnfailingStream:
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
             action()
+        except UnicodeEncodeError:
+            raise
         except ValueError:  # it is closed
             pass
         except OSError as error:

@@ -204,9 +204,10 @@ class SampleFiles:
     def _discard(self, kind: Kind, step: int) -> None:
         """Give up a file that is not complete."""
         if (writer := self._open.pop((kind, step), None)) is not None:
-            with contextlib.suppress(OSError):  # of a full disk, which is said already
-                writer.close()
-            self._path(kind, step).with_suffix(".tmp").unlink(missing_ok=True)
+            partial = self._path(kind, step).with_suffix(".tmp")
+            for give_up in (writer.close, partial.unlink):
+                with contextlib.suppress(OSError):  # of a full disk or one that is gone, which is said already
+                    give_up()
 
     def _write_tokens(self, rows: Sequence[Row]) -> None:
         """Append the text of each token that was not seen before."""

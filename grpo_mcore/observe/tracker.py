@@ -103,7 +103,8 @@ class Tracker(Generic[B]):
                 if self._backend is None:
                     self._backend = self._open()
                 call.run(self._backend)
-            except Exception as error:  # a tracker may raise anything, and none of it is a reason to stop training
+            # A tracker may raise anything, also sys.exit's, and none of it is a reason to stop training.
+            except (Exception, SystemExit) as error:
                 if not self._failed(call, error, wait_s):
                     return
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -119,7 +120,7 @@ class Tracker(Generic[B]):
             self._outage = None
             log.info("%s takes metrics again", self.name)
 
-    def _failed(self, call: _Call[B], error: Exception, wait_s: float) -> bool:
+    def _failed(self, call: _Call[B], error: BaseException, wait_s: float) -> bool:
         """Say what is wrong, once, and wait for the next attempt. Return whether there is time for one."""
         first, self._outage = self._outage is None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if first:

@@ -41,6 +41,7 @@ MODEL_FOLDERS = ("hf", "hf_step_*")
 """Models in Hugging Face's format beside the checkpoints: of SFT and DPO, and of checkpointing.save_hf."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDIR)
 TORCH_WRITER = ("inline_container.cc", "iostream error")
 """Parts of the messages of torch.save after a failed write; they do not name the cause."""
 GB = 1e9
@@ -206,6 +207,15 @@ class CheckpointManager:
         steps = self._steps()
         return self.folder / f"step_{max(steps)}" if steps else None
 
+    def latest_if_readable(self, otherwise: Path | None = None) -> Path | None:
+        """Return what `latest` does, and `otherwise` where the folder cannot be read at the moment: for what is said
+        and decided after a failure, which must not be replaced by another one."""
+        try:
+            return self.latest()
+        except OSError as error:
+            logger.warning("%s cannot be looked through: %s", self.folder, error)
+            return otherwise
+
     def find(self, resume: str | Path | bool | None, *, whole: bool = True) -> Path | None:
         """Return the checkpoint that `--resume` names: a folder, True for the newest, "auto" for the newest or None if
         there is none. `whole`: see `damage`.
@@ -306,8 +316,8 @@ class CheckpointManager:
 
     def publish(self, step: int, written: Mapping[str, Digest] = {}) -> Path:
         """Write the digests, rename the folder to `step_N`, and delete the checkpoints that keep_top_k leaves out.
-        Return the folder. What cannot be deleted is said, and tried again after the next checkpoint: this one is
-        saved. `written`: see `write_digests`."""
+        Return the folder. What fails after the renaming is said and raises nothing: the checkpoint is saved. What
+        cannot be deleted is tried again after the next one. `written`: see `write_digests`."""
         tmp, final = self.folder / f"tmp_step_{step}", self.folder / f"step_{step}"
         write_digests(tmp, written)
         if self._lease is not None:
@@ -315,17 +325,26 @@ class CheckpointManager:
         if final.exists():
             self._set_aside(final.name)  # not deleted: until the new one has its name, it is the only one
         os.replace(tmp, final)
-        sync_folder(self.folder)
-        self._prune(just_saved=step)
+        try:
+            sync_folder(self.folder)
+            self._prune(just_saved=step)
+        except OSError as error:
+            logger.warning("%s is saved, but its folder could not be flushed and tidied up: %s", final, error)
         return final
 
     def _what_to_free(self, step: int, error: Exception) -> str:
-        kept = ", ".join(f"step_{old} ({size_of(self.folder / f'step_{old}') / GB:.2f} GB)" for old in self._steps())
-        free, why = shutil.disk_usage(self.folder).free / GB, str(error).partition("\n")[0]
+        why = str(error).partition("\n")[0]
+        said = f"the checkpoint of step {step} was not written to {self.folder}: {why}\n"
+        try:
+            kept = ", ".join(
+                f"step_{old} ({size_of(self.folder / f'step_{old}') / GB:.2f} GB)" for old in self._steps()
+            )
+            free = shutil.disk_usage(self.folder).free / GB
+        except OSError as unreadable:
+            return f"{said}the folder cannot be read either ({unreadable}); the run goes on. Look after its disk"
         return (
-            f"the checkpoint of step {step} was not written to {self.folder}: {why}\n"
-            f"{free:.2f} GB are free there; the run goes on. Delete what you do not need of {kept or 'other files'}"
-            + (", or lower checkpointing.keep_top_k" if kept else "")
+            f"{said}{free:.2f} GB are free there; the run goes on. Delete what you do not need of "
+            f"{kept or 'other files'}" + (", or lower checkpointing.keep_top_k" if kept else "")
         )
 
     @staticmethod
@@ -502,10 +521,14 @@ def write_digests(folder: Path, written: Mapping[str, Digest]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk: without this, a loss of power can undo a rename."""
+    """Flush the names in a folder to disk: without this, a loss of power can undo a rename. Some network file systems
+    refuse it for folders, as they have nothing to flush."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(opened)
 

@@ -91,8 +91,10 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise LeaseLost if another run holds the folder by now."""
-        holder = _read(self.file)
+        """Raise LeaseLost if another run holds the folder by now. A file that cannot be read says nothing."""
+        holder = None
+        with contextlib.suppress(OSError):
+            holder = _read(self.file)
         if holder is not None and holder.token != self._me.token:
             raise LeaseLost(
                 f"{self.file.parent} is held by another run by now ({holder}): this one stood still for more than "
@@ -100,12 +102,15 @@ class Lease:
             )
 
     def release(self) -> None:
-        """May be called again."""
+        """May be called again. A file that cannot be removed is said: the next run sees that its holder is dead."""
         self._ended.set()
         self._thread.join(self._beat_s)
-        holder = _read(self.file)
-        if holder is not None and holder.token == self._me.token:
-            self.file.unlink(missing_ok=True)
+        try:
+            holder = _read(self.file)
+            if holder is not None and holder.token == self._me.token:
+                self.file.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s; the run has ended as it should", self.file, error)
 
     def __enter__(self) -> Self:
         return self

@@ -92,7 +92,7 @@ def until_over(
         code, loss = attempt(resume)
         if loss is None or asked() is not None:
             return code
-        if (latest := checkpoints.latest()) != newest:
+        if (latest := checkpoints.latest_if_readable(newest)) != newest:
             newest, resume = latest, True  # the newest: if it is damaged, the one before it
             retries.reset()
         if retries.exhausted:

@@ -213,3 +213,10 @@ def test_a_run_outlives_its_console(tmp_path: Path, console: str) -> None:
         os.close(there)
     assert ended.returncode == 7
     assert len(kept.read_text().splitlines()) == 200
+
+
+def test_a_terminal_without_a_character_shows_its_code() -> None:
+    shown = io.BytesIO()
+    console = RunConsole(io.TextIOWrapper(shown, encoding="latin-1"))
+    console.note("caf\xe9 ━ 6 / 9")
+    assert shown.getvalue() == b"caf\xe9 \\u2501 6 / 9\n"

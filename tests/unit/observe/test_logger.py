@@ -18,7 +18,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_mcore.observe.alarms import Alarm
-from grpo_mcore.observe.backends import MissingPackage
+from grpo_mcore.observe.backends import MissingPackage, run_id
 from grpo_mcore.observe.logger import (
     CustomLoggerError,
     Logger,
@@ -335,3 +335,10 @@ def test_swanlab_takes_the_same_numbers(tmp_path):
     logger.log_metrics({"loss": 0.5}, step=1, prefix="train")
     logger.close()
     assert list((logger.log_dir / "swanlab").iterdir())
+
+
+def test_a_trackers_id_that_cannot_be_kept_is_used_all_the_same(tmp_path, package_log) -> None:
+    ids = iter("ab")
+    assert run_id(tmp_path / "gone", "mlflow", lambda: next(ids)) == ("a", False)
+    assert "mlflow_run.txt cannot be written" in package_log.text
+    assert [run_id(tmp_path, "mlflow", lambda: next(ids)) for _ in range(2)] == [("b", False), ("b", True)]

@@ -123,3 +123,19 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     server.down = False
     tracker.close(Server.close)
     assert [row for row in server.rows if row in range(15, 20)] == [15, 16, 17, 18, 19]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("503"), SystemExit(1)], ids=["outage", "exit"])
+def test_a_tracker_that_refuses_to_finish_is_said_and_costs_its_seconds_alone(
+    package_log: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    server = Server()
+
+    def refuse(_: Server) -> None:
+        raise error
+
+    tracker = Tracker("logger.x", lambda: server, first_wait_s=0.01)
+    send(tracker, 1)
+    tracker.close(refuse, within_s=0.05)
+    assert server.rows == [1] and tracker.missing == 1
+    assert f"logger.x lacks 1 calls, from the end of the run on: {type(error).__name__}" in package_log.text

@@ -322,6 +322,61 @@ def test_an_old_checkpoint_that_cannot_be_deleted_costs_nothing(
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_4"]
 
 
+def failing_at(patch: pytest.MonkeyPatch, folder: Path, number: int, *names: str) -> None:
+    """Let these functions of `os` fail on `folder` itself, as on a disk that is gone."""
+    for name in names:
+        original = getattr(os, name)
+
+        def fail(target: Any, *args: Any, original: Any = original, **options: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
+            if path == str(folder):
+                raise OSError(number, os.strerror(number), path)
+            return original(target, *args, **options)
+
+        patch.setattr(os, name, fail)
+
+
+@pytest.mark.parametrize("function", ["fsync", "scandir"])
+def test_what_fails_after_a_checkpoint_has_its_name_does_not_make_it_unwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str
+) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=1, metric_name=None)
+    save(checkpoints, 1)
+    replace = os.replace
+    with monkeypatch.context() as patch:
+
+        def then_fail(source: Path, target: Path) -> None:
+            replace(source, target)
+            failing_at(patch, tmp_path, errno.EIO, function)
+
+        patch.setattr(module.os, "replace", then_fail)
+        assert save(checkpoints, 2) == tmp_path / "step_2"
+    assert "step_2 is saved, but its folder could not be flushed and tidied up" in caplog.text
+    assert kept(tmp_path) == ["step_1", "step_2"]  # an old one is deleted only once the new name is on the disk
+    save(checkpoints, 3)
+    assert kept(tmp_path) == ["step_3"]
+
+
+def test_a_file_system_that_cannot_flush_folders_holds_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing_at(monkeypatch, tmp_path, errno.EINVAL, "fsync")
+    save(manager(tmp_path), 1)
+    assert manager(tmp_path).find(True) == tmp_path / "step_1" and not caplog.text
+
+
+def test_a_folder_that_is_gone_is_said_in_place_of_what_to_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+    failing_at(monkeypatch, tmp_path, errno.ESTALE, "scandir", "statvfs")
+    with pytest.raises(NotWritten, match=r"step 2 was not written .*\n?.*the folder cannot be read either \(.*Stale"):
+        save(checkpoints, 2)
+    assert checkpoints.latest_if_readable(tmp_path / "step_1") == tmp_path / "step_1"
+    assert f"{tmp_path} cannot be looked through" in caplog.text
+
+
 def test_the_digests_of_a_checkpoint_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(manager(tmp_path), 1)
     assert manager(tmp_path).find(True) == folder

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,3 +158,21 @@ def test_a_start_does_not_go_back_behind_what_another_has_just_saved(tmp_path: P
         save_now(quick, 2, *save)
     with pytest.raises(ResumeError, match="another run has written .*step_2 while"), late.held():
         pass
+
+
+@pytest.mark.parametrize("function", ["read_text", "unlink"])
+def test_a_disk_that_is_gone_does_not_end_a_run_by_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str
+) -> None:
+    """The run has ended well: that its file stays is said. The next one sees that its holder is dead."""
+    original = getattr(Path, function)
+
+    def gone(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == LEASE_FILE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return original(path, *args, **options)
+
+    with Lease(tmp_path) as lease:
+        monkeypatch.setattr(Path, function, gone)
+        lease.check()
+    assert f"{LEASE_FILE} cannot be removed: [Errno 5] Input/output error" in caplog.text
