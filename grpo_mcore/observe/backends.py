@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from grpo_mcore.recipe import GRPOLoggerConfig
 
-
 log = logging.getLogger(__name__)
 
 
