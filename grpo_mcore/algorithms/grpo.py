@@ -206,12 +206,16 @@ def train_on_groups(
             if policy.teachers.colocated:
                 policy.offload()
             batch = policy.teachers.score(batch, policy.background)
-    with clock.phase("prepare"):
-        policy.onload()
-        if batch.ranks:
-            policy.receive(batch.ranks)
     stats: dict[str, Tensor] = {}
     prev, reference = needs_prev(config), needs_reference(config)
+    offloaded = config.policy.offload_optimizer_for_logprob and (prev or reference)
+    with clock.phase("prepare"):
+        if offloaded:
+            policy.offload()
+        else:
+            policy.onload()
+        if batch.ranks:
+            policy.receive(batch.ranks)
     if batch.ranks and (prev or reference):
         with clock.phase("logprobs"):
             kl_kind = config.loss_fn.reference_policy_kl_type if config.loss_fn.use_kl_in_reward else None
@@ -219,6 +223,8 @@ def train_on_groups(
                 len(batch.samples), prev=prev, reference=reference, kl_kind=kl_kind, dropout=True
             )
     with clock.phase("train"):
+        if offloaded:
+            policy.onload()
         targets, metrics = compute_targets(batch, stats, config)
         if not any(targets.valid_toks):  # all samples failed or were filtered
             policy.skip()

@@ -141,7 +141,8 @@ def _spawn_ranks(
         policy.model_name,
         policy.precision,
         refit_settings(config),
-        colocated=own is None and (policy.generation.colocated.enabled or not trains),
+        offloads=own is None
+        and (policy.generation.colocated.enabled or policy.offload_optimizer_for_logprob or not trains),
         shares_prefixes=shares_prefixes(policy.sequence_packing, transformer_engine=model.platform.transformer_engine),
     )
 

@@ -39,8 +39,9 @@ class PolicyGroup:
 
     `updates`: steps trained since the run began; the next weight version is `updates` + 1. `background`: work that goes
     on while the driver waits for the ranks. `refit`: how its weights reach the engines. `shares_prefixes`: its samples
-    may share prefixes. `colocated`: engines share the ranks' devices. `train_times`: `TrainReport.times` of each
-    optimizer step of the last step, by rank. `teachers`: what scores its samples besides rewards.
+    may share prefixes. `offloads`: the optimizer is on the host between training passes, since engines share the ranks'
+    devices or the recipe asks for it. `train_times`: `TrainReport.times` of each optimizer step of the last step, by
+    rank. `teachers`: what scores its samples besides rewards.
     """
 
     cluster: Cluster
@@ -50,7 +51,7 @@ class PolicyGroup:
     model_folder: str
     precision: str
     refit: RefitSettings
-    colocated: bool = True
+    offloads: bool = True
     shares_prefixes: bool = False
     updates: int = 0
     train_times: list[list[tuple[float, ...]]] = field(default_factory=list)
@@ -187,13 +188,13 @@ class PolicyGroup:
         return self._all(PolicyWorker.memory, "what the policy's ranks hold")()
 
     def offload(self) -> None:
-        """Make room for the engines, if they share devices."""
-        if self.colocated:
+        """Make room for the engines and the log-prob passes, if the group `offloads`."""
+        if self.offloads:
             self._all(PolicyWorker.offload, "moving the policy to the host")()
 
     def onload(self) -> None:
         """Undo `offload`."""
-        if self.colocated:
+        if self.offloads:
             self._all(PolicyWorker.onload, "moving the policy back to the accelerator")()
 
     def start_profile(self) -> None:

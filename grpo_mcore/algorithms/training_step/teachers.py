@@ -82,7 +82,7 @@ class Teachers:
     @property
     def colocated(self) -> bool:
         """Whether they share the policy's devices, so that it must make room for them."""
-        return any(teacher.ranks.colocated for teacher in self.by_alias.values())
+        return any(teacher.ranks.offloads for teacher in self.by_alias.values())
 
     def alias_of(self, prompt: DatumSpec) -> str:
         """Return the alias of a prompt's teacher: its agent's or its task's name, or the default. Raises TeacherError,

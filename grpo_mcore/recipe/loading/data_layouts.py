@@ -2,7 +2,10 @@
 `input_key`, ... directly under `data`. Nested: `train`, `validation` (a dataset or a list of them) and `default`.
 
 A file uses one layout. If it inherits from a file with the other layout: datasets of a flat file replace the inherited
-ones; a nested file is merged into the converted flat one. A dataset from a file replaces an inherited known dataset."""
+ones; a nested file is merged into the converted flat one. A dataset from a file replaces an inherited known dataset.
+
+Older Gym recipes of NeMo RL name their files by `train_jsonl_fpath` and `validation_jsonl_fpath`. They are read as the
+nested layout."""
 
 from __future__ import annotations
 
@@ -16,11 +19,13 @@ _NAMES_DATASETS = set(_TRAIN) | set(_VALIDATION)
 # Keys of a dataset that the flat layout sets for all its datasets at once.
 _SHARED = set(DatasetEntry.model_fields) - {"dataset_name", "data_path", "task_name"}
 _TRAIN_ONLY = {"split_validation_size", "seed"}
+_GYM_FILES = {"train_jsonl_fpath": "train", "validation_jsonl_fpath": "validation"}
 
 
 def same_layout(base: Node, top: Node) -> tuple[Node, Node]:
     """Return the `data` sections of a file (`top`) and of what it inherits (`base`) in a form that can be merged key by
     key."""
+    base, top = _named_by_entry(base), _named_by_entry(top)
     base_names, top_names = set(base.value), set(top.value)
     if top_names & {"train", "validation", "default"} and base_names & (_NAMES_DATASETS | _SHARED):
         base = _nested(base)
@@ -36,6 +41,17 @@ def same_layout(base: Node, top: Node) -> tuple[Node, Node]:
         if name in base.value and name in top.value and _is_another(base.value[name], top.value[name]):
             base = _keeping(base, set(base.value) - {name})
     return base, top
+
+
+def _named_by_entry(data: Node) -> Node:
+    """Return the section with the files of _GYM_FILES as datasets, unless it has these datasets too."""
+    value = {name: node for name, node in data.value.items() if name not in _GYM_FILES}
+    for old, name in _GYM_FILES.items():
+        if old in data.value and name not in value:
+            path = data.value[old]
+            kind = Node("NemoGymDataset", path.source, f"data.{name}.dataset_name")
+            value[name] = Node({"data_path": path, "dataset_name": kind}, path.source, path.key)
+    return Node(value, data.source, data.key, data.replaces)
 
 
 def _is_another(base: Node, top: Node) -> bool:
@@ -55,6 +71,7 @@ def nested_layout(tree: Node, problems: list[Problem]) -> Node:
     data = tree.find("data")
     if data is None or not data.is_mapping:
         return tree
+    data = _named_by_entry(data)
     flat, nested = set(data.value) & _NAMES_DATASETS, set(data.value) & {"train", "validation"}
     if flat and nested:
         first, second = data.value[min(flat)], data.value[min(nested)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from omegaconf import Container, OmegaConf
@@ -78,6 +78,16 @@ def resolve_tree(tree: Node, complete: Complete, nearest: Nearest, problems: lis
     tree = _without_bad_syntax(tree, problems)
     config = OmegaConf.create(complete(tree.plain()))
     return _resolved(tree, config, nearest, problems)
+
+
+def variables_of(tree: Node, sections: Collection[str], texts: Iterable[str]) -> list[str]:
+    """Return the keys beside the `sections` that hold a single value for interpolations in the recipe's `texts`."""
+    words = {word for text in texts for word in re.findall(r"\$\{(\w+)\}", text)}
+    return [
+        name
+        for name, node in tree.value.items()
+        if name in words and name not in sections and not isinstance(node.value, dict | list)
+    ]
 
 
 def _without_bad_syntax(node: Node, problems: list[Problem]) -> Node:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpo_mcore
 from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, joined, nearest_hint
-from grpo_mcore.recipe.loading.interpolate import resolve_tree
+from grpo_mcore.recipe.loading.interpolate import resolve_tree, variables_of
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
 from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file, parse_text
 from grpo_mcore.recipe.master import MasterConfig
@@ -64,7 +64,12 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         preset_file = _find(preset, [Path(), *recipe_folders()], (COMMAND_LINE, "defaults"), name)
         tree = merge(tree, _load(preset_file, files, (file,)))
     tree = apply_overrides(tree, [word for word in overrides if not word.startswith(_PRESET)], problems)
+    texts = [*(each.read_text(encoding="utf-8") for each in files), *overrides]
+    variables = variables_of(tree, MasterConfig.model_fields, texts)
     tree = resolve_tree(tree, _with_defaults, nearest_key, problems)
+    for variable in variables:
+        notes.append(Problem(tree.value[variable].source, variable, "a variable of the recipe's interpolations"))
+        del tree.value[variable]
     config, tree = validated(MasterConfig, tree, name, problems, notes)
     provenance = {
         key: node.source if (node := tree.find(key)) is not None else DEFAULT for key in leaves(config.model_dump())

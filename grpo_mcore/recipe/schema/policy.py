@@ -114,7 +114,8 @@ class PolicyConfig(Section):
     logprob_chunk_size: Positive | None = 1024
     """Number of tokens whose logits exist at one time when log-probs are computed. null: 1024."""
     offload_optimizer_for_logprob: bool = False
-    """Move the optimizer state to the host during the log-prob passes. Not supported yet."""
+    """Keep gradients and optimizer state on the host during the log-prob passes too. Colocated engines free them while
+    they generate in any case. No effect on CPU."""
     refit_buffer_size_gb: PositiveFloat = 0.5
     """Size of the refit buffer in GiB."""
     refit_verify: Literal["off", "sample", "full"] = "sample"

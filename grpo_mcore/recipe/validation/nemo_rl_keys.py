@@ -32,7 +32,8 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
         _replace_value(tree, path, entry, notes)
     for path, entry in tables["dropped_while"].items():
         nodes = [tree.find(key) for key in entry["key"]]
-        if any((None if node is None else node.value) in entry["is"] for node in nodes):
+        values = [None if node is None else node.value for node in nodes]
+        if any(value in entry["is"] if "is" in entry else value is not None for value in values):
             for section, name in _places(tree, path.split(".")):
                 _note(notes, section.value.pop(name), f"dropped: {entry['why']}")
     for table in ("dropped", "refused", "refused_unless"):
@@ -60,6 +61,11 @@ def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem],
     *sections, name = entry["to"].split(".")
     for section, old in _places(tree, path.split(".")):
         node, there = section.value.pop(old), tree.find(entry["to"])
+        if there is not None and there.is_mapping and node.is_mapping:
+            own = there.value
+            if all(name not in own or own[name].plain() == child.plain() for name, child in node.value.items()):
+                node = Node(node.value | own, node.source, node.key)
+                there = None
         if there is not None and there.value is not None and there.plain() != node.plain():
             message = f"a key of NeMo RL; contradicts {there.key} = {in_yaml(there.plain())} ({there.source})"
             problems.append(Problem(node.source, node.key, message))

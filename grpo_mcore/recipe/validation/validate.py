@@ -25,7 +25,6 @@ ConfigT = TypeVar("ConfigT", bound=RecipeSections)
 SectionT = TypeVar("SectionT", bound=Section)
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "policy.offload_optimizer_for_logprob": (False, "offloading the optimizer for the log-prob passes"),
     # Megatron-Core's distributed optimizer saves Adam's state only.
     "policy.megatron_cfg.optimizer.optimizer": ("adam", "SGD"),
     "policy.megatron_cfg.optimizer.use_distributed_optimizer": (True, "an optimizer that is not distributed"),

@@ -114,7 +114,8 @@ def _host_memory(load: Workload, device: Device, stage: int) -> Phase:
     if device.memory is not None:
         if load.host_share:
             parts["updated there"] = host_optimizer_bytes(load, stage)
-        if load.grpo and load.colocated and load.engines_sleep and load.host_share < 1:
+        away = load.colocated and load.engines_sleep or load.offloads
+        if load.grpo and away and load.host_share < 1:
             parts["optimizer, while engines generate"] = optimizer_bytes(load, stage)
         if load.reference and load.adapters is None:
             parts["reference, and weights in its place"] = 2 * weight_bytes(load, stage)
@@ -324,7 +325,8 @@ def policy_memory(load: Workload, device: Device, stage: int) -> StageMemory:
             clone = {"weights set aside for the reference": weights} if aside else {}
             logits = int(logits_bytes(load.shape, load.rank, chunk, backward=False)) if last else 0
             parts = {"activations": max(forward - logits, 0), "logits": logits}  # one after the other
-            phases.append(Phase("log-probs", {**state, **clone, **parts}))
+            kept = base if load.offloads and device.memory is not None else state
+            phases.append(Phase("log-probs", {**kept, **clone, **parts}))
     logits = int(logits_bytes(load.shape, load.rank, chunk, backward=True)) if last else 0
     parts = {"activations": activation_bytes(load, stage, logits), "logits": logits}
     for teacher in (teacher for teacher in load.teachers if teacher.distributions and last):

@@ -262,10 +262,11 @@ def offload_seconds(load: Workload, device: Device, engine: EngineMemory) -> flo
     """Return the seconds per step in which policy and sleeping engines move to the host and back, all ranks of a node
     at once: the optimizer, and an engine's weights if it is paused or a refit brings adapters alone. Other engines drop
     their weights, which the refit replaces."""
-    if device.memory is None or not (load.colocated and load.engines_sleep):
+    sleeps = load.colocated and load.engines_sleep
+    if device.memory is None or not (sleeps or load.offloads and (load.prev or load.reference)):
         return 0.0
     nbytes = max(optimizer_bytes(load, stage) for stage in range(load.layout.pipeline))
-    if load.refit_adapters or not load.waits_for_longest:  # paused engines keep their weights
+    if sleeps and (load.refit_adapters or not load.waits_for_longest):  # paused engines keep their weights
         nbytes += engine.weights
     return 2 * nbytes / min(device.host_bandwidth, HOST_BANDWIDTH / load.ranks_per_node)
 

@@ -131,6 +131,7 @@ class Workload:
     divided: bool  # engines have some accelerators of each node to themselves
     default_engines: bool  # as many engines as fit
     engines_sleep: bool  # the engines give their memory to the policy while it trains
+    offloads: bool  # the optimizer is on the host during the log-prob passes too
     waits_for_longest: bool  # a step's training waits for all of its samples
     saves: bool  # checkpoints are written
     gathers: bool  # for a checkpoint each rank gathers the optimizer of its parameters
@@ -301,6 +302,7 @@ def workload_of(
         divided=not generation.colocated.enabled and divides_nodes(config),
         default_engines=generation.num_engines is None,
         engines_sleep=not config.grpo.async_grpo.max_age or config.grpo.async_grpo.pauses,
+        offloads=grpo and policy.offload_optimizer_for_logprob,
         waits_for_longest=not config.grpo.async_grpo.max_age,
         saves=config.checkpointing.enabled,
         gathers=megatron.dist_ckpt_optim_fully_reshardable,

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from grpo_mcore.recipe import MasterConfig, RecipeError
+from grpo_mcore.recipe import MasterConfig, RecipeError, load_recipe
 
 RECIPE: dict[str, Any] = {
     "policy": {"model_name": "m", "generation": {"vllm_cfg": {"expose_http_server": True}}},
@@ -48,6 +50,59 @@ def test_reward_penalties_become_keys_of_the_gym() -> None:
     assert "reward_penalties" not in off.env["nemo_gym"]
     with pytest.raises(RecipeError, match="only rollouts of a NeMo Gym are penalised"):
         MasterConfig.model_validate(recipe(reward_penalties=penalties, env={"math": {}}))
+
+
+def test_files_of_older_gym_recipes_are_datasets(tmp_path: Path) -> None:
+    base, child, renamed = (tmp_path / f"{name}.yaml" for name in ("base", "child", "renamed"))
+    files = {"train_jsonl_fpath": "${folder}/train.jsonl", "validation_jsonl_fpath": "b.jsonl", "agent_name": "x"}
+    plain = recipe(data=files, grpo__val_period=1, folder="data")
+    base.write_text(yaml.safe_dump(plain))
+    child.write_text("defaults: base\ndata: {train: {data_path: c.jsonl}}\n")
+    renamed.write_text("defaults: base\ndata: {train_jsonl_fpath: d.jsonl}\n")
+    for file, path in ((base, "data/train.jsonl"), (child, "c.jsonl"), (renamed, "d.jsonl")):
+        found = load_recipe(file)
+        (train,), (validation,) = found.config.data.train, found.config.data.validation
+        assert (train.data_path, train.dataset_name, train.env_name) == (path, "NemoGymDataset", "nemo_gym")
+        assert (validation.data_path, validation.dataset_name) == ("b.jsonl", "NemoGymDataset")
+        assert sorted(problem.key for problem in found.imported) == ["data.agent_name", "folder"]
+    base.write_text(yaml.safe_dump(recipe(folder="data")))
+    with pytest.raises(RecipeError, match="folder: unknown key"):
+        load_recipe(base)
+
+
+def test_what_older_gym_recipes_say_twice_is_used_once(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    serving = {"enable_auto_tools": True, "tool_parser": "hermes", "chat_template": "{{ messages }}"}
+    engine = {
+        "http_server_serving_chat_kwargs": serving | {"default_chat_template_kwargs": {"long": False, "thinks": True}},
+        "expose_http_server": True,
+        "enable_thinking": True,
+    }
+    grpo = {
+        "val_period": 0,
+        "invalid_tool_call_strategy": "mask",
+        "penalize_invalid_tool_call": True,
+        "invalid_tool_call_advantage": -5.0,
+        "penalize_malformed_thinking": True,
+        "malformed_thinking_advantage": -1.0,
+        "use_best_at_k": False,
+        "best_at_k_k": 8,
+    }
+    plain = recipe(
+        policy__generation={"vllm_cfg": engine}, policy__tokenizer={"chat_template_kwargs": {"thinks": True}}
+    )
+    file.write_text(yaml.safe_dump(plain | {"grpo": grpo}))
+    config = load_recipe(file).config
+    assert config.policy.tokenizer.chat_template == "{{ messages }}"
+    assert config.policy.tokenizer.chat_template_kwargs == {"long": False, "thinks": True, "enable_thinking": True}
+    assert (config.grpo.invalid_tool_call_advantage, config.grpo.malformed_thinking_advantage) == (-5.0, -1.0)
+    del grpo["invalid_tool_call_advantage"]
+    plain["policy"]["tokenizer"]["chat_template_kwargs"]["thinks"] = False
+    file.write_text(yaml.safe_dump(plain | {"grpo": grpo | {"use_best_at_k": True}}))
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(file)
+    for said in ("use grpo.invalid_tool_call_advantage", "best of k samples", "contradicts policy.tokenizer"):
+        assert said in str(refused.value)
 
 
 def test_the_switch_removes_the_gym() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from grpo_mcore.algorithms.grpo import train_on_groups
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.cluster.local_cluster import LocalWorker
+from grpo_mcore.layout import PolicyLayout
+from tests.unit.algorithms.training_step.step_cases import config, group
 
 
 class Rank:
@@ -30,3 +36,35 @@ def test_a_checkpoint_without_the_optimizer_is_told(caplog: pytest.LogCaptureFix
         group.load("step_2/policy")
     told = "step_2/policy holds no optimizer (checkpointing.save_optimizer): its moments start at 0"
     assert caplog.messages == ([] if optimizer else [told])
+
+
+class Recorder:
+    """A policy that notes what it is called for."""
+
+    def __init__(self) -> None:
+        self.layout, self.shares_prefixes, self.teachers, self.updates = PolicyLayout(1, 1, 1), False, None, 0
+        self.calls: list[str] = []
+
+    def infer_logprobs(self, count: int, **asked: Any) -> dict[str, torch.Tensor]:
+        self.calls.append("log-probs")
+        return {"valid_toks": torch.arange(6, 6 + count // 2).repeat(2)}
+
+    def train(self, *_: Any) -> dict[str, float]:
+        self.calls.append("train")
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.calls.append(name)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_the_optimizer_may_stay_away_until_the_update(offloads: bool) -> None:
+    policy: Any = Recorder()
+    recipe = config()
+    recipe.policy.offload_optimizer_for_logprob = offloads
+    engines: Any = SimpleNamespace(release=lambda **_: None, pauses=False)
+    clock: Any = SimpleNamespace(phase=lambda _: nullcontext())
+    nothing: Any = None
+    train_on_groups(policy, engines, [group("a", [1, 0, 0, 1]), group("b", [0, 1, 1, 0])], nothing, recipe, clock)
+    moved = ["offload", "receive", "log-probs", "onload", "train"]
+    assert policy.calls == (moved if offloads else ["onload", "receive", "log-probs", "train"])
