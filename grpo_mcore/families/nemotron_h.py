@@ -60,6 +60,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
         qk_norm=False,
         experts=_experts(config, blocks) if Block.EXPERTS in blocks else None,
         blocks=blocks,
+        carried=("mtp.",) if config.get("num_nextn_predict_layers") else (),
         mamba=MambaShape(
             heads=config["mamba_num_heads"],
             head_dim=config["mamba_head_dim"],

@@ -35,6 +35,12 @@ def mmlu_pro(row: Row) -> Row:
     return {**choice, "category": row["category"]}
 
 
+def mmlu(row: Row) -> Row:
+    """MMLU as simple-evals publishes it: {"Question", "A", "B", "C", "D", "Answer": a letter, "Subject"}."""
+    choice = _choice(row["Question"], [row[letter] for letter in "ABCD"], LETTERS.index(row["Answer"].strip()))
+    return {**choice, "subject": row["Subject"]}
+
+
 def _choice(question: str, choices: Sequence[str], right: int) -> Row:
     if not 0 <= right < len(choices) <= len(LETTERS):
         raise DataError(f"choice {right} of {len(choices)}; there can be 1 to {len(LETTERS)} choices")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from grpo_mcore.data.datasets.benchmarks import gpqa, human_eval, ifeval, math500, mbpp, mmlu_pro
+from grpo_mcore.data.datasets.benchmarks import gpqa, human_eval, ifeval, math500, mbpp, mmlu, mmlu_pro
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, as_chat, setting, unusable
 from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, user
 from grpo_mcore.data.datasets.source import Source, Table, field_of, joined, missing, open_source, required
@@ -193,7 +193,8 @@ def _columns(source: Source) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class Published:
-    """A dataset on the hub. All `subsets` are read, one after the other. `view` converts the table's rows."""
+    """A dataset on the hub. All `subsets` are read, one after the other. `view` converts the table's rows. A `path`
+    that is the address of a file has a place for the subset, {}, and no splits."""
 
     path: str
     to_chat: ToChat
@@ -213,10 +214,11 @@ class PublishedDataset(MappedDataset):
                 to_chat, **{key: value for key, value in keys.items() if value not in (None, *UNSET_KEYS)}
             )
         own, subset = setting(entry, "data_path"), setting(entry, "subset")
+        is_file = "://" in published.path and not own
         parts = [
             open_source(
-                own or published.path,
-                subset=part,
+                own or (published.path.format(f"_{part}" if part else "") if is_file else published.path),
+                subset=None if is_file else part,
                 split=setting(entry, "split") or published.split,
                 download_dir=setting(entry, "download_dir"),
             )
@@ -235,6 +237,8 @@ _NUMINA = Columns(
 )
 _OPEN_MATH = Columns(answer="expected_answer", truth="expected_answer", kept=("problem_source",))
 
+_SIMPLE_EVALS = "https://openaipublic.blob.core.windows.net/simple-evals/"
+
 PUBLISHED: dict[str, Published] = {
     "OpenMathInstruct-2": Published("nvidia/OpenMathInstruct-2", _OPEN_MATH, split="train_1M"),
     "DeepScaler": Published("agentica-org/DeepScaleR-Preview-Dataset", Columns()),
@@ -246,6 +250,11 @@ PUBLISHED: dict[str, Published] = {
     ),
     "GSM8K": Published("openai/gsm8k", gsm8k, subsets=("main",)),
     "MATH-500": Published("HuggingFaceH4/MATH-500", math500, split="test"),
+    "MATH": Published(_SIMPLE_EVALS + "math_test{}.csv", Columns(question="Question", answer="Answer", truth="Answer")),
+    "MMLU": Published(_SIMPLE_EVALS + "mmlu{}.csv", mmlu),
+    "HMMT2025-Feb": Published("MathArena/hmmt_feb_2025", Columns()),
+    "HMMT2025-Nov": Published("MathArena/hmmt_nov_2025", Columns()),
+    "HMMT2026-Feb": Published("MathArena/hmmt_feb_2026", Columns()),
     "GPQA": Published("Idavidrein/gpqa", gpqa, subsets=("gpqa_diamond",)),
     "MMLU-Pro": Published("TIGER-Lab/MMLU-Pro", mmlu_pro, split="test"),
     "HumanEval": Published("openai/openai_humaneval", human_eval, split="test"),

@@ -7,12 +7,16 @@ disk until they are read.
 from __future__ import annotations
 
 import csv
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 from uuid import UUID
 
 import numpy as np
@@ -61,6 +65,8 @@ def open_source(
 ) -> Source:
     """Open a JSONL or JSON file and parse all its rows, or open a table. Raises DataError."""
     path = str(Path(path).expanduser()) if path.startswith("~") else path
+    if is_address(path):
+        path = _download(path, download_dir)
     if is_local(path) and is_json(path):
         if split is not None and not split.isidentifier():
             raise DataError(f"{path}: split {split!r} is for tables; a JSON file is read whole")
@@ -144,6 +150,33 @@ def missing(row: dict[str, Any], key: str) -> DataError:
         inside, where = inside[part], repr(part)
     null = isinstance(inside, dict) and inside.get(part) is None
     return DataError(f"{key!r} is null" if null else f"{key!r} leads to nothing")
+
+
+def is_address(path: str) -> bool:
+    """Return whether a path is the address of a file on the net."""
+    return path.startswith(("https://", "http://"))
+
+
+def _download(address: str, folder: str | None) -> str:
+    """Return the file at an address, downloaded once into a folder (None: the cache of `datasets`). Raises
+    DataError."""
+    import datasets
+
+    suffix = Path(address.partition("?")[0]).suffix
+    if suffix not in (*SUFFIXES, *_FILE_TYPES):
+        raise DataError(f"{address}: unknown kind of file; known are {', '.join((*SUFFIXES, *_FILE_TYPES))}")
+    file = Path(folder or datasets.config.HF_DATASETS_CACHE) / (sha256(address.encode()).hexdigest() + suffix)
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        try:
+            with urlopen(address, timeout=60) as answer, part.open("wb") as out:
+                shutil.copyfileobj(answer, out)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise DataError(f"cannot download {address} ({error}); give a copy of it as data_path") from error
+        part.rename(file)
+    return str(file)
 
 
 def is_local(path: str) -> bool:

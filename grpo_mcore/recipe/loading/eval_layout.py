@@ -59,7 +59,7 @@ def _policy(generation: dict[str, Node], policy: dict[str, Node]) -> dict[str, N
 
 def _data(tree: Node, problems: list[Problem]) -> Node:
     """Return the section `data` with a dataset in `validation` for each name of `dataset_name`."""
-    data, sets = tree.value["data"], tree.find("eval.sets")
+    data, sets = _nemo_rl_dataset(tree.value["data"]), tree.find("eval.sets")
     written = data.value["dataset_name"]
     names = written.plain() if written.is_list else str(written.value).split(",")
     of_entry = {key for key in data.value if key in DatasetEntry.model_fields and key != "dataset_name"}
@@ -77,6 +77,29 @@ def _data(tree: Node, problems: list[Problem]) -> Node:
         entries.append(Node({**entry, **(dict(preset.value) if preset else {}), **given}, written.source, written.key))
     rest = {key: node for key, node in data.value.items() if key not in {*of_entry, "dataset_name"}}
     return Node({**rest, "validation": Node(entries, written.source, written.key)}, data.source, data.key)
+
+
+def _nemo_rl_dataset(data: Node) -> Node:
+    """Return the section with our names of what NeMo RL writes otherwise: a file or address as the dataset's name with
+    the keys of its problems and solutions, and MMLU or GPQA with a part in its name."""
+    value = dict(data.value)
+    language, name = value.pop("language", None), value["dataset_name"]
+    for theirs, ours in (("problem_key", "input_key"), ("solution_key", "output_key")):
+        if theirs in value:
+            value[ours] = value.pop(theirs)
+            value.setdefault("data_path", name)
+    if "data_path" in value and value["data_path"] is name:
+        value["dataset_name"] = Node("ResponseDataset", name.source, name.key)
+        value.pop("file_format", None)  # the file's name ends with it
+    written = str(name.value)
+    if language is not None and language.value not in (None, "EN-US"):
+        value["subset"] = language
+    elif written.startswith("mmlu_") and dataset_by_name(written) is None:
+        value["dataset_name"] = Node("MMLU", name.source, name.key)
+        value["subset"] = Node(written.removeprefix("mmlu_"), name.source, name.key)
+    elif written == "gpqa_diamond":
+        value["dataset_name"] = Node("GPQA", name.source, name.key)
+    return Node(value, data.source, data.key, data.replaces)
 
 
 def _canonical(name: str) -> str:

@@ -39,8 +39,13 @@ DATASETS = (
     "AIME2024",
     "AIME2025",
     "GSM8K",
+    "MATH",
     "MATH-500",
+    "HMMT2025-Feb",
+    "HMMT2025-Nov",
+    "HMMT2026-Feb",
     "GPQA",
+    "MMLU",
     "MMLU-Pro",
     "HumanEval",
     "MBPP",
@@ -76,14 +81,14 @@ class DatasetEntry(Section):
     dataset_name: str = "ResponseDataset"
     """Name of a known dataset, ResponseDataset for a file of your own, or the import path of a dataset class."""
     data_path: str | None = None
-    """A JSON, JSONL, CSV, TSV, Parquet or Arrow file, or organisation/name of a Hugging Face dataset. For a known
-    dataset: a copy of it."""
+    """A JSON, JSONL, CSV, TSV, Parquet or Arrow file, the address of one (https://...), or organisation/name of a
+    Hugging Face dataset. For a known dataset: a copy of it."""
     separator: str | None = Field(default=None, min_length=1, max_length=1)
     """Character between the cells of a CSV file. null: a comma; in a TSV file a tab."""
     task_name: str | None = None
     """Name of the dataset in metrics and logs. null: the name of the dataset or of its file."""
     subset: str | None = None
-    """Subset of a Hugging Face dataset. null: the dataset's default."""
+    """Subset of a Hugging Face dataset, or language of MMLU, such as ZH-CN. null: the dataset's default."""
     split: str | None = None
     """Split of a Hugging Face dataset, or part of one, such as `train[:5%]`. null: the dataset's default."""
     download_dir: str | None = None

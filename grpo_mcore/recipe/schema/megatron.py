@@ -44,8 +44,6 @@ class OptimizerConfig(Section):
     """Decay of Adam's mean of the squared gradients."""
     adam_eps: PositiveFloat = 1.0e-8
     """Added to the root of Adam's second moment."""
-    use_distributed_optimizer: bool = True
-    """Shard the optimizer state over the data-parallel ranks. false: not supported yet."""
     use_precision_aware_optimizer: bool = False
     """Update the weights from bfloat16 gradients as they are, without float32 copies of them. Needs TransformerEngine,
     on a GPU, and policy.precision: bfloat16. No effect with optimizer_cpu_offload."""

@@ -30,6 +30,7 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
         _move(tree, path, entry, problems, notes)
     for path, entry in tables["values"].items():
         _replace_value(tree, path, entry, notes)
+    _split_tokens_of_experts(tree, notes)
     for path, entry in tables["dropped_while"].items():
         nodes = [tree.find(key) for key in entry["key"]]
         values = [None if node is None else node.value for node in nodes]
@@ -88,6 +89,18 @@ def _replace_value(tree: Node, path: str, entry: dict[str, Any], notes: list[Pro
             if node.value == written and type(node.value) is type(written):
                 section.value[name] = Node(meant, node.source, node.key)
                 notes.append(Problem(node.source, node.key, f"{in_yaml(written)} is {in_yaml(meant)}: {entry['why']}"))
+
+
+def _split_tokens_of_experts(tree: Node, notes: list[Problem]) -> None:
+    """Turn on sequence parallelism that a recipe turns off where experts are spread over ranks under tensor
+    parallelism: Megatron-Core needs it there, and it changes no result."""
+    at = "policy.megatron_cfg."
+    split = tree.find(at + "sequence_parallel")
+    names = ("tensor_model_parallel_size", "expert_model_parallel_size")
+    sizes = [node.value if (node := tree.find(at + name)) is not None else 1 for name in names]
+    if split is not None and split.value is False and all(isinstance(size, int) and size > 1 for size in sizes):
+        split.value = True
+        notes.append(Problem(split.source, split.key, "false is true: experts under tensor parallelism need it"))
 
 
 def _instead(table: str, entry: Any, value: Any) -> str | None:

@@ -27,7 +27,6 @@ SectionT = TypeVar("SectionT", bound=Section)
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     # Megatron-Core's distributed optimizer saves Adam's state only.
     "policy.megatron_cfg.optimizer.optimizer": ("adam", "SGD"),
-    "policy.megatron_cfg.optimizer.use_distributed_optimizer": (True, "an optimizer that is not distributed"),
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "other number formats of the KV cache"),
 }
 """Keys whose feature does not exist yet: (neutral value, missing feature). Delete a line when you add its feature."""

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any
 
 import datasets as hf
 import pytest
 
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, load_preference_dataset, load_response_dataset
+from grpo_mcore.data.datasets import source
 from grpo_mcore.data.datasets.published import PUBLISHED
 from grpo_mcore.environments.code.tests import read_tests
 from grpo_mcore.environments.instructions import followed
 from grpo_mcore.recipe import DatasetEntry, dataset_by_name
+
+LOAD_DATASET = hf.load_dataset
 
 OPEN_MATH = {
     "problem": "What is 2+3?",
@@ -170,6 +176,7 @@ HUB: dict[tuple[str, str | None], dict[str, list[dict[str, Any]]]] = {
     ("opencompass/AIME2025", "AIME2025-I"): {"test": [AIME_2025]},
     ("opencompass/AIME2025", "AIME2025-II"): {"test": [{**AIME_2025, "answer": "468"}, {**AIME_2025, "answer": "49"}]},
     ("openai/gsm8k", "main"): {"train": [GSM8K] * 20, "test": [GSM8K]},
+    **{(f"MathArena/hmmt_{month}", None): {"train": [AIME_2024]} for month in ("feb_2025", "nov_2025", "feb_2026")},
     ("HuggingFaceH4/MATH-500", None): {"test": [MATH_500]},
     ("Idavidrein/gpqa", "gpqa_diamond"): {"train": [GPQA]},
     ("TIGER-Lab/MMLU-Pro", None): {"test": [MMLU_PRO], "validation": [MMLU_PRO]},
@@ -205,7 +212,46 @@ def said(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def test_the_fake_hub_has_every_dataset() -> None:
-    assert {(found.path, subset) for found in PUBLISHED.values() for subset in found.subsets} == set(HUB)
+    hub = [found for found in PUBLISHED.values() if "://" not in found.path]
+    assert {(found.path, subset) for found in hub for subset in found.subsets} == set(HUB)
+
+
+def test_a_dataset_that_is_a_file_on_the_net(monkeypatch, tmp_path) -> None:
+    """MATH and MMLU are read from addresses; a subset of MMLU is a language."""
+    tables = {"math_test.csv": "Question,Answer\n1+1?,2\n"}
+    tables["mmlu_ZH-CN.csv"] = "Question,A,B,C,D,Answer,Subject\nPick.,w,x,y,z,C,law\n"
+    asked = []
+
+    def download(address: str, folder: str | None) -> str:
+        file = tmp_path / (name := address.rpartition("/")[2])
+        file.write_text(tables[name])
+        asked.append(address)
+        return str(file)
+
+    monkeypatch.setattr(source, "_download", download)
+    monkeypatch.setattr(hf, "load_dataset", LOAD_DATASET)
+    [problem] = rows_of("math")
+    assert said(problem)[0] == ("user", "1+1?") and problem["ground_truth"] == "2"
+    [choice] = rows_of("MMLU", subset="ZH-CN")
+    assert said(choice)[0] == ("user", "Pick.\n\nA) w\nB) x\nC) y\nD) z")
+    assert (choice["ground_truth"], choice["subject"]) == ("C", "law")
+    assert asked[1].startswith("https://") and asked[1].endswith("/simple-evals/mmlu_ZH-CN.csv")
+
+
+def test_a_file_on_the_net_is_downloaded_once(tmp_path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"input": "1+1?", "output": "2"}\n')
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        at = f"http://127.0.0.1:{server.server_port}/"
+        [row] = source.open_source(at + "rows.jsonl", download_dir=str(tmp_path / "cache")).rows
+        with pytest.raises(DataError, match=r"cannot download .*none.csv .*give a copy of it as data_path"):
+            source.open_source(at + "none.csv", download_dir=str(tmp_path / "cache"))
+        server.shutdown()
+    assert row == {"input": "1+1?", "output": "2"}
+    assert len(source.open_source(at + "rows.jsonl", download_dir=str(tmp_path / "cache")).rows) == 1
+    with pytest.raises(DataError, match="unknown kind of file"):
+        source.open_source(at + "rows.zip")
 
 
 @pytest.mark.parametrize(
@@ -373,7 +419,8 @@ def test_spellings(written: str, name: str | None) -> None:
 
 def test_every_dataset_tokenises(tokenizer) -> None:
     """Every dataset passes the processor of its algorithm; no row is rejected."""
-    for name in PUBLISHED.keys() - {"HumanEval", "MBPP", "IFEval"}:  # prompts without an answer
+    on_the_net = {name for name, published in PUBLISHED.items() if "://" in published.path}
+    for name in PUBLISHED.keys() - on_the_net - {"HumanEval", "MBPP", "IFEval"}:  # prompts without an answer
         load: Callable[..., Any] = load_response_dataset
         data = load({"dataset_name": name, "processor": "sft_processor"})
         processors = {data.task_name: (data.task_spec, data.processor)}

@@ -33,6 +33,34 @@ def test_a_copy_of_the_data_and_other_keys_apply_to_every_dataset() -> None:
     assert (entry.data_path, entry.prompt_file, entry.env_name) == ("copy.jsonl", "own.txt", "math")
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["data.dataset_name=math"], {"dataset_name": "math", "env_name": "math"}),
+        (["data.dataset_name=hmmt2025_feb"], {"dataset_name": "hmmt2025_feb", "env_name": "math"}),
+        (["data.dataset_name=mmlu", "+data.language=EN-US"], {"dataset_name": "mmlu", "subset": None}),
+        (["data.dataset_name=mmlu", "+data.language=ZH-CN"], {"subset": "ZH-CN", "env_name": "choice"}),
+        (["data.dataset_name=mmlu_DE-DE"], {"dataset_name": "MMLU", "subset": "DE-DE"}),
+        (["data.dataset_name=gpqa_diamond"], {"dataset_name": "GPQA", "env_name": "choice"}),
+        (
+            ["data.dataset_name='https://x.org/a.csv'", "+data.problem_key=Question"]
+            + ["+data.solution_key=Answer", "+data.file_format=csv", "+data.env_name=math"],
+            {"data_path": "https://x.org/a.csv", "input_key": "Question", "output_key": "Answer"},
+        ),
+    ],
+)
+def test_datasets_as_nemo_rl_names_them(words: list[str], expected: dict[str, Any]) -> None:
+    (entry,) = load_recipe("eval", words).config.data.validation
+    assert {name: entry[name] for name in expected} == expected
+
+
+def test_other_keys_of_nemo_rls_evaluations() -> None:
+    words = ["+generation.enable_thinking=true", "+eval.save_full_gym_result=false", "eval.save_path=null"]
+    config = load_recipe("eval", words).config
+    assert config.policy.tokenizer.chat_template_kwargs == {"enable_thinking": True}
+    assert config.eval.save_path == "results/eval"
+
+
 def test_the_resolved_recipe_is_the_same_again() -> None:
     config = load_recipe("eval", ["data.dataset_name=AIME2025"]).config
     plain: dict[str, Any] = config.model_dump(mode="json", include={"policy", "data", "env", "eval", "cluster"})
@@ -49,6 +77,7 @@ def test_the_resolved_recipe_is_the_same_again() -> None:
         (["eval.sets.AIME2024=5"], "expected a mapping of keys"),
         (["data.dataset_name=Squad"], "name the environment that scores it"),
         (["data.dataset_name=val.jsonl"], "val.jsonl is a file: give it as data_path"),
+        (["+eval.rollout_mode=nemo_gym"], "evaluation through agents of a NeMo Gym is not supported yet"),
         (["eval.metrics=cons@k"], "nearest known key: eval.metric"),
     ],
 )

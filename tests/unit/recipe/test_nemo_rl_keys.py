@@ -371,6 +371,8 @@ def test_a_decay_of_null_lasts_as_long_as_the_run(load, overrides: list[str], st
         ("+policy.sequence_packing.microbatch_order=largest_first", None),
         ("+grpo.zero_variance_prompt_filtering=false", None),
         ("+grpo.zero_variance_prompt_filtering=true", "use grpo.use_dynamic_sampling"),
+        ("policy.megatron_cfg={mtp_num_layers: 5, mtp_use_repeated_layer: true, mtp_detach_heads: true}", None),
+        ("+policy.megatron_cfg.optimizer.use_distributed_optimizer=false", None),
     ],
 )
 def test_keys_of_peers_without_an_effect_do_not_stop_a_recipe(load, problems, override: str, outcome) -> None:
@@ -386,3 +388,10 @@ def test_raw_log_probs_are_dropped_with_a_note(load) -> None:
     assert [str(note).partition(": ")[2] for note in recipe.imported] == [
         "policy.generation.vllm_cfg.logprobs_mode: dropped: no effect here",
     ]
+
+
+def test_sequence_parallelism_that_experts_need_is_on(load) -> None:
+    sizes = "tensor_model_parallel_size: 2, expert_model_parallel_size: 2, sequence_parallel: false"
+    recipe = load(MINIMAL, f"policy.megatron_cfg={{{sizes}}}", "cluster.gpus_per_node=2")
+    assert recipe.config.policy.megatron_cfg.sequence_parallel
+    assert "sequence_parallel: false is true: experts under" in str(recipe.imported[-1])
