@@ -51,11 +51,13 @@ def check_nodes(name: str, nodes: int, wait_s: float = 0.0) -> None:
 
 def _refuse_or_wait(shortage: Callable[[], str | None], advice: str, wait_s: float) -> None:
     """Return once `shortage` returns None. Otherwise raise NotEnoughResources with what it says and `advice`; if a node
-    is lost, NodeLost after `wait_s` seconds."""
+    is lost, or Ray knows of none any more, NodeLost after `wait_s` seconds."""
     deadline, told = time.monotonic() + wait_s, False
     while (missing := shortage()) is not None:
-        if not (lost := sum(not node["Alive"] for node in ray.nodes())):
+        alive = [bool(node["Alive"]) for node in ray.nodes()]
+        if alive and all(alive):
             raise NotEnoughResources(f"{missing}; {advice}")
+        lost = len(alive) - sum(alive)
         if time.monotonic() >= deadline:
             raise NodeLost(f"{missing}; {lost} of its nodes are lost, and none came in their place in {wait_s:g} s")
         if not told:

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import secrets
+import string
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -138,13 +139,14 @@ class MLflow:
 
 
 class SwanLab:
-    """An experiment of SwanLab."""
+    """An experiment of SwanLab, which a resumed run continues."""
 
     def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
         where, self._package = config.swanlab, package
         names = {"project": where.project, "experiment_name": where.name, "workspace": where.workspace}
         options = {key: value for key, value in (names | {"mode": where.mode}).items() if value is not None}
-        self._run = package.init(logdir=str(folder / "swanlab"), **options)
+        number, _ = run_id(folder, "swanlab", _swanlab_id)
+        self._run = package.init(logdir=str(folder / "swanlab"), id=number, resume="allow", **options)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._package.log(dict(values), step=step)
@@ -154,6 +156,11 @@ class SwanLab:
 
     def close(self) -> None:
         self._package.finish()
+
+
+def _swanlab_id() -> str:
+    """Return a new id: SwanLab takes 21 lower-case letters and digits."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(21))
 
 
 class Prometheus:

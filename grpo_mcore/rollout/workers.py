@@ -71,7 +71,8 @@ before its peer's death is noticed."""
 
 def is_fault(error: BaseException) -> bool:
     """Return whether the cause is a lost process, machine, device, disk, network or Ray, or a missed deadline, so that
-    a retry may succeed. False for a mistake in the recipe, the data, the model or a program."""
+    a retry may succeed. False for a mistake in the recipe, the data, the model or a program. What fails while a loss is
+    handled or cleaned up is a loss too."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, WorkerDied | ObjectLost | NodeLost | DeadlineExceeded | ConnectionError):
@@ -83,7 +84,7 @@ def is_fault(error: BaseException) -> bool:
             return True
         if isinstance(cause, RuntimeError) and LOST_DEVICE.search(str(cause)):
             return True
-        cause = cause.__cause__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False
 
 

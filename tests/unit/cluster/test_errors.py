@@ -64,6 +64,17 @@ def caused(error: Exception, cause: Exception) -> Exception:
     return error
 
 
+def while_handling(error: Exception, handled: Exception) -> Exception:
+    error.__context__ = handled
+    return error
+
+
+def unrelated(error: Exception, handled: Exception) -> Exception:
+    """Return an error raised `from None`."""
+    error.__context__, error.__suppress_context__ = handled, True
+    return error
+
+
 DIED = WorkerDied("policy-1", "train", "its process ended")
 LOSSES = [
     DIED,
@@ -82,6 +93,8 @@ LOSSES = [
     ),
     caused(WorkerFailed("policy-0", "train", "..."), torch.distributed.DistBackendError("NCCL error")),
     RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+    while_handling(RuntimeError("processes of this run could not be ended"), DIED),
+    while_handling(NotEnoughResources("engine-0: too few CPUs"), DIED),
 ]
 MISTAKES = [
     ValueError("a wrong recipe"),
@@ -92,6 +105,7 @@ MISTAKES = [
     OSError(errno.ENOSPC, "No space left on device"),
     FileNotFoundError(errno.ENOENT, "No such file"),
     torch.OutOfMemoryError("CUDA out of memory"),
+    unrelated(ValueError("a wrong recipe"), DIED),
     RuntimeError("CUDA error: device-side assert triggered"),
 ]
 

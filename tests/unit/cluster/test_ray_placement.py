@@ -59,3 +59,9 @@ def test_another_node_in_its_place_is_enough(
     check_nodes("engine", 2)
     assert nodes.slept == 2 * ray_placement.POLL_S
     assert package_log.text.count("waiting up to 60 s for others") == 1
+
+
+def test_a_ray_that_knows_no_node_any_more_has_lost_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    Nodes(monkeypatch, [])
+    with pytest.raises(NodeLost, match="the cluster has 0 CPU"):
+        check_room("engine", 1, 3, 0)

@@ -329,12 +329,14 @@ def test_mlflow_has_the_same_numbers(tmp_path, monkeypatch):
 
 def test_swanlab_takes_the_same_numbers(tmp_path):
     pytest.importorskip("swanlab")
-    where = SimpleNamespace(project="p", name="n", workspace=None, mode="local")
-    logger = Logger(config(tmp_path, swanlab_enabled=True, swanlab=where))
-    logger.log_hyperparams({"a": 1})
-    logger.log_metrics({"loss": 0.5}, step=1, prefix="train")
-    logger.close()
-    assert list((logger.log_dir / "swanlab").iterdir())
+    where = SimpleNamespace(project="p", name="n", workspace=None, mode="offline")
+    logger, ids = Logger(config(tmp_path, swanlab_enabled=True, swanlab=where)), set()
+    for run in (logger, Logger(config(tmp_path, swanlab_enabled=True, swanlab=where), run=logger.log_dir.name)):
+        run.log_hyperparams({"a": 1})
+        run.log_metrics({"loss": 0.5}, step=1, prefix="train")
+        run.close()
+        ids.add((run.log_dir / "swanlab_run.txt").read_text())
+    assert list((logger.log_dir / "swanlab").glob(f"run-*{ids.pop().strip()}")) and not ids
 
 
 def test_a_trackers_id_that_cannot_be_kept_is_used_all_the_same(tmp_path, package_log) -> None:
