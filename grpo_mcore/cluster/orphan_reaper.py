@@ -24,6 +24,10 @@ SOCKETS = "VLLM_RPC_BASE_PATH"
 """Variable that names the folder of the sockets of vLLM's ranks, whose files they leave behind."""
 
 
+END_S = 5.0
+"""Seconds that killed processes get to be gone."""
+
+
 class OrphanReaper:
     """Ends everything that carries the marker of one run, and removes `folder`: on `close`, or when this process ends.
 
@@ -67,7 +71,7 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
-def end_marked(mark: str, timeout_s: float = 5.0) -> list[int]:
+def end_marked(mark: str, timeout_s: float = END_S) -> list[int]:
     """Kill all processes that carry `mark`, also those that they start meanwhile. Return those left at the timeout."""
     deadline = time.monotonic() + timeout_s
     while (pids := marked(mark)) and time.monotonic() < deadline:

@@ -225,6 +225,9 @@ class RayCluster(Cluster):
         with _abandoned_calls_fail_silently():
             try:
                 self.stop(list(self._workers.values()))
+            except RayError as error:  # Ray has died: its workers end with it, and what the run has done stands
+                first = str(error).strip().partition("\n")[0]
+                logger.warning("the workers could not be ended in order: %s: %s", type(error).__name__, first)
             finally:
                 session.close()
 

@@ -21,7 +21,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from grpo_mcore.addresses import split_port
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
-from grpo_mcore.cluster.orphan_reaper import OrphanReaper, end_marked
+from grpo_mcore.cluster.orphan_reaper import END_S, OrphanReaper, end_marked
 from grpo_mcore.rollout.workers import DeadlineExceeded
 
 LONGEST_TEMPORARY = 28
@@ -103,7 +103,8 @@ class RaySession:
         return ray.util.get_node_ip_address()
 
     def close(self) -> None:
-        """Disconnect, and end a Ray that was started here with everything that runs in it."""
+        """Disconnect, and end a Ray that was started here with everything that runs in it. What cannot be ended, such
+        as a process that the kernel still frees the memory of, is said: what the run has done stands."""
         if not self.started_here:
             return
         # A raylet that stands still answers nothing; Ray would wait for it without end.
@@ -113,7 +114,7 @@ class RaySession:
         ray.shutdown()
         killer.cancel()
         if surviving := self.reaper.close():
-            raise RuntimeError(f"processes of this run could not be ended: {surviving}")
+            logger.error("processes of this run have not ended %g s after they were killed: %s", END_S, surviving)
 
     def copy_logs(self, to: Path, hidden: Collection[str] = ()) -> None:
         """Save the logs of a Ray that was started here, for their owner alone, without the values in `hidden`."""
