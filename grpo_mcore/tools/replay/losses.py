@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
 from grpo_mcore.algorithms.record.recorded_samples import recorded_groups
-from grpo_mcore.algorithms.run_control.checks import check_model
-from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, wait_until_ready
+from grpo_mcore.algorithms.setup import make_loss
 from grpo_mcore.algorithms.training_step.advantages import compute_targets
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
 from grpo_mcore.objective.loss_parts import BOUNDED, INSIDE, SIGNS, STOPPED, LossPart
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, read_token_texts
 from grpo_mcore.recipe import MasterConfig, load_recipe, needs_prev, needs_reference
-from grpo_mcore.tools.replay.replay import ReplayError
+from grpo_mcore.tools.replay.replay import ReplayError, policy_before
 
 OWN = "own"
 """The name of the run's own loss."""
@@ -84,13 +82,7 @@ def compare_losses(
         raise ReplayError("--loss: a step with teachers cannot be compared")
     losses = [make_loss(one) for one in configs.values()]
     names = tuple(configs)
-    model = check_model(config)
-    with start_cluster(config, scratch) as cluster:
-        policy = start_policy(config, cluster, model)
-        wait_until_ready(config, cluster, policy.workers, "start of the policy")
-        if checkpoint is not None:
-            policy.load(policy_folder(checkpoint))
-        policy.updates = step - 1
+    with policy_before(config, step, checkpoint, scratch) as (cluster, model, policy):
         batch = build_step_batch(
             recorded_groups(rows, cluster.store), config, model.layout, shares_prefixes=policy.shares_prefixes
         )

@@ -6,7 +6,8 @@ The step is the training loop's own (`train_on_groups`); only the samples come f
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,11 +19,11 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import train_on_groups
 from grpo_mcore.algorithms.record.recorded_samples import recorded_groups, sample_name
-from grpo_mcore.algorithms.run_control.checks import check_model
+from grpo_mcore.algorithms.run_control.checks import Model, check_model
 from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, start_teachers, wait_until_ready
-from grpo_mcore.algorithms.training_step.policy_group import logprobs_by_sample
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup, logprobs_by_sample
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, build_step_batch
-from grpo_mcore.cluster import Future
+from grpo_mcore.cluster import Cluster, Future
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.observe import Timeline, read_metrics
 from grpo_mcore.observe.logger import METRICS_FILE
@@ -148,6 +149,22 @@ def replay_config(config: MasterConfig, layout: str | None, precision: str | Non
     return MasterConfig.model_validate(plain)
 
 
+@contextmanager
+def policy_before(
+    config: MasterConfig, step: int, checkpoint: Path | None, scratch: Path
+) -> Iterator[tuple[Cluster, Model, PolicyGroup]]:
+    """Hold a cluster and a policy as it is before a step, without engines. `checkpoint`: of the step before it, None
+    before the first; `scratch`: folder of the workers' logs."""
+    model = check_model(config)
+    with start_cluster(config, scratch) as cluster:
+        policy = start_policy(config, cluster, model)
+        wait_until_ready(config, cluster, policy.workers, "start of the policy")
+        if checkpoint is not None:
+            policy.load(policy_folder(checkpoint))
+        policy.updates = step - 1
+        yield cluster, model, policy
+
+
 def replay(
     config: MasterConfig,
     rows: Sequence[Mapping[str, Any]],
@@ -160,13 +177,7 @@ def replay(
     Raises ReplayError where teachers read what is not recorded."""
     if config.on_policy_distillation.enabled and any(entry.hint_key for entry in config.data.train):
         raise ReplayError("its teachers got a hint (data.train.hint_key), which the samples do not record")
-    model = check_model(config)
-    with start_cluster(config, scratch) as cluster:
-        policy = start_policy(config, cluster, model)
-        wait_until_ready(config, cluster, policy.workers, "start of the policy")
-        if checkpoint is not None:
-            policy.load(policy_folder(checkpoint))
-        policy.updates = step - 1
+    with policy_before(config, step, checkpoint, scratch) as (cluster, model, policy):
         start_teachers(config, cluster, model, policy)
         groups = recorded_groups(rows, cluster.store)
         names = [sample_name(row) for row in rows]
