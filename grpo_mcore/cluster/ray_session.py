@@ -10,13 +10,15 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
-from ray._private import services
+from ray import NodeID
+from ray._private import services, worker
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from grpo_mcore.addresses import split_port
@@ -36,6 +38,9 @@ NOTE_S = 20.0
 
 SHUTDOWN_S = 30.0
 """Seconds that Ray gets to end in order before its processes are killed."""
+
+WATCH_NODE_S, ASK_S = 5.0, 10.0
+"""Seconds between two questions to Ray's head whether this node is alive, and for its answer."""
 
 TOKEN_PATH, TOKEN = "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 """Variables in which Ray looks for the token that its processes ask for."""
@@ -65,8 +70,10 @@ class RaySession:
         start_timeout_s: float = 600.0,
     ) -> None:
         self.started_here = False
+        self._watch: NodeWatch | None = None
         with private_files() as self.umask:
             self._connect(address, num_cpus, num_gpus, start_timeout_s)
+        self._watch = NodeWatch.of_this_machine()
 
     def _connect(self, address: str | None, num_cpus: int | None, num_gpus: int | None, start_timeout_s: float) -> None:
         if ray.is_initialized():
@@ -105,6 +112,8 @@ class RaySession:
     def close(self) -> None:
         """Disconnect, and end a Ray that was started here with everything that runs in it. What cannot be ended, such
         as a process that the kernel still frees the memory of, is said: what the run has done stands."""
+        if self._watch is not None:
+            self._watch.end()
         if not self.started_here:
             return
         # A raylet that stands still answers nothing; Ray would wait for it without end.
@@ -134,6 +143,60 @@ class RaySession:
             to.chmod(0o700)
         except OSError as error:  # such as a full disk: the death is the news
             logger.warning("Ray's logs cannot be copied to %s: %s", to, error)
+
+
+class NodeWatch(threading.Thread):
+    """Ends the node process (raylet) of this machine once Ray's head has given it up.
+
+    One that hangs answers nothing, and holds the object store: the driver would wait in `ray.put` without a deadline,
+    and no signal or exception reaches it there. When the process is gone, every such call fails, and Ray ends the
+    driver, which `supervise` starts again.
+
+    `lives`: asks the head whether this node is alive; `socket`: path that the node process has among its words.
+    """
+
+    def __init__(self, lives: Callable[[], bool], socket: str, period_s: float = WATCH_NODE_S) -> None:
+        super().__init__(name="node watch", daemon=True)
+        self._lives, self._socket, self._period_s = lives, socket, period_s
+        self._ended = threading.Event()
+
+    @classmethod
+    def of_this_machine(cls) -> NodeWatch:
+        """Watch the node that this process is connected to. It asks without ray.nodes(), which would start another Ray
+        if this one has just been shut down."""
+        node, client = NodeID.from_hex(ray.get_runtime_context().get_node_id()), worker.global_worker.gcs_client
+        watch = cls(lambda: client.check_alive([node], timeout=ASK_S)[0], worker._global_node.raylet_socket_name)
+        watch.start()
+        return watch
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join(ASK_S)
+
+    def run(self) -> None:
+        while not self._ended.wait(self._period_s):
+            try:
+                lives = self._lives()
+            except Exception as error:  # the head does not answer: Ray itself ends a driver that has lost it
+                logger.debug("Ray's head does not say whether this node is alive: %s", error)
+                continue
+            if not lives and not self._ended.is_set():
+                pids = self._end_node_process()
+                logger.error(
+                    "Ray has given up this machine, whose node process (raylet) does not answer; it is ended (%s), as "
+                    "the driver would wait for it without end",
+                    pids or "it had ended by itself",
+                )
+                return
+
+    def _end_node_process(self) -> list[int]:
+        pids = []
+        for process in psutil.process_iter(["name", "cmdline"]):
+            if process.info["name"] == "raylet" and any(self._socket in word for word in process.info["cmdline"] or ()):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+                    pids.append(process.pid)
+        return pids
 
 
 @contextmanager
