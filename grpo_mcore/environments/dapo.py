@@ -1,8 +1,8 @@
 r"""Math answers compared as strings, for data whose answers are short (DAPO, arXiv 2503.14476, section 3.4): the
 answer is in a last line "Answer: ...", and the reward is 1 where it is the truth, -1 elsewhere (equation 7).
 
-Truth and answer are normalised before they are compared: no dollar signs, \frac{1}{2} for \dfrac12, 1000 for 1,000, and
-no unit, unless both have one: then it must be the same.
+Truth and answer are normalised before they are compared: no dollar signs, 1/2 for \dfrac12, 1000 for 1,000, and no
+unit, unless both have one: then it must be the same.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ import re
 from grpo_mcore.environments.math_text import boxes, plain_characters, split_unit, without_boxes
 
 _TAIL = 300  # characters of the response in which the answer is looked for
-_ANSWER = re.compile(r"answer\s*:\s*(?:(?:\$\$|\\\[)\s*)?([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"answer[\s*_]*:\s*(?:(?:\$\$|\\\[)\s*)?([^\n]+)", re.IGNORECASE)
 
 _SPACING = re.compile(r"(?:\\[,;:!> ]|\\q?quad(?![a-zA-Z])|\\thinspace(?![a-zA-Z])|~|\{\s*\}|\s+)+")
 _THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SPACING.pattern}\d{{3}})+(?!\d)")
 _DECORATION = re.compile(
     r"\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|\\displaystyle|\^\s*\{?\s*\\circ\s*\}?|\\degree|\\?[%$]|\*\*|°|\\[()\[\]]"
 )
-_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|fbox|boxed|boldsymbol|bm)\s*\{([^{}]*)\}")
+_TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mathit|mathsf|mbox|fbox|boxed|boldsymbol|bold|bm|emph)\s*\{([^{}]*)\}"
+)
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SHORT_FRACTION = re.compile(r"\\frac(\d) ?(\d)(?!\d)")
+_WHOLE_FRACTION = re.compile(r"(?<![\d.)}])\\frac\{(-?\d+)\}\{(\d+)\}(?![\d^!])")
+_QUOTED = re.compile(r"""^(?:"(.*)"|'(.*)'|<([^<>]*)>|“(.*)”)$""")
+_REMARK = re.compile(r"\s+\((?=[^()]*[a-z]{4})[a-zA-Z ,]+\)$")
 _SHORT_ROOT = re.compile(r"\\sqrt(\w)")
 _COMMA = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 _LEADING = re.compile(r"(?<![\w.])(-?)(?=\.\d)")
@@ -52,13 +57,14 @@ def find_answer(response: str) -> str | None:
 def normalized(answer: str) -> str:
     r"""Return the normal form of an answer; of an equation the right side: "x = 5" is "5". An equation of two numbers,
     "3 = 4", stays whole."""
-    text = _content(answer).strip().strip("*_`").rstrip(".").strip("*_` ")
+    text = _REMARK.sub("", _content(answer).strip().strip("*_`").rstrip(".").strip("*_` "))
+    text = _QUOTED.sub(lambda match: next(inner for inner in match.groups() if inner is not None), text)
     left, equals, right = text.rpartition("=")
     if equals and (re.search(r"[a-zA-Z]", left) or _plain(left) == _plain(right)):
         text = right
     text = _plain(text)
-    text = _LEADING.sub(r"\g<1>0", text)
-    return text.rstrip(".")
+    text = _WHOLE_FRACTION.sub(r"\1/\2", _LEADING.sub(r"\g<1>0", text))
+    return text.rstrip(".").removeprefix("+")
 
 
 def _plain(text: str) -> str:

@@ -17,9 +17,11 @@ from grpo_mcore.environments.math_text import (
     Statement,
     alternatives,
     as_interval,
+    as_residue,
     in_base,
     is_negated,
     is_pure,
+    is_unsure,
     last_statement,
     normalized,
     split_unit,
@@ -52,6 +54,7 @@ _LABEL = re.compile(
     r"^(?:\\text\s*\{[^{}]*(?::|\b(?:is|are|equals)|=)\s*\}|\\approx(?![a-zA-Z])|\\sim(?:eq)?(?![a-zA-Z])|approximately|about)\s*"
 )
 _CHOICE = re.compile(r"^(?:\\text\s*\{\s*)?\(\s*([A-E])\s*\)\s*\}?(?:\\[ ,;:]|\\q?quad(?![a-zA-Z])|[~:\s])+(?=\S)")
+_MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\s)+|(?:(?<!\\)\\(?:[ ,;:!]|$)|~|\s)+$")
 _QUESTION = re.compile(r"[^.!?\n]*\?(?=\s|$)")
 _HALF_OF_DAY = re.compile(r"\\text\{ [ap]m\}")
 _NUMBERS = re.compile(r"[-+]?[\d.]+(?:(?:\s*[,;]\s+|\s*;\s*|\s*,?\s+and\s+|\s+)[-+]?[\d.]+)+\.?")
@@ -69,7 +72,8 @@ def hf_math_verify(response: str, truth: str) -> tuple[bool, str | None]:
     if statement is None:
         text = _QUESTION.sub("", text)
         statement = _last_line(text)
-        if _NUMBERS.fullmatch(statement.text) and not _has_several(gold_text):
+        several = _NUMBERS.fullmatch(statement.text) and not _has_several(gold_text)
+        if several or is_unsure(statement.text) and not is_unsure(gold_text):
             return False, statement.text
         answers = _parsed(text, _ANYWHERE)
     elif not statement.text:
@@ -104,6 +108,12 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
         return base == 10 and _equal(gold, [sympy.Integer(int(digits))])
     if gold_base and statement.is_boxed:
         return said.lstrip("0") == gold_base[0]
+    residue, gold_residue = as_residue(said), as_residue(gold_text)
+    if residue and gold_residue:
+        numbers = [_value(value) for value, _ in (residue, gold_residue)]
+        if residue[1] != gold_residue[1] or not all(isinstance(number, sympy.Integer) for number in numbers):
+            return residue == gold_residue
+        return (numbers[0] - numbers[1]) % residue[1] == 0
     if re.sub(r"\s", "", said) == re.sub(r"\s", "", gold_text):
         return _sides_agree(said)
     if _HALF_OF_DAY.search(said) and _HALF_OF_DAY.search(gold_text):  # math-verify does not look at it
@@ -127,7 +137,7 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
 def _bare(text: str) -> str:
     """Return a normalised formula without its box, its dollar signs and the full stop behind it."""
     text = _CHOICE.sub("", without_boxes(normalized(text)).strip())
-    text = _LABEL.sub("", text).strip("~ ").removesuffix("\\\\").strip()
+    text = _MARGIN.sub("", _LABEL.sub("", text)).removesuffix("\\\\").strip()
     text = re.sub(r"^(?:\*\*|__)(.*)(?:\*\*|__)$", r"\1", text, flags=re.DOTALL).strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         inner = text.rstrip(".").rstrip()

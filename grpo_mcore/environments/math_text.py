@@ -81,6 +81,18 @@ _WRAPPERS = re.compile(
 _TEXT_NUMBER = re.compile(
     r"\\(?:text|mathrm|textrm|textnormal|textsf|texttt|operatorname)\s*\{\s*([-+]?[\d.,]+%?)\s*\}"
 )
+_TEXT_LETTERS = re.compile(r"\\(?:text|mathrm|textrm)\s*\{\s*((?:[A-Z]\s*(?:,|\band\b)\s*)+[A-Z])\s*\}")
+_TEXT_DIGITS = re.compile(r"\\(?:text|mathrm|textrm)\s*\{\s*([0-9A-F]+)\s*\}(?=\s*_)")
+_RESIDUE = re.compile(
+    r"(?:\\?[a-zA-Z]\w*(?:_\{?\w+\}?)?\s*\\equiv\s*)?(?P<value>[^\\=]+?)\s*(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)*"
+    r"(?:\(\s*)?(?:\\[pb]?mod(?![a-zA-Z])|\\(?:text|mathrm)\{\s*mod\s*\}|mod\b)(?:\\[,;: ]|~|\s)*"
+    r"\{?\s*(?P<modulus>\d+)\s*\}?\s*\)?"
+)
+_UNSURE = re.compile(
+    r"\b(?:at (?:least|most)|(?:more|less|fewer|greater|larger|smaller) than|(?:could|might|may) be|maybe|perhaps|"
+    r"possibly)\s[^\d.!?\n]*[-+]?[\d.,]*\d[^\d]*$",
+    re.IGNORECASE,
+)
 _TEXT_MONEY = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*(\\\$|[$€£¥₹])\s*\}")
 _TEXT_QUANTITY = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*([-+]?\d[\d.,]*)\s+([a-zA-Z][a-zA-Z .]*)\}")
 _CLOCK = re.compile(
@@ -162,6 +174,7 @@ def normalized(text: str) -> str:
         text = _ORDINAL.sub("", _TEXT_ORDINAL.sub(r"\1", text))
         text = _TEXT_NUMBER.sub(r"\1", text).replace(r"\varnothing", r"\emptyset").replace("{:}", ":")
         text = _TEXT_MONEY.sub(r"\1", text)
+        text = _TEXT_DIGITS.sub(r"\1", _TEXT_LETTERS.sub(r"\1", text))
     text = _GROUPS.sub(lambda match: match[1] + _NOT_DIGITS.sub("", match[2]), text)
     text = _DECIMAL_COMMA.sub(".", text)
     text = _OVERLINE.sub(_repeating, text)
@@ -194,6 +207,17 @@ def as_interval(text: str) -> str | None:
         return None
     opening, closing = "(" if match["first"] == "<" else "[", ")" if match["second"] == "<" else "]"
     return f"{opening}{match['low'].strip()}, {match['high'].strip()}{closing}"
+
+
+def as_residue(text: str) -> tuple[str, int] | None:
+    """Return ("3", 7) of "3 \\pmod{7}" and "n \\equiv 3 \\pmod 7"; None of any other text."""
+    match = _RESIDUE.fullmatch(text.strip().strip("$").strip())
+    return None if match is None or int(match["modulus"]) == 0 else (match["value"].strip(), int(match["modulus"]))
+
+
+def is_unsure(text: str) -> bool:
+    """Return whether the last number of a text is only a bound or a guess: "it is at least 5"."""
+    return _UNSURE.search(text) is not None
 
 
 def _root(match: re.Match[str]) -> str:

@@ -1,5 +1,6 @@
 """Multiple choice: the letter after the last "Answer:" or "the answer is" is compared with that of the truth; reward 1
-or 0. Where there is no such letter, the last box with a letter counts, or a response that is nothing but a letter.
+or 0. Where there is no such letter, the last box with a letter counts, a response that is nothing but a letter, or the
+one that the last sentence settles on ("so I pick B").
 
 A letter stands alone: "Answer: a better look" and "Answer: A or B" name none. Without a colon it is a capital. The
 multilingual verifier knows the word for answer in the languages below, and letters in their scripts.
@@ -12,7 +13,7 @@ import re
 from grpo_mcore.environments.math_text import INVISIBLE, boxes, without_boxes
 
 _WORDS = {
-    "en": "answer correct_option correct_choice",
+    "en": "answer ans correct_option correct_choice",
     "ar": "الإجابة الاجابة الجواب إجابة",
     "bg": "отговор",
     "bn": "উত্তর",
@@ -64,14 +65,15 @@ _OR = (
 _OTHER = (
     rf"[\s.(]*(?:[,;/&+、،]|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|[或和と])\s*{_OPENING}"
 )
-_BECAUSE = "because since as is which that due for given"
+_BECAUSE = "because since as which that due for given"
 _IS = "is be ist es est è é är er jest este je on to adalah ni là"
+_SO = "therefore thus hence clearly indeed simply"
 _LABELS = (
-    rf"(?:\s+(?:{'|'.join(_IS.split())}|are|the|choice|option|letter|would|should|must|here|key|final|answer|correct|"
-    r"correcta|correcte|correta|corretta|corect|juste|richtig)\b|[是为は은는])*"
+    rf"(?:\s+(?:{'|'.join(f'{_IS} {_SO}'.split())}|are|the|choice|option|letter|would|should|must|here|key|final|answer|"
+    r"correct|correcta|correcte|correta|corretta|corect|juste|richtig)\b|[是为は은는])*"
 )
-_SIGN = r"(?:\W{0,3}[:：]|\s*=|\s+[-–])"
-_AFTER_IS = rf"(?:{'|'.join(rf'(?<= {word})' for word in _IS.split())}|(?<=[是为は은는]))\W{{0,3}}(?<=\W)"
+_SIGN = r"(?:\W{0,3}[:：](?:\s*\})?|\s*=|\s+[-–])"
+_AFTER_IS = rf"(?:{'|'.join(rf'(?<= {word})' for word in f'{_IS} {_SO}'.split())}|(?<=[是为は은는]))\W{{0,3}}(?<=\W)"
 
 
 def _pattern(words: str, letters: str) -> re.Pattern[str]:
@@ -81,15 +83,28 @@ def _pattern(words: str, letters: str) -> re.Pattern[str]:
     return re.compile(
         rf"(?:{names}){_LABELS}"
         rf"(?:{_SIGN}{_OPENING}(?P<letter>[{letters}])|{_AFTER_IS}{_OPENING}(?P<capital>(?-i:[{letters}])))"
-        rf"(?![\w'’]|-\w){_CLOSING}"
+        rf"(?!\w|['’]\w|-\w){_CLOSING}"
         rf"(?:(?P<several>{_OTHER}[{letters}](?!\w){_CLOSING}(?!\s+\w)|\s*[?？])|"
-        rf"(?P<word>(?<![)\]）】}}>])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())})\b)\w))?",
+        rf"(?P<word>(?<![)\]）】}}>])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|is)\b)\w))?",
         re.IGNORECASE,
     )
 
 
 _ENGLISH = _pattern(rf"\b{_WORDS['en']}", "".join(_SCRIPTS[:2]))
 _ANY_LANGUAGE = _pattern(" ".join(_WORDS.values()), "".join(_LETTER))
+_AT_END = rf"(?!\w|['’]\w|-\w){_CLOSING}\s*(?:$|[.,;:!]|\b(?:{'|'.join(_BECAUSE.split())}|is|are)\b)"
+_PICKED = re.compile(
+    rf"(?:\b(?i:answer|ans\.?|option|choice|letter)\s*[:：]?\s+|\b(?i:choose|pick|select|go with|it['’]?s|it is|must be|"
+    rf"should be|leaves|so|therefore|thus|hence)[\s,:]+|\b(?i:option|choice|answer|solution|one)\b[^.\n]{{0,30}}\bis\s+)"
+    rf"(?i:(?:the )?(?:option|choice|letter)\s+)?{_OPENING}(?P<letter>[{_LATIN}]){_AT_END}"
+    rf"|(?<!\w)\((?P<labelled>[{_LATIN}])\){_CLOSING}\s+(?:is|are)\b"
+    rf"|^(?P<first>[{_LATIN}])[).]?\s+(?i:{'|'.join(_BECAUSE.split())})\b"
+)
+_UNSURE = re.compile(
+    r"\b(?:not|never|neither|nor|either|both|all|or|and|incorrect|wrong|maybe|perhaps|possibly|might|could)\b|n['’]t\b|\?",
+    re.IGNORECASE,
+)
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+|,\s+(?=so\b|hence\b|therefore\b|thus\b)")
 _TRUTH = re.compile(rf"{_OPENING}([{''.join(_LETTER)}])\W*", re.IGNORECASE)
 _LABEL = re.compile(rf"(?:\\text(?:bf|it|rm|sf)?\s*\{{)?\s*\(\s*([{_LATIN}])\s*\)")
 
@@ -122,8 +137,19 @@ def _last_letter(pattern: re.Pattern[str], response: str) -> str | None:
         letter = _TRUTH.fullmatch(content) or _LABEL.match(content)
         if letter is not None:
             return _latin(letter[1])
-    alone = _TRUTH.fullmatch(text.strip())
-    return None if alone is None else _latin(alone[1])
+    if (alone := _TRUTH.fullmatch(text.strip())) is not None:
+        return _latin(alone[1])
+    return _picked(text)
+
+
+def _picked(text: str) -> str | None:
+    """Return the letter that the last sentence settles on in its own words, as "so I pick (B)": the only one, neither
+    denied nor in doubt."""
+    sentences = [sentence for sentence in _SENTENCE.split(text) if sentence.strip()]
+    if not sentences or _UNSURE.search(sentences[-1]):
+        return None
+    letters = {next(filter(None, match.groups())) for match in _PICKED.finditer(sentences[-1].strip())}
+    return letters.pop() if len(letters) == 1 else None
 
 
 def _latin(letter: str) -> str:

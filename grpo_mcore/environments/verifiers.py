@@ -103,7 +103,7 @@ def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:
         truth = truth.tolist()
     several = list(truth) if isinstance(truth, list | tuple) else [truth]
     for one in several:
-        if isinstance(one, Mapping | list | tuple | set | bytes) or _is_missing(one):
+        if isinstance(one, Mapping | list | tuple | set | bytes | bytearray) or _is_missing(one):
             raise ValueError(
                 f"the ground truth {shorten(repr(truth))} is {_kind(one)}, which no answer can match; name the field "
                 "that holds the answer in the dataset's output_key, such as reward_model.ground_truth"
