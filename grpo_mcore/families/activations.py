@@ -225,14 +225,21 @@ def last_stage_bytes(shape: ModelShape, rank: Rank, tokens: float) -> float:
     return tokens * (norm + rank.element * shape.hidden_size + 24 + LOSS_BYTES_PER_TOKEN)
 
 
+def divergence_block(chunk: int, element: int) -> int:
+    """Return how many tokens have logits of two models at a time in a divergence, where log-probs are computed of
+    `chunk` tokens. `element`: bytes of two logits, one of each. A block's take 1.5 bytes for each token of the chunk
+    and row of the output layer."""
+    return max(1, 3 * chunk // (2 * element))
+
+
 def divergence_bytes(shape: ModelShape, rank: Rank, chunk: int) -> int:
-    """Return the bytes of the largest temporaries of a divergence from a teacher (parallel/divergence.py): the
-    teacher's logits of a block, a quarter of `chunk` tokens; a tile of logits and of what is computed of them in
-    float32; the output layer's gradient in float32 and in the weights' format."""
-    rows, block = shape.padded_vocab_size(rank.tensor) // rank.tensor, max(1, chunk // 4)
+    """Return the bytes of the largest temporaries of a divergence from a teacher (parallel/divergence.py): both models'
+    logits of a block; a tile of logits and of what is computed of them in float32; the output layer's gradient in
+    float32, and in the weights' format when the blocks are done."""
+    rows, block = shape.padded_vocab_size(rank.tensor) // rank.tensor, divergence_block(chunk, 2 * rank.element)
     tile = min(rows, TILES["cpu" if rank.kernels == "cpu" else "gpu"])
-    gradient = rows * shape.hidden_size * (4 + rank.element)
-    return block * (rows * rank.element + 6 * 4 * tile) + gradient
+    gradient, copy = (rows * shape.hidden_size * element for element in (4, rank.element if rank.element < 4 else 0))
+    return gradient + max(block * (2 * rows * rank.element + 5 * 4 * tile), copy)
 
 
 def logits_bytes(shape: ModelShape, rank: Rank, chunk: int, *, backward: bool) -> float:

@@ -1,9 +1,9 @@
 """Divergence between a teacher's distribution and the policy's at each token, from the hidden states of both, over a
 vocabulary split across tensor-parallel ranks.
 
-Only a block of tokens has logits at a time, of the policy only a tile of the vocabulary. The gradient is computed in
-the forward pass, while the teacher's logits are there: five products of the size of the logits, where the log-prob
-pass, which computes its logits again in the backward pass, takes four.
+Only a block of tokens has logits at a time. The gradient is computed in the forward pass, while the logits of both
+models are there: four products of the size of the logits, as many as the log-prob pass takes, which computes its logits
+again in the backward pass.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_gather
 
+from grpo_mcore.families.activations import divergence_block
 from grpo_mcore.objective import LOG_ZERO, Divergence
-from grpo_mcore.parallel.logprobs import LOWEST, in_tile, logits_of, reduce, slices
+from grpo_mcore.parallel.logprobs import LOWEST, in_tile, reduce, slices
 
 
 def divergences(
@@ -42,15 +43,16 @@ def divergences(
 
     hidden [N, H] and teacher_hidden [N, H'], the same on every rank of `group`; weight [rows, H] and teacher_weight
     [rows, H'], this rank's rows of the output layers, the first of which is token `vocab_start` in both; targets int64
-    [N]. A quarter of `chunk` tokens (a block) has logits at a time: of `tile` rows, and of the teacher of all rows, in
-    its number format. The gradient of `hidden` is this rank's part: the caller's region function sums it over the
-    group. All tokens must have one weight in the loss: tokens that do not count are left out.
+    [N]. A block of tokens (`families.activations.divergence_block`) has logits at a time, of both models in their
+    number formats; in float32 only `tile` rows of it. The gradient of `hidden` is this rank's part: the caller's region
+    function sums it over the group. All tokens must have one weight in the loss: tokens that do not count are left out.
     """
     rows = max(0, min(weight.size(0), vocab_size - vocab_start))
     if teacher_weight.size(0) < rows:
         raise ValueError(f"the teacher's output layer has {teacher_weight.size(0)} rows here, the policy's {rows}")
     teacher = teacher_hidden.detach(), teacher_weight.detach()
-    where = _Where(group, vocab_start, vocab_size, rows, temperature, max(1, chunk // 4), tile, torch.is_grad_enabled())
+    block = divergence_block(chunk, hidden.element_size() + teacher_hidden.element_size())
+    where = _Where(group, vocab_start, vocab_size, rows, temperature, block, tile, torch.is_grad_enabled())
     return _Divergence.apply(hidden, weight, *teacher, targets, divergence, where)
 
 
@@ -74,12 +76,16 @@ class _Online:
         self.largest = torch.full((like.size(0),), LOWEST, dtype=torch.float32, device=like.device)
         self.sums = torch.zeros(terms + 1, like.size(0), dtype=torch.float32, device=like.device)
 
-    def add(self, logits: Tensor, *terms: Tensor) -> None:
-        """Add a tile of logits [n, t] and of terms [n, t]."""
+    def add(self, logits: Tensor, *terms: Tensor | None) -> None:
+        """Add a tile of logits [n, t], which is overwritten, and of terms [n, t]; None: of a term that nobody asks for,
+        whose mean stays 0."""
         most = torch.maximum(self.largest, logits.amax(-1))
-        exps = (logits - most[:, None]).exp_()
-        added = torch.stack([exps.sum(-1), *(torch.linalg.vecdot(exps, term) for term in terms)])
-        self.sums = self.sums * (self.largest - most).exp() + added
+        exps = logits.sub_(most[:, None]).exp_()
+        self.sums *= (self.largest - most).exp_()
+        self.sums[0] += exps.sum(-1)
+        for total, term in zip(self.sums[1:], terms, strict=True):
+            if term is not None:
+                total += torch.linalg.vecdot(exps, term)
         self.largest = most
 
     def finish(self, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -116,6 +122,7 @@ class _Divergence(torch.autograd.Function):
             scores[:, part] = block.scores(targets[part])
             if where.learns:
                 block.add_gradients(grad_hidden[part], grad_weight)
+            del block  # before the next one has its logits
         in_format = None if grad_weight is None else grad_weight.to(weight.dtype)
         ctx.save_for_backward(grad_hidden.to(hidden.dtype), in_format)
         return scores
@@ -130,8 +137,8 @@ class _Divergence(torch.autograd.Function):
 
 
 class _Block:
-    """Some tokens, with the teacher's logits of all of this rank's rows, in the number format in which they are
-    computed. Those of the policy are computed again for the gradient, tile by tile."""
+    """Some tokens, with the logits of both models of all of this rank's rows, in the number formats in which they are
+    computed: they are read twice, for the values and for the gradient."""
 
     def __init__(
         self,
@@ -143,27 +150,26 @@ class _Block:
         where: _Where,
     ) -> None:
         self.hidden, self.weight, self.divergence, self.where = hidden, weight, divergence, where
-        self.teacher_logits = teacher_hidden.new_empty(len(teacher_hidden), where.rows)
-        for span in slices(where.rows, where.tile):  # in tiles as the policy's: equal models give equal logits
-            self.teacher_logits[:, span] = teacher_hidden @ teacher_weight[span].t()
+        # Products of one shape each: equal models give equal logits.
+        self.logits = hidden @ weight[: where.rows].t()
+        self.teacher_logits = teacher_hidden @ teacher_weight[: where.rows].t()
         self.floor = None if divergence.top_k is None else self._lowest_of_top(divergence.top_k)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield each tile of the vocabulary with the logits of policy and teacher, float32 [n, t]."""
+        """Yield each tile of the vocabulary with the logits of policy and teacher, new float32 [n, t]."""
         for span in slices(self.where.rows, self.where.tile):
-            mine_of = logits_of(self.hidden, self.weight[span], self.where.temperature)
-            yield span, mine_of, self._teachers(span)
+            yield span, self._tile(self.logits, span), self._tile(self.teacher_logits, span)
 
-    def _teachers(self, span: slice) -> Tensor:
-        logits = self.teacher_logits[:, span].float()
-        return logits if self.where.temperature == 1.0 else logits / self.where.temperature
+    def _tile(self, logits: Tensor, span: slice) -> Tensor:
+        tile = logits[:, span].to(torch.float32, copy=True)
+        return tile if self.where.temperature == 1.0 else tile.div_(self.where.temperature)
 
     def _lowest_of_top(self, k: int) -> Tensor:
         """Return the k-th largest logit of the teacher over the whole vocabulary, float32 [n]."""
         k, where = min(k, self.where.vocab_size), self.where
         best = self.hidden.new_full((len(self.hidden), k), LOWEST, dtype=torch.float32)
         for span in slices(where.rows, where.tile):
-            best = torch.cat([best, self._teachers(span)], -1).topk(k).values
+            best = torch.cat([best, self._tile(self.teacher_logits, span)], -1).topk(k).values
         if where.group is not None and where.group.size() > 1:
             shares = [torch.empty_like(best) for _ in range(where.group.size())]
             all_gather(shares, best.contiguous(), group=where.group)
@@ -174,48 +180,53 @@ class _Block:
         """Return what `divergences` returns for these tokens, and keep what the gradient needs."""
         divergence, where, floor = self.divergence, self.where, self.floor
         cuts = floor is not None
+        forward, reverse = divergence.shares or (0.0, 0.0)
         # p and q are the distributions that are compared. With a top k the targets' log-probs are of others.
         p, q = _Online(self.hidden, 1 + cuts), _Online(self.hidden, 1)
-        whole = [_Online(self.hidden, 0), _Online(self.hidden, 0)] if cuts else [p, q]
+        whole_p = _Online(self.hidden, 0) if cuts and not divergence.zero_outside else p
+        whole_q = _Online(self.hidden, 0) if cuts else q
         chosen = torch.zeros(2, len(targets), dtype=torch.float32, device=targets.device)
         for span, mine_of, teachers in self.tiles():
             local, mine = in_tile(targets, where.start, span)
             for i, logits in enumerate((mine_of, teachers)):
                 chosen[i] += torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
+            gap = mine_of - teachers if forward or reverse else None
             if floor is None:
-                gap = mine_of - teachers
-                p.add(mine_of, gap)
-                q.add(teachers, gap.neg_())
+                p.add(mine_of, gap if reverse else None)
+                q.add(teachers, gap.neg_() if forward and gap is not None else None)
                 continue
-            whole[0].add(mine_of)
-            whole[1].add(teachers)
             kept = teachers >= floor[:, None]
-            gap = (mine_of - teachers).masked_fill_(~kept, 0.0)
-            q.add(teachers.masked_fill(~kept, LOWEST), -gap)
+            if gap is not None:
+                gap.masked_fill_(~kept, 0.0)
+            q.add(teachers.masked_fill(~kept, LOWEST), -gap if forward and gap is not None else None)
+            whole_q.add(teachers)
             if divergence.zero_outside:
-                p.add(mine_of, torch.where(kept, gap, mine_of - LOG_ZERO), kept.float())
+                to_nothing = torch.where(kept, gap, mine_of - LOG_ZERO) if reverse and gap is not None else None
+                p.add(mine_of, to_nothing, kept.float())
             else:
-                p.add(mine_of.masked_fill(~kept, LOWEST), gap, kept.float())
+                p.add(mine_of.masked_fill(~kept, LOWEST), gap if reverse else None, kept.float())
+                whole_p.add(mine_of)
         (log_p, p_means), (log_q, q_means) = p.finish(where.group), q.finish(where.group)
-        ends = [it.finish(where.group)[0] for it in whole] if cuts else [log_p, log_q]
+        end_p = log_p if whole_p is p else whole_p.finish(where.group)[0]
+        end_q = log_q if whole_q is q else whole_q.finish(where.group)[0]
         reduce(chosen, ReduceOp.SUM, where.group)
         inside = p_means[1] if cuts else 1.0  # probability under p of the teacher's k tokens
-        reverse = p_means[0] - log_p + log_q * inside
+        kl_p = p_means[0] - log_p + log_q * inside
         self.log_p, self.log_q = log_p, log_q
-        if (shares := divergence.shares) is not None:
-            values, self.slope = shares[0] * (q_means[0] - log_q + log_p) + shares[1] * reverse, reverse
+        if divergence.shares is not None:
+            values, self.slope = forward * (q_means[0] - log_q + log_p) + reverse * kl_p, kl_p
         else:
             values, self.slope = self._jensen_shannon()
-        return torch.stack([chosen[0] - ends[0], values, chosen[1] - ends[1]])
+        return torch.stack([chosen[0] - end_p, values, chosen[1] - end_q])
 
     def _jensen_shannon(self) -> tuple[Tensor, Tensor]:
         """Return the divergence and KL(p || m) of each token, float32 [n] each. It needs both normalisers."""
         beta = self.divergence.weight
         sums = torch.zeros(2, len(self.hidden), dtype=torch.float32, device=self.hidden.device)
         for _, mine_of, teachers in self.tiles():
-            p_log, q_log, q = self._compared(mine_of, teachers)
+            p_log, q_log, outside = self._compared(mine_of, teachers)
             sums[0] += torch.linalg.vecdot(p_log.exp(), _log_ratio_to_mixture(p_log, q_log, beta))
-            sums[1] += torch.linalg.vecdot(q, _log_ratio_to_mixture(q_log, p_log, 1 - beta))
+            sums[1] += torch.linalg.vecdot(_q(q_log, outside), _log_ratio_to_mixture(q_log, p_log, 1 - beta))
         reduce(sums, ReduceOp.SUM, self.where.group)
         return (1 - beta) * sums[0] + beta * sums[1], sums[0]
 
@@ -223,30 +234,46 @@ class _Block:
         """Add the gradients of the sum of the divergences, float32 [n, H] and [rows, H]."""
         shares = self.divergence.shares
         for span, mine_of, teachers in self.tiles():
-            p_log, q_log, q = self._compared(mine_of, teachers)
+            p_log, q_log, outside = self._compared(mine_of, teachers)
             p = p_log.exp()
             # d loss / d logit = p (d loss / d p - its mean under p) / temperature
             if shares is None:
                 ratio = _log_ratio_to_mixture(p_log, q_log, self.divergence.weight)
                 slopes = p.mul_(ratio.sub_(self.slope[:, None])).mul_(1 - self.divergence.weight)
             else:
-                slopes = shares[0] * (p - q) if shares[0] else torch.zeros_like(p)
-                if shares[1]:
-                    slopes.addcmul_(p, p_log.sub_(q_log).sub_(self.slope[:, None]), value=shares[1])
-            grad_logits = slopes.div_(self.where.temperature).to(self.weight.dtype)
+                forward, reverse = shares
+                if reverse:
+                    slopes = p_log.sub_(q_log).sub_(self.slope[:, None]).mul_(p)
+                    if forward:
+                        slopes.mul_(reverse).add_(p.sub_(_q(q_log, outside)), alpha=forward)
+                else:
+                    slopes = p.sub_(_q(q_log, outside))
+            if self.where.temperature != 1.0:
+                slopes.div_(self.where.temperature)
+            grad_logits = slopes.to(self.weight.dtype)
             grad_hidden += grad_logits @ self.weight[span]  # accumulated in float32
-            if grad_weight is not None:
+            if grad_weight is None:
+                continue
+            if grad_weight.dtype == grad_logits.dtype:
+                grad_weight[span].addmm_(grad_logits.t(), self.hidden)
+            else:
                 grad_weight[span] += grad_logits.t() @ self.hidden
 
-    def _compared(self, mine_of: Tensor, teachers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log p, log q and q of a tile [n, t], from its logits."""
-        p_log, q_log = mine_of - self.log_p[:, None], teachers - self.log_q[:, None]
-        if self.floor is None:
-            return p_log, q_log, q_log.exp()
-        outside = teachers < self.floor[:, None]
-        if not self.divergence.zero_outside:
-            p_log.masked_fill_(outside, LOWEST)
-        return p_log, q_log.masked_fill(outside, LOG_ZERO), q_log.masked_fill(outside, LOWEST).exp()
+    def _compared(self, mine_of: Tensor, teachers: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return log p and log q of a tile [n, t] in place of its logits, and where q is 0; None: nowhere."""
+        outside = None if self.floor is None else teachers < self.floor[:, None]
+        p_log, q_log = mine_of.sub_(self.log_p[:, None]), teachers.sub_(self.log_q[:, None])
+        if outside is not None:
+            q_log.masked_fill_(outside, LOG_ZERO)
+            if not self.divergence.zero_outside:
+                p_log.masked_fill_(outside, LOWEST)
+        return p_log, q_log, outside
+
+
+def _q(q_log: Tensor, outside: Tensor | None) -> Tensor:
+    """Return q of its logarithm: exactly 0 where it is outside."""
+    q = q_log.exp()
+    return q if outside is None else q.masked_fill_(outside, 0.0)
 
 
 def _log_ratio_to_mixture(a_log: Tensor, b_log: Tensor, share: float) -> Tensor:
