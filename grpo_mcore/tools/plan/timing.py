@@ -112,13 +112,8 @@ def _teachers(load: Workload, device: Device) -> PhaseTime:
     flops, floor, likely = 0.0, 0.0, 0.0
     bounds = dict[str, float]()
     for teacher in load.teachers:
-        its, tokens = teacher.load, load.samples * load.mean_length * teacher.share
-        bubble = pipeline_bubble(its.layout.pipeline, its.micro_batches)
-        forward = forward_flops(its.shape, [load.mean_length]) * load.samples * teacher.share
-        its = replace(its, samples=round(load.samples * teacher.share))
-        scored = _pass("teachers", forward, its, device, bubble, 1, gradients=False)
-        moved = _teacher_traffic(teacher, load, tokens, device)
-        flops += forward
+        scored, moved = teacher_pass(teacher, load, device), teacher_traffic(teacher, load, device)
+        flops += scored.flops
         floor += scored.floor + moved
         likely += scored.likely + moved / LINK_EFFICIENCY
         for bound, seconds in ((scored.bound, scored.likely), ("host memory", moved / LINK_EFFICIENCY)):
@@ -126,16 +121,25 @@ def _teachers(load: Workload, device: Device) -> PhaseTime:
     return PhaseTime("teachers", flops, floor, likely, max(bounds, key=lambda name: bounds[name]))
 
 
-def _teacher_traffic(teacher: TeacherLoad, load: Workload, tokens: float, device: Device) -> float:
+def teacher_pass(teacher: TeacherLoad, load: Workload, device: Device) -> PhaseTime:
+    """Return the time of a teacher's forward pass over its share of the step's samples."""
+    its = replace(teacher.load, samples=round(load.samples * teacher.share))
+    bubble = pipeline_bubble(its.layout.pipeline, its.micro_batches)
+    forward = forward_flops(its.shape, [load.mean_length]) * load.samples * teacher.share
+    return _pass("teachers", forward, its, device, bubble, 1, gradients=False)
+
+
+def teacher_traffic(teacher: TeacherLoad, load: Workload, device: Device) -> float:
     """Return the seconds per step in which a rank moves weights and optimizer to and from the host, and hidden states
-    of `tokens` from teacher to policy, of which a rank handles those of its data-parallel rank."""
+    of its samples' answers from teacher to policy, of which a rank handles those of its data-parallel rank."""
     if device.memory is None:
         return 0.0
     optimizer = max(optimizer_bytes(load, stage) for stage in range(load.layout.pipeline)) if load.colocated else 0
     nbytes = 0.0 if teacher.apart else 2.0 * (teacher_weights(teacher) + optimizer)
     answers = 0.0
     if teacher.distributions:
-        answers = tokens * (1 - load.prompt / load.mean_length) * teacher.load.shape.hidden_size * load.element
+        tokens = load.samples * teacher.share * (load.mean_length - load.prompt)
+        answers = tokens * teacher.load.shape.hidden_size * load.element
         nbytes += answers / teacher.load.layout.data + answers / load.layout.data
     network = answers / teacher.load.nodes / device.node_bandwidth if teacher.apart else 0.0
     return nbytes / min(device.host_bandwidth, HOST_BANDWIDTH / load.ranks_per_node) + network

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from grpo_mcore.families import forward_flops
+from grpo_mcore.families import ModelShape, forward_flops
 from grpo_mcore.tools.plan.plan import Plan
-from grpo_mcore.tools.plan.timing import COMPUTE_EFFICIENCY, MAX_SEQUENCES, decoding_step
+from grpo_mcore.tools.plan.timing import (
+    COMPUTE_EFFICIENCY,
+    LINK_EFFICIENCY,
+    MAX_SEQUENCES,
+    decoding_step,
+    teacher_pass,
+    teacher_traffic,
+)
+from grpo_mcore.tools.plan.workload import Device, TeacherLoad, Workload
 
 STORAGE = 1e9
 """Bytes per second that a node writes to the shared file system, and reads from it: an assumption."""
@@ -19,12 +27,22 @@ SMALL_CALL_S = 0.002
 
 
 @dataclass(frozen=True)
+class TeacherDurations:
+    """`score(lengths)`: seconds of a pass over the samples of one of its data-parallel ranks. `move`: of its weights to
+    or from the device."""
+
+    score: Callable[[Sequence[int]], float]
+    move: float
+
+
+@dataclass(frozen=True)
 class Durations:
     """Seconds of everything that workers do.
 
     `decode(samples, tokens)`: one step of an engine that holds `samples` with `tokens` in all. `prefill`: of a token.
     `logprobs(lengths)`: of a pass over the samples of one data-parallel rank, `train(lengths)`: of an optimizer step.
     `kv_tokens`: tokens that an engine's cache holds. `max_samples`: samples that an engine generates at a time.
+    `teachers`: by alias.
     """
 
     decode: Callable[[int, float], float]
@@ -39,6 +57,7 @@ class Durations:
     save: float
     load: float
     start: float
+    teachers: Mapping[str, TeacherDurations] = field(default_factory=dict)
 
 
 def planned(plan: Plan, start_s: float, save_s: float | None) -> Durations:
@@ -47,14 +66,8 @@ def planned(plan: Plan, start_s: float, save_s: float | None) -> Durations:
     load, device, engine = plan.load, plan.device, plan.engine
     phases = {phase.name: phase.likely for phase in plan.times.phases}
 
-    def flops(lengths: Sequence[int]) -> float:
-        # Of a sample they grow with its length and the square of it: two values give both factors.
-        return sum(linear * length + square * length * length for length in lengths)
-
-    one, two = (forward_flops(load.shape, [load.mean_length * n]) for n in (1, 2))
-    square = (two - 2 * one) / (2 * load.mean_length**2)
-    linear = one / load.mean_length - square * load.mean_length
-    expected = one * load.samples / load.layout.data  # FLOPs of a data-parallel rank's samples
+    flops = _flops(load.shape, load.mean_length)
+    expected = flops([load.mean_length]) * load.samples / load.layout.data  # of a data-parallel rank's samples
     passes = int(load.prev) + int(load.reference)
     per_token = forward_flops(load.shape, [1]) / load.engine_layout.ranks / device.flops / COMPUTE_EFFICIENCY
     weights = 2 * max(sum(stage.host.total for stage in plan.stages), load.world * engine.weights)
@@ -78,4 +91,24 @@ def planned(plan: Plan, start_s: float, save_s: float | None) -> Durations:
         save=weights / (STORAGE * load.nodes) if save_s is None else save_s,
         load=weights / (STORAGE * load.nodes) if save_s is None else save_s,
         start=start_s,
+        teachers={teacher.alias: _teacher(teacher, load, device) for teacher in load.teachers},
+    )
+
+
+def _flops(shape: ModelShape, mean_length: int) -> Callable[[Sequence[int]], float]:
+    """Return the function that gives the FLOPs of a forward pass over samples of some lengths. Those of a sample grow
+    with its length and the square of it: two values give both factors."""
+    one, two = (forward_flops(shape, [mean_length * n]) for n in (1, 2))
+    square = (two - 2 * one) / (2 * mean_length**2)
+    linear = one / mean_length - square * mean_length
+    return lambda lengths: sum(linear * length + square * length * length for length in lengths)
+
+
+def _teacher(teacher: TeacherLoad, load: Workload, device: Device) -> TeacherDurations:
+    its = teacher.load
+    flops, seconds = _flops(its.shape, its.mean_length), teacher_pass(teacher, load, device).likely
+    expected = flops([its.mean_length]) * load.samples * teacher.share / its.layout.data
+    return TeacherDurations(
+        score=lambda lengths: seconds * flops(lengths) / expected,
+        move=teacher_traffic(teacher, load, device) / LINK_EFFICIENCY / 2,
     )

@@ -19,7 +19,8 @@ long. node: a machine is switched off, and replaced. driver: the driver's proces
 
 PHASES = {
     "generate": "generate_refs", "reward": "advance", "logprobs": "infer_logprobs", "train": "train",
-    "refit": "stage_refit", "commit": "commit_refit", "checkpoint": "start_save", "receive": "receive",
+    "teachers": "score", "refit": "stage_refit", "commit": "commit_refit", "checkpoint": "start_save",
+    "receive": "receive",
 }  # fmt: skip
 """Phase -> the call with which it begins on a worker."""
 

@@ -1,4 +1,5 @@
-"""Modelled ranks of the policy: they meet in collectives; what they train, save, load and send is a list of samples."""
+"""Modelled ranks of the policy: they meet in collectives; what they train, save, load and send is a list of samples.
+Those of a teacher meet in collectives of their own, and only score."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTarget
 from grpo_mcore.cluster.virtual_cluster import Condition, sleep
 from grpo_mcore.file_digests import Digest, first_changed, leave_digests
 from grpo_mcore.parallel.policy import TrainReport
-from grpo_mcore.recipe import policy_layout
+from grpo_mcore.recipe import PolicyConfig, compares_distributions, policy_layout
 from grpo_mcore.rollout.trajectory import Trajectory
 from grpo_mcore.rollout.workers import Ref, Rendezvous
 from grpo_mcore.tools.rehearse.durations import SMALL_CALL_S
@@ -24,7 +25,7 @@ WEIGHTS = "weights.json"
 
 
 class Mesh:
-    """The ranks of one policy, and what they share: the weights, and the samples of the step under way.
+    """The ranks of one policy or teacher, and what they share: the weights, and the samples of the step under way.
 
     `history`: the samples that the weights were trained on. `version`: of these weights."""
 
@@ -32,8 +33,8 @@ class Mesh:
         self.world = world
         self.history: list[TrainedSample] = []
         self.version = 1
-        world.mesh = self
         self.broken: str | None = None
+        self.ranks = set[int]()
         self._waiting, self._all_here = 0, Condition()
         self._steps: dict[int, _Step] = {}
 
@@ -52,7 +53,8 @@ class Mesh:
     def lose(self, name: str) -> None:
         self.broken = name
         self._all_here.notify()
-        self.world.transfer.end(broken=name)
+        if self is self.world.mesh:
+            self.world.transfer.end(broken=name)
 
     def step(self, step: RankStep, store: Any) -> _Step:
         """Return what a data-parallel rank does with its samples; all of its ranks share it."""
@@ -77,10 +79,11 @@ class _Step:
 class ModelledRank:
     """Stands for `PolicyWorker`."""
 
-    def __init__(self, mesh: Mesh, address: Rendezvous, config: Any, store: Any, *more: Any) -> None:
+    def __init__(self, mesh: Mesh, address: Rendezvous, config: PolicyConfig, store: Any) -> None:
         self.mesh, self.world, self._store = mesh, mesh.world, store
         self.rank, self.size = address.rank, address.world_size
         self.name = f"policy-{self.rank}"
+        mesh.ranks.add(self.rank)
         self.layout = policy_layout(config.megatron_cfg, self.size)
         self._offloaded = False
         self._step: _Step | None = None
@@ -126,10 +129,14 @@ class ModelledRank:
         stats = {"tokens": tokens, "mult_error": ones}
         if kl_kind is not None:
             stats |= {name: 0 * ones for name in ("kl_sum", "kl_to_go_sum", "kl_to_go_square")}
+        if step.step.teacher and not compares_distributions(self.world.config):
+            stats |= {name: 0 * ones for name in ("gap_sum", "gap_square")}
         return torch.tensor(indices), stats
 
     async def train(self, loss_fn: Any, targets: TrainTargets) -> list[TrainReport]:
         step, reports = self._its_step(), []
+        if self.world.config.on_policy_distillation.enabled and step.step.teacher.keys() != step.samples.keys():
+            self.world.flaws.append(f"{self.name} trained on samples that no teacher had scored")
         for batch, toks in zip(step.batches, targets.valid_toks, strict=True):
             if not toks:
                 continue
@@ -248,5 +255,38 @@ class ModelledRank:
             self.world.transfer.end()
         return {"bytes": 0, "seconds": self.world.durations.refit, "sums": {}}
 
+    def load_teacher_head(self, folder: str) -> None:
+        pass
+
     def score(self, step: RankStep, hidden: bool = False) -> dict[int, Ref]:
-        raise NotImplementedError("a rehearsal has no model of a teacher")
+        raise NotImplementedError("the policy teaches nobody")
+
+
+class ModelledTeacher(ModelledRank):
+    """Stands for `PolicyWorker` where it does not train."""
+
+    def __init__(self, mesh: Mesh, address: Rendezvous, config: PolicyConfig, store: Any) -> None:
+        super().__init__(mesh, address, config, store)
+        alias, self._durations = self.world.teacher(config)
+        self.name = f"teacher-{alias}-{self.rank}"
+
+    async def score(self, step: RankStep, hidden: bool = False) -> dict[int, Ref]:  # type: ignore[override]
+        if self._offloaded:
+            self.world.flaws.append(f"{self.name} scored without its weights")
+        samples = self.mesh.step(step, self._store)
+        await self._together(self._durations.score(samples.lengths(list(samples.samples))))
+        self.mesh._steps.clear()
+        if not self.layout.is_reporting_rank(self.rank):
+            return {}
+        return {index: self._store.put(torch.zeros(0)) for index in samples.samples}
+
+    async def offload(self) -> None:
+        await self._move(offloaded=True)
+
+    async def onload(self) -> None:
+        await self._move(offloaded=False)
+
+    async def _move(self, *, offloaded: bool) -> None:
+        if self._offloaded != offloaded:
+            self._offloaded = offloaded
+            await sleep(self._seconds(self._durations.move))

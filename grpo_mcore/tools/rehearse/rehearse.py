@@ -26,8 +26,16 @@ from grpo_mcore.families import ModelShape
 from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger, read_metrics
 from grpo_mcore.observe.spans import EventFile
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.recipe import MasterConfig, environment_class, policy_layout, world_size
-from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
+from grpo_mcore.recipe import (
+    MasterConfig,
+    algorithm_of,
+    environment_class,
+    policy_layout,
+    teacher_policies,
+    teacher_ranks,
+    world_size,
+)
+from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape, teacher_shapes
 from grpo_mcore.tools.rehearse.durations import Durations, planned
 from grpo_mcore.tools.rehearse.faults import DriverKilled, Fault, Faults
 from grpo_mcore.tools.rehearse.prompts import ROWS, Tokenizer, modelled_data
@@ -75,8 +83,8 @@ class Rehearsal:
 def modelled_recipe(config: MasterConfig, folder: Path, steps: int | None) -> MasterConfig:
     """Return the recipe as it is rehearsed: with files in `folder`, without trackers, tokens in files, exported models
     and servers. Raises RehearsalError for what has no model."""
-    if config.on_policy_distillation.enabled:
-        raise RehearsalError("on_policy_distillation: a rehearsal has no model of a teacher yet")
+    if (algorithm := algorithm_of(config)) != "grpo":
+        raise RehearsalError(f"the recipe is one of {algorithm}, in which no engine generates: see `grpo-mcore plan`")
     for name, section in config.env.items():
         if environment_class(name, section)[0] == "nemo_gym":
             raise RehearsalError(f"env.{name}: a rehearsal has no model of agents yet")
@@ -149,18 +157,26 @@ def open_rehearsal(
     gpu: bool,
     resume: str | bool | None = None,
     rows: int = ROWS,
+    teachers: Mapping[str, ModelShape] | None = None,
     observe: Callable[[VirtualWorker, str], None] = lambda worker, method: None,
     on_cluster: Callable[[VirtualCluster], None] = lambda cluster: None,
 ) -> Iterator[Run]:
-    """Open the run of a modelled recipe on a virtual cluster. `on_cluster`: gets the cluster before anything starts
-    there."""
+    """Open the run of a modelled recipe on a virtual cluster. `teachers`: shape of each, by alias; None: of those that
+    the recipe names. `on_cluster`: gets the cluster before anything starts there."""
     checkpointer = CheckpointManager(config.checkpointing, world.clock)
     checkpointer.open(resume)
     # The platform as `plan` assumes it; nothing asks this machine.
     platform = Platform("gpu", transformer_engine=True) if gpu else Platform("cpu")
     layout = policy_layout(config.policy.megatron_cfg, world_size(config))
+    shapes = teacher_shapes(config) if teachers is None else teachers
+    layouts = {
+        alias: (its.model_name, policy_layout(its.megatron_cfg, teacher_ranks(config, alias)))
+        for alias, its in teacher_policies(config).items()
+    }
+    its_teachers = {alias: Model(name, shapes[alias], its, platform) for alias, (name, its) in layouts.items()}
     data = modelled_data(config, world.prompt_tokens, rows)
-    prepared = Prepared(config, "grpo", Model("modelled", shape, layout, platform), checkpointer, Tokenizer(), data, [])
+    model = Model("modelled", shape, layout, platform, its_teachers)
+    prepared = Prepared(config, "grpo", model, checkpointer, Tokenizer(), data, [])
     grpo = config.grpo
     prepared.dataloader = build_train_dataloader(data.train, config.data, grpo.num_prompts_per_step, grpo.seed)
     if data.validation is not None:

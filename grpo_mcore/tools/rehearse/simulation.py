@@ -27,7 +27,7 @@ from grpo_mcore.families import ModelShape, shape_of
 from grpo_mcore.layout import LayoutError
 from grpo_mcore.observe.exit_codes import LOST, exit_code
 from grpo_mcore.recipe import MasterConfig, RecipeError
-from grpo_mcore.tools.rehearse.durations import Durations
+from grpo_mcore.tools.rehearse.durations import Durations, TeacherDurations
 from grpo_mcore.tools.rehearse.faults import DriverKilled, Fault, Faults, Kind, drawn_faults
 from grpo_mcore.tools.rehearse.laws import broken_laws, idle_engines
 from grpo_mcore.tools.rehearse.rehearse import open_rehearsal
@@ -69,6 +69,7 @@ class Case:
     max_running: int | None = None
     reward_failures: float = 0.0
     rows: int = 16
+    teacher: bool = False
     faults: tuple[Fault, ...] = ()
 
     def __str__(self) -> str:
@@ -89,13 +90,18 @@ class Case:
         if self.apart:
             colocated["resources"] = {"gpus_per_node": self.engines, "num_nodes": None}
         samples = self.prompts * self.generations
+        taught: dict[str, Any] = {"enabled": self.teacher}
+        if self.teacher:
+            taught["teacher_model_by_agent_name"] = {"t0": "modelled teacher"}
         return MasterConfig.model_validate({
             "grpo": {
                 "num_prompts_per_step": self.prompts, "num_generations_per_prompt": self.generations,
                 "max_num_steps": self.steps, "max_num_epochs": 20, "val_period": 0, "seed": self.seed,
                 "max_rollout_turns": self.turns, "async_grpo": ahead, "use_dynamic_sampling": self.dynamic,
                 "batch_multiplier": 2 if self.dynamic else 1,
+                "adv_estimator": {"name": "grpo", "opd_weight": 0.5 if self.teacher else 0.0},
             },
+            "on_policy_distillation": taught,
             "loss_fn": {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": self.age > 0},
             "policy": {
                 "model_name": "modelled", "train_global_batch_size": samples, "train_micro_batch_size": 1,
@@ -148,8 +154,11 @@ def drawn(seed: int) -> Case:
         max_running=draw.choice([None, None, 2]),
         reward_failures=draw.choice([0.0, 0.0, 0.05]),
     )
+    # Drawn by a generator of its own: the other draws of a seed stay what they were.
+    case = replace(case, teacher=random.Random(f"{seed}/teacher").random() < 0.25)
     workers = [f"engine-{number}" for number in range(engines)] * 3
     workers += [f"policy-{number}" for number in range(tensor * data)] + ["environment-math"]
+    workers += [f"teacher-t0-{number}" for number in range(tensor * data * case.teacher)]
     faults = drawn_faults(draw, draw.choice([0, 1, 1, 2, 2, 3]), 25.0, workers, ["node-0"], KINDS)
     return replace(case, faults=faults)
 
@@ -167,6 +176,7 @@ DURATIONS = Durations(
     save=0.7,
     load=0.5,
     start=3.0,
+    teachers={"t0": TeacherDurations(score=lambda lengths: 0.2 + 0.001 * sum(lengths), move=0.1)},
 )
 
 
@@ -207,8 +217,8 @@ def _simulate(case: Case, folder: Path) -> Outcome:
         try:
             stop = faults.request()
             with open_rehearsal(
-                config, tiny_shape(), world, gpu=False, resume=resume, rows=case.rows, observe=faults.observe,
-                on_cluster=faults.attach,
+                config, tiny_shape(), world, gpu=False, resume=resume, rows=case.rows,
+                teachers={"t0": tiny_shape()}, observe=faults.observe, on_cluster=faults.attach,
             ) as run:  # fmt: skip
                 if run.grpo_save_state["current_step"] >= config.grpo.max_num_steps:
                     return 0, None

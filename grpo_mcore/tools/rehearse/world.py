@@ -20,10 +20,11 @@ from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.batching.prefix_trees import prefix_sketch
 from grpo_mcore.cluster.virtual_cluster import Condition, VirtualClock
 from grpo_mcore.environments.interfaces import EnvironmentInterface
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import MasterConfig, PolicyConfig, teacher_policies
 from grpo_mcore.refit.parts import texts_of
 from grpo_mcore.rollout.trajectory import GenerationRequest
-from grpo_mcore.tools.rehearse.durations import Durations
+from grpo_mcore.rollout.workers import Rendezvous
+from grpo_mcore.tools.rehearse.durations import Durations, TeacherDurations
 from grpo_mcore.tools.rehearse.recording import RecordedSample, Recording
 
 if TYPE_CHECKING:
@@ -150,18 +151,40 @@ class World:
             self._parts[packed] = own["digest"], brought
         return self._parts[packed]
 
+    def teacher(self, policy: PolicyConfig) -> tuple[str, TeacherDurations]:
+        """Return the alias and the durations of the teacher that this section describes. Aliases of one model and
+        layout have those of the first."""
+        policies = teacher_policies(self.config)
+        return next(
+            (alias, of_alias) for alias, of_alias in self.durations.teachers.items() if policies[alias] == policy
+        )
+
     def stand_in(self) -> Callable[[Any], Callable[..., Any]]:
         """Return the function that gives, for a class of workers, what a new cluster builds in its place."""
         from grpo_mcore.tools.rehearse.engine import ModelledEngine, ModelledFollower, modelled_node
         from grpo_mcore.tools.rehearse.environment import ModelledEnvironment
-        from grpo_mcore.tools.rehearse.policy import Mesh, ModelledRank
+        from grpo_mcore.tools.rehearse.policy import Mesh, ModelledRank, ModelledTeacher
 
-        mesh = Mesh(self)
+        mesh = self.mesh = Mesh(self)
+        teachers = dict[str, Mesh]()
+
+        def rank(
+            address: Rendezvous, policy: PolicyConfig, store: Any, seed: int, timeout_s: float, reference: bool,
+            platform: str, build_later: bool, trains: bool = True,
+        ) -> ModelledRank:  # fmt: skip
+            if trains:
+                return ModelledRank(mesh, address, policy, store)
+            alias = self.teacher(policy)[0]
+            group = teachers.get(alias)
+            if group is None or group.broken is not None or address.rank in group.ranks:  # it starts, or starts again
+                group = teachers[alias] = Mesh(self)
+            return ModelledTeacher(group, address, policy, store)
+
         known: dict[Any, Callable[..., Any]] = {
             EngineWorker: lambda *args: ModelledEngine(self, *args),
             FollowerWorker: lambda *args: ModelledFollower(self, *args),
             node_of_engine: lambda *args: modelled_node(self, *args),
-            PolicyWorker: lambda *args: ModelledRank(mesh, *args),
+            PolicyWorker: rank,
         }
 
         def stand_in(cls: Any) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
 from grpo_mcore.tools.rehearse.engine import ModelledEngine
 from grpo_mcore.tools.rehearse.faults import Fault, named_fault, recipe_faults
-from grpo_mcore.tools.rehearse.policy import ModelledRank
+from grpo_mcore.tools.rehearse.policy import ModelledRank, ModelledTeacher
 from grpo_mcore.tools.rehearse.rehearse import RehearsalError, modelled_recipe
 from grpo_mcore.tools.rehearse.report import sweep_settings
 from grpo_mcore.tools.rehearse.simulation import Case
@@ -99,7 +100,31 @@ def test_an_engine_that_is_killed_costs_time_and_no_prompt(recipe: Path, capsys:
     assert values["steps"] == 3 and told.restarts == 1 and told.fates["trained on"] == 24 and not told.flaws
 
 
-@pytest.mark.parametrize(("model", "real"), [(ModelledEngine, EngineWorker), (ModelledRank, PolicyWorker)])
+def test_a_teacher_is_rehearsed_and_one_that_is_killed_costs_no_sample(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two aliases of one model share its ranks."""
+    section = "on_policy_distillation."
+    words = (
+        "grpo.adv_estimator.name=opd", "rehearse.spread=0", f"{section}enabled=true",
+        f"{section}teacher_model_by_agent_name={{a: Qwen/Qwen3-8B, b: Qwen/Qwen3-8B}}",
+        f"{section}default_teacher_alias=b",
+    )  # fmt: skip
+    phases = rehearsed(recipe, capsys, *words)["phases"]
+    config = load_recipe(recipe, words).config
+    plan = make_plan(config, plan_shape(config, str(recipe.with_name("config.json"))), plan_device(config, None, None))
+    (planned,) = (phase.likely for phase in plan.times.phases if phase.name == "teachers")
+    assert phases["teachers"] == pytest.approx(planned, rel=0.15)  # type: ignore[index]
+    shutil.rmtree(recipe.with_name("out"))
+    values = rehearsed(recipe, capsys, *words, "--kill", "teacher-a-3@step2.teachers")
+    told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
+    assert values["steps"] == 3 and told.fates["trained on"] == 24 and not told.flaws and not told.restarts
+    assert values["phases"]["teachers"] > 5 * phases["teachers"], "its ranks started again"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("model", "real"), [(ModelledEngine, EngineWorker), (ModelledRank, PolicyWorker), (ModelledTeacher, PolicyWorker)]
+)
 def test_models_take_what_workers_take(model: type, real: type) -> None:
     for name, method in inspect.getmembers(model, inspect.isfunction):
         taken = list(inspect.signature(method).parameters.values())
@@ -116,6 +141,9 @@ def test_what_has_no_model_is_refused(tmp_path: Path) -> None:
     local["cluster"] |= {"backend": "local", "max_restarts": 0, "gpus_per_node": 1}
     with pytest.raises(RehearsalError, match="cluster.backend is local"):
         modelled_recipe(MasterConfig.model_validate(local), tmp_path, None)
+    tuning = MasterConfig.model_construct(_fields_set={"sft"})
+    with pytest.raises(RehearsalError, match="the recipe is one of sft"):
+        modelled_recipe(tuning, tmp_path, None)
     agents = config.model_copy(update={"env": {"gym": {"environment": "nemo_gym"}}})
     with pytest.raises(RehearsalError, match="env.gym: a rehearsal has no model of agents"):
         modelled_recipe(agents, tmp_path, None)

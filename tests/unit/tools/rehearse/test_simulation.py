@@ -23,6 +23,7 @@ from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import RewardScorer
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_groups import StepGroups
+from grpo_mcore.algorithms.training_step.teachers import Teachers
 from grpo_mcore.cluster import virtual_cluster
 from grpo_mcore.observe.ledger import Ledger
 from grpo_mcore.tools.rehearse.faults import Fault
@@ -192,6 +193,14 @@ def a_version_is_counted_twice(plant: Plant) -> None:
     plant(PolicyGroup, "train", twice)
 
 
+def a_rank_trains_without_what_the_teacher_said(plant: Plant) -> None:
+    def forgetful(right: Any, *args: Any, **how: Any) -> Any:
+        *others, last = right(*args, **how)
+        return *others, replace(last, teacher={})
+
+    plant(Teachers, "score_ranks", forgetful)
+
+
 PLANTED: dict[Callable[[Plant], None], str] = {
     a_refit_skips_an_engine: "older than the limit|at age|holds weights of no version",
     a_dead_engine_is_never_readmitted: "nothing to wait for|round in circles|was lost",
@@ -210,6 +219,7 @@ PLANTED: dict[Callable[[Plant], None], str] = {
     an_early_end_passes_for_the_end: "exit code 0 after",
     the_returned_prompts_are_not_in_the_ledger: "ledger: .* dispatched at step",
     a_version_is_counted_twice: "weights",
+    a_rank_trains_without_what_the_teacher_said: "trained on samples that no teacher had scored",
 }
 """Each planted fault, and the flaws by which it is found."""
 
