@@ -50,6 +50,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., float], int | None]] = {
 """Functions of an interpolation by name, with their number of arguments (None: any, at least 1)."""
 
 
+LONGEST = 100_000
+"""Maximum characters of a value with its interpolations."""
+
+_REFERENCE = re.compile(r"\$\{ *(\.*)([\w.\-]+) *\}")
+"""An interpolation of another key: dots of a relative one, and the key."""
+
+
 def _register(name: str, function: Callable[..., float], arity: int | None) -> None:
     def resolver(*arguments: Any, _root_: Any) -> Any:
         if arity is not None and len(arguments) != arity:
@@ -76,6 +83,7 @@ def resolve_tree(tree: Node, complete: Complete, nearest: Nearest, problems: lis
     `problems`. `complete` returns plain values with those of keys that the recipe does not set; they may hold
     interpolations too. `nearest` returns the known key that an unknown one most likely means."""
     tree = _without_bad_syntax(tree, problems)
+    tree = _without_bombs(tree, tree, {}, problems)
     config = OmegaConf.create(complete(tree.plain()))
     return _resolved(tree, config, nearest, problems)
 
@@ -103,6 +111,39 @@ def _without_bad_syntax(node: Node, problems: list[Problem]) -> Node:
             problems.append(_problem(node, f"not an interpolation such as ${{policy.model_name}}: {_reason(error)}"))
             value = None
     return Node(value, node.source, node.key, node.replaces)
+
+
+def _without_bombs(node: Node, root: Node, sizes: dict[str, int], problems: list[Problem]) -> Node:
+    """Return the node without texts that would be longer than LONGEST once their interpolations are replaced: a few
+    lines of keys that name each other twice can fill any memory."""
+    value = node.value
+    if isinstance(value, dict):
+        value = {name: _without_bombs(child, root, sizes, problems) for name, child in value.items()}
+    elif isinstance(value, list):
+        value = [_without_bombs(child, root, sizes, problems) for child in value]
+    elif _size(node, root, sizes) > LONGEST:
+        told = Node(f"{value[:60]}...", node.source, node.key)
+        problems.append(_problem(told, f"longer than {LONGEST:,} characters with its interpolations"))
+        value = None
+    return Node(value, node.source, node.key, node.replaces)
+
+
+def _size(node: Node, root: Node, sizes: dict[str, int]) -> int:
+    """Return the number of characters of a value once its interpolations are replaced. `sizes`: those known, by key."""
+    value = node.value
+    if not (isinstance(value, str) and "${" in value):
+        return len(value) if isinstance(value, str) else 1
+    if node.key not in sizes:
+        sizes[node.key] = 1  # in a circle, which is a problem by itself
+        size = len(value)
+        for dots, name in _REFERENCE.findall(value):
+            parts = node.key.split(".")[: -len(dots)] if dots else []
+            named = root.find(".".join([*parts, name]))
+            size += 0 if named is None else _size(named, root, sizes)
+            if size > LONGEST:
+                break
+        sizes[node.key] = size
+    return sizes[node.key]
 
 
 def _resolved(node: Node, config: Any, nearest: Nearest, problems: list[Problem]) -> Node:

@@ -21,6 +21,18 @@ def resolved(text: str) -> tuple[Any, list[Problem]]:
     return node.plain(), problems
 
 
+@pytest.mark.parametrize("relative", [False, True])
+def test_keys_that_multiply_each_other_are_refused_at_once(relative: bool) -> None:
+    """Each names the one before ten times: the last would have 10^30 characters."""
+    prefix = "." if relative else "a."
+    keys = {f"k{n}": f"${{{prefix}k{n - 1}}}" * 10 for n in range(1, 31)}
+    tree = Node.of({"a": {"k0": "x" * 10, **keys}}, "r.yaml:1")
+    problems: list[Problem] = []
+    node = resolve_tree(tree, lambda values: values, lambda key: None, problems)
+    assert node.plain()["a"]["k3"] == "x" * 10**4
+    assert any("a.k4" == problem.key and "longer than 100,000 characters" in problem.message for problem in problems)
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
