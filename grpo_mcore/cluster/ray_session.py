@@ -174,13 +174,15 @@ class NodeWatch(threading.Thread):
         self.join(ASK_S)
 
     def run(self) -> None:
+        given_up = 0  # times in a row: a head that has just been started again may not know its nodes yet
         while not self._ended.wait(self._period_s):
             try:
                 lives = self._lives()
             except Exception as error:  # the head does not answer: Ray itself ends a driver that has lost it
                 logger.debug("Ray's head does not say whether this node is alive: %s", error)
                 continue
-            if not lives and not self._ended.is_set():
+            given_up = 0 if lives else given_up + 1
+            if given_up == 2 and not self._ended.is_set():
                 pids = self._end_node_process()
                 logger.error(
                     "Ray has given up this machine, whose node process (raylet) does not answer; it is ended (%s), as "

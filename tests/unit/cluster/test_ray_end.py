@@ -66,7 +66,7 @@ def test_a_node_process_that_the_head_has_given_up_is_ended(
         subprocess.Popen(["bash", "-c", f"exec -a --raylet_socket_name={socket} {program} 60"])
         for socket in (f"{tmp_path}/raylet", "another")
     )
-    answers = iter([True, ConnectionError("the head is away"), False])
+    answers = iter([True, False, True, False, ConnectionError("the head is away"), False])
 
     def lives() -> bool:
         answer = next(answers)
