@@ -54,8 +54,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def start_command(args: argparse.Namespace, folder: Path) -> list[str]:
-    """Return `ray start` in the foreground. Workers listen on ports that the kernel chooses, so that nodes and jobs on
-    one machine do not collide."""
+    """Return `ray start` in the foreground, with the patience of `start_node`. Workers listen on ports that the kernel
+    chooses, so that nodes and jobs on one machine do not collide."""
     host, port = split_port(args.address)
     where = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
     if args.role == "worker":
@@ -73,7 +73,10 @@ def start_command(args: argparse.Namespace, folder: Path) -> list[str]:
     if args.object_store_gb:
         options["object-store-memory"] = int(args.object_store_gb * 2**30)
     words = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *where, *words]
+    start = (
+        f"import sys; from grpo_mcore.cluster.ray_session import start_node; start_node(sys.argv[1:], {args.within})"
+    )
+    return [sys.executable, "-c", start, "--block", "--disable-usage-stats", *where, *words]
 
 
 def run_node(command: Sequence[str], folder: Path) -> int:

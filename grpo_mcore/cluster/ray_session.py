@@ -10,7 +10,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,14 @@ def _patience(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         services.get_node = get_node
+
+
+def start_node(words: Sequence[str], timeout_s: float) -> None:
+    """Run `ray start` with these words in this process, with as much patience as `RaySession` has."""
+    from ray.scripts.scripts import cli
+
+    with _patience(timeout_s):
+        cli(["start", *words])
 
 
 def _attach(address: str) -> None:

@@ -35,6 +35,15 @@ def test_nodes_of_one_machine_do_not_meet() -> None:
     assert all(30120 <= port < 30130 for port in ports)
 
 
+@pytest.mark.slow
+def test_a_node_is_started_by_rays_own_command() -> None:
+    """With the patience of test_ray_patience.py: Ray's own 30 seconds are too few on a loaded machine."""
+    python, run, program = options("head", "--address=10.0.0.1:30120", "--within=700")[:3]
+    assert "start_node(sys.argv[1:], 700.0)" in program
+    done = subprocess.run([python, run, program, "--help"], capture_output=True, text=True, check=True)
+    assert "start [OPTIONS]" in done.stdout and "--dashboard-agent-listen-port" in done.stdout
+
+
 def test_a_taken_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
