@@ -24,7 +24,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from grpo_mcore.addresses import split_port
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
 from grpo_mcore.cluster.orphan_reaper import END_S, OrphanReaper, end_marked
-from grpo_mcore.rollout.workers import DeadlineExceeded
+from grpo_mcore.rollout.workers import DeadlineExceeded, NodeLost
 
 LONGEST_TEMPORARY = 28
 """Maximum characters of the temporary folder's path: Ray puts Unix sockets 77 characters below it, and their paths may
@@ -32,6 +32,9 @@ have 107 in all."""
 
 KNOCK_S = 10.0
 """Seconds that the machine of a running Ray gets to accept a connection."""
+
+STARTS = 3
+"""Maximum starts of a Ray whose node process ends while it starts."""
 
 NOTE_S = 20.0
 """Seconds between two messages about a start that takes long."""
@@ -92,17 +95,28 @@ class RaySession:
             raise
 
     def _start(self, timeout_s: float, num_cpus: int | None, num_gpus: int | None) -> None:
-        """Start Ray, once, with as much patience as the recipe has."""
-        with _patience(timeout_s):
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(self.reaper.folder / RAYS_OWN),
-            )
+        """Start Ray with as much patience as the recipe has. A node process that ends while it starts is started again:
+        one that waits longer than 15 seconds for an agent of its own gives up, and Ray has no setting for that."""
+        for left in reversed(range(STARTS)):
+            try:
+                with _patience(timeout_s):
+                    ray.init(
+                        address="local",
+                        num_cpus=num_cpus,
+                        num_gpus=num_gpus,
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        logging_level=logging.ERROR,
+                        _temp_dir=str(self.reaper.folder / RAYS_OWN),
+                    )
+                return
+            except NodeLost as error:
+                why = f"{error}{last_failure(self.reaper.folder / RAYS_OWN / 'session_latest' / 'logs')}"
+                if not left:
+                    raise NodeLost(f"{why}; that was {STARTS} times in a row") from error
+                logger.warning("%s; Ray is started again", why)
+                ray.shutdown()
+                end_marked(self.reaper.mark)
 
     @property
     def address(self) -> str:
@@ -183,12 +197,8 @@ class NodeWatch(threading.Thread):
                 continue
             given_up = 0 if lives else given_up + 1
             if given_up == 2 and not self._ended.is_set():
-                pids = self._end_node_process()
-                logger.error(
-                    "Ray has given up this machine, whose node process (raylet) does not answer; it is ended (%s), as "
-                    "the driver would wait for it without end",
-                    pids or "it had ended by itself",
-                )
+                why = "does not answer and is ended now" if self._end_node_process() else "has ended"
+                logger.error("Ray has given up this machine, whose node process (raylet) %s", why)
                 return
 
     def _end_node_process(self) -> list[int]:
@@ -217,6 +227,8 @@ def _patience(timeout_s: float) -> Iterator[None]:
             try:
                 return get_node(*args, **kwargs)
             except RuntimeError as error:
+                if not _has_node_process():
+                    raise NodeLost("Ray's node process (raylet) ended while it started") from error
                 waited = time.monotonic() - began
                 if waited > timeout_s:
                     raise DeadlineExceeded("start of Ray", "its node process (raylet)", timeout_s) from error
@@ -232,6 +244,24 @@ def _patience(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         services.get_node = get_node
+
+
+def _has_node_process() -> bool:
+    """Return whether a node process that this one has started lives."""
+    children = psutil.Process().children()
+    with suppress(psutil.NoSuchProcess):
+        return any(child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    return True  # one has just ended: the next look tells which
+
+
+def last_failure(logs: Path) -> str:
+    """Return what the node process said of its end, for a message; nothing if it said nothing."""
+    try:
+        lines = (logs / "raylet.err").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line.partition("Check failed: ")[2] for line in lines if "Check failed: " in line]
+    return f": {said[-1][:300]}" if said else ""
 
 
 def start_node(words: Sequence[str], timeout_s: float) -> None:

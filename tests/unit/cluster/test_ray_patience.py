@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray._private import services
 
-from grpo_mcore.cluster import DeadlineExceeded, ray_session
+from grpo_mcore.cluster import DeadlineExceeded, NodeLost, ray_session
 
 
 @pytest.fixture
@@ -16,6 +18,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
     monkeypatch.setattr(ray_session, "time", clock)
+    monkeypatch.setattr(ray_session, "_has_node_process", lambda: True)
     return now
 
 
@@ -47,3 +50,36 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> Non
     ):
         services.get_node("here")
     assert 150 < now[0] < 152
+
+
+@pytest.mark.parametrize("ends", [2, 3])
+def test_a_node_process_that_ends_while_it_starts_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package_log: pytest.LogCaptureFixture, ends: int
+) -> None:
+    """Nobody waits for a process that is gone. After three of them the start is given up."""
+    logs = tmp_path / "r" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text("(raylet) Check failed: has_value() Timed out waiting for file port\n")
+    starts: list[int] = []
+
+    def get_node() -> str:
+        if len(starts) <= ends:
+            raise RuntimeError("no such node")
+        return "the node"
+
+    def init(**options: Any) -> None:
+        starts.append(1)
+        assert services.get_node() == "the node"
+
+    monkeypatch.setattr(services, "get_node", get_node)  # this process has no child called raylet
+    monkeypatch.setattr(ray_session.ray, "init", init)
+    monkeypatch.setattr(ray_session.ray, "shutdown", lambda: None)
+    session = object.__new__(ray_session.RaySession)
+    reaper: Any = SimpleNamespace(folder=tmp_path, mark="RUN=none")
+    session.reaper = reaper
+    if ends == 2:
+        session._start(600.0, None, None)
+    else:
+        with pytest.raises(NodeLost, match=r"ended while it started: .*Timed out .*; that was 3 times in a row"):
+            session._start(600.0, None, None)
+    assert len(starts) == 3 and package_log.text.count("; Ray is started again") == 2
