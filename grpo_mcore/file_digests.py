@@ -34,6 +34,8 @@ def digest_file(path: Path, sync: bool = False) -> Digest:
 def digest_files(folder: Path, names: Iterable[str], sync: bool = False) -> dict[str, Digest]:
     """Return the digests of files by their paths inside `folder`."""
     names = list(names)
+    if len(names) < 2:
+        return {name: digest_file(folder / name, sync) for name in names}
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: digest_file(folder / name, sync), names), strict=True))
 

@@ -44,7 +44,10 @@ multiprocessing.Process stands for, since only one of the two would learn its ex
 def rare_collections() -> Iterator[None]:
     """Let Python look for garbage rarely, and not among what is there already. For a process that keeps books of very
     many objects, which live: looking through these again and again is a third of its time. Not for one that holds
-    tensors, which would stay longer where they are part of a cycle."""
+    tensors, which would stay longer where they are part of a cycle. Inside another, it does nothing."""
+    if gc.get_threshold()[0] == COLLECT_AFTER:
+        yield
+        return
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.observe.alarms import Alarm, post_alarm
@@ -110,7 +112,7 @@ class Logger:
         """The resolved recipe: a mapping or a pydantic model, to `hyperparams.json` and, without secrets,
         to the other loggers."""
         plain = params.model_dump(mode="json") if hasattr(params, "model_dump") else dict(params)
-        text = json.dumps(plain, indent=2, default=str)
+        text = msgspec.json.format(msgspec.json.encode(plain, enc_hook=str), indent=2).decode()
         path = self.log_dir / HYPERPARAMS_FILE
         try:
             path.write_text(text + "\n")

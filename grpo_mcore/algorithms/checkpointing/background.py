@@ -15,6 +15,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
     NotWritten,
     RunSnapshot,
     policy_folder,
+    recipe_text,
     write_driver_files,
 )
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
@@ -67,6 +68,7 @@ class BackgroundCheckpoints:
         """`recipe`: the resolved recipe; every checkpoint holds a copy. `on_saved` gets the step and the folder of each
         complete checkpoint, `on_failure` the step and the error of each that could not be written."""
         self._manager, self._policy, self._recipe = manager, policy, recipe
+        self._config_yaml: str | None = None  # made for the first checkpoint
         self._on_saved, self._on_failure = on_saved, on_failure
         self._unfinished: _Unfinished | None = None
         self._last: _Contents | None = None  # None once it is saved
@@ -86,7 +88,8 @@ class BackgroundCheckpoints:
         try:
             with self._manager.writing(step) as tmp:
                 self._manager.make_room(tmp)
-                written = write_more(tmp) | write_driver_files(tmp, snapshot(), self._recipe)
+                self._config_yaml = self._config_yaml or recipe_text(self._recipe)
+                written = write_more(tmp) | write_driver_files(tmp, snapshot(), self._config_yaml)
                 self._policy.start_save(policy_folder(tmp), self._recipe.checkpointing.save_optimizer)
         except NotWritten as error:
             self._on_failure(step, error)

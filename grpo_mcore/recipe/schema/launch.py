@@ -3,7 +3,7 @@ inherits."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -45,6 +45,17 @@ class KubernetesConfig(Section):
     """PriorityClass of the pods."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes on which accelerator pods run."""
+    tolerations: list[dict[str, Any]] = Field(default_factory=list)
+    """Taints that the pods tolerate besides nvidia.com/gpu, as Kubernetes writes them: {key, value, effect, ...}."""
+    affinity: dict[str, Any] = Field(default_factory=dict)
+    """Affinity of the pods, as Kubernetes writes it: {podAffinity: ...}, such as to one rack or NVLink domain."""
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations of the pods."""
+    volumes: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Further volumes of all pods: mount point -> source as Kubernetes writes it, such as
+    /scratch: {hostPath: {path: /local}}."""
+    run_as_user: Positive | None = None
+    """User and group of the pods' processes, which own what they write to the volumes. null: the image's user."""
     rdma_resource: str | None = None
     """Extended resource of the RDMA device plugin, such as rdma/hca_shared_devices_a. null: no RDMA."""
     rdma_count: Positive = 1

@@ -63,7 +63,7 @@ def documents(spec: LaunchSpec) -> list[dict[str, Any]]:
         # would be one more pod for the gang.
         "headGroupSpec": {
             "rayStartParams": {"num-gpus": str(spec.pools[0].gpus_per_node), "dashboard-host": "0.0.0.0"},
-            "template": {"spec": _pod(spec, spec.pools[0], head=True)},
+            "template": _template(spec, spec.pools[0], head=True),
         },
         # The sizes of worker groups are fixed: training does not shrink.
         "workerGroupSpecs": [
@@ -71,7 +71,7 @@ def documents(spec: LaunchSpec) -> list[dict[str, Any]]:
                 "groupName": pool.name,
                 **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), size),
                 "rayStartParams": {"num-gpus": str(pool.gpus_per_node)},
-                "template": {"spec": _pod(spec, pool)},
+                "template": _template(spec, pool),
             }
             for pool, size in groups
             if size
@@ -112,6 +112,15 @@ def _without_none(value: Any) -> Any:
     return value
 
 
+def _template(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
+    """Return the pods of a pool with their annotations."""
+    annotations = spec.launch.k8s.annotations
+    return {
+        "metadata": {"annotations": annotations} if annotations else None,
+        "spec": _pod(spec, pool, head=head),
+    }
+
+
 def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
     """Return the pod spec of one node. Text files are mounted next to the recipe, under the names that it uses."""
     launch, k8s, gpus = spec.launch, spec.launch.k8s, pool.gpus_per_node
@@ -140,6 +149,11 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
     if k8s.volume_claim:
         volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": k8s.volume_claim}})
         mounts.append({"name": "shared", "mountPath": k8s.volume_path})
+    for number, (path, source) in enumerate(sorted(k8s.volumes.items())):
+        volumes.append({"name": f"volume-{number}", **source})
+        mounts.append({"name": f"volume-{number}", "mountPath": path})
+    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if gpus else []
+    user = k8s.run_as_user or UID
     container = {
         "name": "ray-head" if head else "ray-worker",
         "image": launch.container,
@@ -162,14 +176,15 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
         "priorityClassName": k8s.priority_class,
         "imagePullSecrets": [{"name": name} for name in k8s.image_pull_secrets] or None,
         "nodeSelector": (k8s.node_selector if gpus else None) or None,
-        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if gpus else None,
+        "affinity": k8s.affinity or None,
+        "tolerations": [*tolerations, *k8s.tolerations] or None,
         "hostNetwork": True if k8s.host_network else None,
         "dnsPolicy": "ClusterFirstWithHostNet" if k8s.host_network else None,
         "automountServiceAccountToken": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": UID,
-            "fsGroup": UID,
+            "runAsUser": user,
+            "fsGroup": user,
             # The default profile refuses bubblewrap its namespaces; it confines programs with a filter of its own.
             "seccompProfile": {"type": "Unconfined" if spec.sandboxes else "RuntimeDefault"},
         },

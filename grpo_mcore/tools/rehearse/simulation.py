@@ -26,6 +26,7 @@ from grpo_mcore.cluster.virtual_cluster import VirtualClock
 from grpo_mcore.families import ModelShape, shape_of
 from grpo_mcore.layout import LayoutError
 from grpo_mcore.observe.exit_codes import LOST, exit_code
+from grpo_mcore.processes import rare_collections
 from grpo_mcore.recipe import MasterConfig, RecipeError
 from grpo_mcore.tools.rehearse.durations import Durations, TeacherDurations
 from grpo_mcore.tools.rehearse.faults import DriverKilled, Fault, Faults, Kind, drawn_faults
@@ -323,14 +324,15 @@ def main(words: Sequence[str]) -> int:
     """Simulate the seeds of the command line: a number, or two for a range. Print what breaks a law."""
     first, last = int(words[0]), int(words[-1])
     broken = 0
-    for seed in range(first, last + 1):
-        case = drawn(seed)
-        outcome = simulate(case)
-        if outcome.flaws or first == last:
-            broken += bool(outcome.flaws)
-            print(f"{case}\n  exit code {outcome.code} after {outcome.seconds:.1f} s; {'; '.join(outcome.errors)}")
-            for flaw in outcome.flaws:
-                print(f"  BROKEN: {flaw}")
+    with rare_collections():  # each run has its own, which looks through all that is imported
+        for seed in range(first, last + 1):
+            case = drawn(seed)
+            outcome = simulate(case)
+            if outcome.flaws or first == last:
+                broken += bool(outcome.flaws)
+                print(f"{case}\n  exit code {outcome.code} after {outcome.seconds:.1f} s; {'; '.join(outcome.errors)}")
+                for flaw in outcome.flaws:
+                    print(f"  BROKEN: {flaw}")
     print(f"{last - first + 1} runs, {broken} of them break a law")
     return int(broken > 0)
 

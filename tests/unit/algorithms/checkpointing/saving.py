@@ -9,6 +9,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
     CheckpointManager,
     RunSnapshot,
     policy_folder,
+    recipe_text,
     write_driver_files,
 )
 from grpo_mcore.recipe import MasterConfig
@@ -24,6 +25,6 @@ def save_now(
     """Write `step_N` and return its folder. Raises NotWritten."""
     with checkpoints.writing(step) as tmp:
         checkpoints.make_room(tmp)
-        write_driver_files(tmp, snapshot, recipe)
+        write_driver_files(tmp, snapshot, recipe_text(recipe))
         save_policy(policy_folder(tmp))
         return checkpoints.publish(step)

@@ -120,6 +120,26 @@ def test_what_an_h100_cluster_needs(job: Job) -> None:
     ]
 
 
+def test_what_a_site_adds_reaches_all_pods_as_it_is_written() -> None:
+    words = [
+        "launch.k8s.tolerations=[{key: reserved, operator: Equal, value: rl, effect: NoSchedule}]",
+        "launch.k8s.affinity={podAffinity: {requiredDuringSchedulingIgnoredDuringExecution: "
+        "[{topologyKey: rack, labelSelector: {matchLabels: {team: rl}}}]}}",
+        "launch.k8s.annotations={sidecar.istio.io/inject: 'false'}",
+        "launch.k8s.volumes={/scratch: {hostPath: {path: /local}}}",
+        "launch.k8s.run_as_user=4000",
+    ]
+    written = documents(launch_spec(load_recipe(str(ROOT / TWO_NODES), [*H100, *words]), "k8s"))
+    assert not check(written[1], bundled_schema())
+    for template in (head(written[1])["template"], group(written[1])["template"]):
+        pod = template["spec"]
+        assert template["metadata"] == {"annotations": {"sidecar.istio.io/inject": "false"}}
+        assert [toleration["key"] for toleration in pod["tolerations"]] == ["nvidia.com/gpu", "reserved"]
+        assert pod["affinity"]["podAffinity"] and pod["securityContext"]["runAsUser"] == 4000
+        assert pod["volumes"][-1] == {"name": "volume-0", "hostPath": {"path": "/local"}}
+        assert pod["containers"][0]["volumeMounts"][-1] == {"name": "volume-0", "mountPath": "/scratch"}
+
+
 def test_ray_may_outlive_its_head() -> None:
     redis = ("launch.k8s.gcs_redis_address=redis:6379", "launch.k8s.gcs_redis_secret=redis/password")
     job = documents(launch_spec(load_recipe(str(ROOT / TWO_NODES), [*H100, *redis]), "k8s"))[1]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +26,20 @@ from grpo_mcore.algorithms.training_step.step_groups import StepGroups
 from grpo_mcore.algorithms.training_step.teachers import Teachers
 from grpo_mcore.cluster import virtual_cluster
 from grpo_mcore.observe.ledger import Ledger
+from grpo_mcore.processes import rare_collections
 from grpo_mcore.tools.rehearse.faults import Fault
 from grpo_mcore.tools.rehearse.simulation import Case, drawn, shortest, simulate
 
 SEEDS, SHARDS = 200, 2
 MOST_SEEDS = 200
 """Seeds within which a planted fault must be found."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rare_collections() -> Iterator[None]:
+    """Once for all runs: each would look through all that is imported."""
+    with rare_collections():
+        yield
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
