@@ -69,8 +69,8 @@ _BECAUSE = "because since as which that due for given"
 _IS = "is be ist es est è é är er jest este je on to adalah ni là"
 _SO = "therefore thus hence clearly indeed simply"
 _LABELS = (
-    rf"(?:\s+(?:{'|'.join(f'{_IS} {_SO}'.split())}|are|the|choice|option|letter|would|should|must|here|key|final|answer|"
-    r"correct|correcta|correcte|correta|corretta|corect|juste|richtig)\b|[是为は은는])*"
+    rf"(?:\s+(?:{'|'.join(f'{_IS} {_SO}'.split())}|are|the|choice|option|letter|would|should|must|here|key|final|"
+    r"answer|correct|correcta|correcte|correta|corretta|corect|juste|richtig)\b|[是为は은는])*"
 )
 _SIGN = r"(?:\W{0,3}[:：](?:\s*\})?|\s*=|\s+[-–])"
 _AFTER_IS = rf"(?:{'|'.join(rf'(?<= {word})' for word in f'{_IS} {_SO}'.split())}|(?<=[是为は은는]))\W{{0,3}}(?<=\W)"
@@ -94,8 +94,9 @@ _ENGLISH = _pattern(rf"\b{_WORDS['en']}", "".join(_SCRIPTS[:2]))
 _ANY_LANGUAGE = _pattern(" ".join(_WORDS.values()), "".join(_LETTER))
 _AT_END = rf"(?!\w|['’]\w|-\w){_CLOSING}\s*(?:$|[.,;:!]|\b(?:{'|'.join(_BECAUSE.split())}|is|are)\b)"
 _PICKED = re.compile(
-    rf"(?:\b(?i:answer|ans\.?|option|choice|letter)\s*[:：]?\s+|\b(?i:choose|pick|select|go with|it['’]?s|it is|must be|"
-    rf"should be|leaves|so|therefore|thus|hence)[\s,:]+|\b(?i:option|choice|answer|solution|one)\b[^.\n]{{0,30}}\bis\s+)"
+    rf"(?:\b(?i:answer|ans\.?|option|choice|letter)\s*[:：]?\s+|\b(?i:choose|pick|select|go with|it['’]?s|it is|"
+    rf"must be|should be|leaves|so|therefore|thus|hence)[\s,:]+|"
+    rf"\b(?i:option|choice|answer|solution|one)\b[^.\n]{{0,30}}\bis\s+)"
     rf"(?i:(?:the )?(?:option|choice|letter)\s+)?{_OPENING}(?P<letter>[{_LATIN}]){_AT_END}"
     rf"|(?<!\w)\((?P<labelled>[{_LATIN}])\){_CLOSING}\s+(?:is|are)\b"
     rf"|^(?P<first>[{_LATIN}])[).]?\s+(?i:{'|'.join(_BECAUSE.split())})\b"
