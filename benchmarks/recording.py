@@ -4,7 +4,9 @@ is compared is the second of each two, because a step's samples are written duri
     python benchmarks/recording.py RECIPE [key=value ...]
 
 Prints the median difference of the pairs' step times, the driver's seconds in the calls that record, and the seconds of
-processor time of the thread that writes. The demo's recipe needs `grpo-mcore demo` first; use one with many steps.
+processor time of the thread that writes; and what the ledger costs, from which `train --follow` repeats a run: entries,
+the driver's processor time for them, and bytes beside those of the samples. The demo's recipe needs `grpo-mcore demo`
+first; use one with many steps.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from grpo_mcore.algorithms import grpo
 from grpo_mcore.algorithms.record.run_report import RunReport
 from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.cli.train import train
+from grpo_mcore.observe.ledger import LEDGER_FILE, Ledger
 from grpo_mcore.observe.samples import SampleFiles
 from grpo_mcore.recipe import load_recipe
 
@@ -50,6 +54,15 @@ def main(words: list[str]) -> None:
         trained(self, number, *args)
         calls[number] = time.perf_counter() - began
 
+    entries: list[float] = []
+    write_entry, written_before = Ledger.write, set(Path(config.logger.log_dir).glob("exp_*"))
+
+    def timed_entry(self: Ledger, event: str, **fields: Any) -> None:
+        began = time.thread_time()
+        write_entry(self, event, **fields)
+        entries.append(time.thread_time() - began)
+
+    Ledger.write = timed_entry  # type: ignore[method-assign]
     grpo.train_on_groups, RunReport.step = two_of_four, timed_step  # type: ignore[assignment, method-assign]
     SampleFiles._do, SampleWriter.trained = timed_write, timed_trained  # type: ignore[method-assign]
     train(config)
@@ -62,6 +75,14 @@ def main(words: list[str]) -> None:
     print(
         f"driver's calls: {1000 * spent:.2f} ms, {spent / middle:.3%}; writer's processor time: {1000 * written:.1f} ms"
     )
+    folder, steps = max(set(Path(config.logger.log_dir).glob("exp_*")) - written_before), len(totals)
+    each, ledger = statistics.mean(entries), (folder / LEDGER_FILE).stat().st_size
+    print(
+        f"ledger: {len(entries) / steps:.0f} entries a step of {1e6 * each:.0f} us, "
+        f"{sum(entries) / sum(totals.values()):.2%} of the steps' time"
+    )
+    sampled = statistics.mean(file.stat().st_size for file in (folder / "samples/train").glob("*.parquet"))
+    print(f"ledger: {ledger / steps:.0f} B a step, {ledger / steps / sampled:.1%} of the samples' bytes")
 
 
 if __name__ == "__main__":

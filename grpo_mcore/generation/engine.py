@@ -27,11 +27,12 @@ from grpo_mcore.generation.shared_steps import Caller, SharedSteps
 from grpo_mcore.generation.worker_calls import (
     has_only_registered_tensors,
     make_stage_inputs,
+    record_layers,
     record_routes,
     refit_step,
     start_profile,
     stop_profile,
-    take_routes,
+    take_records,
     unlink_shared_segments,
 )
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory
@@ -84,6 +85,9 @@ class Engine:
         self._callers = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}  # unfinished ones by request id, of all callers
         self._streams: dict[str, _OpenStream] = {}  # those that others may join, by name
+        self._layers: dict[tuple[str, int], Any] | None = (
+            None  # what came out of layers, by sample, where it is recorded
+        )
         self._asleep: list[str] = []  # vLLM's tags of the memory that was given away
         self._cache_number = 0  # of the prefix cache's contents; a request reuses only what has its own number
         self._others: list[Lifeline] = []  # the engine's other nodes
@@ -171,7 +175,10 @@ class Engine:
                     engine_id, request = stream.engine_ids.pop(key), stream.requests.pop(key)
                     del self._requests[key]
                     if self._records_routes:
-                        output.outputs[0].routed_experts = self._routes([engine_id])[0]
+                        output.outputs[0].routed_experts = self._take("route_recorder", [engine_id])[0]
+                    if self._layers is not None:
+                        record = self._take("layer_recorder", [engine_id])[0]
+                        self._layers[request.uid, request.generation_index] = record
                     samples.append(to_trajectory(request, output, tokenizer))
                 yield samples
         finally:
@@ -234,8 +241,11 @@ class Engine:
             if unfinished and self._llm_engine is not None:
                 self._llm_engine.abort_request(unfinished, internal=True)
             engine_ids = [stream.engine_ids.pop(key) for key in keys if key in stream.engine_ids]
-            if self._records_routes and engine_ids and self._llm_engine is not None:
-                self._routes(engine_ids)  # nobody asks for them any more
+            if engine_ids and self._llm_engine is not None:  # nobody asks for their records any more
+                if self._records_routes:
+                    self._take("route_recorder", engine_ids)
+                if self._layers is not None:
+                    self._take("layer_recorder", engine_ids)
             for key in keys:
                 stream.requests.pop(key, None)
                 self._requests.pop(key, None)
@@ -245,10 +255,24 @@ class Engine:
         """Return whether our own recorder records experts; on GPU vLLM returns them with a sample."""
         return self.config.record_routes and self.config.platform == "cpu"
 
-    def _routes(self, requests: list[str]) -> list[Any]:
-        """Return the experts recorded for vLLM's requests with these ids; the ranks forget them."""
+    def _take(self, recorder: str, requests: list[str]) -> list[Any]:
+        """Return what was recorded for vLLM's requests with these ids; the ranks forget it."""
         with self._lock.call(), self._rank_deaths():
-            return self._on_device(self._llm_engine.collective_rpc, take_routes, args=(requests,))[0]
+            return self._on_device(self._llm_engine.collective_rpc, take_records, args=(recorder, requests))[0]
+
+    def record_layers(self, direction: torch.Tensor) -> None:
+        """Record what comes out of each layer: see `layer_traces`. `direction`: float64 [hidden size]. On CPU, without
+        prefix caching and on one rank."""
+        with self._lock.call(), self._rank_deaths():
+            self._on_device(self._llm_engine.collective_rpc, record_layers, args=(direction,))
+        self._layers = {}
+
+    def layer_traces(self) -> dict[tuple[str, int], Any]:
+        """Return float64 [tokens, layers, 2] by (uid, generation index) of the samples that have finished since
+        `record_layers`, and forget them: norm of the hidden state after the layer, and product with the direction. NaN
+        where a token was not computed, as the last one of a sample."""
+        traces, self._layers = self._layers or {}, {}
+        return traces
 
     def give_up(self, uids: Collection[str]) -> None:
         """Abort the unfinished samples of these prompts. Their callers get only the others."""

@@ -1,5 +1,6 @@
 """Functions that an engine runs on each of its ranks, with vLLM's worker as first argument: steps of a
-refit, traces of torch's profiler, and recording of the experts to which each token was routed.
+refit, traces of torch's profiler, and recording of what comes out of layers and of the experts to which each token was
+routed.
 
 On GPU vLLM records experts itself; its recorder needs a model runner that its CPU build lacks. Ours uses the routers'
 hook.
@@ -120,39 +121,61 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
                 yield from _tensors_in(item, depth - 1)
 
 
-class RouteRecorder:
-    """Experts of every request that has not been taken: int16 [context, layers, experts of a token], -1 in layers
-    without experts. A token that is computed again (preemption, new weights) is recorded again."""
+class TokenRecorder:
+    """What was recorded of every request that has not been taken: an array with a row a token, `fill` where nothing
+    was. A token that is computed again (preemption, new weights) is recorded again."""
 
-    def __init__(self, runner: Any) -> None:
-        """`runner`: vLLM's model runner."""
-        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    def __init__(self, runner: Any, shape: tuple[int, ...], fill: Any, dtype: Any) -> None:
+        """`runner`: vLLM's model runner. `shape`: of a request's array."""
+        self._runner, self._empty = runner, partial(np.full, shape, fill, dtype=dtype)
+        self.records: dict[str, np.ndarray] = {}
 
-        self._runner, config = runner, runner.model_config
-        self._shape = (config.max_model_len, config.get_total_num_hidden_layers(), config.get_num_experts_per_tok())
-        self.routes: dict[str, np.ndarray] = {}
-        for module in runner.model.modules():
-            if isinstance(module, MoERunner):
-                module.router.set_capture_fn(partial(self._capture, module.layer_id))
-
-    def _capture(self, layer: int, chosen: Tensor) -> None:
-        """chosen: int [tokens of the step, experts of a token]."""
+    def keep(self, layer: int, values: np.ndarray) -> None:
+        """Record a layer's values of a forward pass, a row for each of its tokens."""
         batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
-        values = chosen.to("cpu", torch.int16).numpy()
         for index, request in enumerate(batch.req_ids):
             first, rows = int(batch.num_computed_tokens_cpu[index]), values[starts[index] : starts[index + 1]]
-            if request not in self.routes:
-                self.routes[request] = np.full(self._shape, -1, dtype=np.int16)
-            self.routes[request][first : first + len(rows), layer] = rows
+            if request not in self.records:
+                self.records[request] = self._empty()
+            self.records[request][first : first + len(rows), layer] = rows
 
 
 def record_routes(worker: Any) -> None:
-    """Record the experts of all tokens from now on."""
-    worker.route_recorder = RouteRecorder(worker.model_runner)
+    """Record the experts of all tokens from now on: int16 [context, layers, experts of a token], -1 in layers without
+    experts."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    runner, config = worker.model_runner, worker.model_runner.model_config
+    shape = (config.max_model_len, config.get_total_num_hidden_layers(), config.get_num_experts_per_tok())
+    worker.route_recorder = recorder = TokenRecorder(runner, shape, -1, np.int16)
+
+    def capture(layer: int, chosen: Tensor) -> None:
+        recorder.keep(layer, chosen.to("cpu", torch.int16).numpy())
+
+    for module in runner.model.modules():
+        if isinstance(module, MoERunner):
+            module.router.set_capture_fn(partial(capture, module.layer_id))
 
 
-def take_routes(worker: Any, requests: Sequence[str]) -> list[np.ndarray | None]:
-    """Return and forget the records of each request, None if it has none. Only the first rank returns them: all ranks
-    have the same."""
-    routes = [worker.route_recorder.routes.pop(request, None) for request in requests]
-    return routes if worker.rank == 0 else []
+def record_layers(worker: Any, direction: Tensor) -> None:
+    """Record what comes out of each layer from now on, float64 [context, layers, 2]: the norm of the hidden state, and
+    its product with `direction`, [hidden size]."""
+    runner, config = worker.model_runner, worker.model_runner.model_config
+    count = config.get_total_num_hidden_layers()
+    worker.layer_recorder = recorder = TokenRecorder(runner, (config.max_model_len, count, 2), np.nan, np.float64)
+
+    def keep(layer: int, _module: Any, _inputs: Any, output: Any) -> None:
+        hidden, residual = output if isinstance(output, tuple) else (output, None)
+        hidden = (hidden if residual is None else hidden + residual).double()
+        recorder.keep(layer, torch.stack([hidden.norm(dim=1), hidden @ direction.to(hidden)], dim=1).cpu().numpy())
+
+    lists = (module for module in runner.model.modules() if isinstance(module, torch.nn.ModuleList))
+    for layer, module in enumerate(next((each for each in lists if len(each) == count), ())):
+        module.register_forward_hook(partial(keep, layer))
+
+
+def take_records(worker: Any, recorder: str, requests: Sequence[str]) -> list[np.ndarray | None]:
+    """Return and forget the records of each request, None if it has none. `recorder`: "route_recorder" or
+    "layer_recorder". Only the first rank returns them: all ranks have the same."""
+    records = [getattr(worker, recorder).records.pop(request, None) for request in requests]
+    return records if worker.rank == 0 else []

@@ -15,12 +15,16 @@ import torch
 from grpo_mcore.data.tiny_models import EOS
 from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
+from grpo_mcore.parallel.layer_traces import fixed_direction
 from grpo_mcore.refit.board import Mapped, Seat
 from grpo_mcore.refit.buffer import block_view
 from grpo_mcore.refit.plan import RefitError
 from grpo_mcore.refit.refit import refit
 from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
+from grpo_mcore.tools.verdict.collect import traced_layers
+from grpo_mcore.tools.verdict.judge import Judge, JudgedSample
+from grpo_mcore.tools.verdict.verdict import first_layer
 from tests.functional.engine_cases import (
     CONTEXT,
     Policy,
@@ -74,6 +78,28 @@ def test_logprobs_are_of_the_distribution_sampled_from(
 ) -> None:
     found = generate(engine, [request(number) for number in range(12)], **how)
     assert worst_difference(reference, found, **how) < 1e-5
+
+
+def test_what_comes_out_of_layers_is_that_of_transformers(folder: Path, engine: Engine) -> None:
+    judge = Judge(folder, Sampling(1))
+    engine.record_layers(fixed_direction(judge.shape.hidden_size))
+    found = generate(engine, [request(number) for number in range(100, 106)])
+    traces = engine.layer_traces()
+    samples = [
+        JudgedSample(
+            uid,
+            sample.token_ids(),
+            sample.loss_mask(),
+            None,
+            sample.logprobs(),
+            engine_layers=traced_layers(traces[uid, 0], sample.length),
+        )
+        for uid, sample in found.items()
+    ]
+    assert all(len(sample.engine_layers) == judge.shape.num_layers for sample in samples)
+    agree = first_layer(judge, samples, torch.float32, "engine")
+    assert agree is not None and agree.what.endswith("agree: it is what comes after them")
+    assert engine.layer_traces() == {}
 
 
 def test_greedy(engine: Engine, reference: torch.nn.Module) -> None:

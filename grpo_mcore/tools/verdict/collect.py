@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_mcore.algorithms.run_control.checks import model_folder
 from grpo_mcore.batching.packed_batch import pack_rows
 from grpo_mcore.families import engine_options, missing_on_cpu, read_hf_config, shape_of
-from grpo_mcore.parallel.layer_traces import trace_layers
+from grpo_mcore.parallel.layer_traces import fixed_direction, trace_layers
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import MasterConfig
@@ -137,19 +137,34 @@ def _generated(folder: Path) -> list[JudgedSample] | None:
     if missing_on_cpu(shape) is not None:
         return None
     length = max(LENGTHS) + NEW_TOKENS
-    options: dict[str, Any] = dict(engine_options(shape))
+    options: dict[str, Any] = engine_options(shape) | {"prefix_caching": False}  # each token is computed, and recorded
     engine = Engine(EngineConfig(str(folder), dtype="float32", max_model_len=length, kv_cache_memory_gb=0.1, **options))
     requests = [
         GenerationRequest(str(i), 0, (Turn("user", tokens),), seed=i)
         for i, tokens in enumerate(sequences(shape.vocab_size))
     ]
     try:
-        return [
-            JudgedSample(one.uid, one.token_ids(), one.loss_mask(), None, one.logprobs())
-            for one in engine.generate(requests, Sampling(NEW_TOKENS))
-        ]
+        engine.record_layers(fixed_direction(shape.hidden_size))
+        samples = list(engine.generate(requests, Sampling(NEW_TOKENS)))
+        traces = engine.layer_traces()
     finally:
         engine.shutdown()
+    return [
+        JudgedSample(
+            one.uid,
+            one.token_ids(),
+            one.loss_mask(),
+            None,
+            one.logprobs(),
+            engine_layers=traced_layers(traces[one.uid, 0], one.length),
+        )
+        for one in samples
+    ]
+
+
+def traced_layers(trace: Any, length: int) -> dict[int, Tensor]:
+    """Return an engine's trace of a sample of `length` tokens as JudgedSample has it."""
+    return {layer + 1: torch.from_numpy(trace[: length - 1, layer].T) for layer in range(trace.shape[1])}
 
 
 def _sampling(config: MasterConfig) -> Sampling:

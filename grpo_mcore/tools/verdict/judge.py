@@ -29,8 +29,9 @@ class JudgedSample:
     """Tokens of a sample, and what the policy and the engine said of them. All of the same length n.
 
     `tokens` int64; `generated` bool: tokens that the policy is to be trained on; `policy`, `engine` float32 log-probs,
-    0 where there is none; None: not known. `layers`: what comes out of each layer of the policy, by its number from 1,
-    float64 [2, n], see parallel/layer_traces.py; empty: not known.
+    0 where there is none; None: not known. `layers`, `engine_layers`: what comes out of each layer of the policy and of
+    the engine, by its number from 1, float64 [2, n], see parallel/layer_traces.py; of the engine without the last
+    token, which it does not compute; empty: not known.
     """
 
     name: str
@@ -39,6 +40,7 @@ class JudgedSample:
     policy: Tensor | None
     engine: Tensor | None
     layers: Mapping[int, Tensor] = field(default_factory=dict)
+    engine_layers: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def prompt(self) -> int:

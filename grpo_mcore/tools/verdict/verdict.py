@@ -110,33 +110,36 @@ def judge_samples(judge: Judge, samples: Sequence[JudgedSample], precision: torc
         tried.sort(key=lambda one: one.mean)
         evidence += tried
         causes[side] = _cause(base, tried, limit, judge, judged, should)
-        if side == "policy" and (parted := first_layer(judge, judged, precision)) is not None:
+        if (parted := first_layer(judge, judged, precision, side)) is not None:
             evidence.append(parted)
     return Verdict(causes, tuple(evidence), limit)
 
 
-def first_layer(judge: Judge, samples: Sequence[JudgedSample], precision: torch.dtype) -> Evidence | None:
-    """Return the first layer whose output parts from the judge's by more than rounding to `precision` does, relative to
-    its norm; None if the policy's layers are not known. `largest`, `mean`: over the layer's tokens."""
-    numbers = sorted({number for sample in samples for number in sample.layers})
-    right = [(sample, judge.layers(sample), judge.layers(sample, precision)) for sample in samples if numbers]
+def first_layer(
+    judge: Judge, samples: Sequence[JudgedSample], precision: torch.dtype, side: Side = "policy"
+) -> Evidence | None:
+    """Return the first layer of a side whose output parts from the judge's by more than rounding to `precision` does,
+    relative to its norm; None if the side's layers are not known. `largest`, `mean`: over the layer's tokens."""
+    traces = [sample.layers if side == "policy" else sample.engine_layers for sample in samples]
+    numbers = sorted({number for layers in traces for number in layers})
+    right = [(judge.layers(sample), judge.layers(sample, precision)) for sample in samples if numbers]
     for number in numbers:
         gaps, rounding = [], 0.0
-        for sample, exact, rounded in right:
-            if number not in exact or number not in sample.layers:
+        for layers, (exact, rounded) in zip(traces, right, strict=True):
+            if number not in exact or number not in layers:
                 return None
-            norm = exact[number][0].clamp(min=1e-12)
-            gaps.append(((sample.layers[number] - exact[number]).abs().amax(0) / norm).nan_to_num(nan=torch.inf))
+            said, norm = layers[number], exact[number][0].clamp(min=1e-12)
+            known = said.size(1)
+            gap = (said - exact[number][:, :known]).abs().amax(0) / norm[:known]
+            gaps.append(gap.nan_to_num(nan=torch.inf))
             rounding = max(rounding, ((rounded[number] - exact[number]).abs().amax(0) / norm).max().item())
         every = torch.cat(gaps)
         if every.max() > max(SMALLEST_LIMIT, ROUNDING * rounding):
             worst = max(range(len(gaps)), key=lambda index: gaps[index].max().item())
             what = f"layer {number} is the first to part, most at token {int(gaps[worst].argmax())} of sample "
-            return Evidence("policy", "layer", what + right[worst][0].name, every.max().item(), every.mean().item())
+            return Evidence(side, "layer", what + samples[worst].name, every.max().item(), every.mean().item())
     return (
-        Evidence("policy", "layer", f"all {len(numbers)} agree: it is what comes after them", 0.0, 0.0)
-        if numbers
-        else None
+        Evidence(side, "layer", f"all {len(numbers)} agree: it is what comes after them", 0.0, 0.0) if numbers else None
     )
 
 

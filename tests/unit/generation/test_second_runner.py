@@ -52,7 +52,7 @@ def read_from(node: ast.AST, name: str) -> Iterator[str]:
 def test_a_worker_has_what_our_calls_ask_of_it() -> None:
     tree = ast.parse((Path(grpo_mcore.__file__).parent / "generation/worker_calls.py").read_text())
     base = members(("v1/worker/worker_base.py", "WorkerBase")) | members(WORKER)
-    ours = {"process_profile", "route_recorder"}  # set there by the same calls
+    ours = {"process_profile", "route_recorder", "layer_recorder"}  # set there by the same calls
     asked = set(read_from(tree, "worker")) - ours
     assert {"weight_transfer_engine", "update_weights", "model_runner", "rank"} <= asked <= base
     assert {"model", "execute_model", "sample_tokens"} <= members(RUNNER)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.tools.verdict.judge import Judge, JudgedSample, drawn
-from grpo_mcore.tools.verdict.verdict import Verdict, first_layer, judge_samples
+from grpo_mcore.tools.verdict.verdict import Side, Verdict, first_layer, judge_samples
 
 SAMPLING = Sampling(max_new_tokens=1)
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 61}
@@ -64,22 +64,27 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.mark.parametrize(
-    ("name", "layer"), [("layers.0.self_attn.o_proj.weight", 1), ("layers.1.mlp.down_proj.weight", 2)]
+    ("side", "name", "layer"),
+    [("policy", "layers.0.self_attn.o_proj.weight", 1), ("engine", "layers.1.mlp.down_proj.weight", 2)],
 )
-def test_the_first_layer_that_parts_is_named(dense: Model, name: str, layer: int) -> None:
+def test_the_first_layer_that_parts_is_named(dense: Model, side: Side, name: str, layer: int) -> None:
     wrong = copy.deepcopy(dense.new)
     weight = dict(wrong.named_parameters())[f"model.{name}"]
     weight.data.copy_(dict(dense.old.named_parameters())[f"model.{name}"])
     other = copy.copy(dense.judge)
     other.network = wrong.double()
-    samples = [
-        replace(sample, policy=other.logprobs(sample).float() * sample.generated, layers=other.layers(sample))
-        for sample in dense.samples
-    ]
+    samples = []
+    for sample in dense.samples:
+        said, layers = other.logprobs(sample).float() * sample.generated, other.layers(sample)
+        if side == "engine":  # it does not compute the last token
+            layers = {number: trace[:, :-1] for number, trace in layers.items()}
+        where = "layers" if side == "policy" else "engine_layers"
+        samples.append(replace(sample, **{side: said, where: layers}))  # type: ignore[arg-type]
     verdict = judge_samples(dense.judge, samples, torch.float32)
-    found = [one for one in verdict.evidence if one.cause == "layer"]
-    assert len(found) == 1 and found[0].what.startswith(f"layer {layer} is the first to part, most at token ")
-    assert verdict.causes["policy"].cause == "weights"
+    layers_said = [one for one in verdict.evidence if one.cause == "layer"]
+    assert [one.side for one in layers_said] == [side]
+    assert layers_said[0].what.startswith(f"layer {layer} is the first to part, most at token ")
+    assert verdict.causes[side].cause == "weights"
 
 
 def test_layers_that_agree_leave_what_comes_after_them(dense: Model) -> None:
