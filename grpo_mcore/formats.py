@@ -1,4 +1,4 @@
-"""The formats of what a run leaves for later versions: checkpoints, ledgers, samples.
+"""The formats of recipes, and of what a run leaves for later versions: checkpoints, ledgers, samples.
 
 A number rises when older code would misread the files. What bears no number was written before there were any, and is
 of format 1. docs/upgrading.md has the promise.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-Kind = Literal["checkpoint", "ledger", "samples"]
+Kind = Literal["checkpoint", "ledger", "recipe", "samples"]
 
-FORMATS: dict[Kind, int] = {"checkpoint": 1, "ledger": 2, "samples": 1}
+FORMATS: dict[Kind, int] = {"checkpoint": 1, "ledger": 2, "recipe": 1, "samples": 1}
 """The format that this version writes, and the newest that it reads."""
 
 

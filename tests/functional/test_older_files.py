@@ -15,7 +15,7 @@ from grpo_mcore.cli.main import main
 from grpo_mcore.formats import FORMATS
 from grpo_mcore.observe import LedgerError, read_ledger
 from grpo_mcore.observe.samples import SamplesError, read_samples
-from grpo_mcore.recipe import load_recipe
+from grpo_mcore.recipe import RecipeError, load_recipe
 from tests.functional.preload import preload
 
 
@@ -51,6 +51,12 @@ def test_files_of_a_newer_version_are_refused_by_name(run: Path) -> None:
     for resume in (True, "auto", "checkpoints/step_2"):
         with pytest.raises(ResumeError, match="step_2 was written by a newer version.*format 2 of its checkpoint"):
             manager.open(resume)
+    recipe = run / "recipe.yaml"
+    recipe.write_text(f"format: {FORMATS['recipe']}\n" + recipe.read_text())
+    assert load_recipe("recipe.yaml").config.grpo.max_num_steps == 4
+    recipe.write_text(f"format: {newer['recipe']}\n" + recipe.read_text().partition("\n")[2])
+    with pytest.raises(RecipeError, match=r"recipe.yaml:1: format: written by a newer version.*format 2 of its recipe"):
+        load_recipe("recipe.yaml")
     ledger = run / "checkpoints" / "ledger.jsonl"
     ledger.write_text(ledger.read_text() + json.dumps({"event": "started", "format": newer["ledger"]}) + "\n")
     with pytest.raises(LedgerError, match="format 3 of its ledger; this version reads up to 2: upgrade grpo_mcore"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_mcore
+from grpo_mcore.formats import newer_format
 from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, joined, nearest_hint
 from grpo_mcore.recipe.loading.interpolate import resolve_tree, variables_of
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
@@ -75,6 +76,15 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         key: node.source if (node := tree.find(key)) is not None else DEFAULT for key in leaves(config.model_dump())
     }
     return Recipe(config, provenance, file, tuple(reversed(files)), tuple(overrides), tuple(notes))
+
+
+def _without_format(tree: Node, recipe: str) -> Node:
+    """Return the tree without `format`, the number of the form that a recipe is written in. Raises RecipeError for one
+    of a newer version."""
+    node = tree.value.pop("format", None) if tree.is_mapping else None
+    if node is not None and (why := newer_format("recipe", node.value)) is not None:
+        raise RecipeError([Problem(node.source, node.key, why)], recipe)
+    return tree
 
 
 def presets_of(overrides: Sequence[str]) -> list[str]:
@@ -145,6 +155,7 @@ def _load(file: Path, files: list[Path], chain: tuple[Path, ...]) -> Node:
         tree = Node({}, tree.source, "")
     if not tree.is_mapping:
         raise RecipeError([Problem(name, "", f"expected a mapping of keys, got {in_yaml(tree.plain())}")], name)
+    tree = _without_format(tree, name)
     _find_files_beside(tree, file.parent)
     defaults = tree.value.pop("defaults", None)
     base: Node | None = None
