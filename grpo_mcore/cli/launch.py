@@ -44,8 +44,13 @@ def run(args: argparse.Namespace) -> int:
 
         text, submit = sbatch_script(spec), ["sbatch"]
     else:
-        from grpo_mcore.tools.launch.kubernetes import manifest
+        from grpo_mcore.tools.launch.kubernetes import documents, manifest
+        from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check
 
+        if problems := check(documents(spec)[1], bundled_schema()):
+            rules = "\n".join(f"  {problem}" for problem in problems)
+            print(f"grpo-mcore launch: Kubernetes would refuse what launch.k8s asks for:\n{rules}", file=sys.stderr)
+            return 2
         text, submit = manifest(spec), ["kubectl", "create", "-f", "-"]
     if args.output:
         Path(args.output).write_text(text)

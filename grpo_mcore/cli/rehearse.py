@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.recipe import MasterConfig, load_recipe, recipe_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.rehearse.rehearse import Rehearsal, rehearse
     from grpo_mcore.tools.rehearse.report import plain, rehearsal_text, rehearse_all, sweep_settings, sweep_text
 
-    folder = args.folder or Path("results/rehearse") / Path(args.recipe).stem
+    folder = args.folder or Path("results/rehearse") / recipe_name(args.recipe)
 
     def load(setting: Mapping[str, str]) -> MasterConfig:
         words = [f"{key}={value}" for key, value in setting.items()]

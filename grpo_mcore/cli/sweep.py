@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from grpo_mcore.cli.train import VERBS
 from grpo_mcore.observe.exit_codes import STOPPED_EARLY, TERMINATED
+from grpo_mcore.recipe import recipe_name
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a run that Ctrl-C ended at once."""
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     was stopped on request, else 1."""
     from grpo_mcore.tools.sweep import claim_folder, state, sweep_runs
 
-    folder = args.folder or Path("results/sweeps") / Path(args.recipe).stem
+    folder = args.folder or Path("results/sweeps") / recipe_name(args.recipe)
     if args.jobs != "local":
         if args.algorithm != "grpo":
             print("grpo-mcore sweep: jobs train with GRPO; run sft and dpo with --jobs local", file=sys.stderr)

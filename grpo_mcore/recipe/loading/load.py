@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,11 @@ def recipe_folders() -> list[Path]:
 def find_recipe(name: str) -> Path:
     """Return the file of a recipe given by path or by name. Raises RecipeError."""
     return _find(name, [Path(), *recipe_folders()], ("", ""), name)
+
+
+def recipe_name(path: str) -> str:
+    """Return a recipe's name: that of its file, without the suffix."""
+    return re.sub(r"\.ya?ml$", "", Path(path).name)
 
 
 def shown(path: Path) -> str:

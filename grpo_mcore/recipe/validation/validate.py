@@ -87,6 +87,15 @@ _EXPECTED = {
     "model_type": "a mapping of keys",
     "model_attributes_type": "a mapping of keys",
 }
+_FORMS = {
+    "checkpointing.metric_name": '"val:" or "train:" and a metric, such as "val:accuracy"',
+    "checkpointing.checkpoint_must_save_by": 'days, hours, minutes and seconds, such as "00:03:30:00"',
+    "launch.time_limit": '"HH:MM:SS" or "D-HH:MM:SS", such as "04:00:00"',
+    "launch.name": "lower-case letters, digits and -, with a letter first",
+    "launch.slurm.account": "a name without spaces and #",
+    "launch.slurm.partition": "a name without spaces and #",
+}
+"""What is expected of keys whose text has a pattern."""
 _BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
@@ -209,8 +218,8 @@ def _message(error: Any, key: str, written: str) -> str:
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         return f"must be {words} {context[name]:g}, got {in_yaml(value)}"
-    if kind == "string_pattern_mismatch" and key == "checkpointing.metric_name":
-        return f'expected "val:" or "train:" and a metric, such as "val:accuracy", got {in_yaml(value)}'
+    if kind == "string_pattern_mismatch" and key in _FORMS:
+        return f"expected {_FORMS[key]}, got {in_yaml(value)}"
     reason = context["error"] if kind == "value_error" else error["msg"]  # value_error: a validator of ours
     return f"{reason}, got {in_yaml(value)}"
 

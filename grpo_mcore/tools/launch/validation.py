@@ -289,6 +289,10 @@ def _kubernetes(config: MasterConfig) -> Iterator[Finding]:
         value = getattr(k8s, key)
         if value is not None and not re.fullmatch(pattern, value):
             yield Finding((f"launch.k8s.{key}",), f"expected {expected}, got {value!r}")
+    for path in k8s.volumes:
+        if not path.startswith("/"):
+            at = (f"launch.k8s.volumes.{path}", "launch.k8s.volumes")
+            yield Finding(at, f"{path}: a mount point is an absolute folder")
     secrets = {f"secrets.{name}": reference for name, reference in k8s.secrets.items()}
     secrets |= {"gcs_redis_secret": k8s.gcs_redis_secret} if k8s.gcs_redis_secret else {}
     for key, reference in secrets.items():

@@ -140,6 +140,20 @@ def test_what_a_site_adds_reaches_all_pods_as_it_is_written() -> None:
         assert pod["containers"][0]["volumeMounts"][-1] == {"name": "volume-0", "mountPath": "/scratch"}
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("launch.k8s.tolerations=[{kee: x}]", "kee"),
+        ("launch.k8s.volumes={scratch: {hostPath: {path: /l}}}", "scratch: a mount point is an absolute folder"),
+        ("launch.time_limit=4h", 'expected "HH:MM:SS" or "D-HH:MM:SS", such as "04:00:00", got \'4h\''),
+    ],
+)
+def test_what_kubernetes_would_refuse_is_said_at_once(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "k8s", str(ROOT / TWO_NODES), "--dry-run", *H100, word]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and not printed.out
+
+
 def test_ray_may_outlive_its_head() -> None:
     redis = ("launch.k8s.gcs_redis_address=redis:6379", "launch.k8s.gcs_redis_secret=redis/password")
     job = documents(launch_spec(load_recipe(str(ROOT / TWO_NODES), [*H100, *redis]), "k8s"))[1]
