@@ -27,7 +27,7 @@ def rehearsal_text(run: Rehearsal) -> str:
         "throughput": f"{run.tokens_per_second:,.0f} tokens/s, {run.tokens_per_device:,.0f} tokens/s for each of "
         f"{run.devices:,} devices, which compute {run.busy:.0%} of the time",
         "age": f"{run.age:.2f} weight versions",
-        "whole run": f"{run.gpu_hours:,.0f} GPU-hours to the recipe's last step",
+        "whole run": f"{_hours(run.gpu_hours)} GPU-hours to the recipe's last step",
         "driver": f"{run.driver_cpu:.3g} processor seconds a step on this machine (with the models {run.cpu:.3g}), "
         f"{run.memory / 1e9:.2f} GB with the models",
         "run folder": str(run.folder),
@@ -68,17 +68,29 @@ def sweep_text(rehearsed: Sequence[tuple[Mapping[str, str], Rehearsal | str]]) -
     rows = [("setting", "s/step", "95 %", "tokens/s/device", "busy", "age", "GPU-hours")]
     for setting, run in done:
         numbers = f"{run.step[0]:.4g}", f"{run.step[2]:.4g}", f"{run.tokens_per_device:,.0f}"
-        rows.append((_named(setting), *numbers, f"{run.busy:.0%}", f"{run.age:.2f}", f"{run.gpu_hours:,.0f}"))
+        rows.append((_named(setting), *numbers, f"{run.busy:.0%}", f"{run.age:.2f}", _hours(run.gpu_hours)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines += [f"{_named(setting)}: {why}" for setting, why in rehearsed if isinstance(why, str)]
     if len(done) > 1:
         (best, first), (_, second) = done[:2]
-        gains = {name: second.phases.get(name, 0.0) - seconds for name, seconds in first.phases.items()}
-        del gains["total"]
+        ours, theirs = _seconds_of_tokens(first), _seconds_of_tokens(second)
+        gains = {name: theirs.get(name, 0.0) - seconds for name, seconds in ours.items()}
         most = max(gains, key=lambda name: gains[name])
-        lines.append(f"{_named(best)} is best: against the next one, {most} takes {gains[most]:.3g} s less of a step")
+        if gains[most] > 0:
+            said = f"against the next one, {most} takes {gains[most]:.3g} s less for 1,000 tokens of a device"
+            lines.append(f"{_named(best)} is best: {said}")
     return "\n".join(lines)
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+
+
+def _seconds_of_tokens(run: Rehearsal) -> dict[str, float]:
+    """Return the seconds of each phase for 1,000 tokens of a device: steps of other settings may have more samples."""
+    thousands = run.tokens_per_device * run.phases["total"] / 1000
+    return {name: seconds / max(thousands, 1e-9) for name, seconds in run.phases.items() if name != "total"}
 
 
 def plain(run: Rehearsal) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
 from grpo_mcore.tools.rehearse.engine import ModelledEngine
 from grpo_mcore.tools.rehearse.faults import Fault, named_fault, recipe_faults
 from grpo_mcore.tools.rehearse.policy import ModelledRank, ModelledTeacher
-from grpo_mcore.tools.rehearse.rehearse import RehearsalError, modelled_recipe
-from grpo_mcore.tools.rehearse.report import sweep_settings
+from grpo_mcore.tools.rehearse.rehearse import Rehearsal, RehearsalError, modelled_recipe
+from grpo_mcore.tools.rehearse.report import sweep_settings, sweep_text
 from grpo_mcore.tools.rehearse.simulation import Case
 
 MODEL = {
@@ -158,3 +158,21 @@ def test_faults_are_named_and_drawn(tmp_path: Path) -> None:
     assert sweep_settings(["a.b=1,2", "c=x"]) == [{"a.b": "1", "c": "x"}, {"a.b": "2", "c": "x"}]
     with pytest.raises(ValueError, match="--sweep a.b: expected"):
         sweep_settings(["a.b"])
+
+
+def test_a_sweep_says_why_the_best_is_best_by_its_tokens(tmp_path: Path) -> None:
+    """The larger step takes longer, and its tokens less time."""
+
+    def run(tokens_per_second: float, **phases: float) -> Rehearsal:
+        seconds = sum(phases.values())
+        return Rehearsal(
+            5, 1, (seconds, seconds, seconds), {**phases, "total": seconds}, tokens_per_second, 0.9, 0.0, 0.004, 0.1,
+            0.2, 1, tmp_path, {},
+        )  # fmt: skip
+
+    small, large = run(1000.0, train=0.5, refit=0.5), run(2000.0, train=1.0, refit=0.5)
+    text = sweep_text([({"grpo.num_prompts_per_step": "16"}, small), ({"grpo.num_prompts_per_step": "32"}, large)])
+    assert text.splitlines()[-1] == (
+        "num_prompts_per_step=32 is best: against the next one, refit takes 0.333 s less for 1,000 tokens of a device"
+    )
+    assert "0.004" in text.splitlines()[1]
