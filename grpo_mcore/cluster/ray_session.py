@@ -57,6 +57,10 @@ SHORTEST_SECRET = 6
 logger = logging.getLogger(__name__)
 
 
+class EndedWhileStarting(Exception):
+    """Ray's node process is gone. No RuntimeError: after one, Ray itself would go on asking for the node."""
+
+
 class RaySession:
     """Attaches to `address`, or starts Ray on this machine when `address` is None or "local".
 
@@ -110,7 +114,7 @@ class RaySession:
                         _temp_dir=str(self.reaper.folder / RAYS_OWN),
                     )
                 return
-            except NodeLost as error:
+            except EndedWhileStarting as error:
                 why = f"{error}{last_failure(self.reaper.folder / RAYS_OWN / 'session_latest' / 'logs')}"
                 if not left:
                     raise NodeLost(f"{why}; that was {STARTS} times in a row") from error
@@ -228,7 +232,7 @@ def _patience(timeout_s: float) -> Iterator[None]:
                 return get_node(*args, **kwargs)
             except RuntimeError as error:
                 if not _has_node_process():
-                    raise NodeLost("Ray's node process (raylet) ended while it started") from error
+                    raise EndedWhileStarting("Ray's node process (raylet) ended while it started") from error
                 waited = time.monotonic() - began
                 if waited > timeout_s:
                     raise DeadlineExceeded("start of Ray", "its node process (raylet)", timeout_s) from error

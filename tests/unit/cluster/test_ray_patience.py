@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +70,10 @@ def test_a_node_process_that_ends_while_it_starts_is_started_again(
 
     def init(**options: Any) -> None:
         starts.append(1)
-        assert services.get_node() == "the node"
+        with contextlib.suppress(RuntimeError):  # Ray goes on asking after one, and ends with an error of its own
+            assert services.get_node() == "the node"
+            return
+        raise Exception("The current node timed out during startup")
 
     monkeypatch.setattr(services, "get_node", get_node)  # this process has no child called raylet
     monkeypatch.setattr(ray_session.ray, "init", init)
