@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from grpo_mcore.families import pieces
 from grpo_mcore.objective import ClippedPGLossFn
-from grpo_mcore.parallel.adapters import LowRank
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, compared_loss, micro_batches, policy_config
 from tests.distributed.policy_state_cases import ADAM, SCHEDULE
+
+if TYPE_CHECKING:
+    from grpo_mcore.parallel.adapters import LowRank
 
 PEFT = {"enabled": True, "dim": 4, "alpha": 6.0}
 Parts = dict[tuple[str, str], list[tuple[str, Any, Tensor]]]  # (weight, "up" or "down") -> its slices

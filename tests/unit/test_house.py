@@ -204,6 +204,32 @@ def test_modules_say_what_lives_there() -> None:
     report(findings)
 
 
+def test_megatron_is_prepared_before_it_is_imported() -> None:
+    """Else a CPU process has its fused kernels compiled: each rank, and each test that shares the process."""
+    importers = {file.stem for file in python_files("grpo_mcore/parallel") if _loads(file, {"megatron"})}
+    names = {f"grpo_mcore.parallel.{stem}" for stem in importers}
+    assert "grpo_mcore.parallel.model" in names
+    for file in python_files("grpo_mcore", "tests", "benchmarks", "examples"):
+        if file.parent.name == "parallel" and file.is_relative_to(PACKAGE):
+            continue  # policy.py imports them when a mesh is joined
+        assert not _loads(file, {"megatron"} | names), f"{file} imports Megatron-Core before prepare_megatron"
+
+
+def _loads(file: Path, names: set[str]) -> bool:
+    """Return whether importing the file imports one of these, before it calls `prepare_megatron`."""
+    for node in ast.parse(file.read_text(), str(file)).body:
+        if isinstance(node, ast.Expr) and "prepare_megatron(" in ast.unparse(node):
+            return False
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        if isinstance(node, ast.ImportFrom):
+            modules += [f"{module}.{alias.name}" for module in modules for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        if any(module == name or module.startswith(f"{name}.") for module in modules for name in names):
+            return True
+    return False
+
+
 def test_folders_of_tests_are_packages() -> None:
     """Else two test files of one name would be taken for one module."""
     folders = sorted({file.parent for file in python_files("tests")})

@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mcore.parallel import norm
-from grpo_mcore.parallel.norm import CpuRMSNorm, RMSNorm, rms_norm
+from grpo_mcore.parallel.mesh import prepare_megatron
+from grpo_mcore.parallel.platform import Platform
+
+prepare_megatron(Platform.detect())
+
+from grpo_mcore.parallel import norm  # noqa: E402
+from grpo_mcore.parallel.norm import CpuRMSNorm, RMSNorm, rms_norm  # noqa: E402
 
 EPS = 1e-6
 
