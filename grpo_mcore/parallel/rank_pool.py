@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -74,9 +75,10 @@ class RankPool:
         while waiting and (ready := connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for pipe in cast(list[Connection], ready):
                 try:
-                    answers[waiting[pipe]] = pipe.recv()
+                    answer = pipe.recv_bytes()
                 except (EOFError, ConnectionResetError):
                     return
+                answers[waiting[pipe]] = pickle.loads(answer)
                 del waiting[pipe]
 
     def close(self) -> None:
@@ -100,7 +102,7 @@ class _Rank:
 
     def send(self, *call: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which `answer` says
-            self.pipe.send(call)
+            self.pipe.send_bytes(pickle.dumps(call))
 
     def where(self) -> str:
         """Return what the process does, or how it ended."""
@@ -132,14 +134,18 @@ def _serve(parent: int, pipe: Connection, stacks: str) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            target, address, args = pipe.recv()
+            call = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        module, function = target.split(":")
         try:
-            pipe.send((True, getattr(importlib.import_module(module), function)(address, *args)))
+            target, address, args = pickle.loads(call)
+            module, function = target.split(":")
+            value = getattr(importlib.import_module(module), function)(address, *args)
+            answer = pickle.dumps((True, value))  # by value, not by a thread that shares tensors
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            answer = pickle.dumps((False, traceback.format_exc()))
+        try:
+            pipe.send_bytes(answer)
         finally:
             if torch.distributed.is_initialized():
                 from grpo_mcore.parallel.mesh import leave_mesh
