@@ -99,7 +99,7 @@ class _Online:
 
 class _Divergence(torch.autograd.Function):
     """The gradient is computed beside the values, block by block, while a block's logits of the teacher are there: with
-    every token of the same weight, the backward pass only scales it."""
+    every token of the same weight, the backward pass only scales it, in place."""
 
     @staticmethod
     def forward(
@@ -124,16 +124,18 @@ class _Divergence(torch.autograd.Function):
                 block.add_gradients(grad_hidden[part], grad_weight)
             del block  # before the next one has its logits
         in_format = None if grad_weight is None else grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_hidden.to(hidden.dtype), in_format)
+        ctx.gradients = grad_hidden.to(hidden.dtype), in_format
         return scores
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+        if ctx.gradients is None:
+            raise RuntimeError("the gradient of a divergence is there once: compute the divergence again")
+        (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         scale = grad[1, :1]
         torch._assert_async((grad[1] == scale).all(), "the tokens of a divergence must have one weight in the loss")
         one = scale.to(grad_hidden.dtype) if len(scale) else grad_hidden.new_zeros(1)
-        return grad_hidden * one, None if grad_weight is None else grad_weight * one, *[None] * 5
+        return grad_hidden.mul_(one), None if grad_weight is None else grad_weight.mul_(one), *[None] * 5
 
 
 class _Block:
@@ -225,8 +227,11 @@ class _Block:
         sums = torch.zeros(2, len(self.hidden), dtype=torch.float32, device=self.hidden.device)
         for _, mine_of, teachers in self.tiles():
             p_log, q_log, outside = self._compared(mine_of, teachers)
-            sums[0] += torch.linalg.vecdot(p_log.exp(), _log_ratio_to_mixture(p_log, q_log, beta))
-            sums[1] += torch.linalg.vecdot(_q(q_log, outside), _log_ratio_to_mixture(q_log, p_log, 1 - beta))
+            q = _q(q_log, outside)
+            gap = _bounded_gap(p_log, q_log)
+            of_p = _log_ratio_to_mixture(gap.clone(), beta)
+            sums[0] += torch.linalg.vecdot(p_log.exp_(), of_p)
+            sums[1] += torch.linalg.vecdot(q, gap.add_(of_p))  # log(q / m) = log(q / p) + log(p / m)
         reduce(sums, ReduceOp.SUM, self.where.group)
         return (1 - beta) * sums[0] + beta * sums[1], sums[0]
 
@@ -238,7 +243,7 @@ class _Block:
             p = p_log.exp()
             # d loss / d logit = p (d loss / d p - its mean under p) / temperature
             if shares is None:
-                ratio = _log_ratio_to_mixture(p_log, q_log, self.divergence.weight)
+                ratio = _log_ratio_to_mixture(_bounded_gap(p_log, q_log), self.divergence.weight)
                 slopes = p.mul_(ratio.sub_(self.slope[:, None])).mul_(1 - self.divergence.weight)
             else:
                 forward, reverse = shares
@@ -276,6 +281,11 @@ def _q(q_log: Tensor, outside: Tensor | None) -> Tensor:
     return q if outside is None else q.masked_fill_(outside, 0.0)
 
 
-def _log_ratio_to_mixture(a_log: Tensor, b_log: Tensor, share: float) -> Tensor:
-    """Return log(a / (share b + (1 - share) a)), exactly 0 where a equals b."""
-    return -torch.log1p(share * torch.expm1((b_log - a_log).clamp(-80.0, 80.0)))
+def _bounded_gap(p_log: Tensor, q_log: Tensor) -> Tensor:
+    """Return log(q / p) in place of log q, bounded so that its exponential is finite."""
+    return q_log.sub_(p_log).clamp_(-80.0, 80.0)
+
+
+def _log_ratio_to_mixture(gap: Tensor, share: float) -> Tensor:
+    """Return log(p / (share q + (1 - share) p)) in place of gap = log(q / p), exactly 0 where p equals q."""
+    return gap.expm1_().mul_(share).log1p_().neg_()
