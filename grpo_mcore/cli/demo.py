@@ -38,7 +38,7 @@ def _grpo(recipe: str, overrides: Sequence[str] = ()) -> int:
     began, folder = time.perf_counter(), FOLDERS[recipe]
     grpo = load_recipe(recipe, overrides)  # a wrong override shows before anything runs
     untrained = folder / "untrained"
-    sft = _warm_up(folder, folder / "task", grpo.config.grpo.seed)
+    sft = warm_up_recipe(folder, folder / "task", grpo.config.grpo.seed)
 
     from grpo_mcore.algorithms.sft import sft_train
     from grpo_mcore.cli.train import exit_code, run_recipe, train
@@ -94,7 +94,7 @@ def _distill(overrides: Sequence[str]) -> int:
     began, folder, of_teacher = time.perf_counter(), FOLDERS[DISTILL], FOLDERS[GRPO]
     distillation = load_recipe(DISTILL, overrides).config  # a wrong override shows before anything runs
     seed, every = distillation.grpo.seed, distillation.grpo.val_period
-    sft = _warm_up(folder, of_teacher / "task", seed)
+    sft = warm_up_recipe(folder, of_teacher / "task", seed)
     words = [f"policy.model_name={folder / 'base' / 'hf'}", f"grpo.seed={seed}", f"grpo.val_period={every}"]
     grpo = load_recipe(GRPO, [*words, "checkpointing.enabled=false", f"logger.log_dir={folder / 'logs-grpo'}"]).config
 
@@ -138,7 +138,7 @@ def _distill(overrides: Sequence[str]) -> int:
     return 0
 
 
-def _warm_up(folder: Path, task: Path, seed: int) -> MasterConfig:
+def warm_up_recipe(folder: Path, task: Path, seed: int) -> MasterConfig:
     """Return the recipe that teaches the untrained model in `folder` the task's faulty demonstrations."""
     own = [f"policy.model_name={folder / 'untrained'}", f"data.train.data_path={task / 'sft.jsonl'}"]
     own += [f"checkpointing.checkpoint_dir={folder / 'base'}", f"logger.log_dir={folder / 'logs-sft'}"]
