@@ -85,9 +85,7 @@ class Engine:
         self._callers = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}  # unfinished ones by request id, of all callers
         self._streams: dict[str, _OpenStream] = {}  # those that others may join, by name
-        self._layers: dict[tuple[str, int], Any] | None = (
-            None  # what came out of layers, by sample, where it is recorded
-        )
+        self._layers: dict[tuple[str, int], Any] | None = None  # what came out of layers, by sample, if it is recorded
         self._asleep: list[str] = []  # vLLM's tags of the memory that was given away
         self._cache_number = 0  # of the prefix cache's contents; a request reuses only what has its own number
         self._others: list[Lifeline] = []  # the engine's other nodes
