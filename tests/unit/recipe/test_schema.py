@@ -17,24 +17,16 @@ from grpo_mcore.recipe.schema.section import Section
 PACKAGE = Path(grpo_mcore.recipe.__file__).parent
 
 
-def test_the_package_imports_fast_and_without_torch() -> None:
+def test_the_package_imports_none_of_the_large_libraries() -> None:
     code = (
-        "import sys, time; start = time.process_time(); import grpo_mcore.recipe; "
-        "print(time.process_time() - start); "
-        "print([name for name in ('torch', 'numpy', 'ray', 'vllm', 'megatron', 'transformers') "
-        "if name in sys.modules])"
+        "import sys, grpo_mcore.recipe; "
+        "print([name for name in ('torch', 'numpy', 'ray', 'vllm', 'megatron', 'transformers') if name in sys.modules])"
     )
-    runs = []
-    for _ in range(2):  # the first may have to compile; processor time, because the machine may be busy
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds, heavy = result.stdout.splitlines()
-        assert heavy == "[]"
-        runs.append(float(seconds))
-    assert min(runs) < 0.5
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_the_package_imports_no_room_but_the_layouts() -> None:
-    rooms = ("grpo_mcore.recipe", "grpo_mcore.layout", "grpo_mcore.families")
+    rooms = ("grpo_mcore.recipe", "grpo_mcore.layout", "grpo_mcore.families", "grpo_mcore.formats")
     allowed = {"grpo_mcore", "omegaconf", "pydantic", "yaml"} | sys.stdlib_module_names
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -31,12 +31,12 @@ class Placed(LocalWorker):
         return Place(self.node, "127.0.0.1", self.pid, (), "")
 
 
-def policy(colocated: bool) -> tuple[PolicyGroup, Called]:
+def policy(offloads: bool) -> tuple[PolicyGroup, Called]:
     rank = Called()
     nothing: Any = None
     group = PolicyGroup(
         LocalCluster(), [LocalWorker("policy-0", rank)], nothing, nothing, "", "float32", nothing,
-        colocated=colocated,
+        offloads=offloads,
     )  # fmt: skip
     return group, rank
 
@@ -67,11 +67,11 @@ def test_the_nodes_of_engines_over_several_nodes() -> None:
         workers[1],
         *followers[1],
     ]
-    assert policy(colocated=True)[0].node_of_rank(found.hosts) == [-1]
+    assert policy(offloads=True)[0].node_of_rank(found.hosts) == [-1]
 
 
 def test_ranks_leave_the_network_group_of_an_engine_that_was_replaced() -> None:
-    group, rank = policy(colocated=False)
+    group, rank = policy(offloads=False)
     first, other = Placed("engine-0", "a", 1), Placed("engine-1", "b", 2)
     group.connect_to([first, other])
     group.connect_to([first, other])

@@ -135,7 +135,12 @@ WRONG = {
         "launch.slurm.options",
         "one long option",
     ),
-    "an account that is a line": ("slurm", ['launch.slurm.account="a\\nrm -r x"'], "launch.slurm.account", "pattern"),
+    "an account that is a line": (
+        "slurm",
+        ['launch.slurm.account="a\\nrm -r x"'],
+        "launch.slurm.account",
+        "a name without spaces",
+    ),
     "not an option": ("slurm", ["launch.slurm.options=['-N 9']"], "launch.slurm.options", "one long option"),
     "a bad secret": ("k8s", [*ON_K8S, "+launch.k8s.secrets.HF_TOKEN=hf_abc"], "launch.k8s.secrets.HF_TOKEN", "SECRET/"),
     "a bad claim": (
