@@ -249,10 +249,11 @@ def reports_here(places: Mapping[str, Place]) -> dict[str, ProcessReport]:
 
 def frames_here(places: Mapping[str, Place]) -> dict[str, str | None]:
     """Return the stacks of workers of this machine, which they write to their logs on SIGUSR1, all at a time. None: its
-    process has ended."""
+    process has ended, or is stopped: the signal would wait, and end it where it goes on and answers at the same time
+    (the handler reads the frames of threads that run)."""
     sizes: dict[str, int] = {}
     for name, place in places.items():
-        if is_worker(place) and _handles(place.pid, signal.SIGUSR1):
+        if not _state(place) and _handles(place.pid, signal.SIGUSR1):
             sizes[name] = Path(place.log).stat().st_size
             os.kill(place.pid, signal.SIGUSR1)
     seen, deadline = dict(sizes), time.monotonic() + ANSWER_S

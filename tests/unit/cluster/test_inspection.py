@@ -23,6 +23,7 @@ from grpo_mcore.cluster.inspection import (
     Collective,
     ProcessReport,
     ask,
+    frames_here,
     odd_ones,
     reports_here,
     workers_here,
@@ -184,6 +185,7 @@ work()
         assert "in work" in report.frames and not report.state and not report.collectives
         os.kill(place.pid, signal.SIGSTOP)
         assert "SIGSTOP" in until({"policy-0": place}, ["SIGSTOP"]).state
+        assert frames_here({"policy-0": place}) == {"policy-0": None}
         os.kill(place.pid, signal.SIGCONT)
         assert until({"policy-0": place}, ["in work"]).frames
     assert "has ended" in reports_here({"policy-0": place})["policy-0"].state
