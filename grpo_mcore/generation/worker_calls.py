@@ -122,8 +122,8 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 class TokenRecorder:
-    """What was recorded of every request that has not been taken: an array with a row a token, `fill` where nothing
-    was. A token that is computed again (preemption, new weights) is recorded again."""
+    """Arrays of the requests that have not been taken, by request: a row for each token, `fill` where nothing was
+    recorded. A token that is computed again (preemption, new weights) is recorded again."""
 
     def __init__(self, runner: Any, shape: tuple[int, ...], fill: Any, dtype: Any) -> None:
         """`runner`: vLLM's model runner. `shape`: of a request's array."""

@@ -95,7 +95,7 @@ _FORMS = {
     "launch.slurm.account": "a name without spaces and #",
     "launch.slurm.partition": "a name without spaces and #",
 }
-"""What is expected of keys whose text has a pattern."""
+"""Words for the pattern of a key's text, by key."""
 _BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
