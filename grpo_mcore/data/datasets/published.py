@@ -14,7 +14,7 @@ from typing import Any
 from grpo_mcore.data.datasets.benchmarks import gpqa, human_eval, ifeval, math500, mbpp, mmlu, mmlu_pro
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, as_chat, setting, unusable
 from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, user
-from grpo_mcore.data.datasets.source import Source, Table, field_of, joined, missing, open_source, required
+from grpo_mcore.data.datasets.source import Source, Table, field_of, is_address, joined, missing, open_source, required
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.recipe import UNSET_KEYS
 
@@ -214,7 +214,7 @@ class PublishedDataset(MappedDataset):
                 to_chat, **{key: value for key, value in keys.items() if value not in (None, *UNSET_KEYS)}
             )
         own, subset = setting(entry, "data_path"), setting(entry, "subset")
-        is_file = "://" in published.path and not own
+        is_file = is_address(published.path) and not own
         parts = [
             open_source(
                 own or (published.path.format(f"_{part}" if part else "") if is_file else published.path),
