@@ -36,6 +36,7 @@ VERBS = {
     "export": ("write a checkpoint as a model in Hugging Face's format", False),
     "plan": ("predict memory, time and refit of a recipe before anything is started", True),
     "rehearse": ("run a recipe at full scale in virtual time, with faults if wanted", True),
+    "prefetch": ("fetch the models and data of a recipe into one cache, and open them without a network", True),
     "doctor": ("find what is wrong with this machine, or with every node of a cluster", False),
     "config": ("print a recipe, resolved, with the source of every value", True),
     "refit": ("show how a refit moves the weights of a recipe, or check one: refit plan, refit verify", False),

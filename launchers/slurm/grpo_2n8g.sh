@@ -15,7 +15,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
-#SBATCH --export=PATH,HOME,USER,LOGNAME,SHELL,LANG,TZ,VIRTUAL_ENV,PYTHONPATH,OMP_NUM_THREADS,CONTAINER,MOUNTS,COMMAND,RESTARTS,LOGS,PYTHON,START_TIMEOUT,RAY_PORT,HEAD_IP,OBJECT_STORE_GB,HF_HOME,HF_HUB_CACHE,HF_DATASETS_CACHE,HF_ENDPOINT,HF_HUB_OFFLINE,HTTP_PROXY,HTTPS_PROXY,NO_PROXY,http_proxy,https_proxy,no_proxy,LD_LIBRARY_PATH,CUDA_HOME,HF_TOKEN,WANDB_API_KEY
+#SBATCH --export=PATH,HOME,USER,LOGNAME,SHELL,LANG,TZ,VIRTUAL_ENV,PYTHONPATH,OMP_NUM_THREADS,CONTAINER,MOUNTS,COMMAND,RESTARTS,LOGS,PYTHON,START_TIMEOUT,STAGE_TO,RAY_PORT,HEAD_IP,OBJECT_STORE_GB,HF_HOME,HF_HUB_CACHE,HF_DATASETS_CACHE,HF_ENDPOINT,HF_HUB_OFFLINE,HTTP_PROXY,HTTPS_PROXY,NO_PROXY,http_proxy,https_proxy,no_proxy,LD_LIBRARY_PATH,CUDA_HOME,HF_TOKEN,WANDB_API_KEY
 
 # Settings: a variable of the same name in the submitting shell overrides the value.
 [[ -n ${CONTAINER:-} ]] || CONTAINER='' # image for pyxis; empty: bare metal
@@ -25,6 +25,7 @@
 [[ -n ${LOGS:-} ]] || LOGS=logs/slurm # on the shared file system
 [[ -n ${PYTHON:-} ]] || PYTHON=python
 [[ -n ${START_TIMEOUT:-} ]] || START_TIMEOUT=1800 # seconds until all nodes must have joined Ray
+[[ -n ${STAGE_TO:-} ]] || STAGE_TO='' # folder of a node's own disk, for copies of the models
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Starts a Ray head on the first node and a Ray node on each of the others, all by srun; then the command on the first
@@ -74,8 +75,17 @@ if [[ -z $head_ip ]]; then
 fi
 address=$head_ip:$port
 
-node="exec $PYTHON -m grpo_mcore.cluster.ray_node \$0 --address=$address --index=\$SLURM_NODEID \
---cpus=\${SLURM_CPUS_ON_NODE:-1} --gpus=$gpus --within=$START_TIMEOUT --object-store-gb=${OBJECT_STORE_GB:-0} >'$logs'/ray-\$SLURMD_NODENAME.log 2>&1"
+stage="" # a node's copy of the models, before its Ray starts
+if [[ -n $STAGE_TO ]]; then
+    if [[ -z ${RECIPE:-} ]]; then
+        say "STAGE_TO needs RECIPE, the recipe whose models are copied"
+        exit 1
+    fi
+    stage="$PYTHON -m grpo_mcore.cli.main prefetch '$RECIPE' --stage '$STAGE_TO' || exit 1; export HF_HUB_CACHE='$STAGE_TO/hub'; "
+fi
+node="exec >'$logs'/ray-\$SLURMD_NODENAME.log 2>&1; ${stage}exec $PYTHON -m grpo_mcore.cluster.ray_node \$0 \
+--address=$address --index=\$SLURM_NODEID --cpus=\${SLURM_CPUS_ON_NODE:-1} --gpus=$gpus --within=$START_TIMEOUT \
+--object-store-gb=${OBJECT_STORE_GB:-0}"
 
 # ---- shutdown --------------------------------------------------------------------------------------------------------
 head_pid="" workers_pid="" driver_pid=""
@@ -150,7 +160,7 @@ say "Ray is ready: $(tail -n 1 "$logs/ready.log")"
 # ---- the run ---------------------------------------------------------------------------------------------------------
 say "$COMMAND${CODE:+ (code: $CODE)}"
 # The shell around the command survives SIGUSR1, the signal to save; Python has its own handler.
-"${on_head[@]}" "${inside[@]}" --export="ALL,RAY_ADDRESS=$address" bash -c "trap : USR1; $COMMAND" &
+"${on_head[@]}" "${inside[@]}" --export="ALL,RAY_ADDRESS=$address${STAGE_TO:+,HF_HUB_CACHE=$STAGE_TO/hub}" bash -c "trap : USR1; $COMMAND" &
 driver_pid=$!
 until gone "$driver_pid" || gone "$head_pid" || { [[ -n $workers_pid ]] && gone "$workers_pid"; }; do
     sleep 1 &

@@ -97,6 +97,9 @@ class LaunchConfig(Section):
     code: list[str] = Field(default_factory=list)
     """Files and folders of your own below the working directory that the run imports, such as my_rewards.py. On
     Kubernetes they travel with the recipe, at most 1 MB of text; on Slurm the nodes must see the working directory."""
+    stage_to: Annotated[str, Field(pattern=r"^/[^\s:,']*$")] | None = None
+    """Folder on each node's own disk, to which every node copies the models from the hub's cache before Ray starts
+    (`grpo-mcore prefetch --stage`): they are read from there. On Kubernetes it lies on one of launch.k8s.volumes."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the job. Not for secrets: use launch.k8s.secrets; Slurm takes them by name from the
     environment of the submitter."""

@@ -132,6 +132,7 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
         amounts[rdma] = str(k8s.rdma_count)
     cache = {"HF_HOME": f"{k8s.volume_path}/huggingface"} if k8s.volume_claim else {}
     variables = ENVIRONMENT | cache | dict(sorted(launch.env.items()))
+    staged = {"HF_HUB_CACHE": f"{launch.stage_to}/hub"} if launch.stage_to else {}
     if launch.code:
         variables["PYTHONPATH"] = ":".join([RECIPE_FOLDER, *([own] if (own := launch.env.get("PYTHONPATH")) else [])])
     files = [("recipe.yaml", "recipe.yaml"), *((f"text-{i}", name) for i, (name, _) in enumerate(spec.texts))]
@@ -154,13 +155,14 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
         mounts.append({"name": f"volume-{number}", "mountPath": path})
     tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if gpus else []
     user = k8s.run_as_user or UID
+    secrets = [{"name": key, "valueFrom": _secret(where)} for key, where in sorted(k8s.secrets.items())]
     container = {
         "name": "ray-head" if head else "ray-worker",
         "image": launch.container,
         "workingDir": k8s.volume_path if k8s.volume_claim else "/tmp",
         "env": [
-            *({"name": key, "value": value} for key, value in variables.items()),
-            *({"name": key, "valueFrom": _secret(where)} for key, where in sorted(k8s.secrets.items())),
+            *({"name": key, "value": value} for key, value in (variables | staged).items()),
+            *secrets,
         ],
         "resources": {"limits": amounts, "requests": amounts},
         "securityContext": {
@@ -169,6 +171,13 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
             "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"] if rdma else None},
         },
         "volumeMounts": mounts,
+    }
+    copying = {  # it reads the models from where they are without launch.stage_to
+        **container,
+        "name": "stage",
+        "env": [*({"name": key, "value": value} for key, value in variables.items()), *secrets],
+        "command": ["python", "-m", "grpo_mcore.cli.main", "prefetch", f"{RECIPE_FOLDER}/recipe.yaml"],
+        "args": ["--stage", launch.stage_to],
     }
     return {
         "restartPolicy": "Always" if head and k8s.gcs_redis_address else "Never",
@@ -188,6 +197,7 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
             # The default profile refuses bubblewrap its namespaces; it confines programs with a filter of its own.
             "seccompProfile": {"type": "Unconfined" if spec.sandboxes else "RuntimeDefault"},
         },
+        "initContainers": [copying] if launch.stage_to else None,
         "containers": [container],
         "volumes": volumes,
     }

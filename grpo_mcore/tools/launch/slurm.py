@@ -16,7 +16,7 @@ PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "VIRTUAL_ENV
 """Variables of the submitting shell that every job inherits, in addition to the script's settings and those that the
 recipe names."""
 
-SETTINGS = ("CONTAINER", "MOUNTS", "COMMAND", "RESTARTS", "LOGS", "PYTHON", "START_TIMEOUT")
+SETTINGS = ("CONTAINER", "MOUNTS", "COMMAND", "RESTARTS", "LOGS", "PYTHON", "START_TIMEOUT", "STAGE_TO")
 OTHERS = ("RAY_PORT", "HEAD_IP", "OBJECT_STORE_GB")
 
 
@@ -49,7 +49,7 @@ def job_script(spec: LaunchSpec, *, carries_recipe: bool = True) -> str:
     if not carries_recipe:
         command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
     container, mounts = spec.launch.container or "", ",".join(spec.launch.mounts)
-    settings = _settings(command, container, mounts, spec.restarts, spec.start_timeout_s)
+    settings = _settings(command, container, mounts, spec.restarts, spec.start_timeout_s, spec.launch.stage_to or "")
     end = "END_OF_RECIPE"
     while end in spec.recipe_yaml.splitlines():
         end += "_"
@@ -82,10 +82,12 @@ def any_command_script() -> str:
         "    exit 2",
         "fi",
     ]
-    return "\n".join([*head, _script(_settings("", "", "", 3, 600), {})])
+    return "\n".join([*head, _script(_settings("", "", "", 3, 600, ""), {})])
 
 
-def _settings(command: str, container: str, mounts: str, restarts: int, timeout_s: int) -> dict[str, tuple[str, str]]:
+def _settings(
+    command: str, container: str, mounts: str, restarts: int, timeout_s: int, stage_to: str
+) -> dict[str, tuple[str, str]]:
     """Return the value of each setting, and a note about it."""
     return {
         "CONTAINER": (container, " # image for pyxis; empty: bare metal"),
@@ -98,6 +100,7 @@ def _settings(command: str, container: str, mounts: str, restarts: int, timeout_
         "LOGS": ("logs/slurm", " # on the shared file system"),
         "PYTHON": ("python", ""),
         "START_TIMEOUT": (str(timeout_s), " # seconds until all nodes must have joined Ray"),
+        "STAGE_TO": (stage_to, " # folder of a node's own disk, for copies of the models"),
     }
 
 

@@ -46,8 +46,17 @@ if [[ -z $head_ip ]]; then
 fi
 address=$head_ip:$port
 
-node="exec $PYTHON -m grpo_mcore.cluster.ray_node \$0 --address=$address --index=\$SLURM_NODEID \
---cpus=\${SLURM_CPUS_ON_NODE:-1} --gpus=$gpus --within=$START_TIMEOUT --object-store-gb=${OBJECT_STORE_GB:-0} >'$logs'/ray-\$SLURMD_NODENAME.log 2>&1"
+stage="" # a node's copy of the models, before its Ray starts
+if [[ -n $STAGE_TO ]]; then
+    if [[ -z ${RECIPE:-} ]]; then
+        say "STAGE_TO needs RECIPE, the recipe whose models are copied"
+        exit 1
+    fi
+    stage="$PYTHON -m grpo_mcore.cli.main prefetch '$RECIPE' --stage '$STAGE_TO' || exit 1; export HF_HUB_CACHE='$STAGE_TO/hub'; "
+fi
+node="exec >'$logs'/ray-\$SLURMD_NODENAME.log 2>&1; ${stage}exec $PYTHON -m grpo_mcore.cluster.ray_node \$0 \
+--address=$address --index=\$SLURM_NODEID --cpus=\${SLURM_CPUS_ON_NODE:-1} --gpus=$gpus --within=$START_TIMEOUT \
+--object-store-gb=${OBJECT_STORE_GB:-0}"
 
 # ---- shutdown --------------------------------------------------------------------------------------------------------
 head_pid="" workers_pid="" driver_pid=""
@@ -122,7 +131,7 @@ say "Ray is ready: $(tail -n 1 "$logs/ready.log")"
 # ---- the run ---------------------------------------------------------------------------------------------------------
 say "$COMMAND${CODE:+ (code: $CODE)}"
 # The shell around the command survives SIGUSR1, the signal to save; Python has its own handler.
-"${on_head[@]}" "${inside[@]}" --export="ALL,RAY_ADDRESS=$address" bash -c "trap : USR1; $COMMAND" &
+"${on_head[@]}" "${inside[@]}" --export="ALL,RAY_ADDRESS=$address${STAGE_TO:+,HF_HUB_CACHE=$STAGE_TO/hub}" bash -c "trap : USR1; $COMMAND" &
 driver_pid=$!
 until gone "$driver_pid" || gone "$head_pid" || { [[ -n $workers_pid ]] && gone "$workers_pid"; }; do
     sleep 1 &

@@ -243,6 +243,15 @@ def _slurm(config: MasterConfig) -> Iterator[Finding]:
             yield Finding(("launch.slurm.options",), f"--{name} follows from the recipe; change the recipe instead")
 
 
+def _stage_on_slurm(config: MasterConfig) -> Iterator[Finding]:
+    stage_to, launch = config.launch.stage_to, config.launch
+    if stage_to and launch.container and not _mounted(PurePosixPath(stage_to), launch.mounts):
+        yield Finding(
+            ("launch.stage_to", "launch.mounts"),
+            f"the container does not see {stage_to}: add {stage_to}:{stage_to} to launch.mounts",
+        )
+
+
 def _shared_on_slurm(config: MasterConfig) -> Iterator[Finding]:
     """Every node must see the checkpoint folder: a restarted job may run on other nodes."""
     save, launch = config.checkpointing, config.launch
@@ -293,6 +302,12 @@ def _kubernetes(config: MasterConfig) -> Iterator[Finding]:
         if not path.startswith("/"):
             at = (f"launch.k8s.volumes.{path}", "launch.k8s.volumes")
             yield Finding(at, f"{path}: a mount point is an absolute folder")
+    stage_to = config.launch.stage_to
+    if stage_to and not any(PurePosixPath(stage_to).is_relative_to(path) for path in k8s.volumes):
+        yield Finding(
+            ("launch.stage_to", "launch.k8s.volumes"),
+            f"{stage_to} is on no volume: add launch.k8s.volumes={{{stage_to}: {{hostPath: {{path: {stage_to}}}}}}}",
+        )
     secrets = {f"secrets.{name}": reference for name, reference in k8s.secrets.items()}
     secrets |= {"gcs_redis_secret": k8s.gcs_redis_secret} if k8s.gcs_redis_secret else {}
     for key, reference in secrets.items():
@@ -336,7 +351,7 @@ def _memory(config: MasterConfig) -> Iterator[Finding]:
 
 _COMMON: tuple[Check, ...] = (_backend, _layouts, _time, _environment, _mounts, _code)
 CHECKS: dict[Target, tuple[Check, ...]] = {
-    "slurm": (*_COMMON, _slurm, _shared_on_slurm, _code_on_slurm, _data_on_slurm),
+    "slurm": (*_COMMON, _slurm, _stage_on_slurm, _shared_on_slurm, _code_on_slurm, _data_on_slurm),
     "k8s": (*_COMMON, _image, _kubernetes, _gang, _claim, _memory, _code_on_kubernetes, _data_on_kubernetes),
     "local": (_this_machine, _environment),
 }

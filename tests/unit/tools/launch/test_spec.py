@@ -126,6 +126,13 @@ WRONG = {
     "a variable of ours": ("slurm", ["+launch.env.RAY_ADDRESS=x"], "launch.env.RAY_ADDRESS", "launcher itself"),
     "half a mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a']"], "launch.mounts", "FROM:TO"),
     "a relative mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a:b']"], "launch.mounts", "absolute"),
+    "a copy that the container would lose": (
+        "slurm",
+        ["launch.container=i:1", "launch.stage_to=/local"],
+        "launch.stage_to",
+        "/local:/local to launch.mounts",
+    ),
+    "a copy on no volume": ("k8s", [*ON_K8S, "launch.stage_to=/local"], "launch.stage_to", "is on no volume"),
     "two mounts": ("slurm", ["launch.container=i:1", "launch.mounts=['/a:/x','/b:/x']"], "launch.mounts", "two mounts"),
     "mounts without container": ("slurm", ["launch.mounts=['/a:/x']"], "launch.mounts", "bare metal"),
     "nodes twice": ("slurm", ["launch.slurm.options=['--nodes=9']"], "launch.slurm.options", "follows from the recipe"),
@@ -266,6 +273,32 @@ def test_the_job_script_trains_the_recipe_that_was_submitted(tmp_path: Path) -> 
     done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{tail}<train></logs/a recipe.yaml><--resume=auto>", done.stderr
     assert "grpo-mcore 0." in job.code
+
+
+def test_every_node_copies_the_models_before_its_ray_starts(tmp_path: Path) -> None:
+    job = spec("launch.stage_to=/local/models", target="slurm")
+    script, shown = job_script(job), tmp_path / "shown"
+    start, end = script.index('stage=""'), script.index("# ---- shutdown")
+    program = f'logs={tmp_path} RECIPE=r.yaml address=a:1 gpus=0\n{script[start:end]}\nbash -c "$node" head 0'
+    (tmp_path / "python").write_text(f'#!/bin/sh\necho "$@" "$HF_HUB_CACHE" >>{shown}\n')
+    (tmp_path / "python").chmod(0o755)
+    settings = {"STAGE_TO": "/local/models", "PYTHON": f"{tmp_path}/python", "START_TIMEOUT": "9", "SLURM_NODEID": "0"}
+    done = subprocess.run(["bash", "-c", program], env=dict(os.environ) | settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    copy, ray = shown.read_text().splitlines()
+    assert copy.strip() == "-m grpo_mcore.cli.main prefetch r.yaml --stage /local/models"
+    assert ray.startswith("-m grpo_mcore.cluster.ray_node head --address=a:1") and ray.endswith("/local/models/hub")
+    assert "STAGE_TO=/local/models" in script and "HF_HUB_CACHE=$STAGE_TO/hub" in script
+
+
+def test_pods_copy_the_models_before_ray_starts() -> None:
+    on_node = "launch.k8s.volumes={/scratch: {hostPath: {path: /local}}}"
+    pod = documents(spec(*ON_K8S, on_node, "launch.stage_to=/scratch/models", target="k8s"))[1]["spec"]
+    pod = pod["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    [copy], [ray] = pod["initContainers"], pod["containers"]
+    assert copy["args"] == ["--stage", "/scratch/models"] and copy["volumeMounts"] == ray["volumeMounts"]
+    assert {"name": "HF_HUB_CACHE", "value": "/scratch/models/hub"} in ray["env"]
+    assert not any(variable["name"] == "HF_HUB_CACHE" for variable in copy["env"])
 
 
 def test_memory_and_time_follow_from_the_plan() -> None:

@@ -1,0 +1,184 @@
+"""Fetch all that a recipe reads from the Hugging Face hub, and prove that a run finds it without a network; or copy its
+models from a shared cache to a node's own disk.
+
+The Hugging Face libraries read where their cache is, and whether they may use the network, when they are imported. So
+one process fetches, and a second one opens everything once more with the hub switched off:
+`python -m grpo_mcore.tools.prefetch RECIPE [key=value ...]` prints one JSON object per item.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from grpo_mcore.recipe import MasterConfig, algorithm_of, environment_class, load_recipe, teacher_policies
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+OTHER_CACHES = (
+    *("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE"),
+    *("TRANSFORMERS_CACHE", "HF_MODULES_CACHE"),
+)
+"""Variables that would keep a part of the cache outside HF_HOME."""
+
+Kind = Literal["model", "tokenizer", "reward model", "data"]
+
+
+class PrefetchError(Exception):
+    """The models of a recipe cannot be copied to a node's disk."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that a run opens. `key`: of the recipe. `name`: a folder or file, or a name of the hub."""
+
+    kind: Kind
+    key: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a need. `what`: its size, or the number of its rows. `error`: None if it could be opened."""
+
+    need: Need
+    what: str = ""
+    error: str | None = None
+
+
+def needs_of(config: MasterConfig) -> list[Need]:
+    """Return the models, tokenizers and datasets that a run of the recipe opens."""
+    policy = config.policy
+    needs = [Need("model", "policy.model_name", policy.model_name)]
+    if policy.tokenizer.name != policy.model_name:
+        needs.append(Need("tokenizer", "policy.tokenizer.name", str(policy.tokenizer.name)))
+    for alias, teacher in teacher_policies(config).items():
+        needs.append(Need("model", f"on_policy_distillation.teacher_model_by_agent_name.{alias}", teacher.model_name))
+    for name, section in config.env.items():
+        env_class, settings = environment_class(name, section)
+        if env_class == "reward_model" and "model_name" in settings:
+            needs.append(Need("reward model", f"env.{name}.model_name", str(settings["model_name"])))
+    for part in ("train", "validation"):
+        for index, entry in enumerate(getattr(config.data, part)):
+            named = str(entry.data_path or entry.dataset_name)
+            needs.append(Need("data", f"data.{part}[{index}]", named))
+    return needs
+
+
+def prefetch(words: Sequence[str], folder: Path | None) -> tuple[list[Found], list[Found]]:
+    """Fetch what a recipe needs, then open it without a network. Return what came of each. `words`: the recipe and
+    overrides. `folder`: the cache, for HF_HOME; None: the cache of this process."""
+    place = {}
+    if folder is not None:
+        place = {"HF_HOME": str(folder.absolute())}
+    env = {name: value for name, value in os.environ.items() if not (place and name in OTHER_CACHES)} | place
+    fetched = _in_a_process(words, env)
+    return fetched, _in_a_process(words, env | OFFLINE)
+
+
+def _in_a_process(words: Sequence[str], env: Mapping[str, str]) -> list[Found]:
+    program = [sys.executable, "-m", "grpo_mcore.tools.prefetch", *words]
+    lines = subprocess.run(program, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    items = [json.loads(line) for line in lines if line.startswith('{"need": ')]
+    return [Found(Need(**item["need"]), item["what"], item["error"]) for item in items]
+
+
+def find(config: MasterConfig, need: Need) -> Found:
+    """Open what a run opens, fetching what is not here unless the hub is switched off."""
+    try:
+        if need.kind == "data":
+            return Found(need, f"{_rows(config, need.key):,} rows")
+        folder = _open_model(config, need)
+    except Exception as error:  # of any of the libraries; it is shown beside the item
+        return Found(need, error=f"{type(error).__name__}: {error}".splitlines()[0])
+    return Found(need, f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 1e9:,.2f} GB")
+
+
+def _rows(config: MasterConfig, key: str) -> int:
+    """Load a dataset as a run does, and return the number of its rows."""
+    from grpo_mcore.data.datasets.registry import load_preference_dataset, load_response_dataset
+
+    part, _, index = key.removeprefix("data.").rstrip("]").partition("[")
+    entry = getattr(config.data, part)[int(index)]
+    data = (load_preference_dataset if algorithm_of(config) == "dpo" else load_response_dataset)(entry)
+    return len(data.dataset) + (0 if data.val_dataset is None else len(data.val_dataset))
+
+
+def _open_model(config: MasterConfig, need: Need) -> Path:
+    """Return the folder of a model or tokenizer, after checks that half a download does not pass."""
+    from huggingface_hub import snapshot_download
+
+    from grpo_mcore.algorithms.run_control.checks import model_folder
+    from grpo_mcore.data.tokenizer import load_tokenizer
+    from grpo_mcore.families import read_hf_config, shape_of
+    from grpo_mcore.parallel.hf_folder import check_weights, weight_files
+
+    names = config.policy.tokenizer
+    if need.kind == "tokenizer":
+        load_tokenizer(need.name, names.chat_template, names.chat_template_kwargs)
+        return Path(need.name if Path(need.name).is_dir() else snapshot_download(need.name, local_files_only=True))
+    folder = Path(model_folder(need.name, need.key))
+    if need.kind == "reward model":
+        from transformers import AutoConfig, AutoTokenizer
+
+        AutoConfig.from_pretrained(need.name)
+        AutoTokenizer.from_pretrained(need.name)
+        weight_files(folder)
+        return folder
+    check_weights(folder, shape_of(read_hf_config(folder, config.policy.hf_config_overrides)))
+    if need.key == "policy.model_name" and names.name == need.name:
+        load_tokenizer(need.name, names.chat_template, names.chat_template_kwargs)
+    return folder
+
+
+def stage(config: MasterConfig, folder: Path) -> list[tuple[Need, Path, int]]:
+    """Copy the models of a recipe from the hub's cache to a node's own disk, for HF_HUB_CACHE=FOLDER/hub. Return each
+    model with its copy and the bytes that were copied; 0 if it was there. Only models: every rank reads those, and the
+    driver alone reads data.
+
+    A copy appears whole or not at all. Raises PrefetchError for a model that is not in the cache, or too large.
+    """
+    from huggingface_hub import constants
+
+    staged = []
+    for need in needs_of(config):
+        if need.kind == "data" or Path(need.name).is_dir():  # a folder is read where the recipe says
+            continue
+        name = f"models--{need.name.replace('/', '--')}"
+        source, target = Path(constants.HF_HUB_CACHE) / name, folder / "hub" / name
+        if target.is_dir():
+            staged.append((need, target, 0))
+            continue
+        if not (source / "snapshots").is_dir():
+            raise PrefetchError(
+                f"{need.key}: {need.name} is not in {constants.HF_HUB_CACHE}; fetch it with `grpo-mcore prefetch` first"
+            )
+        size = sum(file.lstat().st_size for file in source.rglob("*") if file.is_file() and not file.is_symlink())
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if size > (free := shutil.disk_usage(target.parent).free):
+            raise PrefetchError(f"{need.key}: {folder} has {free / 1e9:,.1f} GB left, {need.name} {size / 1e9:,.1f} GB")
+        part = target.with_name(f".{name}.{os.getpid()}")
+        try:
+            shutil.copytree(source, part, symlinks=True)
+            if not target.is_dir():  # another job of this node may have copied it meanwhile
+                part.rename(target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        staged.append((need, target, size))
+    return staged
+
+
+def main(words: Sequence[str]) -> None:
+    config = load_recipe(words[0], words[1:]).config
+    for need in needs_of(config):
+        print(json.dumps(asdict(find(config, need))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
