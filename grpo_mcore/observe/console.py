@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-import io
-import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from grpo_mcore.clock import REAL
 from grpo_mcore.observe.append_file import AppendFile
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.step_table import HEADER_EVERY, StepRow, header_lines, row_line
+from grpo_mcore.observe.unfailing_stream import UnfailingStream
 from grpo_mcore.text import escaped
 
 WIDTH = 100
@@ -38,78 +35,6 @@ class ShownSample:
     answer: str | None
     reward: float | None
     reason: str
-
-
-class UnfailingStream:
-    """A text stream whose `write` and `flush` never fail: a console is no reason to end a run.
-
-    What cannot be written, since the disk is full or the terminal or the reader of a pipe is gone, is left out. Such a
-    terminal or pipe is replaced by /dev/null, so that nothing else that prints in this process fails.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        """`stream`: None where the process was started without one."""
-        self._stream = io.StringIO() if stream is None else stream
-
-    def isatty(self) -> bool:
-        return not self._stream.closed and self._stream.isatty()
-
-    def write(self, text: str) -> int:
-        try:
-            self._attempt(lambda: self._stream.write(text))
-        except UnicodeEncodeError as error:  # the terminal's encoding lacks a character, such as a bar's
-            shown = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
-            self._attempt(lambda: self._stream.write(shown))
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt(self._stream.flush)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        self.write("".join(lines))
-
-    def discard(self) -> None:
-        """Give up what could not be written so far: Python would end the process with exit code 120 because of it."""
-        try:
-            self._stream.flush()
-        except ValueError:  # it is closed
-            pass
-        except OSError:
-            self._replace_by_null()
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except UnicodeEncodeError:
-            raise
-        except ValueError:  # it is closed
-            pass
-        except OSError as error:
-            if error.errno in (errno.EPIPE, errno.EIO, errno.EBADF):
-                self._replace_by_null()
-
-    def _replace_by_null(self) -> None:
-        with suppress(OSError, ValueError):  # a stream without a file
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def unfailing_console() -> Iterator[None]:
-    """Replace standard output and error by streams that never fail, inside the block."""
-    before = sys.stdout, sys.stderr
-    replaced = UnfailingStream(sys.stdout), UnfailingStream(sys.stderr)
-    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", replaced)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-        for stream in replaced:
-            stream.discard()
 
 
 class RunConsole:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import subprocess
 import sys
+import termios
+import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from grpo_mcore.observe import unfailing_stream
 from grpo_mcore.observe.console import LONGEST_TEXT, WIDTH, RunConsole
 from grpo_mcore.observe.step_table import StepRow, fit, header_lines, row_line
 
@@ -178,7 +183,10 @@ import sys, logging
 from grpo_mcore.cli.main import guarded
 from grpo_mcore.observe.console import RunConsole
 from grpo_mcore.observe.append_file import AppendFile
+from grpo_mcore.observe import unfailing_stream
 from pathlib import Path
+
+unfailing_stream.PATIENCE_S = unfailing_stream.LAST_S = 0.1
 
 def work():
     console = RunConsole(kept=AppendFile(Path(sys.argv[1])))
@@ -191,26 +199,34 @@ def work():
 
 sys.exit(guarded("train", work))
 """
+NOT_READ = ("full pipe", "stopped terminal")
 
 
-@pytest.mark.parametrize("console", ["/dev/full", "dead pipe", "closed terminal", "closed", "none"])
+@pytest.mark.parametrize(
+    "console", ["/dev/full", "dead pipe", "closed terminal", "closed", "none", "full pipe", "stopped terminal"]
+)
 def test_a_run_outlives_its_console(tmp_path: Path, console: str) -> None:
     """Its own exit code, and every line in the file that keeps them."""
     if console == "/dev/full":
         there = os.open("/dev/full", os.O_WRONLY)
-    elif console == "closed terminal":
-        here, there = os.openpty()
-        os.close(here)
     else:
-        here, there = os.pipe()
+        here, there = os.openpty() if "terminal" in console else os.pipe()
+    if console not in ("/dev/full", *NOT_READ):
         os.close(here)
+    elif console == "full pipe":
+        fcntl.fcntl(there, fcntl.F_SETPIPE_SZ, 4096)
+    elif console == "stopped terminal":
+        termios.tcflow(there, termios.TCOOFF)
     kept = tmp_path / "console.txt"
     without = {"closed": "sys.stdout.close()", "none": "sys.stdout = sys.stderr = None"}
     code = PRINTS.replace("def work():", f"{without.get(console, '')}\n\ndef work():")
     try:
-        ended = subprocess.run([sys.executable, "-c", code, str(kept)], stdout=there, stderr=there, check=False)
+        words = [sys.executable, "-c", code, str(kept)]
+        ended = subprocess.run(words, stdout=there, stderr=there, check=False, timeout=60)
     finally:
         os.close(there)
+        if console in NOT_READ:
+            os.close(here)
     assert ended.returncode == 7
     assert len(kept.read_text().splitlines()) == 200
 
@@ -220,3 +236,28 @@ def test_a_terminal_without_a_character_shows_its_code() -> None:
     console = RunConsole(io.TextIOWrapper(shown, encoding="latin-1"))
     console.note("caf\xe9 ━ 6 / 9")
     assert shown.getvalue() == b"caf\xe9 \\u2501 6 / 9\n"
+
+
+def test_a_reader_that_comes_back_gets_what_was_kept_and_the_number_of_lines_that_were_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unfailing_stream, "KEPT", 100)
+    monkeypatch.setattr(unfailing_stream, "PATIENCE_S", 0.01)
+    reads, writes = os.pipe()
+    with open(reads) as reader:
+        with open(writes, "w") as pipe:
+            monkeypatch.setattr(sys, "stdout", pipe)
+            lines: list[str] = []
+            reading = threading.Thread(target=lambda: lines.extend(reader), daemon=True)
+            with unfailing_stream.unfailing_console():
+                for number in range(200):
+                    sys.stdout.write(f"{number} " + "x" * 1000 + "\n")  # a pipe holds 64 KiB
+                reading.start()
+                while not any("left out" in line for line in lines):
+                    time.sleep(0.01)
+                print("last", flush=True)
+        reading.join(10.0)
+    assert lines[-1] == "last\n"
+    numbers = [int(line.partition(" ")[0]) for line in lines if "x" in line]
+    assert numbers == list(range(len(numbers)))
+    assert f"[{200 - len(numbers)} lines are left out here" in "".join(lines)
