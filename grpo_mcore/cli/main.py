@@ -22,9 +22,9 @@ import grpo_mcore
 from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words_so_far
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.exit_codes import LOST
-from grpo_mcore.observe.unfailing_stream import UnfailingStream, unfailing_console
 from grpo_mcore.recipe import RecipeError, is_override
 from grpo_mcore.text import escaped
+from grpo_mcore.unfailing_stream import UnfailingStream, unfailing_console
 
 # Verb: (what it does, does it take a recipe).
 VERBS = {

@@ -18,12 +18,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from grpo_mcore.cluster.environment import is_allowed
 from grpo_mcore.cluster.inspection import Answering, report_here
 from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import Parcel, Place, Rendezvous
+from grpo_mcore.unfailing_stream import UnfailingStream
 
 in_stream = threading.local()
 """`in_stream.now` is True while this thread runs a worker's generator."""
@@ -191,7 +192,8 @@ def _set_environment(extra_allowed: Sequence[str], env: Mapping[str, str], gpus:
 
 
 def _print_to(log: str) -> None:
-    """Redirect everything that this process and its children print to the file `log`."""
+    """Redirect everything that this process and its children print to the file `log`. A full disk there fails no call
+    in which something is printed."""
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -199,3 +201,4 @@ def _print_to(log: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", (UnfailingStream(sys.stdout), UnfailingStream(sys.stderr)))

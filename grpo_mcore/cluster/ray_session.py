@@ -19,7 +19,7 @@ import psutil
 import ray
 from ray import NodeID
 from ray._private import services, worker
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 
 from grpo_mcore.addresses import split_port
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
@@ -168,7 +168,7 @@ class NodeWatch(threading.Thread):
 
     One that hangs answers nothing, and holds the object store: the driver would wait in `ray.put` without a deadline,
     and no signal or exception reaches it there. When the process is gone, every such call fails, and Ray ends the
-    driver, which `supervise` starts again.
+    driver, which `supervise` starts again. A launcher's node ends with it, so that a job is queued again without it.
 
     `lives`: asks the head whether this node is alive; `socket`: path that the node process has among its words.
     """
@@ -187,6 +187,18 @@ class NodeWatch(threading.Thread):
         watch.start()
         return watch
 
+    @classmethod
+    def of_child(cls) -> NodeWatch:
+        """Watch the node process that this one, a launcher's, starts: once it is there and its head knows it."""
+        while not (words := _words_of_node_process()):
+            time.sleep(WATCH_NODE_S)
+        node, client = NodeID.from_hex(words["node_id"]), GcsClient(address=words["gcs-address"])
+        watch = cls(lambda: client.check_alive([node], timeout=ASK_S)[0], words["raylet_socket_name"])
+        while not watch._is_alive():
+            time.sleep(WATCH_NODE_S)
+        watch.start()
+        return watch
+
     def end(self) -> None:
         self._ended.set()
         self.join(ASK_S)
@@ -194,25 +206,31 @@ class NodeWatch(threading.Thread):
     def run(self) -> None:
         given_up = 0  # times in a row: a head that has just been started again may not know its nodes yet
         while not self._ended.wait(self._period_s):
-            try:
-                lives = self._lives()
-            except Exception as error:  # the head does not answer: Ray itself ends a driver that has lost it
-                logger.debug("Ray's head does not say whether this node is alive: %s", error)
+            if (lives := self._is_alive()) is None:
                 continue
             given_up = 0 if lives else given_up + 1
             if given_up == 2 and not self._ended.is_set():
-                why = "does not answer and is ended now" if self._end_node_process() else "has ended"
+                hanging = self._node_processes()
+                why = "does not answer and is ended now" if hanging else "has ended"
                 logger.error("Ray has given up this machine, whose node process (raylet) %s", why)
+                for process in hanging:  # after it is said: Ray may end this process at once
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
                 return
 
-    def _end_node_process(self) -> list[int]:
-        pids = []
-        for process in psutil.process_iter(["name", "cmdline"]):
-            if process.info["name"] == "raylet" and any(self._socket in word for word in process.info["cmdline"] or ()):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-                    pids.append(process.pid)
-        return pids
+    def _is_alive(self) -> bool | None:
+        try:
+            return self._lives()
+        except Exception as error:  # the head does not answer: Ray itself ends a driver or a node that has lost it
+            logger.debug("Ray's head does not say whether this node is alive: %s", error)
+            return None
+
+    def _node_processes(self) -> list[psutil.Process]:
+        return [
+            process
+            for process in psutil.process_iter(["name", "cmdline"])
+            if process.info["name"] == "raylet" and any(self._socket in word for word in process.info["cmdline"] or ())
+        ]
 
 
 @contextmanager
@@ -258,6 +276,15 @@ def _has_node_process() -> bool:
     return True  # one has just ended: the next look tells which
 
 
+def _words_of_node_process() -> dict[str, str]:
+    """Return the options of the node process that this one has started; nothing as long as there is none."""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.name() == "raylet":
+                return dict(word[2:].split("=", 1) for word in child.cmdline() if word[:2] == "--" and "=" in word)
+    return {}
+
+
 def last_failure(logs: Path) -> str:
     """Return what the node process said of its end, for a message; nothing if it said nothing."""
     try:
@@ -269,9 +296,11 @@ def last_failure(logs: Path) -> str:
 
 
 def start_node(words: Sequence[str], timeout_s: float) -> None:
-    """Run `ray start` with these words in this process, with as much patience as `RaySession` has."""
+    """Run `ray start` with these words in this process, with as much patience as `RaySession` has, and watch the node
+    that it starts."""
     from ray.scripts.scripts import cli
 
+    threading.Thread(target=NodeWatch.of_child, name="node watch", daemon=True).start()
     with _patience(timeout_s):
         cli(["start", *words])
 

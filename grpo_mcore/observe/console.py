@@ -13,8 +13,8 @@ from grpo_mcore.clock import REAL
 from grpo_mcore.observe.append_file import AppendFile
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.step_table import HEADER_EVERY, StepRow, header_lines, row_line
-from grpo_mcore.observe.unfailing_stream import UnfailingStream
 from grpo_mcore.text import escaped
+from grpo_mcore.unfailing_stream import UnfailingStream
 
 WIDTH = 100
 LONGEST_TEXT = 2000

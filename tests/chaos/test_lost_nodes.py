@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_mcore.cluster.ray_node import ENDED_BY_ITSELF
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.processes import free_port
 from tests.chaos.test_chaos import recipe_of
@@ -83,5 +84,6 @@ def test_a_lost_worker_node_is_replaced_and_the_run_reaches_its_end(
     print(out)
     assert run.returncode == 0, out
     assert out.count("; it goes on from") == 1
+    assert ENDED_BY_ITSELF in (tmp_path / "worker.log").read_text(), "job scripts find the bad node by it"
     told = audit(read_ledger(steps / "ledger.jsonl"))
     assert not told.flaws and told.steps == STEPS

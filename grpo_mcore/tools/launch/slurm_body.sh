@@ -146,13 +146,21 @@ else
     tail -n 15 "$logs"/ray-*.log
     code=69
 fi
-bad="" # nodes whose Ray ended by itself; where the head did, the others only followed it
-for log in "$logs/ray-$head.log" "$logs"/ray-*.log; do
-    if grep -qs "this node of Ray ended by itself" "$log"; then
-        node_name=${log##*/ray-}
-        bad=${bad:+$bad,}${node_name%.log}
-        [[ ${node_name%.log} == "$head" ]] && break
-    fi
+bad=""
+find_bad() { # nodes whose Ray ended by itself; where the head did, the others only followed it
+    for log in "$logs/ray-$head.log" "$logs"/ray-*.log; do
+        if grep -qs "this node of Ray ended by itself" "$log"; then
+            node_name=${log##*/ray-}
+            bad=${bad:+$bad,}${node_name%.log}
+            [[ ${node_name%.log} == "$head" ]] && break
+        fi
+    done
+    [[ -n $bad ]]
+}
+for _ in $(seq 30); do # a node that hangs ends up to 15 seconds after Ray's head has given it up
+    find_bad && say "Ray ended by itself on $bad" && break
+    ((code == 69)) || break
+    sleep 0.5
 done
 finish 60
 queue_again() { # WHAT: exclude the bad nodes, unless that leaves too few

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +165,9 @@ def test_the_last_line_of_a_log_is_the_newest_state_of_a_progress_bar(tmp_path: 
     assert last_line(log) == "shards:  67%"
     log.write_text(":job_id:01000000\n:actor_name:engine-0\n")
     assert last_line(log) == ""
+
+
+def test_what_a_worker_prints_to_a_full_disk_fails_no_call() -> None:
+    words = "from grpo_mcore.cluster.ray_actor import _print_to; _print_to('/dev/full')"
+    words += "; print('x', flush=True); import sys, os; print('x', file=sys.stderr, flush=True); os._exit(7)"
+    assert subprocess.run([sys.executable, "-c", words], check=False).returncode == 7

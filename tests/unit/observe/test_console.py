@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.observe import unfailing_stream
+from grpo_mcore import unfailing_stream
 from grpo_mcore.observe.console import LONGEST_TEXT, WIDTH, RunConsole
 from grpo_mcore.observe.step_table import StepRow, fit, header_lines, row_line
 
@@ -183,7 +183,7 @@ import sys, logging
 from grpo_mcore.cli.main import guarded
 from grpo_mcore.observe.console import RunConsole
 from grpo_mcore.observe.append_file import AppendFile
-from grpo_mcore.observe import unfailing_stream
+from grpo_mcore import unfailing_stream
 from pathlib import Path
 
 unfailing_stream.PATIENCE_S = unfailing_stream.LAST_S = 0.1
