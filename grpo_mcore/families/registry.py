@@ -214,4 +214,4 @@ def forward_flops(shape: ModelShape, lengths: list[int]) -> float:
 
 def parameter_count(shape: ModelShape) -> int:
     """Return the number of parameters, tied embeddings counted once."""
-    return sum(tensor.numel for param in params_of(shape) if not param.copy for tensor in param.hf)
+    return sum(param.numel for param in params_of(shape) if not param.copy)

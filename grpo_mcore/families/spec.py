@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
@@ -319,7 +320,12 @@ class Param:
         """How vLLM splits the parameter."""
         return self.engine_form.split or self.split
 
-    @property
+    @cached_property
+    def numel(self) -> int:
+        """The number of elements of its tensors."""
+        return sum(tensor.numel for tensor in self.hf)
+
+    @cached_property
     def travels_in_float32(self) -> bool:
         """Whether a refit moves it in float32, regardless of the precision of the others."""
         return self.engine_form.negative_exp or any(tensor.float32 for tensor in self.hf)

@@ -124,17 +124,24 @@ class PolicyLayout:
             ]
         return [HeldSlice(name, tuple(ranks), part) for part, ranks in enumerate(groups)]
 
+    def place(self, param: Param, num_layers: int) -> tuple[int, int]:
+        """Return (pipeline stage, number of the ranks there that hold the expert): the same ranks hold all parameters
+        of one place that are split alike."""
+        group = param.expert[0] // self.experts_per_rank(param.expert[1]) if param.expert else 0
+        return self._chunk(param, num_layers)[0] % self.pipeline, group
+
+    def _chunk(self, param: Param, num_layers: int) -> tuple[int, int]:
+        """Return (model chunk, the parameter's layer in it)."""
+        if param.stage is not Stage.LAYER:
+            return (0 if param.stage is Stage.FIRST else self.pipeline * self.virtual - 1), 0
+        assert param.layer is not None
+        starts = _chunk_starts(self, num_layers)
+        chunk = bisect_right(starts, param.layer) - 1
+        return chunk, param.layer - starts[chunk]
+
     def _stage_and_name(self, param: Param, num_layers: int) -> tuple[int, str]:
         """Return (pipeline stage, name of the parameter there)."""
-        chunks = self.pipeline * self.virtual
-        layer = 0
-        if param.stage is Stage.LAYER:
-            assert param.layer is not None
-            starts = _chunk_starts(self, num_layers)
-            chunk = bisect_right(starts, param.layer) - 1
-            layer = param.layer - starts[chunk]
-        else:
-            chunk = 0 if param.stage is Stage.FIRST else chunks - 1
+        chunk, layer = self._chunk(param, num_layers)
         expert = 0
         if param.expert:
             index, count = param.expert

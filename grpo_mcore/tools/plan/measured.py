@@ -116,7 +116,7 @@ def _bytes(plan: Plan, memory: Sequence[Mapping[str, Any]]) -> list[Compared]:
     if load.host_share:
         predicted["optimizer on the host"] = max(host_optimizer_bytes(load, stage) for stage in stages)
     if plan.refit is not None:
-        predicted["refit buffer"] = refit_plan(load, packed=True).buffer_bytes
+        predicted["refit buffer"] = refit_plan(load).buffer_bytes
     if "peak" in memory[0]:
         predicted["peak"] = max(stage.peak.total for stage in plan.stages)
     return [

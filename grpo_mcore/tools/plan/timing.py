@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from grpo_mcore.families import Block, Param, adapter_params, forward_flops, params_of
-from grpo_mcore.refit.plan import DTYPE_BYTES, RefitPlan, plan_refit, wire_dtype
+from grpo_mcore.refit.plan import DTYPE_BYTES, RefitPlan, count_refit, plan_refit, wire_dtype
 from grpo_mcore.tools.plan.memory import (
     EngineMemory,
     gradient_bytes,
@@ -394,22 +393,15 @@ def _refit_params(load: Workload) -> tuple[list[Param], list[Param], list[Param]
     return adapters if load.refit_adapters else weights, weights, adapters
 
 
-def refit_plan(load: Workload, *, packed: bool) -> RefitPlan:
-    """Plan the refit of a workload. `packed`: into buckets, as the run does, which takes seconds for large models.
+def refit_plan(load: Workload) -> RefitPlan:
+    """Plan the refit of a workload as the run does, which takes seconds for large models.
 
     Raises RefitError if a row does not fit the buffer, LayoutError if the layouts do not fit the model.
     """
     return plan_refit(
-        _refit_params(load)[0],
-        load.shape,
-        load.layout,
-        load.engine_layout,
-        dtype=DTYPE[load.element],
-        buffer_bytes=load.refit_buffer,
-        deliveries=load.engine_nodes // load.engine_layout.nodes if packed else 1,
-        copies=load.engine_layout.nodes > 1,
-        packed=packed,
-    )
+        _refit_params(load)[0], load.shape, load.layout, load.engine_layout, dtype=DTYPE[load.element],
+        buffer_bytes=load.refit_buffer, deliveries=load.engine_nodes // load.engine_layout.nodes,
+    )  # fmt: skip
 
 
 def check_refit(load: Workload) -> None:
@@ -420,9 +412,9 @@ def check_refit(load: Workload) -> None:
         sizes = tuple(tensor.shape for tensor in param.hf)
         form = (param.split, param.engine_form, sizes, param.parts, param.groups, param.expert is None)
         forms.setdefault((*form, param.engine is None, param.stage), param)
-    plan_refit(
+    count_refit(
         list(forms.values()), load.shape, load.layout, load.engine_layout, dtype=DTYPE[load.element],
-        buffer_bytes=load.refit_buffer, packed=False,
+        buffer_bytes=load.refit_buffer,
     )  # fmt: skip
 
 
@@ -434,18 +426,15 @@ def refit_traffic(load: Workload) -> RefitTraffic:
     def width(param: Param) -> int:
         return DTYPE_BYTES[wire_dtype(param, DTYPE[load.element])]
 
-    plan = refit_plan(load, packed=False)
-    buckets = max(1, math.ceil(plan.block_bytes / (load.refit_buffer // 2)))
-    written: Counter[int] = Counter()
-    held: Counter[tuple[int, frozenset[int]]] = Counter()  # by who holds it, and which nodes of an engine read it
-    for block in plan.blocks():
-        written[block.source] += block.nbytes
-        parts = frozenset(read.rank * span // engine.ranks for read in block.reads) or frozenset((0,))
-        held[block.holders, parts] += block.nbytes
+    counted = count_refit(
+        params, load.shape, load.layout, engine, dtype=DTYPE[load.element], buffer_bytes=load.refit_buffer
+    )
+    held, tensor_bytes = counted.held, sum(counted.held.values())
+    buckets = max(1, math.ceil(tensor_bytes / (load.refit_buffer // 2)))
     read = engine.bytes_by_rank(params, load.shape, width)
-    holder_nodes = [
-        {rank * load.nodes // load.world for rank in ranks} if load.colocated else () for ranks in plan.holders
-    ]
+    holder_nodes = {
+        ranks: {rank * load.nodes // load.world for rank in ranks} if load.colocated else () for ranks, _ in held
+    }
     arriving = max(
         sum(nbytes for (_, parts), nbytes in held.items() if node % span in parts) for node in range(load.engine_nodes)
     )
@@ -461,13 +450,13 @@ def refit_traffic(load: Workload) -> RefitTraffic:
     link = "network between nodes" if other_nodes else "host memory" if load.world > 1 else "memory of the device"
     return RefitTraffic(
         buckets,
-        load.refit_buffer if buckets > 1 else plan.block_bytes,
-        plan.block_bytes,
-        tuple(written[rank] for rank in range(load.world)),
+        load.refit_buffer if buckets > 1 else tensor_bytes,
+        tensor_bytes,
+        counted.written,
         max(read),
         arriving + readers * max(read),
         other_nodes,
         link,
-        sum(tensor.numel * width(param) for param in weights for tensor in param.hf),
-        sum(tensor.numel * width(param) for param in adapters for tensor in param.hf) or None,
+        sum(param.numel * width(param) for param in weights),
+        sum(param.numel * width(param) for param in adapters) or None,
     )

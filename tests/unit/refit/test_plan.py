@@ -12,7 +12,7 @@ import pytest
 
 from grpo_mcore.families import params_of, shape_of
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.plan import GIB, RefitError, RefitPlan, plan_model_refit, plan_refit
+from grpo_mcore.refit.plan import GIB, RefitError, RefitPlan, count_refit, plan_model_refit, plan_refit
 from tests.unit.refit.whole_split import (
     PADDING,
     Case,
@@ -220,6 +220,22 @@ def test_the_size_that_the_message_names_is_enough() -> None:
         plan(1e-6)
     named = float(str(caught.value).split("that holds it is ")[1].split(" ")[0])
     assert plan(named).buckets
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("deliveries", [1, 16])
+def test_counted_bytes_are_those_of_the_plan(seed: int, deliveries: int) -> None:
+    case = random_case(seed)
+    layout = (case.params, case.shape, case.trainer, case.engine)
+    settings = {"dtype": "bfloat16", "buffer_bytes": GIB, "deliveries": deliveries}
+    plan, counted = plan_refit(*layout, **settings), count_refit(*layout, **settings)
+    held: Counter[object] = Counter()
+    written = [0] * case.trainer.world_size
+    for block in plan.blocks():
+        nodes = frozenset(read.rank * case.engine.nodes // case.engine.ranks for read in block.reads)
+        held[plan.holders[block.holders], nodes] += block.nbytes
+        written[block.source] += block.nbytes
+    assert counted.written == tuple(written) and counted.held == held
 
 
 @pytest.mark.slow
