@@ -451,41 +451,65 @@ def collectives(needs: Needs) -> Iterator[CheckResult]:
             yield pair_reduced("collectives", f"{backend} {first}-{second}", answers[2 * number : 2 * number + 2])
 
 
-def all_reduce(backend: str, ranks: Sequence[tuple[str, int, int]], timeout_s: float) -> list[tuple[float, str | None]]:
-    """Run ranks of all-reduces over two processes, each given as (HOST:PORT of rank 0, rank, device). Return the
-    seconds and the error of each."""
+@dataclass(frozen=True)
+class Reduced:
+    """What came of one process of an all-reduce. `seconds`: with its start. `rate`: GB/s in each direction; 0 with an
+    error."""
+
+    seconds: float
+    error: str | None = None
+    rate: float = 0.0
+
+
+def all_reduce(
+    backend: str, ranks: Sequence[tuple[str, int, int]], timeout_s: float, megabytes: int = 4
+) -> list[Reduced]:
+    """Run ranks of all-reduces over two processes, each given as (HOST:PORT of rank 0, rank, device), and return what
+    came of each."""
     began = time.monotonic()
     program = [sys.executable, "-m", "grpo_mcore.tools.doctor.allreduce_probe", backend, f"{timeout_s}"]
     started = [
         subprocess.Popen(
-            [*program, str(os.getpid()), *map(str, rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [*program, str(os.getpid()), *map(str, rank), str(megabytes)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in ranks
     ]
     end = began + timeout_s
-    results: list[tuple[float, str | None]] = []
+    results: list[Reduced] = []
     try:
         for process in started:
-            error = None
+            error, rate = None, 0.0
             try:
-                _, text = process.communicate(timeout=max(0.1, end - time.monotonic()))
+                said, text = process.communicate(timeout=max(0.1, end - time.monotonic()))
                 if process.returncode:
                     error = (text.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+                else:
+                    rate = float(said.split()[-1])
             except subprocess.TimeoutExpired:
                 error = f"no answer in {timeout_s:.0f} s"
             if error:
                 end = min(end, time.monotonic() + PEERS_S)
-            results.append((time.monotonic() - began, error))
+            results.append(Reduced(time.monotonic() - began, error, rate))
     finally:
         processes.end(started, grace_s=0)
     return results
 
 
-def pair_reduced(check: str, who: str, answers: Sequence[tuple[float, str | None]]) -> CheckResult:
-    """Check the answers of the two processes of an all-reduce. `who`: "BACKEND A-B"."""
-    if error := next((error for _, error in answers if error), None):
+def pair_reduced(check: str, who: str, answers: Sequence[Reduced]) -> CheckResult:
+    """Check the answers of the processes of a pair's all-reduces. `who`: "BACKEND A-B"."""
+    if error := next((answer.error for answer in answers if answer.error), None):
         variables = "GLOO_SOCKET_IFNAME, and that the host's own name resolves"
         if who.startswith("nccl"):
             variables = "NCCL_SOCKET_IFNAME, NCCL_IB_HCA; NCCL_DEBUG=INFO tells more"
         return fault(check, f"{who}: {error}", f"look at {variables}")
-    return CheckResult(check, "ok", f"{who}: {max(seconds for seconds, _ in answers):.1f} s with start")
+    seconds = max(answer.seconds for answer in answers)
+    return CheckResult(check, "ok", f"{who}: {pair_rate(answers):.2g} GB/s, {seconds:.1f} s with start")
+
+
+def pair_rate(answers: Sequence[Reduced]) -> float:
+    """Return the GB/s between two nodes over all their devices: each link is as fast as its slower end."""
+    half = len(answers) // 2
+    return sum(min(ends.rate for ends in link) for link in zip(answers[:half], answers[half:], strict=True))

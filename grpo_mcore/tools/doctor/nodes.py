@@ -7,17 +7,16 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore import processes
 from grpo_mcore.rollout.workers import DeadlineExceeded
 from grpo_mcore.tools.doctor import checks
-from grpo_mcore.tools.doctor.checks import CheckResult, Needs, examine, fault, judged
+from grpo_mcore.tools.doctor.checks import CheckResult, Needs, Reduced, examine, fault, judged
 
 NODE_S = 55.0
 """Seconds until a node's checks must have come back, including the start of the worker."""
@@ -26,7 +25,16 @@ CHECKS_S = 40.0
 """Seconds of NODE_S for the checks themselves."""
 
 LINK_S = 30.0
-"""Seconds for an all-reduce over two nodes, including the start of its processes."""
+"""Seconds for the all-reduces over two nodes, including the start of their processes."""
+
+LINK_MB = {"gloo": 32, "nccl": 256}
+"""Size of an all-reduce over two nodes: large enough that the bandwidth decides its time."""
+
+PARTNERS = 3
+"""Number of other nodes with which each node's bandwidth is measured, if there are so many."""
+
+SLOW = 0.7
+"""Share of the usual bandwidth between two nodes, below which a pair is slow."""
 
 
 def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[CheckResult]]:
@@ -81,9 +89,9 @@ def _examine_all(ray: Any, needs: Needs, address: str) -> dict[str, list[CheckRe
                 mark.unlink()
     whole += [_compare_clock(ray, node, names[node]) for node in alive]
     hosts = {node: node_info["NodeManagerAddress"] for node, node_info in alive.items()}
-    backend = "nccl" if gpus and needs.gpu is not False else "gloo"
-    for half in (0, 1):  # pairs without a common node at the same time
-        whole += _links(ray, list(pairwise(alive))[half::2], hosts, names, backend)
+    on_gpus = bool(gpus) and needs.gpu is not False
+    devices = int(min(node["Resources"].get("GPU", 0.0) for node in alive.values())) if on_gpus else 0
+    whole += _network(ray, list(alive), hosts, names, "nccl" if on_gpus else "gloo", max(devices, 1))
     return {"cluster": whole} | {names[node]: answers[node][0] for node in alive}
 
 
@@ -126,27 +134,97 @@ def _compare_clock(ray: Any, node: str, name: str) -> CheckResult:
     return checks.clock(*best, name)
 
 
+def rounds_of(nodes: Sequence[str], partners: int = PARTNERS) -> list[list[tuple[str, str]]]:
+    """Return rounds of pairs, as of a tournament: in a round no node is in two pairs, and over all rounds each node has
+    that many different partners, or all others if there are fewer."""
+    ring: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
+    rounds = []
+    for _ in range(min(partners if len(nodes) % 2 == 0 else partners + 1, len(ring) - 1)):
+        pairs = [(ring[i], ring[-1 - i]) for i in range(len(ring) // 2)]
+        rounds.append([(first, second) for first, second in pairs if first is not None and second is not None])
+        ring = [ring[0], ring[-1], *ring[1:-1]]  # the first stays, the others move on by one
+    return rounds
+
+
+def slow_pairs(rates: Mapping[tuple[str, str], float]) -> list[tuple[str, str]]:
+    """Return the pairs whose bandwidth is far below the usual one: the upper quartile, since one slow node of few makes
+    most pairs slow."""
+    if not rates:
+        return []
+    usual = sorted(rates.values())[-(-3 * len(rates) // 4) - 1]
+    return [pair for pair, rate in rates.items() if rate < SLOW * usual]
+
+
+def compare_rates(rates: Mapping[tuple[str, str], float], backend: str) -> Iterator[CheckResult]:
+    """Name the nodes all of whose pairs are slow, and then the slow pairs of other nodes. `rates`: GB/s by the names of
+    two nodes. Two nodes alone have nothing to be compared with."""
+    if len(rates) < 2:
+        return
+    slow = slow_pairs(rates)
+    pairs_of = {node: [pair for pair in rates if node in pair] for pair in rates for node in pair}
+    named = [node for node, pairs in pairs_of.items() if len(pairs) > 1 and all(pair in slow for pair in pairs)]
+    usual = sorted(rates.values())[-(-3 * len(rates) // 4) - 1]
+    look = "ibstat, and nvidia-smi nvlink -s and topo -m" if backend == "nccl" else "ethtool, and what else uses it"
+    for node in named:
+        best = max(rates[pair] for pair in pairs_of[node])
+        saw = f"{node} is slow: at most {best:.2g} GB/s with {len(pairs_of[node])} others, where {usual:.2g} is usual"
+        yield fault("bandwidth", saw, f"look at its network interfaces ({look}), or leave it out")
+    for pair in slow:
+        if not set(pair) & set(named):
+            saw = f"{'-'.join(pair)}: {rates[pair]:.2g} GB/s, where {usual:.2g} is usual; both are faster with others"
+            yield fault("bandwidth", saw, "look at the switches and cables between the two")
+    if not slow:
+        low, high = min(rates.values()), max(rates.values())
+        yield CheckResult("bandwidth", "ok", f"{len(rates)} pairs of nodes, {low:.2g} to {high:.2g} GB/s by {backend}")
+
+
+def _network(
+    ray: Any, nodes: Sequence[str], hosts: dict[str, str], names: dict[str, str], backend: str, devices: int
+) -> Iterator[CheckResult]:
+    """Check that nodes reach each other, measure their bandwidth, and name what is slow. A slow pair is measured once
+    more, by itself: something else may have used the network."""
+    rates: dict[tuple[str, str], float] = {}
+    for pairs in rounds_of(nodes):
+        for pair, answers in _links(ray, pairs, hosts, backend, devices=devices):
+            first, second = (names[node] for node in pair)
+            result = checks.pair_reduced("network", f"{backend} {first}-{second}", answers)
+            yield result
+            if result.state == "ok":
+                rates[first, second] = checks.pair_rate(answers)
+    of_name = {names[node]: node for node in nodes}
+    for slow in slow_pairs(rates):
+        pair = (of_name[slow[0]], of_name[slow[1]])
+        for _, answers in _links(ray, [pair], hosts, backend, devices=devices):
+            rates[slow] = max(rates[slow], checks.pair_rate(answers))
+    yield from compare_rates(rates, backend)
+
+
 def _links(
     ray: Any,
     pairs: Sequence[tuple[str, str]],
     hosts: dict[str, str],
-    names: dict[str, str],
     backend: str,
     seconds: float = LINK_S,
-) -> Iterator[CheckResult]:
-    """Check that the first accelerator of one node (or gloo) reaches that of another, over the network that refits and
-    data-parallel ranks use."""
-    sums = []
+    devices: int = 1,
+) -> Iterator[tuple[tuple[str, str], list[Reduced]]]:
+    """All-reduce between the accelerators of two nodes (those of the same number, all at once) or by gloo, over the
+    network that refits and data-parallel ranks use. Return what came of the ranks of each pair, first those of its
+    first node."""
+    started = []
     for pair in pairs:
-        port = ray.get(_task(ray, pair[0], processes.free_port).remote(""), timeout=NODE_S)
-        where = f"{hosts[pair[0]]}:{port}"
+        free = _task(ray, pair[0], processes.free_port)
+        ports = ray.get([free.remote("") for _ in range(devices)], timeout=NODE_S)
+        where = [f"{hosts[pair[0]]}:{port}" for port in ports]
         ranks = [
-            _task(ray, node, checks.all_reduce).remote(backend, [(where, i, 0)], seconds) for i, node in enumerate(pair)
+            _task(ray, node, checks.all_reduce).remote(
+                backend, [(address, i, device) for device, address in enumerate(where)], seconds, LINK_MB[backend]
+            )
+            for i, node in enumerate(pair)
         ]
-        sums.append(ranks)
-    for (first, second), refs in zip(pairs, sums, strict=True):
-        answers = [answer for (answer,) in ray.get(refs, timeout=NODE_S + seconds)]
-        yield checks.pair_reduced("network", f"{backend} {names[first]}-{names[second]}", answers)
+        started.append(ranks)
+    for pair, refs in zip(pairs, started, strict=True):
+        first, second = ray.get(refs, timeout=NODE_S + seconds)
+        yield pair, [*first, *second]
 
 
 def _task(ray: Any, node: str, function: Any) -> Any:

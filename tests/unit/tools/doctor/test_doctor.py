@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -254,7 +254,52 @@ def test_gpus_that_are_asked_for_and_not_there(monkeypatch: pytest.MonkeyPatch) 
 def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "DEADLINE_S", 5.05)  # no two processes start in 0.05 s
     fault(look("collectives", Needs(gpu=False)), "gloo 0-1", "no answer in", "GLOO_SOCKET_IFNAME")
-    assert checks.pair_reduced("collectives", "nccl 2-3", [(4.0, None), (4.1, None)]).state == "ok"
+    answers = [checks.Reduced(4.0, rate=20.0), checks.Reduced(4.1, rate=19.0)]
+    assert checks.pair_reduced("collectives", "nccl 2-3", answers).saw == "nccl 2-3: 19 GB/s, 4.1 s with start"
+    of_two_links = [checks.Reduced(1.0, rate=rate) for rate in (20.0, 9.0, 18.0, 10.0)]
+    assert checks.pair_rate(of_two_links) == 18.0 + 9.0
+
+
+def rates_between(count: int, slow: Sequence[str] = (), slow_pair: str = "") -> dict[tuple[str, str], float]:
+    """Return what `doctor --cluster` would measure: 40 to 50 GB/s, a tenth with a slow node or over a slow pair."""
+    names = [f"n{i}" for i in range(count)]
+    pairs = [pair for pairs in nodes.rounds_of(names) for pair in pairs]
+    wrong = [bool(set(pair) & set(slow)) or "-".join(sorted(pair)) == slow_pair for pair in pairs]
+    return {
+        pair: (40 + 10 * index / len(pairs)) / (10 if slow else 1)
+        for index, (pair, slow) in enumerate(zip(pairs, wrong, strict=True))
+    }
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 63, 64])
+def test_rounds_in_which_every_node_has_three_partners(count: int) -> None:
+    names = [f"n{i}" for i in range(count)]
+    rounds = nodes.rounds_of(names)
+    for pairs in rounds:
+        assert len({node for pair in pairs for node in pair}) == 2 * len(pairs), "a node in two pairs at once"
+    partners = {name: {node for pairs in rounds for pair in pairs if name in pair for node in pair} for name in names}
+    assert all(len(others - {name}) >= min(3, count - 1) for name, others in partners.items())
+    pairs = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert len(set(pairs)) == len(pairs)
+    assert nodes.rounds_of(["n0"]) == [[]]
+
+
+@pytest.mark.parametrize(
+    "count, slow", [(3, ["n0"]), (3, ["n2"]), (4, ["n1"]), (5, ["n4"]), (64, ["n17"]), (63, ["n5", "n6", "n40"])]
+)
+def test_slow_nodes_are_named_and_no_others(count: int, slow: list[str]) -> None:
+    found = list(nodes.compare_rates(rates_between(count, slow), "gloo"))
+    assert sorted(finding.saw.split()[0] for finding in found) == sorted(slow)
+    assert all(finding.state == "fault" and "leave it out" in finding.advice for finding in found)
+
+
+def test_a_slow_link_between_good_nodes_is_named_as_one() -> None:
+    pair = "-".join(sorted(nodes.rounds_of([f"n{i}" for i in range(8)])[1][2]))
+    [found] = nodes.compare_rates(rates_between(8, slow_pair=pair), "nccl")
+    assert sorted(found.saw.split(":")[0].split("-")) == pair.split("-") and "cables" in found.advice
+    [fine] = nodes.compare_rates(rates_between(8), "nccl")
+    assert fine.state == "ok" and fine.saw == "12 pairs of nodes, 40 to 49 GB/s by nccl"
+    assert list(nodes.compare_rates({("a", "b"): 1.0}, "gloo")) == []
 
 
 def test_a_folder_that_a_node_does_not_see() -> None:
