@@ -2,8 +2,8 @@
 
 The rollouts are the real class (`algorithms/rollouts/rollouts.py`); engines and environments are modelled. An engine
 takes steps of 8 ms + 0.04 ms for each sample in its batch, each sample gets one token a step, and a request joins the
-batch at the next step. A tool answers a call after a fixed time. With an age of A, prompts of A further steps are in
-flight, and the time of a step is the mean over several of them.
+batch at the next step. A tool answers a call after a fixed time, or one that is drawn. With an age of A, prompts of A
+further steps are in flight, and the time of a step is the mean over several of them.
 
 The bound is the time of the same samples on engines that share them perfectly at any moment, where each turn starts
 the moment its tool has answered: nothing waits for anything but its own tokens and its own tools.
@@ -39,13 +39,30 @@ END = 7
 
 @dataclass(frozen=True)
 class Case:
-    """`turns` of each sample and the seconds in which its tool answers."""
+    """`turns` of each sample and the seconds in which its tool answers: between `tool_s` and `slowest_s`, evenly, or
+    `slowest_s` in the share `slow` of the calls and `tool_s` in the others."""
 
     turns: int
     tool_s: float
+    slowest_s: float | None = None
+    slow: float | None = None
+
+    def answers_in(self, draw: random.Random) -> float:
+        if self.slowest_s is None:
+            return self.tool_s
+        if self.slow is None:
+            return draw.uniform(self.tool_s, self.slowest_s)
+        return self.slowest_s if draw.random() < self.slow else self.tool_s
 
 
-CASES = {"math_1_turn": Case(1, 0.05), "tool_4_turns_1s": Case(4, 1.0), "swe_12_turns_5s": Case(12, 5.0)}
+CASES = {
+    "math_1_turn": Case(1, 0.05),
+    "tool_4_turns_1s": Case(4, 1.0),
+    "swe_12_turns_5s": Case(12, 5.0),
+    "tool_4_turns_even": Case(4, 0.2, 1.0),
+    "tool_4_turns_tail": Case(4, 0.2, 1.0, slow=0.02),
+}
+FIXED = ["math_1_turn", "tool_4_turns_1s", "swe_12_turns_5s"]
 
 
 class Answer:
@@ -157,7 +174,7 @@ class Environment:
 
     def call(self, method: str, metadata: Any, *turns: int, timeout_s: float, what: str) -> Answer:
         answer = self.world.answer_of(turns)
-        self.world.at(self.world.case.tool_s, lambda: self.answered(answer))
+        self.world.at(max(self.world.answers_in() for _ in turns), lambda: self.answered(answer))
         return answer
 
     def answered(self, answer: Answer) -> None:
@@ -188,9 +205,10 @@ class World(LocalCluster):
     ) -> None:
         super().__init__(1e9)
         self.case, self.seed, self.now = case, seed, 0.0
+        self.draw = random.Random(seed)
         self.events: list[tuple[float, int, Any]] = []
         self.numbers = itertools.count()
-        self.came: list[Any] = []  # streams and answers of which something has come, or was taken since
+        self.came: list[Any] = []  # streams and answers of which something has come
         self.workers = [Engine(self, f"engine-{number}") for number in range(engines)]
         self.engines = EngineGroup(self, list(map(EngineSlot, self.workers)), sleeps=False)  # type: ignore[arg-type]
         tool = EnvironmentWorker(self, self.environment, calls=10**6, timeout_s=1e9)  # type: ignore[arg-type, return-value]
@@ -212,17 +230,19 @@ class World(LocalCluster):
         draw = random.Random(f"{self.seed} {uid} {index} {turn}")
         return max(1, min(8 * MEAN_TOKENS, int(draw.lognormvariate(-0.125, 0.5) * MEAN_TOKENS)))
 
+    def answers_in(self) -> float:
+        """Return the seconds in which the tool answers the next call about one sample."""
+        return self.case.answers_in(self.draw)
+
     def at(self, delay: float, event: Any) -> None:
         heapq.heappush(self.events, (self.now + delay, next(self.numbers), event))
 
     def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
-        known = {id(thing) for thing in things}
-        while True:
-            self.came = list(dict.fromkeys(thing for thing in self.came if id(thing) in known and thing.is_ready))
-            if self.came:
-                return list(self.came)
+        while not (came := list(dict.fromkeys(thing for thing in self.came if thing.is_ready))):
             self.now, _, event = heapq.heappop(self.events)
             event()
+        self.came = []  # the rollouts take all that is returned
+        return came
 
     def run(self, samples: int, age: int, steps: int) -> float:
         """Return the seconds a step, over that many steps."""
@@ -251,7 +271,7 @@ class World(LocalCluster):
 
 def bound_seconds(case: Case, seed: int, samples: int, age: int, steps: int) -> float:
     """Return the seconds a step of engines that share all samples perfectly, without any driver."""
-    tokens = World(case, seed, together=False).tokens
+    tokens, draw = World(case, seed, together=False).tokens, random.Random(seed)
     now = clock = 0.0  # seconds; tokens that a sample gets which runs all the time
     running: list[tuple[float, int, tuple[int, int, int, int]]] = []
     tools: list[tuple[float, int, tuple[int, int, int, int]]] = []
@@ -277,7 +297,7 @@ def bound_seconds(case: Case, seed: int, samples: int, age: int, steps: int) -> 
         clock, now = clock + (then - now) / token_s, then
         if decoded_at <= answered_at:
             _, _, sample = heapq.heappop(running)
-            heapq.heappush(tools, (now + case.tool_s, next(numbers), sample))
+            heapq.heappush(tools, (now + case.answers_in(draw), next(numbers), sample))
             continue
         _, _, (step, group, index, turn) = heapq.heappop(tools)
         if turn < case.turns:
@@ -313,7 +333,7 @@ def main() -> int:
     """Return 1 if a case takes more than 1.10 times its bound."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON object a case")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=FIXED)
     parser.add_argument("--samples", nargs="+", type=int, default=[512, 2048])
     parser.add_argument("--ages", nargs="+", type=int, default=[0, 1, 4])
     parser.add_argument("--seeds", type=int, default=5)

@@ -8,6 +8,7 @@ schedule tolerates few prompts without any reward.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import OrderedDict, deque
@@ -143,7 +144,7 @@ class EnvQueue:
     timeout_s: float
     batch: BatchLimits
     waiting: deque[_Call] = field(default_factory=deque)
-    running: OrderedDict[int, _Call] = field(default_factory=OrderedDict)  # by id of the future, first deadline first
+    running: OrderedDict[Any, _Call] = field(default_factory=OrderedDict)  # by future, first deadline first
     failures: int = 0
 
     def hold_s(self, now: float) -> float:
@@ -229,7 +230,7 @@ class RewardScorer:
 
     def awaited(self) -> list[Future]:
         """Return the calls under way."""
-        return [call.pending for queue in self._queues for call in queue.running.values()]
+        return list(itertools.chain.from_iterable(queue.running for queue in self._queues))
 
     def seconds_left(self) -> float:
         """Return the seconds until the first deadline of a call, or until a call that is held back is sent."""
@@ -256,7 +257,7 @@ class RewardScorer:
     def take(self, ready: Future | Stream) -> bool:
         """Process an answer that has come; return False if it is not one of `awaited`."""
         for queue in self._queues:
-            if (call := queue.running.get(id(ready))) is not None:
+            if (call := queue.running.get(ready)) is not None:
                 self._take(queue, call)
                 return True
         return False
@@ -275,7 +276,7 @@ class RewardScorer:
             self._record_exception(queue, call, error)
             return
         queue.failures = 0
-        del queue.running[id(call.pending)]
+        del queue.running[call.pending]
         self._record(call, outcomes)
 
     def _record(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
@@ -301,7 +302,7 @@ class RewardScorer:
             call.pending = remote_call(queue.worker, EnvironmentInterface.advance, timeout_s=limit_s, what=what)(
                 metadata, *references
             )
-            queue.running[id(call.pending)] = call
+            queue.running[call.pending] = call
 
     def _next_call(self, queue: EnvQueue) -> _Call:
         """Take the first call that waits, joined by others up to the limit of a call. Unless the recipe prefers large
@@ -320,7 +321,7 @@ class RewardScorer:
 
     def _record_exception(self, queue: EnvQueue, call: _Call, error: WorkerFailed) -> None:
         """Give the sample on which an environment raised no reward. Ask again about each sample of several."""
-        del queue.running[id(call.pending)]
+        del queue.running[call.pending]
         if len(call.samples) > 1:
             queue.waiting.extendleft(_Call([one], call.queued_at, again=True) for one in reversed(call.samples))
         else:
