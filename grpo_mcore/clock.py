@@ -6,7 +6,9 @@ outside a run (leases of folders, trackers), have the machine's time.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol
 
@@ -25,6 +27,10 @@ class Clock(Protocol):
     def thread(self, name: str) -> Executor:
         """Return an executor with one thread. Under a virtual clock, which no thread can follow, it works at once."""
 
+    def beat(self, seconds: float, action: Callable[[], None], name: str) -> Callable[[], None]:
+        """Call `action` every so many seconds in a thread, until the returned function is called. Under a virtual clock
+        nothing is done: no other process sees its time."""
+
 
 class RealClock:
     """The machine's time."""
@@ -40,6 +46,21 @@ class RealClock:
 
     def thread(self, name: str) -> Executor:
         return ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def beat(self, seconds: float, action: Callable[[], None], name: str) -> Callable[[], None]:
+        ended = threading.Event()
+
+        def run() -> None:
+            while not ended.wait(seconds):
+                action()
+
+        def end() -> None:
+            ended.set()
+            thread.join(seconds)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return end
 
 
 REAL = RealClock()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 THREADS = 8
 """Files that are read at a time."""
+SMALL_BYTES = 1 << 20
+"""Files that hold less together are read one after the other: threads would take longer to start."""
 
 Digest = tuple[int, str]
 """(bytes, SHA-256 in hex) of a file."""
@@ -28,13 +30,13 @@ def digest_file(path: Path, sync: bool = False) -> Digest:
     with path.open("rb") as file:
         if sync:
             os.fsync(file.fileno())
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_files(folder: Path, names: Iterable[str], sync: bool = False) -> dict[str, Digest]:
     """Return the digests of files by their paths inside `folder`."""
     names = list(names)
-    if len(names) < 2:
+    if len(names) < 2 or sum((folder / name).stat().st_size for name in names) < SMALL_BYTES:
         return {name: digest_file(folder / name, sync) for name in names}
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: digest_file(folder / name, sync), names), strict=True))

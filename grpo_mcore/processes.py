@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import multiprocessing.process
 import os
 import random
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,13 @@ def available_cores(root: Path = Path("/")) -> float:
     """Return the number of cores that this process may use: those of its affinity, or fewer if its control group or one
     above has a quota of processor time (cpu.max), as those of containers and batch jobs do. `root`: of the file system.
     """
-    limits = [float(len(os.sched_getaffinity(0)))]
+    return min(float(len(os.sched_getaffinity(0))), _least_quota(root))
+
+
+@cache
+def _least_quota(root: Path) -> float:
+    """Return the cores that the control groups of this process leave it, read once; infinity without a quota."""
+    limits = [math.inf]
     try:
         groups = (root / "proc/self/cgroup").read_text().split("\n")
     except OSError:

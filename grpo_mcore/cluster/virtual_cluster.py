@@ -80,6 +80,9 @@ class VirtualClock:
     def thread(self, name: str) -> Executor:
         return _AtOnce()
 
+    def beat(self, seconds: float, action: Callable[[], None], name: str) -> Callable[[], None]:
+        return lambda: None
+
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         """Let an event happen in `seconds`."""
         self._count += 1

@@ -9,6 +9,7 @@ from grpo_mcore.objective.advantages import (
     group_index,
     group_stats,
     grpo_advantages,
+    rewards_differ,
 )
 from grpo_mcore.objective.combine import METRIC_REDUCTIONS, CombinedMetrics, combine_metrics, step_metrics
 from grpo_mcore.objective.custom import (

@@ -76,6 +76,15 @@ def group_index(keys: Sequence[Hashable]) -> Tensor:
     return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
 
 
+def rewards_differ(rewards: Sequence[float]) -> bool:
+    """Return whether the rewards of one group, of which none failed, differ by more than rounding: `informative` of
+    `group_stats`, without a tensor."""
+    if len(rewards) < 2:
+        return False
+    low, high = min(rewards), max(rewards)
+    return high - low > EQUAL_REWARDS_TOLERANCE * max(abs(low), abs(high), ROUNDING_SCALE)
+
+
 def group_stats(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> GroupStats:
     """Return two-pass statistics of each group.
 

@@ -26,6 +26,7 @@ class AppendFile:
         # Where in the file the text begins that may not be in it yet, and the text. One value: Ctrl-C may come between
         # any two instructions.
         self._pending = (self._file.tell(), b"")
+        self._at_end = True  # the file ends where the pending text begins
         self._complained = False
 
     def write(self, line: str) -> None:
@@ -68,11 +69,17 @@ class AppendFile:
     def _flush(self) -> None:
         while True:
             start, text = self._pending
-            end = os.fstat(self._file.fileno()).st_size  # a write that was interrupted right after it counts too
-            self._pending = (end, text[max(0, end - start) :])
-            if not self._pending[1]:
+            if not self._at_end:
+                end = os.fstat(self._file.fileno()).st_size  # a write that was interrupted right after it counts too
+                self._pending = (end, text[max(0, end - start) :])
+                self._at_end = True
+            elif text:
+                self._at_end = False
+                written = self._file.write(text) or 0
+                self._pending = (start + written, text[written:])
+                self._at_end = True
+            else:
                 break
-            self._file.write(self._pending[1])
         if self._complained:
             self._complained = False
             logger.warning("%s can be written again; no line is missing", self.path)

@@ -118,6 +118,8 @@ class Logger:
             path.write_text(text + "\n")
         except OSError as error:  # observation must not stop training
             log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror or error)
+        if not (self._backends or self._custom):
+            return
         shown = without_secrets(json.loads(text))
         for tracker in self._backends:
             tracker.call("the recipe", lambda backend: backend.params(shown))

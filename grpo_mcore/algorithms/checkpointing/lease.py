@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,11 +83,9 @@ class Lease:
     def __init__(self, folder: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S, clock: Clock = REAL) -> None:
         self.file, self._me = folder / LEASE_FILE, Holder.this_process()
         self._beat_s, self._stale_s, self._clock = beat_s, stale_s, clock
-        self._ended = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._take()
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
-        self._thread.start()
+        self._end_beat = clock.beat(beat_s, self._beat, "lease")
 
     def check(self) -> None:
         """Raise LeaseLost if another run holds the folder by now. A file that cannot be read says nothing."""
@@ -103,8 +100,7 @@ class Lease:
 
     def release(self) -> None:
         """May be called again. A file that cannot be removed is said: the next run sees that its holder is dead."""
-        self._ended.set()
-        self._thread.join(self._beat_s)
+        self._end_beat()
         try:
             holder = _read(self.file)
             if holder is not None and holder.token == self._me.token:
@@ -148,12 +144,11 @@ class Lease:
         aside.unlink(missing_ok=True)
 
     def _beat(self) -> None:
-        """Change the file's time until the end. A disk that is full or away for a moment costs only that beat."""
-        while not self._ended.wait(self._beat_s):
-            with contextlib.suppress(OSError):
-                holder = _read(self.file)
-                if holder is not None and holder.token == self._me.token:
-                    os.utime(self.file)
+        """Change the file's time. A disk that is full or away for a moment costs only that beat."""
+        with contextlib.suppress(OSError):
+            holder = _read(self.file)
+            if holder is not None and holder.token == self._me.token:
+                os.utime(self.file)
 
 
 def dead_holder(

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from grpo_mcore.objective import RewardWeights, group_stats, weights_by_name
+from grpo_mcore.objective import RewardWeights, rewards_differ, weights_by_name
 from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.schedule import Train
@@ -135,8 +133,4 @@ def is_informative(
         names = sorted({name for score in scores for name in score.rewards_by_name})
         weight_of = weights_by_name(names, weights)
         columns = [[score.rewards_by_name.get(name, 0.0) for score in scores] for name in names if weight_of[name]]
-    columns = [column for column in columns if column and max(column) - min(column) > min_range]
-    one_group = torch.zeros(len(scores), dtype=torch.int64)
-    return any(
-        bool(group_stats(torch.tensor(column, dtype=torch.float64), one_group).informative.any()) for column in columns
-    )
+    return any(rewards_differ(column) and max(column) - min(column) > min_range for column in columns)
