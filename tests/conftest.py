@@ -84,12 +84,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`, give each file to one worker, in the order of collection. tests/distributed goes to one worker as a
-    whole, because its files share the processes of a mesh."""
+    whole, because its files share the processes of a mesh. A test with a parameter `shard-N` goes by itself."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if "[shard-" in nodeid:
+                return nodeid
             return "tests/distributed" if file.startswith("tests/distributed/") else file
 
     config.option.loadscopereorder = False

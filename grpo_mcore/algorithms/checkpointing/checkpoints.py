@@ -469,21 +469,24 @@ def recipe_text(recipe: MasterConfig) -> str:
 
 def _yaml_text(section: Mapping[str, Any]) -> str:
     """Return a section as YAML, part by part: those that other recipes of this process have too are known."""
-    return "".join(
-        _yaml_entry(name, "{}").removesuffix(" {}\n") + "\n" + indent(_yaml_text(value), "  ")
-        if isinstance(value, dict) and value
-        else _yaml_entry(name, json.dumps(value))
-        for name, value in section.items()
-    )
+    text = ""
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            text += _yaml_entry(name, "").removesuffix(" ''\n") + "\n" + indent(_yaml_text(value), "  ")
+        elif isinstance(value, dict | list):
+            text += _yaml_entry(name, json.dumps(value), is_json=True)
+        else:
+            text += _yaml_entry(name, value)
+    return text
 
 
-@lru_cache(maxsize=4096)
-def _yaml_entry(name: str, value: str) -> str:
-    """Return an entry as YAML. `value`: as JSON."""
+@lru_cache(maxsize=4096, typed=True)
+def _yaml_entry(name: str, value: str | int | float | bool | None, is_json: bool = False) -> str:
     import yaml
 
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return yaml.dump({name: json.loads(value)}, Dumper=dumper)
+    plain = json.loads(value) if is_json and isinstance(value, str) else value
+    return yaml.dump({name: plain}, Dumper=dumper, sort_keys=False)
 
 
 def write_driver_files(folder: Path, snapshot: RunSnapshot, config_yaml: str) -> dict[str, Digest]:

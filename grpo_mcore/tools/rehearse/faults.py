@@ -144,7 +144,7 @@ def drawn_faults(
         target = draw.choice(list(nodes)) if kind == "node" else draw.choice(list(workers))
         if kind in ("full disk", "SIGTERM", "SIGUSR1", "driver"):
             target = ""
-        for_s = draw.uniform(1.0, seconds)
+        for_s = draw.uniform(1.0, 2 * seconds)
         if draw.random() < 0.5:
             faults.append(Fault(kind, target, draw.uniform(0.0, seconds), for_s=for_s))
         else:

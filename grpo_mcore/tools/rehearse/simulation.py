@@ -35,9 +35,11 @@ from grpo_mcore.tools.rehearse.rehearse import open_rehearsal
 from grpo_mcore.tools.rehearse.world import World
 
 KINDS: tuple[Kind, ...] = (
-    "kill", "kill", "kill", "hang", "pause", "slow", "full disk", "SIGTERM", "SIGUSR1", "driver", "driver",
+    "kill", "kill", "kill", "hang", "pause", "slow", "full disk", "SIGTERM", "SIGUSR1", "driver", "driver", "driver",
 )  # fmt: skip
 STEP_TIMEOUT_S = 60.0
+USUAL_S = 15.0
+"""Virtual seconds of most runs without a fault."""
 LONGEST_S = 4000.0
 """Virtual seconds in which every run must be over."""
 SIGTERM_S = 30.0
@@ -138,9 +140,9 @@ def drawn(seed: int) -> Case:
     tensor, data, engines = draw.choice([1, 2]), draw.choice([1, 2]), draw.choice([1, 2, 3])
     case = Case(
         seed,
-        prompts=draw.choice([2, 3, 4]),
-        generations=draw.choice([2, 3]) if data == 1 else 2,
-        steps=draw.choice([2, 3, 4]),
+        prompts=draw.choice([2, 2, 3]),
+        generations=draw.choice([2, 2, 3]) if data == 1 else 2,
+        steps=draw.choice([2, 2, 3]),
         engines=engines,
         tensor=tensor,
         data=data,
@@ -148,8 +150,8 @@ def drawn(seed: int) -> Case:
         in_flight=age > 0 and draw.random() < 0.5,
         apart=age > 0 or draw.random() < 0.3,
         enough=2 if age and draw.random() < 0.2 else None,
-        dynamic=draw.random() < 0.35,
-        turns=draw.choice([1, 1, 3]),
+        dynamic=draw.random() < 0.25,
+        turns=draw.choice([1, 1, 1, 3]),
         save_period=draw.choice([1, 2]),
         background_saves=draw.random() < 0.5,
         max_running=draw.choice([None, None, 2]),
@@ -160,7 +162,7 @@ def drawn(seed: int) -> Case:
     workers = [f"engine-{number}" for number in range(engines)] * 3
     workers += [f"policy-{number}" for number in range(tensor * data)] + ["environment-math"]
     workers += [f"teacher-t0-{number}" for number in range(tensor * data * case.teacher)]
-    faults = drawn_faults(draw, draw.choice([0, 1, 1, 2, 2, 3]), 25.0, workers, ["node-0"], KINDS)
+    faults = drawn_faults(draw, draw.choice([0, 1, 1, 2, 2, 3]), USUAL_S, workers, ["node-0"], KINDS)
     return replace(case, faults=faults)
 
 
