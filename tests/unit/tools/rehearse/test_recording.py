@@ -70,14 +70,17 @@ def test_samples_and_seconds_of_a_run_are_read(recorded: Path) -> None:
     assert recording.figures.keys() == TRUE.keys() and recording.figures == measured(recorded)
 
 
-def test_calibration_finds_the_durations_of_the_recorded_world(recorded: Path, tmp_path: Path) -> None:
-    factors = calibration(read_recording(recorded), tiny_shape(), tmp_path)
+@pytest.fixture(scope="module")
+def factors(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    return calibration(read_recording(recorded), tiny_shape(), tmp_path_factory.mktemp("calibration"))
+
+
+def test_calibration_finds_the_durations_of_the_recorded_world(factors: dict[str, float]) -> None:
     assert factors == {name: pytest.approx(factor, rel=0.2) for name, factor in TRUE.items()}
 
 
-def test_a_recording_predicts_other_settings(recorded: Path, tmp_path: Path) -> None:
+def test_a_recording_predicts_other_settings(recorded: Path, factors: dict[str, float], tmp_path: Path) -> None:
     recording = read_recording(recorded)
-    factors = calibration(recording, tiny_shape(), tmp_path / "calibration")
     errors = []
     for changes in ({"age": 0}, {"age": 2}, {"engines": 1}, {"generations": 2}):
         other = replace(RECORDED, seed=4, **changes)
