@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-from grpo_mcore.families.spec import ModelShape, Param, Split, local_shape
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,9 @@ class Shard:
         return max(self.owned)
 
 
-def shard_of(params: Sequence[Param], shape: ModelShape, tensor: int, data: int, *, shared_apart: bool) -> Shard:
-    """Compute the shard of a stage with these parameters. `shared_apart`: tied embeddings get their own bucket.
+def shard_of(sizes: Sequence[int], data: int, apart: Collection[int] = ()) -> Shard:
+    """Compute the shard of a stage whose parameters have these numbers of elements. `apart`: indices of those that get
+    their own bucket.
 
     Megatron-Core goes through the parameters backwards, starts each at a multiple of 64 elements and ends a bucket at
     a common multiple of 128 and the data-parallel size. Every data-parallel rank owns an equal part of each bucket.
@@ -46,14 +45,13 @@ def shard_of(params: Sequence[Param], shape: ModelShape, tensor: int, data: int,
         bucket_start = end
         return end
 
-    for param in reversed(params):
-        alone = shared_apart and param.split is Split.VOCAB
+    for index in reversed(range(len(sizes))):
         start = _up(start, 64)
-        if alone and start > bucket_start:
+        if index in apart and start > bucket_start:
             start = close(start)
-        end = start + math.prod(local_shape(param, shape, tensor))
+        end = start + sizes[index]
         spans.append((start, end))
-        start = close(end) if alone else end
+        start = close(end) if index in apart else end
     if start > bucket_start:
         close(start)
     owned = [0] * data
@@ -62,9 +60,12 @@ def shard_of(params: Sequence[Param], shape: ModelShape, tensor: int, data: int,
         for begin, end in spans:
             if begin >= high or end <= low:
                 continue
-            for rank in range((begin - low) // share, min(data, (end - 1 - low) // share + 1)):
+            first, last = (begin - low) // share, (end - 1 - low) // share
+            if first == last:  # most parameters lie on one rank; a search comes here a million times
+                owned[first] += end - begin
+                continue
+            for rank in range(first, min(data, last + 1)):
                 owned[rank] += min(end, low + (rank + 1) * share) - max(begin, low + rank * share)
-    sizes = [end - begin for begin, end in spans]
     return Shard(sum(sizes), bucket_start, tuple(owned), min(max(sizes, default=0), max(owned)))
 
 

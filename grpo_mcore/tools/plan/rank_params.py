@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
-from grpo_mcore.families import AdapterShape, ModelShape, Param, Stage, adapters_of, local_shape, params_of
+from grpo_mcore.families import AdapterShape, ModelShape, Param, Split, Stage, adapters_of, local_shape, params_of
 from grpo_mcore.families.shards import Shard, shard_of
 from grpo_mcore.layout import Coordinates, PolicyLayout
 
@@ -78,38 +79,84 @@ def _rank_params(
 ) -> RankParams:
     """Cached: `chunks` names each layer by the first one like it, so that stages that are alike are counted once."""
     copies = layout.stage_size // (layout.expert * layout.expert_tensor)
+    apart = shape.tied_embeddings and layout.pipeline > 1
     common, experts, frozen = [], [], 0
     for index, layers in enumerate(chunks):
-        params = _of_chunk(shape, layers, first=first and index == 0, last=last and index == len(chunks) - 1)
-        here = [
-            param
-            for param in params
-            if not param.buffer and not (param.expert and param.expert[0] >= param.expert[1] // layout.expert)
-        ]
-        trained = []
-        for param in here:
-            if adapters is None and not (frozen_router and param.megatron.endswith("mlp.router.weight")):
-                trained.append(param)
-                continue
-            frozen += math.prod(local_shape(param, shape, layout.expert_tensor if param.expert else layout.tensor))
-        if adapters is not None:
-            trained = [part for each in adapters_of(here, adapters).values() for part in (each.down, each.up)]
-        shared_apart = shape.tied_embeddings and layout.pipeline > 1
-        whole = [param for param in trained if param.expert is None]
-        common.append(shard_of(whole, shape, layout.tensor, layout.data * layout.context, shared_apart=shared_apart))
-        own = [param for param in trained if param.expert]
+        starts, ends = first and index == 0, last and index == len(chunks) - 1
+        places: list[Stage | int] = [*layers]
+        # The last stage has a copy of tied embeddings, unless it is the first one too.
+        places = [Stage.FIRST] * starts + places + [Stage.LAST] * ends
+        groups = [
+            _group(
+                shape, layout.tensor, layout.expert, layout.expert_tensor, frozen_router, adapters, place,
+                copied=not starts,
+            )
+            for place in places
+        ]  # fmt: skip
+        whole = [size for group in groups for size in group.whole]
+        common.append(
+            shard_of(
+                [size for size, _ in whole],
+                layout.data * layout.context,
+                {at for at, (_, vocabulary) in enumerate(whole) if vocabulary and apart},
+            )
+        )
+        own = [size for group in groups for size in group.experts]
         if own:
-            experts.append(shard_of(own, shape, layout.expert_tensor, copies, shared_apart=False))
+            experts.append(shard_of(own, copies))
+        frozen += sum(group.frozen for group in groups)
     return RankParams(tuple(common), tuple(experts), frozen)
 
 
-def _of_chunk(shape: ModelShape, layers: Sequence[int], *, first: bool, last: bool) -> list[Param]:
-    """Return the parameters of a model chunk, in the order of the forward pass."""
+class _Group(NamedTuple):
+    """Elements of a rank's parameters of one layer, or before or behind all layers. `whole`: (number of elements,
+    whether the vocabulary is split) of those that are no expert's."""
+
+    whole: list[tuple[int, bool]]
+    experts: list[int]
+    frozen: int
+
+
+@lru_cache(maxsize=4096)
+def _group(
+    shape: ModelShape,
+    tensor: int,
+    expert: int,
+    expert_tensor: int,
+    frozen_router: bool,
+    adapters: AdapterShape | None,
+    place: Stage | int,
+    *,
+    copied: bool,
+) -> _Group:
+    """`place`: a layer, or FIRST or LAST for what is before or behind all layers. `copied`: copies are there too."""
     before, by_layer, behind = _sorted(shape)
-    params = [*before] if first else []
-    params += [param for layer in layers for param in by_layer[layer]]
-    # The last stage has a copy of tied embeddings, unless it is the first one too.
-    return params + [param for param in behind if last and not (param.copy and first)]
+    params = by_layer[place] if isinstance(place, int) else before if place is Stage.FIRST else behind
+    here = [
+        param
+        for param in params
+        if not param.buffer
+        and not (param.expert and param.expert[0] >= param.expert[1] // expert)
+        and (copied or not param.copy)
+    ]
+    trained, frozen = [], 0
+    for param in here:
+        if adapters is None and not (frozen_router and param.megatron.endswith("mlp.router.weight")):
+            trained.append(param)
+        else:
+            frozen += _numel(param, shape, tensor, expert_tensor)
+    if adapters is not None:
+        trained = [part for each in adapters_of(here, adapters).values() for part in (each.down, each.up)]
+    sizes = [(param, _numel(param, shape, tensor, expert_tensor)) for param in trained]
+    return _Group(
+        [(size, param.split is Split.VOCAB) for param, size in sizes if param.expert is None],
+        [size for param, size in sizes if param.expert],
+        frozen,
+    )
+
+
+def _numel(param: Param, shape: ModelShape, tensor: int, expert_tensor: int) -> int:
+    return math.prod(local_shape(param, shape, expert_tensor if param.expert else tensor))
 
 
 @cache

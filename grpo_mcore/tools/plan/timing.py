@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from grpo_mcore.families import Block, Param, adapter_params, forward_flops, params_of
+from grpo_mcore.families import AdapterShape, Block, ModelShape, Param, adapter_params, forward_flops, params_of
 from grpo_mcore.refit.plan import DTYPE_BYTES, RefitPlan, count_refit, plan_refit, wire_dtype
 from grpo_mcore.tools.plan.memory import (
     EngineMemory,
@@ -407,15 +408,21 @@ def refit_plan(load: Workload) -> RefitPlan:
 def check_refit(load: Workload) -> None:
     """Raise RefitError or LayoutError if the refit is impossible. It plans one parameter of each form, in milliseconds
     for any model."""
+    params = _one_of_each_form(load.shape, load.adapters if load.refit_adapters else None)
+    count_refit(
+        params, load.shape, load.layout, load.engine_layout, dtype=DTYPE[load.element], buffer_bytes=load.refit_buffer
+    )
+
+
+@lru_cache(maxsize=8)
+def _one_of_each_form(shape: ModelShape, adapters: AdapterShape | None) -> tuple[Param, ...]:
+    params = [param for param in params_of(shape) if not param.copy]
     forms: dict[object, Param] = {}
-    for param in _refit_params(load)[0]:
+    for param in params if adapters is None else adapter_params(params, adapters):
         sizes = tuple(tensor.shape for tensor in param.hf)
         form = (param.split, param.engine_form, sizes, param.parts, param.groups, param.expert is None)
         forms.setdefault((*form, param.engine is None, param.stage), param)
-    count_refit(
-        list(forms.values()), load.shape, load.layout, load.engine_layout, dtype=DTYPE[load.element],
-        buffer_bytes=load.refit_buffer,
-    )  # fmt: skip
+    return tuple(forms.values())
 
 
 def refit_traffic(load: Workload) -> RefitTraffic:
