@@ -282,6 +282,7 @@ _TEACHER_SIZES = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 
 

@@ -14,7 +14,7 @@ from grpo_mcore.recipe.validation.nemo_rl_keys import without_nemo_rl_keys
 ALIAS = "teacher"
 """Alias of the only teacher."""
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-          "expert_model_parallel_size")  # fmt: skip
+          "expert_model_parallel_size", "expert_tensor_parallel_size")  # fmt: skip
 _OF_TRAINING = {"enabled", "optimizer", "scheduler", "distributed_data_parallel_config", "peft"}
 
 

@@ -27,6 +27,8 @@ class TeacherConfig(Section):
     """Context-parallel size. null: the policy's."""
     expert_model_parallel_size: Positive | None = None
     """Expert-parallel size; 1 for a teacher without experts. null: the policy's."""
+    expert_tensor_parallel_size: Positive | None = None
+    """Tensor-parallel size of the experts. null: the policy's."""
     precision: Literal["bfloat16", "float32"] | None = None
     """Number format of the weights. null: the policy's."""
     micro_batch_size: Positive | None = None

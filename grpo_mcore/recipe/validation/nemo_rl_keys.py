@@ -189,6 +189,16 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
         problems.append(Problem(section.source, "async_rl", f"contradicts grpo.async_grpo ({there.source})"))
     there = Node(ours, section.source, "grpo.async_grpo")
     rest["grpo"] = Node({**grpo.value, "async_grpo": there}, grpo.source, grpo.key, grpo.replaces)
+    loss = rest.get("loss_fn") or Node({}, section.source, "loss_fn")
+    key = "use_importance_sampling_correction"
+    age = ours.get("max_trajectory_age_steps")
+    given = loss.value.get(key) if loss.is_mapping else None
+    if loss.is_mapping and not (age is not None and age.value == 0) and (given is None or given.value is not True):
+        # NeMo RL asks for it with grpo.async_grpo alone, where its recipes set it.
+        corrected = Node(True, section.source, f"loss_fn.{key}")
+        rest["loss_fn"] = Node({**loss.value, key: corrected}, loss.source, loss.key, loss.replaces)
+        message = f"loss_fn.{key} is true with it: samples are of older weights than those that train"
+        notes.append(Problem(section.source, "async_rl", message))
     return Node(rest, tree.source, tree.key, tree.replaces)
 
 

@@ -382,6 +382,19 @@ def test_keys_of_peers_without_an_effect_do_not_stop_a_recipe(load, problems, ov
         assert any(outcome in problem for problem in problems(MINIMAL, override))
 
 
+def test_recipes_of_the_single_controller(load) -> None:
+    """They inherit a loss without the correction for older weights, and sections about recovery, on or off."""
+    off = ("rollout_checkpointing={interval_s: null, keep_latest_k: 2}", "token_capture={enabled: false, partition: a}")
+    recovery = "rollout_recovery={default_granularity: sibling, task_granularity_overrides: {}}"
+    recipe = load(MINIMAL, "async_rl={sampler: {name: in_order, max_lookahead_versions: 1}}", *off, recovery)
+    assert recipe.config.grpo.async_grpo.enabled and recipe.config.loss_fn.use_importance_sampling_correction
+    notes = "\n".join(map(str, recipe.imported))
+    assert "async_rl: loss_fn.use_importance_sampling_correction is true with it" in notes
+    assert "rollout_recovery: dropped: after a loss" in notes
+    given = load(MINIMAL, "async_rl={sampler: {name: in_order}}", "loss_fn.use_importance_sampling_correction=true")
+    assert "is true with it" not in "\n".join(map(str, given.imported))
+
+
 def test_raw_log_probs_are_dropped_with_a_note(load) -> None:
     """They are always those of the distribution that is sampled from."""
     recipe = load(MINIMAL, "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs")
