@@ -5,14 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+
+from grpo_mcore.clock import REAL
 
 THREADS = 8
 """Files that are read at a time."""
 SMALL_BYTES = 1 << 20
 """Files that hold less together are read one after the other: threads would take longer to start."""
+
+READ_AGAIN_S = (1.0, 5.0)
+"""Seconds to wait before each further attempt to read files on a disk that fails."""
+
+UNREADABLE = "it cannot be read"
 
 Digest = tuple[int, str]
 """(bytes, SHA-256 in hex) of a file."""
@@ -58,9 +66,19 @@ def collect_digests(folder: Path) -> dict[str, Digest]:
 
 def first_changed(folder: Path, digests: Mapping[str, Digest]) -> str | None:
     """Return what is wrong with the first file of `folder` that is not what its digest says; None if all are."""
-    try:
-        present = digest_files(folder, digests)
-    except OSError as error:  # EIO of a disk, ESTALE of a network file system, no permission
-        return f"it cannot be read: {error}"
+    present = digest_files(folder, digests)
     changed = [name for name, digest in digests.items() if present[name] != tuple(digest)]
     return f"{changed[0]} is not what was saved (its digest differs)" if changed else None
+
+
+def try_to_read(look: Callable[[], str | None]) -> str | None:
+    """Return what `look` says is wrong with files. A disk that fails (EIO, ESTALE of a network file system) gets two
+    more attempts, as it may be away for a moment only; then that is said, with UNREADABLE."""
+    for wait_s in READ_AGAIN_S:
+        with suppress(OSError):
+            return look()
+        REAL.sleep(wait_s)
+    try:
+        return look()
+    except OSError as error:
+        return f"{UNREADABLE}: {error}"

@@ -25,7 +25,7 @@ from grpo_mcore.families import (
     read_hf_config,
     shape_of,
 )
-from grpo_mcore.file_digests import Digest, first_changed
+from grpo_mcore.file_digests import Digest, first_changed, try_to_read
 from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.layout import LayoutError, fits
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
@@ -546,7 +546,7 @@ class Policy:
 
     def damage(self, folder: str, digests: Mapping[str, Digest]) -> str | None:
         """Return what is wrong with the first of these files of a saved policy; None if they are what was saved."""
-        return first_changed(Path(folder), digests)
+        return try_to_read(lambda: first_changed(Path(folder), digests))
 
     def load(self, folder: str | Path) -> bool:
         """Load what `save` wrote. Return whether the optimizer was in it. Raises CheckpointError if it belongs to

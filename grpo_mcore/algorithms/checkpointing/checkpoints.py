@@ -20,7 +20,15 @@ from typing import Any, TypedDict
 
 from grpo_mcore.algorithms.checkpointing.lease import Lease, dead_holder
 from grpo_mcore.clock import REAL, Clock
-from grpo_mcore.file_digests import Digest, collect_digests, digest_file, digest_of, first_changed
+from grpo_mcore.file_digests import (
+    UNREADABLE,
+    Digest,
+    collect_digests,
+    digest_file,
+    digest_of,
+    first_changed,
+    try_to_read,
+)
 from grpo_mcore.formats import FORMATS, newer_format
 from grpo_mcore.recipe import Change, CheckpointingConfig, MasterConfig, changes
 
@@ -221,7 +229,8 @@ class CheckpointManager:
         """Return the checkpoint that `--resume` names: a folder, True for the newest, "auto" for the newest or None if
         there is none. `whole`: see `damage`.
 
-        A newest checkpoint that is damaged is renamed, and the one before it is returned. Raises ResumeError."""
+        A newest checkpoint that is damaged is renamed, and the one before it is returned; one that cannot be read keeps
+        its name, as it may be intact. Raises ResumeError."""
         if not resume:
             return None
         if resume is not True and resume != AUTO:
@@ -238,9 +247,13 @@ class CheckpointManager:
             if (problem := known or damage(candidate, whole)) is None:
                 return candidate
             known = ""
-            message = f"checkpoint {candidate} is damaged: {problem}; {_rename_damaged(candidate)}"
+            if unreadable := UNREADABLE in problem:
+                message = f"checkpoint {candidate} is passed over: {problem}; it stays where it is"
+            else:
+                message = f"checkpoint {candidate} is damaged: {problem}; {_rename_damaged(candidate)}"
             if not steps:
-                raise ResumeError(f"{message}, and there is no older one: start without --resume")
+                what_to_do = "look after its disk, then resume" if unreadable else "start without --resume"
+                raise ResumeError(f"{message}, and there is no older one: {what_to_do}")
             logger.warning("%s, and step_%d is used", message, steps[-1])
         if resume == AUTO:
             return None
@@ -255,6 +268,8 @@ class CheckpointManager:
             raise ResumeError(_is_damaged(damaged, problem))
         self.resumed_from = self._newest_intact(True, False, problem)
         assert self.resumed_from is not None
+        if self._lease is not None:
+            self._set_newer_aside()  # one that cannot be read has kept its name
         return self.resumed_from
 
     def policy_digests(self) -> dict[str, Digest]:
@@ -559,14 +574,15 @@ def sync_folder(folder: Path) -> None:
 def damage(folder: Path, whole: bool = True) -> str | None:
     """Return what is wrong with a checkpoint: a file is missing, truncated, unreadable or was changed, or it is a copy
     of another step. None if it is intact. `whole` False: leave the contents of the ranks' files to the ranks."""
-    try:
+
+    def look() -> str | None:
         files = [(path, path.stat()) for path in sorted(_files(folder.resolve()))]
         stamps = tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in files)
         if not (folder / INFO).is_file():
             return f"{INFO} is missing"
         return _damage(folder.resolve(), stamps, whole) or _other_step(folder)
-    except OSError as error:  # EIO of a disk, ESTALE of a network file system, no permission
-        return f"it cannot be read: {error}"
+
+    return try_to_read(look)
 
 
 def _named_checkpoint(folder: Path, whole: bool) -> Path:

@@ -128,7 +128,10 @@ class Lease:
                 if (holder := _read(self.file)) is not None and holder.token == self._me.token:
                     return
         finally:
-            mine.unlink(missing_ok=True)
+            try:
+                mine.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s; it is not needed any more", mine, error)
 
     def _take_over(self) -> None:
         """Remove the file of a run that is dead. Raises FolderInUse if it lives."""

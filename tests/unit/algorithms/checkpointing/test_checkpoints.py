@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import itertools
 import json
 import os
 import random
@@ -273,11 +275,37 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
             raise OSError(number, os.strerror(number), str(path))
         return digest(path, sync)
 
-    monkeypatch.setattr(file_digests, "digest_file", failing)
-    with pytest.raises(ResumeError, match=f"step_2 is damaged: it cannot be read: .*{os.strerror(number)}"):
-        manager(tmp_path).find(str(tmp_path / "step_2"))
-    assert manager(tmp_path).find(True) == tmp_path / "step_1"
-    assert "step_2 is damaged: it cannot be read" in caplog.text and "step_1 is used" in caplog.text
+    monkeypatch.setattr(file_digests, "READ_AGAIN_S", (0.0, 0.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(file_digests, "digest_file", failing)
+        with pytest.raises(ResumeError, match=f"step_2 is damaged: it cannot be read: .*{os.strerror(number)}"):
+            manager(tmp_path).find(str(tmp_path / "step_2"))
+        assert manager(tmp_path).find(True) == tmp_path / "step_1"
+    assert "step_2 is passed over: it cannot be read" in caplog.text and "step_1 is used" in caplog.text
+    assert manager(tmp_path).find(True) == tmp_path / "step_2"  # it was intact
+
+
+@pytest.mark.parametrize("function", ["scandir", "open"])
+def test_a_disk_that_fails_once_displaces_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """However many calls precede the one that fails."""
+    save(manager(tmp_path), 1)
+    monkeypatch.setattr(file_digests, "READ_AGAIN_S", (0.0, 0.0))
+    owner: Any = io if function == "open" else os
+    original, calls, number_that_fails = getattr(owner, function), itertools.count(1), 0
+
+    def failing_once(file: Any, *args: Any, **options: Any) -> Any:
+        if "step_1" in str(file) and next(calls) == number_that_fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return original(file, *args, **options)
+
+    monkeypatch.setattr(owner, function, failing_once)
+    while next(calls) > number_that_fails:  # the last look made as many calls
+        calls, number_that_fails = itertools.count(1), number_that_fails + 1
+        module._damage.cache_clear()
+        assert manager(tmp_path).find("auto") == tmp_path / "step_1"
+    assert number_that_fails > 3
 
 
 def test_a_damaged_checkpoint_that_cannot_be_renamed_is_passed_over(
