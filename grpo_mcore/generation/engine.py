@@ -258,12 +258,13 @@ class Engine:
         with self._lock.call(), self._rank_deaths():
             return self._on_device(self._llm_engine.collective_rpc, take_records, args=(recorder, requests))[0]
 
-    def record_layers(self, direction: torch.Tensor) -> None:
+    def record_layers(self, direction: torch.Tensor) -> bool:
         """Record what comes out of each layer: see `layer_traces`. `direction`: float64 [hidden size]. On CPU, without
-        prefix caching and on one rank."""
+        prefix caching and on one rank. Return whether the layers of vLLM's model can be told apart."""
         with self._lock.call(), self._rank_deaths():
-            self._on_device(self._llm_engine.collective_rpc, record_layers, args=(direction,))
-        self._layers = {}
+            recorded = all(self._on_device(self._llm_engine.collective_rpc, record_layers, args=(direction,)))
+        self._layers = {} if recorded else None
+        return recorded
 
     def layer_traces(self) -> dict[tuple[str, int], Any]:
         """Return float64 [tokens, layers, 2] by (uid, generation index) of the samples that have finished since

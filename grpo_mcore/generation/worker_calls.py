@@ -157,11 +157,16 @@ def record_routes(worker: Any) -> None:
             module.router.set_capture_fn(partial(capture, module.layer_id))
 
 
-def record_layers(worker: Any, direction: Tensor) -> None:
+def record_layers(worker: Any, direction: Tensor) -> bool:
     """Record what comes out of each layer from now on, float64 [context, layers, 2]: the norm of the hidden state, and
-    its product with `direction`, [hidden size]."""
+    its product with `direction`, [hidden size]. Return whether vLLM's model has its layers in one list; if not, nothing
+    is recorded."""
     runner, config = worker.model_runner, worker.model_runner.model_config
     count = config.get_total_num_hidden_layers()
+    lists = (module for module in runner.model.modules() if isinstance(module, torch.nn.ModuleList))
+    layers = next((each for each in lists if len(each) == count), None)
+    if layers is None:
+        return False
     worker.layer_recorder = recorder = TokenRecorder(runner, (config.max_model_len, count, 2), np.nan, np.float64)
 
     def keep(layer: int, _module: Any, _inputs: Any, output: Any) -> None:
@@ -169,9 +174,9 @@ def record_layers(worker: Any, direction: Tensor) -> None:
         hidden = (hidden if residual is None else hidden + residual).double()
         recorder.keep(layer, torch.stack([hidden.norm(dim=1), hidden @ direction.to(hidden)], dim=1).cpu().numpy())
 
-    lists = (module for module in runner.model.modules() if isinstance(module, torch.nn.ModuleList))
-    for layer, module in enumerate(next((each for each in lists if len(each) == count), ())):
+    for layer, module in enumerate(layers):
         module.register_forward_hook(partial(keep, layer))
+    return True
 
 
 def take_records(worker: Any, recorder: str, requests: Sequence[str]) -> list[np.ndarray | None]:

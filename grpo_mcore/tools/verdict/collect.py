@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.run_control.checks import model_folder
 from grpo_mcore.batching.packed_batch import pack_rows
-from grpo_mcore.families import engine_options, missing_on_cpu, read_hf_config, shape_of
+from grpo_mcore.families import ModelShape, engine_options, missing_on_cpu, read_hf_config, shape_of
 from grpo_mcore.parallel.layer_traces import fixed_direction, trace_layers
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.rank_pool import RankPool
@@ -77,9 +77,8 @@ def of_model(folder: Path, layout: LayoutCase) -> VerdictCase:
     """Generate samples with an engine, in float32 on CPU, and compute their log-probs with the policy on `layout`, in
     packed rows. A model that the engine cannot run is compared on random tokens."""
     shape = shape_of(read_hf_config(folder))
-    samples, notes = _generated(folder), tuple[str, ...]()
-    if samples is None:
-        notes = (f"engine: vLLM's CPU build cannot run this {shape.family} model: {missing_on_cpu(shape)}",)
+    samples, notes = _generated(folder, shape)
+    if not samples:
         tokens = sequences(shape.vocab_size)
         samples = [JudgedSample(str(i), ids, torch.arange(len(ids)) > 0, None, None) for i, ids in enumerate(tokens)]
     pool = RankPool(layout.world_size)
@@ -129,13 +128,12 @@ def policy_logprobs(
     return logprobs, layers
 
 
-def _generated(folder: Path) -> list[JudgedSample] | None:
-    """Return samples of an engine; None if vLLM's CPU build cannot run the model."""
+def _generated(folder: Path, shape: ModelShape) -> tuple[list[JudgedSample], tuple[str, ...]]:
+    """Return samples of an engine, none if vLLM's CPU build cannot run the model, and notes on what is missing."""
     from grpo_mcore.generation import Engine, EngineConfig
 
-    shape = shape_of(read_hf_config(folder))
-    if missing_on_cpu(shape) is not None:
-        return None
+    if (missing := missing_on_cpu(shape)) is not None:
+        return [], (f"engine: vLLM's CPU build cannot run this {shape.family} model: {missing}",)
     length = max(LENGTHS) + NEW_TOKENS
     options: dict[str, Any] = engine_options(shape) | {"prefix_caching": False}  # each token is computed, and recorded
     engine = Engine(EngineConfig(str(folder), dtype="float32", max_model_len=length, kv_cache_memory_gb=0.1, **options))
@@ -144,11 +142,12 @@ def _generated(folder: Path) -> list[JudgedSample] | None:
         for i, tokens in enumerate(sequences(shape.vocab_size))
     ]
     try:
-        engine.record_layers(fixed_direction(shape.hidden_size))
+        recorded = engine.record_layers(fixed_direction(shape.hidden_size))
         samples = list(engine.generate(requests, Sampling(NEW_TOKENS)))
         traces = engine.layer_traces()
     finally:
         engine.shutdown()
+    note = f"engine: vLLM's model has no list of its {shape.num_layers} layers: in which it parts cannot be said"
     return [
         JudgedSample(
             one.uid,
@@ -156,10 +155,10 @@ def _generated(folder: Path) -> list[JudgedSample] | None:
             one.loss_mask(),
             None,
             one.logprobs(),
-            engine_layers=traced_layers(traces[one.uid, 0], one.length),
+            engine_layers=traced_layers(traces[one.uid, 0], one.length) if recorded else {},
         )
         for one in samples
-    ]
+    ], () if recorded else (note,)
 
 
 def traced_layers(trace: Any, length: int) -> dict[int, Tensor]:
