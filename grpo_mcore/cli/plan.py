@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.recipe import MasterConfig, Problem, RecipeError, load_recipe
 
 if TYPE_CHECKING:
     from grpo_mcore.families import ModelShape
+    from grpo_mcore.tools.plan.search import Candidate
     from grpo_mcore.tools.plan.workload import Device
 
 
@@ -36,11 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", action="store_true", help="let one rank run a step without values, and count memory and kernels"
     )
     parser.add_argument("--search", type=int, metavar="NODES", help="list the fastest layouts that fit on NODES nodes")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="with --search: write a recipe with the first of them, on this one"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Return 0 if it fits, with --search if anything fits, else 1."""
     config = load_recipe(args.recipe, args.overrides).config
+    if args.write is not None and args.search is None:
+        raise RecipeError([Problem("command line", "--write", "it writes what --search NODES finds")])
 
     from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape, plan_workload
     from grpo_mcore.tools.plan.report import plan_text, search_text
@@ -56,7 +64,34 @@ def run(args: argparse.Namespace) -> int:
         return 0 if plan.fits else 1
     result = search(plan_workload(config, shape, device, mean_length=args.mean_length), device, args.search)
     print(json.dumps(result.plain(), indent=2) if args.json else search_text(result, args.search))
+    if args.write is not None and result.candidates:
+        args.write.write_text(recipe_with(args, result.candidates[0]), encoding="utf-8")
+        print(f"\nwritten: {args.write}, with the first of them")
     return 0 if result.candidates else 1
+
+
+def recipe_with(args: argparse.Namespace, candidate: Candidate) -> str:
+    """Return a recipe that inherits from the command's and has its overrides and those of a layout."""
+    import yaml
+
+    given = Path(args.recipe)
+    base = os.path.relpath(given, args.write.parent) if given.is_file() else args.recipe
+    tree: dict[str, Any] = {"defaults": [base]}
+    for override in (*args.overrides, *candidate.overrides):
+        key, _, text = override.lstrip("+").partition("=")
+        value = yaml.safe_load(text)
+        if key == "defaults":
+            tree["defaults"].append(value)
+            continue
+        if key.startswith("~"):
+            raise RecipeError([Problem("command line", key, "a key cannot be removed by --write: do it in the recipe")])
+        inner = tree
+        for part in key.split(".")[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[key.rpartition(".")[2]] = value
+    command = f"grpo-mcore plan {args.recipe} --search {args.search} --write {args.write}"
+    head = [f"# {candidate.layout}", f"# {candidate.reason}", f"# Written by: {command}", ""]
+    return "\n".join(head) + yaml.safe_dump(tree, sort_keys=False)
 
 
 def _trace(args: argparse.Namespace, config: MasterConfig, shape: ModelShape, device: Device) -> int:

@@ -93,10 +93,12 @@ def find(config: MasterConfig, need: Need) -> Found:
     """Open what a run opens, fetching what is not here unless the hub is switched off."""
     try:
         if need.kind == "data":
-            return Found(need, f"{_rows(config, need.key):,} rows")
+            rows = _rows(config, need.key)
+            return Found(need, f"{rows:,} row{'s' * (rows != 1)}")
         folder = _open_model(config, need)
     except Exception as error:  # of any of the libraries; it is shown beside the item
-        return Found(need, error=f"{type(error).__name__}: {error}".splitlines()[0])
+        ours = type(error).__module__.startswith("grpo_mcore.")
+        return Found(need, error=(str(error) if ours else f"{type(error).__name__}: {error}").splitlines()[0])
     return Found(need, f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 1e9:,.2f} GB")
 
 

@@ -65,6 +65,8 @@ def plan_text(plan: Plan) -> str:
     lines += ["", f"bottleneck  {plan.bottleneck}"]
     compared = "" if device.memory is not None else "; the host's memory is not compared with"
     lines.append(f"verdict     {'it fits' if plan.fits else 'IT DOES NOT FIT'}{compared}")
+    if not plan.fits:
+        lines.append(f"            `grpo-mcore plan RECIPE --search {load.nodes}` lists layouts that fit as many nodes")
     lines += [f"warning     {warning}" for warning in plan.warnings]
     return "\n".join(lines)
 
@@ -99,7 +101,7 @@ def search_text(result: SearchResult, nodes: int) -> str:
     """Return the candidates, best first, each with its overrides; or what comes nearest, and what it lacks."""
     candidates = result.candidates
     if not candidates:
-        lines = [f"no layout fits {nodes} nodes"]
+        lines = [f"no layout fits {nodes} node{'s' * (nodes != 1)}"]
         if (miss := result.nearest) is not None:
             lines += [
                 f"nearest     {miss.layout}",
@@ -114,7 +116,8 @@ def search_text(result: SearchResult, nodes: int) -> str:
             116,
         )
         return "\n".join(lines)
-    lines = [f"layouts that fit {nodes} nodes, the fastest of each kind; the recipe's first if it is about as fast"]
+    fit = f"layouts that fit {nodes} node{'s' * (nodes != 1)}"
+    lines = [f"{fit}, the fastest of each kind; the recipe's first if it is about as fast"]
     for number, candidate in enumerate(candidates, 1):
         slower = f", {candidate.seconds / candidates[0].seconds - 1:.0%} slower by this estimate" if number > 1 else ""
         own = f" (the recipe's{slower})" if candidate.own else ""

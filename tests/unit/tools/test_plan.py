@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.families import FamilyError, forward_flops, parameter_count, shape_of
@@ -19,6 +20,7 @@ from grpo_mcore.families.activations import layer_bytes
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.layout import EngineLayout, LayoutError, PolicyLayout
 from grpo_mcore.recipe import load_recipe
+from grpo_mcore.recipe.schema.master import value_at
 from grpo_mcore.refit.delivery import Deliveries, readers_by_node
 from grpo_mcore.refit.plan import plan_model_refit
 from grpo_mcore.tools.plan.measured import compare
@@ -491,7 +493,7 @@ def test_what_comes_nearest_says_what_it_lacks() -> None:
     lacking = search(found.load, replace(found.device, memory=8 * 10**9), nodes=1)
     assert not lacking.candidates and lacking.nearest is not None
     text = search_text(lacking, 1)
-    assert "no layout fits 1 nodes" in text and re.search(r"lacks  .* GB", text), text
+    assert "no layout fits 1 node\n" in text and re.search(r"lacks  .* GB", text), text
     assert lacking.nearest.overrides[-1] == "cluster.num_nodes=1" and lacking.plain()["candidates"] == []
     poor = search(found.load, replace(found.device, host_memory=100 * 10**9), nodes=2)
     assert poor.nearest is not None
@@ -769,3 +771,17 @@ def test_a_teacher_on_a_node_of_its_own_takes_nothing_from_the_policy() -> None:
     seconds = [next(phase for phase in it.times.phases if phase.name == "teachers") for it in (together, apart)]
     assert seconds[1].likely < seconds[0].likely
     assert "has 1 x 8 devices to itself" in plan_text(apart)
+
+
+def test_a_layout_that_was_found_is_written_as_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It inherits from the recipe that was planned, with what the command line said, and fits."""
+    mine, found = tmp_path / "mine.yaml", tmp_path / "found.yaml"
+    mine.write_text("defaults: grpo-qwen3-8B-1n1g\n")
+    words = ["policy.max_total_sequence_length=4096", "--preset", "dapo", "--search", "1", "--write", str(found)]
+    assert main(["plan", str(mine), "cluster.gpus_per_node=8", *words]) == 0
+    first = capsys.readouterr().out.splitlines()[3].split()
+    config, plain = load_recipe(found).config, yaml.safe_load(found.read_text())
+    assert plain["defaults"] == ["mine.yaml", "presets/dapo"] and config.cluster.gpus_per_node == 8
+    assert all(str(value_at(config, one.split("=")[0])).lower() == one.split("=")[1] for one in first)
+    assert main(["plan", str(found)]) == 0
+    assert main(["plan", str(mine), "--write", str(found)]) == 2
