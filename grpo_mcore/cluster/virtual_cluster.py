@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from grpo_mcore.rollout.workers import (
     Cluster,
@@ -40,6 +41,9 @@ LATE_S = 1e-6
 """Seconds by which a wait overruns its deadline, as any does: what is left of it is then 0, and not a rounding."""
 CIRCLES, CIRCLE_S = 200_000, 1.0
 """More waits of the driver in so many virtual seconds mean that it makes no progress."""
+GIVEN_UP_S = 75.0
+"""Virtual seconds after its deadline in which a call must be over: its worker was asked for its health, which has a
+deadline of its own, and replaced, or the run is lost."""
 PATIENCE_S = 0.5
 """Virtual seconds that a patient wait gives the others once one answer has come."""
 Resume = Callable[[Any], None]
@@ -185,13 +189,17 @@ class VirtualStore:
     def __init__(self) -> None:
         self.worker: VirtualWorker | None = None
         """The worker whose code runs now; None while the driver's does."""
+        self.kept = WeakSet[VirtualRef]()
+        """What workers have handed over, as long as somebody refers to it."""
 
     def put(self, obj: Any) -> Ref:
         return VirtualRef(obj, self.worker, self.worker.node if self.worker else None)
 
     def keep(self, obj: Any, worker: VirtualWorker) -> VirtualRef:
         """Return a reference to what a worker hands over: it outlives the worker, not its node."""
-        return VirtualRef(obj, None, worker.node)
+        ref = VirtualRef(obj, None, worker.node)
+        self.kept.add(ref)
+        return ref
 
     def fetch(self, ref: Ref) -> Any:
         if ref.is_lost():
@@ -217,6 +225,12 @@ class _Call:
             raise DeadlineExceeded(self.what, self.whom, self.timeout_s, f"{self.whom}: {state}")
 
     def _came(self) -> None:
+        waited = self.cluster.clock.now() - self.since
+        if not self.ready and waited > self.timeout_s + GIVEN_UP_S:
+            self.cluster.overdue.append(
+                f"{self.whom} owed the answer to {self.what} for {waited:.0f} s, of which the driver promises to wait "
+                f"{self.timeout_s:.0f}"
+            )
         self.ready = True
         self.cluster.came(self)
 
@@ -483,6 +497,8 @@ class VirtualCluster(Cluster):
         self.nodes = [Node(f"node-{number}", gpus, list(range(gpus))) for number in range(nodes)]
         self.processes = 0
         self.observe = observe
+        self.overdue: list[str] = []
+        """Calls on which nobody had given up long after their deadlines."""
         self.standing: dict[VirtualWorker, list[Callable[[], None]]] = {}
         """Steps of hung workers that are held back."""
         self.workers: dict[str, VirtualWorker] = {}

@@ -20,11 +20,12 @@ from grpo_mcore.refit.plan import RefitError, RefitPlan
 from grpo_mcore.refit.proof import BlockSums, Sums, Verify, first_difference
 from grpo_mcore.refit.receiver import RefitReceiver
 from grpo_mcore.refit.sender import RefitSender
-from grpo_mcore.rollout.workers import Future, Worker, remote_call
+from grpo_mcore.rollout.workers import DeadlineExceeded, Future, Worker, remote_call
 
 P = ParamSpec("P")
 
-ABORT_TIMEOUT_S = 60.0
+ABORT_TIMEOUT_S, LATE_TIMEOUT_S = 60.0, 5.0
+"""Seconds in which a worker must leave a refit that failed; the second, if it has missed a deadline of it already."""
 
 
 class Timer(Protocol):
@@ -227,6 +228,7 @@ class Refit:
         self._timeline, self._clock, self._timeout_s = timeline, clock, timeout_s
         self._seconds: dict[str, float] = defaultdict(float)
         self._outstanding: list[Call] = []
+        self._late: set[str] = set()  # workers that missed a deadline
         self._in_place: tuple[str, ...] = ()
         self._send_arguments: tuple[Any, ...] = ()
         self._sent: BlockSums = {}
@@ -444,7 +446,6 @@ class Refit:
         self._advance(RefitState.ABORTED)
         if not staging:  # open calls end by themselves; those that stage may wait for somebody who was never called
             self._drain(error)
-        self._timeout_s = min(self._timeout_s, ABORT_TIMEOUT_S)
         self._leave([(engine, RefitEngine.abort_refit) for engine in self._engines], error)
         if self._nodes:  # the next refit cannot use a network that lost a message
             closing: list[tuple[Worker, Callable[[Any], None]]]
@@ -456,19 +457,23 @@ class Refit:
         """Make the calls, then wait for all that are open. Failures become notes of `error`."""
         for worker, method in calls:
             try:
-                self._start([worker], method)()
+                limit_s = LATE_TIMEOUT_S if worker.name in self._late else ABORT_TIMEOUT_S
+                self._start([worker], method, min(self._timeout_s, limit_s))()
             except Exception as failure:
                 error.add_note(f"{method.__name__} could not be sent to {worker.name}: {failure}")
         self._drain(error)
 
-    def _start(self, workers: Sequence[Worker], method: Callable[Concatenate[Any, P], Any]) -> Callable[P, list[Call]]:
-        """Return a function that starts a method of these workers."""
+    def _start(
+        self, workers: Sequence[Worker], method: Callable[Concatenate[Any, P], Any], timeout_s: float | None = None
+    ) -> Callable[P, list[Call]]:
+        """Return a function that starts a method of these workers. `timeout_s`: in place of the refit's."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         what = f"{method.__name__} of the refit to weight version {self._version}"
 
         def start(*args: P.args, **kwargs: P.kwargs) -> list[Call]:
             calls = []
             for worker in workers:
-                future = remote_call(worker, method, timeout_s=self._timeout_s, what=what)(*args, **kwargs)
+                future = remote_call(worker, method, timeout_s=limit_s, what=what)(*args, **kwargs)
                 calls.append(Call(worker, what, future))
                 self._outstanding.append(calls[-1])
             return calls
@@ -483,6 +488,7 @@ class Refit:
             try:
                 answers.append(call.future.result())
             except Exception as error:
+                self._note_late(call, error)
                 raise RefitError(f"{call.what} failed on {call.worker.name}: {error}") from error
         return answers
 
@@ -492,7 +498,12 @@ class Refit:
             try:
                 call.future.result()
             except Exception as failure:
+                self._note_late(call, failure)
                 error.add_note(f"{call.what} failed on {call.worker.name} too: {failure}")
+
+    def _note_late(self, call: Call, error: Exception) -> None:
+        if isinstance(error, DeadlineExceeded):
+            self._late.add(call.worker.name)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

@@ -51,11 +51,11 @@ class Fault:
 
 
 class Faults:
-    """Lets faults happen. One instance for all attempts of a run: each fault happens once. `happened`,
-    `times`: those so far, and when."""
+    """Lets faults happen. One instance for all attempts of a run: each fault happens once. `happened`, `times`,
+    `steps`: those so far, when, and in which step."""
 
     def __init__(self, faults: Sequence[Fault], world: World) -> None:
-        self.world, self.happened, self.times = world, list[Fault](), list[float]()
+        self.world, self.happened, self.times, self.steps = world, list[Fault](), list[float](), list[int]()
         self._left = list(faults)
         self._cluster: VirtualCluster | None = None
         self._stop = StopRequest(clock=world.clock)
@@ -95,6 +95,7 @@ class Faults:
         self._left.remove(fault)
         self.happened.append(fault)
         self.times.append(self.world.clock.now())
+        self.steps.append(self.world.step)
         cluster, clock, world = self._cluster, self.world.clock, self.world
         match fault.kind:
             case "kill":

@@ -22,10 +22,10 @@ from typing import Any
 from grpo_mcore.algorithms.grpo import grpo_train
 from grpo_mcore.algorithms.run_control.supervise import until_over
 from grpo_mcore.cluster import is_fault
-from grpo_mcore.cluster.virtual_cluster import VirtualClock
+from grpo_mcore.cluster.virtual_cluster import VirtualClock, VirtualCluster, VirtualWorker
 from grpo_mcore.families import ModelShape, shape_of
 from grpo_mcore.layout import LayoutError
-from grpo_mcore.observe.exit_codes import LOST, exit_code
+from grpo_mcore.observe.exit_codes import LOST, STOPPED_EARLY, TERMINATED, exit_code
 from grpo_mcore.processes import rare_collections
 from grpo_mcore.recipe import MasterConfig, RecipeError
 from grpo_mcore.tools.rehearse.durations import Durations, TeacherDurations
@@ -42,6 +42,9 @@ USUAL_S = 15.0
 """Virtual seconds of most runs without a fault."""
 LONGEST_S = 4000.0
 """Virtual seconds in which every run must be over."""
+KEPT_STEPS = 2
+"""Generation batches of each step in flight whose trajectories may be kept at a time: the one that trains, and one that
+is generated meanwhile."""
 SIGTERM_S = 30.0
 """Virtual seconds in which a run ends after SIGTERM, unless something stands still that it must wait for."""
 
@@ -157,12 +160,14 @@ def drawn(seed: int) -> Case:
         max_running=draw.choice([None, None, 2]),
         reward_failures=draw.choice([0.0, 0.0, 0.05]),
     )
-    # Drawn by a generator of its own: the other draws of a seed stay what they were.
+    # Drawn by generators of their own: the other draws of a seed stay what they were.
     case = replace(case, teacher=random.Random(f"{seed}/teacher").random() < 0.25)
     workers = [f"engine-{number}" for number in range(engines)] * 3
     workers += [f"policy-{number}" for number in range(tensor * data)] + ["environment-math"]
     workers += [f"teacher-t0-{number}" for number in range(tensor * data * case.teacher)]
     faults = drawn_faults(draw, draw.choice([0, 1, 1, 2, 2, 3]), USUAL_S, workers, ["node-0"], KINDS)
+    if faults and random.Random(f"{seed}/node").random() < 0.1:
+        faults = (replace(faults[0], kind="node", target="node-0"), *faults[1:])
     return replace(case, faults=faults)
 
 
@@ -214,14 +219,24 @@ def _simulate(case: Case, folder: Path) -> Outcome:
     config = case.recipe(folder)
     clock = VirtualClock(case.seed)
     world = World(config, DURATIONS, clock, case.seed)
-    faults, errors = Faults(case.faults, world), list[str]()
+    faults, errors, clusters = Faults(case.faults, world), list[str](), list[VirtualCluster]()
+    most_kept = KEPT_STEPS * case.prompts * case.generations * (case.age + 1) * (2 if case.dynamic else 1)
+
+    def observe(worker: VirtualWorker, method: str) -> None:
+        faults.observe(worker, method)
+        if method == "train" and (kept := len(worker.cluster.store.kept)) > most_kept:
+            world.flaws.append(f"step {world.step} trains, and {kept} samples are kept of at most {most_kept}")
+
+    def attach(cluster: VirtualCluster) -> None:
+        clusters.append(cluster)
+        faults.attach(cluster)
 
     def attempt(resume: str | bool | None) -> tuple[int, str | None]:
         try:
             stop = faults.request()
             with open_rehearsal(
                 config, tiny_shape(), world, gpu=False, resume=resume, rows=case.rows,
-                teachers={"t0": tiny_shape()}, observe=faults.observe, on_cluster=faults.attach,
+                teachers={"t0": tiny_shape()}, observe=observe, on_cluster=attach,
             ) as run:  # fmt: skip
                 if run.grpo_save_state["current_step"] >= config.grpo.max_num_steps:
                     return 0, None
@@ -238,19 +253,25 @@ def _simulate(case: Case, folder: Path) -> Outcome:
         raise TooLong
 
     clock.after(LONGEST_S, too_long)
-    try:
-        code = until_over(attempt, config, None, clock=clock)
-    except TooLong:
-        return Outcome(
-            -1, [f"it has not ended after {LONGEST_S:.0f} virtual seconds"], faults.happened, LONGEST_S, errors
-        )
-    flaws = [*broken_laws(world, config, code), *idle_engines(world.engines, case.prompts)]
-    flaws += _unforced(faults, code, errors, clock.now())
+    code, flaws = STOPPED_EARLY, list[str]()
+    while code in (STOPPED_EARLY, TERMINATED) and not flaws:  # a run that was asked to stop is started again
+        stops = len(faults.happened)
+        try:
+            code = until_over(
+                attempt, config, any(Path(config.checkpointing.checkpoint_dir).glob("step_*")) or None, clock=clock
+            )
+        except TooLong:
+            code, flaws = -1, [f"it has not ended after {LONGEST_S:.0f} virtual seconds"]
+            break
+        flaws = [*broken_laws(world, config, code), *idle_engines(world.engines, case.prompts)]
+        flaws += [flaw for cluster in clusters for flaw in cluster.overdue]
+        flaws += _unforced(faults, code, errors, clock.now(), stops)
     return Outcome(code, flaws, faults.happened, clock.now(), errors)
 
 
-def _unforced(faults: Faults, code: int, errors: Sequence[str], ended_at: float) -> Iterator[str]:
-    """Yield what went wrong although nothing that happened forced it."""
+def _unforced(faults: Faults, code: int, errors: Sequence[str], ended_at: float, before: int) -> Iterator[str]:
+    """Yield what went wrong although nothing that happened forced it. `before`: number of faults before the last
+    start."""
     happened = faults.happened
     of_policy = any(fault.target.startswith(("policy", "node")) and fault.kind != "slow" for fault in happened)
     stands_still = any(fault.kind in ("hang", "pause") for fault in happened)
@@ -260,9 +281,13 @@ def _unforced(faults: Faults, code: int, errors: Sequence[str], ended_at: float)
         yield f"the run was lost, and no rank was: {lost[0]}"
     elif any("DeadlineExceeded" in error for error in errors) and not stands_still:
         yield f"nothing stood still, and it waited too long: {errors[-1]}"
-    for fault, at in zip(happened, faults.times, strict=True):
-        if fault.kind == "SIGTERM" and not of_policy and not stands_still and ended_at - at > SIGTERM_S:
+    if of_policy or stands_still or any(fault.kind == "driver" for fault in happened):
+        return
+    for fault, at, step in list(zip(happened, faults.times, faults.steps, strict=True))[before:]:
+        if fault.kind == "SIGTERM" and ended_at - at > SIGTERM_S:
             yield f"it ended {ended_at - at:.0f} s after SIGTERM"
+        if fault.kind in ("SIGTERM", "SIGUSR1") and (more := faults.world.step - step) > 1:
+            yield f"it trained {more} further steps after {fault.kind}"
 
 
 def _at_the_start(error: str) -> bool:

@@ -21,12 +21,15 @@ from grpo_mcore.algorithms.record.run_record import RunRecord
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import RewardScorer
+from grpo_mcore.algorithms.run_control.stopping import StopRequest
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_groups import StepGroups
 from grpo_mcore.algorithms.training_step.teachers import Teachers
-from grpo_mcore.cluster import virtual_cluster
+from grpo_mcore.cluster import NodeLost, virtual_cluster
 from grpo_mcore.observe.ledger import Ledger
 from grpo_mcore.processes import rare_collections
+from grpo_mcore.refit.refit import Refit
+from grpo_mcore.tools.rehearse import simulation
 from grpo_mcore.tools.rehearse.faults import Fault
 from grpo_mcore.tools.rehearse.simulation import Case, drawn, shortest, simulate
 
@@ -62,6 +65,9 @@ FOUND = {
         81, prompts=4, generations=2, steps=3, engines=3, tensor=2, data=2, age=2, in_flight=True, apart=True,
         enough=2, dynamic=True, turns=3, reward_failures=0.05,
         faults=(Fault("hang", "engine-1", 0.2569644702611379, "train", 3),),
+    ),
+    "an engine that had missed its deadline in a refit got two more, and kept the run waiting for three minutes": Case(
+        465, engines=3, faults=(Fault("hang", "engine-2", 0.0, "refit", 4),),
     ),
 }  # fmt: skip
 """What simulation has found in the product."""
@@ -210,6 +216,27 @@ def a_rank_trains_without_what_the_teacher_said(plant: Plant) -> None:
     plant(Teachers, "score_ranks", forgetful)
 
 
+def a_late_engine_is_asked_as_patiently_as_others(plant: Plant) -> None:
+    plant(Refit, "_note_late", lambda right, self, call, error: None)
+
+
+def groups_that_were_trained_on_are_kept(plant: Plant) -> None:
+    def keep(right: Any, self: StepGroups, *args: Any) -> Any:
+        taken = right(self, *args)
+        self.old = [*getattr(self, "old", ()), *taken[0]]  # type: ignore[attr-defined]
+        return taken
+
+    plant(StepGroups, "take", keep)
+
+
+def a_signal_is_not_heard(plant: Plant) -> None:
+    plant(StopRequest, "ask", lambda right, self, *args, **how: None)
+
+
+def a_lost_machine_passes_for_a_mistake_of_the_recipe(plant: Plant) -> None:
+    plant(simulation, "is_fault", lambda right, error: right(error) and not isinstance(error, NodeLost))
+
+
 PLANTED: dict[Callable[[Plant], None], tuple[int, str]] = {
     a_refit_skips_an_engine: (0, "older than the limit|at age|holds weights of no version"),
     a_dead_engine_is_never_readmitted: (1, "nothing to wait for|round in circles|was lost"),
@@ -220,7 +247,7 @@ PLANTED: dict[Callable[[Plant], None], tuple[int, str]] = {
     a_prompt_that_is_done_comes_again: (57, "KeyError|twice|2 times"),
     an_abort_hits_a_prompt_that_was_dispatched_again: (50, "its stream ended without"),
     a_failed_call_is_repeated_but_for_one_sample: (4, "nothing to wait for|virtual seconds"),
-    samples_of_a_lost_environment_are_forgotten: (32, "nothing to wait for|virtual seconds"),
+    samples_of_a_lost_environment_are_forgotten: (32, "nothing to wait for|virtual seconds|owed the answer"),
     groups_grow_one_step_too_old: (9, "older than the limit"),
     a_group_is_trained_on_twice: (0, "trained on .* 2 times"),
     a_checkpoint_does_not_wait_for_the_ranks: (0, "complete before the ranks had written"),
@@ -229,6 +256,10 @@ PLANTED: dict[Callable[[Plant], None], tuple[int, str]] = {
     the_returned_prompts_are_not_in_the_ledger: (4, "ledger: .* dispatched at step"),
     a_version_is_counted_twice: (0, "weights"),
     a_rank_trains_without_what_the_teacher_said: (1, "trained on samples that no teacher had scored"),
+    a_late_engine_is_asked_as_patiently_as_others: (55, "owed the answer to"),
+    groups_that_were_trained_on_are_kept: (2, "samples are kept of at most"),
+    a_signal_is_not_heard: (0, "further steps after SIG"),
+    a_lost_machine_passes_for_a_mistake_of_the_recipe: (26, "exit code 1: NodeLost"),
 }
 """Each planted fault: the first seed that found it, which is tried before all others, and the flaws by which it is
 found."""
