@@ -247,7 +247,10 @@ PLANTED: dict[Callable[[Plant], None], tuple[int, str]] = {
     a_prompt_that_is_done_comes_again: (57, "KeyError|twice|2 times"),
     an_abort_hits_a_prompt_that_was_dispatched_again: (50, "its stream ended without"),
     a_failed_call_is_repeated_but_for_one_sample: (4, "nothing to wait for|virtual seconds"),
-    samples_of_a_lost_environment_are_forgotten: (32, "nothing to wait for|virtual seconds|owed the answer"),
+    samples_of_a_lost_environment_are_forgotten: (
+        32,
+        "nothing to wait for|virtual seconds|owed the answer|no rank was: KeyError",
+    ),
     groups_grow_one_step_too_old: (9, "older than the limit"),
     a_group_is_trained_on_twice: (0, "trained on .* 2 times"),
     a_checkpoint_does_not_wait_for_the_ranks: (0, "complete before the ranks had written"),
