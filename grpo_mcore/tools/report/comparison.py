@@ -128,13 +128,15 @@ def band(curves: Sequence[Mapping[str, Curve]]) -> dict[str, Curve]:
 
 def _score(run: RunFiles) -> tuple[str, float | None, bool]:
     """Return the metric that ranks a run, its value, and whether more is better: the metric of the recipe's
-    checkpoints where the run has it, else the reward or the loss of training."""
+    checkpoints where the run has it, else the loss of validation (of SFT and DPO), else the reward or the loss of
+    training."""
     checkpointing = run.recipe.get("checkpointing") or {}
     prefix, _, name = (checkpointing.get("metric_name") or "val:accuracy").partition(":")
     higher = bool(checkpointing.get("higher_is_better", True))
-    validated = [line[name] for line in run.metrics["validation"] if line.get(name) is not None]
-    if prefix == "val" and validated:
-        return f"validation/{name}", max(validated) if higher else min(validated), higher
+    for metric, rises in ((name, higher), ("val_loss", False)) if prefix == "val" else ():
+        validated = [line[metric] for line in run.metrics["validation"] if line.get(metric) is not None]
+        if validated:
+            return f"validation/{metric}", max(validated) if rises else min(validated), rises
     for metric, rises in ((name, higher), ("reward", True), ("loss", False)):
         values = [line[metric] for line in run.metrics["train"] if line.get(metric) is not None]
         if values:

@@ -304,6 +304,13 @@ def test_runs_without_validation_rank_by_their_last_rewards_or_losses(tmp_path: 
     assert [(line.metric, line.score) for line in standings([*by_loss, nothing])] == [
         ("train/loss", 0.25), ("train/loss", 0.5), ("", None),
     ]  # fmt: skip
+    tuned = [  # SFT and DPO: the run that has learned its examples by heart is not the best
+        replace(run, metrics=run.metrics | {"validation": [{"step": 1, "val_loss": loss, "unix_time": 1.0}]})
+        for run, loss in zip(by_loss, (2.0, 3.0), strict=True)
+    ]
+    assert [(line.metric, line.score) for line in standings(tuned)] == [
+        ("validation/val_loss", 2.0), ("validation/val_loss", 3.0),
+    ]  # fmt: skip
     assert [line.score for line in standings(runs)] == [1.0, pytest.approx((19 / 20 + 1) / 2)]
 
 
