@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
             continue
         output = each.folder / "output.txt"
         try:
-            print(f"{number}/{len(runs)} {each.name}: {before}; its output is in {output}", flush=True)
+            begins = "starts" if before == "not begun" else f"{before}, goes on"
+            print(f"{number}/{len(runs)} {each.name}: {begins}; its output is in {output}", flush=True)
             code = _run(words, output)
         except KeyboardInterrupt:  # before the run's process was there
             code = INTERRUPTED

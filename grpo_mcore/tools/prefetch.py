@@ -78,7 +78,8 @@ def prefetch(words: Sequence[str], folder: Path | None) -> tuple[list[Found], li
     if folder is not None:
         place = {"HF_HOME": str(folder.absolute())}
     env = {name: value for name, value in os.environ.items() if not (place and name in OTHER_CACHES)} | place
-    fetched = _in_a_process(words, env)
+    online = {name: value for name, value in env.items() if name not in OFFLINE}  # to fetch is what was asked for
+    fetched = _in_a_process(words, online)
     return fetched, _in_a_process(words, env | OFFLINE)
 
 

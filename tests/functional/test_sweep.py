@@ -27,7 +27,7 @@ def test_a_sweep_is_interrupted_and_goes_on(task: Task, tmp_path: Path) -> None:
     process = start_command("sweep", tmp_path, sft_recipe(task), *words)
     assert process.stdout is not None
     first = process.stdout.readline()
-    assert first.startswith("1/2 lr=4e-3: not begun; its output is in ")
+    assert first.startswith("1/2 lr=4e-3: starts; its output is in ")
     output = tmp_path / "sweep" / "lr=4e-3" / "output.txt"
     wait_until(lambda: output.exists() and output.stat().st_size > 0)
     os.killpg(process.pid, signal.SIGINT)
@@ -36,7 +36,7 @@ def test_a_sweep_is_interrupted_and_goes_on(task: Task, tmp_path: Path) -> None:
     assert "stopped in lr=4e-3; the same command goes on from there" in out
     whole = run_command("sweep", tmp_path, sft_recipe(task), *words)
     assert whole.code == 0, whole.err
-    assert "1/2 lr=4e-3: " in whole.out and "2/2 lr=5e-3: not begun" in whole.out
+    assert "1/2 lr=4e-3: " in whole.out and "2/2 lr=5e-3: starts" in whole.out
     page = tmp_path / "sweep" / "report.html"
     assert f"{page}: open it in a browser" in whole.out and page.stat().st_size > 50_000
     again = run_command("sweep", tmp_path, sft_recipe(task), *words)
