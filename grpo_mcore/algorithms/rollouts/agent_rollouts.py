@@ -1,11 +1,11 @@
-"""Samples that an environment generates itself by running agents, as a NeMo Gym does: the driver asks for groups and
-collects the samples as they come."""
+"""Samples that an environment generates itself by running agents, as a NeMo Gym does: `Rollouts` asks for them here and
+gets each as it comes, with its score; it has their groups as those of its own samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
@@ -13,7 +13,6 @@ from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerFailed, remote_stream
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
-from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef, sample_seed
 
 _MAX_FAILURES = 3
@@ -54,27 +53,19 @@ class AgentBatch:
     num_given_up: int = 0
 
 
-@dataclass
-class _OpenGroup:
-    prompt: DatumSpec
-    generations: int
-    samples: dict[int, tuple[TrajectoryRef, Score, float]] = field(default_factory=dict)  # by generation index
-
-
 class AgentRollouts:
-    """Groups whose samples come from environments that run agents."""
+    """The calls of environments that run agents, and the samples that they send."""
 
     def __init__(
         self,
         environments: Mapping[str, EnvironmentWorker],
         engines: EngineGroup,
         seed: int,
-        on_group: Callable[[Group], None],
-        on_sample: Callable[[], None],
+        on_sample: Callable[[TrajectoryRef, Score], None],
         on_outcome: Callable[[GymOutcome], None] | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        """`environments`: by task name, those that run agents. `on_group`: gets every complete group.
+        """`environments`: by task name, those that run agents. `on_sample`: gets every sample with its score.
         `on_outcome`: gets every outcome; if given, the environments are asked to send the agents' results with it.
         `max_tokens`: of each sample, see `TurnLimits`.
         Raises ValueError without an endpoint."""
@@ -84,9 +75,8 @@ class AgentRollouts:
                 "endpoint: set policy.generation.vllm_cfg.expose_http_server"
             )
         self._environments, self._engines, self._seed = environments, engines, seed
-        self._on_group, self._on_sample, self._on_outcome = on_group, on_sample, on_outcome
+        self._on_sample, self._on_outcome = on_sample, on_outcome
         self._max_tokens = max_tokens
-        self._open: dict[str, _OpenGroup] = {}
         self._batches: dict[int, AgentBatch] = {}  # by id of the stream
         self._failures = 0
 
@@ -109,7 +99,6 @@ class AgentRollouts:
                     f"{uid}: the environment of task {prompt['task_name']!r} plays the tasks of a Gym, "
                     "which dataset_name: NemoGymDataset reads"
                 )
-            self._open[uid] = _OpenGroup(prompt, generations)
             worker = self._environments[prompt["task_name"]]
             by_worker.setdefault(id(worker), (worker, []))[1].extend(
                 GymSample(uid, index, task, prompt["idx"], sample_seed(self._seed, step, uid, index), self._max_tokens)
@@ -160,8 +149,6 @@ class AgentRollouts:
 
     def drop(self, uids: Collection[str]) -> None:
         """Drop the samples of these prompts. The agents finish them all the same, as a Gym cannot be told to stop."""
-        for uid in uids:
-            self._open.pop(uid, None)
         for batch in self._batches.values():
             wanted = {key: sample for key, sample in batch.expected.items() if key[0] not in uids}
             batch.num_given_up += len(batch.expected) - len(wanted)
@@ -181,12 +168,6 @@ class AgentRollouts:
         if batch.expected.pop((outcome.uid, outcome.generation_index), None) is None:
             batch.num_given_up -= 1
             return
-        self._on_sample()
         if self._on_outcome is not None:
             self._on_outcome(outcome)
-        group = self._open[outcome.uid]
-        group.samples[outcome.generation_index] = sample, outcome.score, self._engines.cluster.clock.now()
-        if len(group.samples) == group.generations:
-            del self._open[outcome.uid]
-            columns = zip(*(group.samples[index] for index in range(group.generations)), strict=True)
-            self._on_group(Group(group.prompt, *columns))
+        self._on_sample(sample, outcome.score)

@@ -32,6 +32,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_faults import EngineFaults, cause
@@ -44,7 +45,7 @@ from grpo_mcore.data import DatumSpec, TurnTemplate
 from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, TrajectoryRef, Turn, sample_seed
+from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Score, TrajectoryRef, Turn, sample_seed
 from grpo_mcore.rollout.workers import remote_call, remote_stream
 
 STREAMS = 4
@@ -52,6 +53,8 @@ STREAMS = 4
 them. With several, the engine goes on stepping while the samples of one are handed over."""
 MAX_STREAMS = 48
 """Maximum number of streams of an engine where none can be joined."""
+PLAYED = -1
+"""Stands for the engine of a group whose samples agents play: they ask any engine."""
 REMEMBERED = 100_000
 """Number of prompts whose mean length is remembered."""
 
@@ -62,9 +65,9 @@ _Urgency = tuple[bool, float, int]
 
 @dataclass
 class _OpenGroup:
-    """A group under way. `engine`: number of the engine that generates its samples. `unfinished`: how many of its
-    samples are not over; if they take their turns together, how many are still to be generated in this turn. `ended`:
-    generation indexes of samples whose last turn is generated."""
+    """A group under way. `engine`: number of the engine that generates its samples, or `PLAYED`. `unfinished`: how many
+    of its samples are not over; if they take their turns together, how many are still to be generated in this turn.
+    `ended`: generation indexes of samples whose last turn is generated."""
 
     prompt: DatumSpec
     step: int
@@ -186,15 +189,7 @@ class Rollouts:
             if isinstance(worker, EnvironmentWorker) and worker.runs_agents
         }
         self._finished: deque[Group] = deque()
-        self._agents = AgentRollouts(
-            agents,
-            engines,
-            seed,
-            lambda group: self._finished.append(group),
-            hooks.on_sample,
-            hooks.on_outcome,
-            limits.max_tokens,
-        )
+        self._agents = AgentRollouts(agents, engines, seed, self._record_played, hooks.on_outcome, limits.max_tokens)
         scored = {task: worker for task, worker in environments.items() if task not in agents}
         self._scorer = RewardScorer(scored, self.cluster, hooks.on_restart, hooks.on_span, joins=not limits.together)
         self._groups: dict[str, _OpenGroup] = {}  # by uid
@@ -243,9 +238,12 @@ class Rollouts:
                 )
             if self._agents.handles(prompt):
                 for_agents.append(prompt)
+                self._open_group(prompt, sampling, generations, step, PLAYED)
                 continue
             engine = by_load[0][1]  # a whole group to one engine: its prompt is prefilled once
-            requests[engine] += self._open_group(prompt, sampling, generations, step, engine)
+            self._open_group(prompt, sampling, generations, step, engine)
+            turns = _prompt_turns(prompt)
+            requests[engine] += [self._first_request(prompt, step, index, turns) for index in range(generations)]
             heapq.heapreplace(by_load, (self._load[engine], engine))
         for engine in sorted(requests):
             if self.limits.together:
@@ -256,15 +254,11 @@ class Rollouts:
             self._send_queued()
         self._agents.dispatch(for_agents, sampling, generations=generations, step=step)
 
-    def _open_group(
-        self, prompt: DatumSpec, sampling: Sampling, generations: int, step: int, engine: int
-    ) -> list[GenerationRequest]:
-        turns = _prompt_turns(prompt)
-        conversations = [self._new_conversation(prompt) for _ in range(generations)]
-        group = _OpenGroup(prompt, step, sampling, engine, conversations, generations)
-        self._groups[prompt["uid"]] = group
+    def _open_group(self, prompt: DatumSpec, sampling: Sampling, generations: int, step: int, engine: int) -> None:
+        new = (lambda: Conversation({}, ())) if engine == PLAYED else partial(self._new_conversation, prompt)
+        conversations = [new() for _ in range(generations)]
+        group = self._groups[prompt["uid"]] = _OpenGroup(prompt, step, sampling, engine, conversations, generations)
         self._load[engine] += group.load
-        return [self._first_request(prompt, step, index, turns) for index in range(generations)]
 
     def _new_conversation(self, prompt: DatumSpec) -> Conversation:
         info = prompt["extra_env_info"]
@@ -484,6 +478,17 @@ class Rollouts:
             self._remember_length(sample)
         if len(group.ended) == self._enough_samples and len(group.ended) < len(group.conversations):
             self._drop_unfinished(group, index)
+
+    def _record_played(self, sample: TrajectoryRef, score: Score) -> None:
+        """Record a sample that an agent has played to its end."""
+        group = self._groups[sample.uid]
+        conversation = group.conversations[sample.generation_index]
+        conversation.sample, conversation.score, conversation.over = sample, score, True
+        conversation.ended_at = self.cluster.clock.now()
+        self._hooks.on_sample()
+        group.unfinished -= 1
+        if not group.unfinished:
+            self._finished.append(self._close_group(sample.uid))
 
     def _drop_unfinished(self, group: _OpenGroup, last: int) -> None:
         """Complete a group with the samples that have ended, `last` the last of them; abort the others."""

@@ -17,7 +17,6 @@ from grpo_mcore.cluster import Parcel, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
 from grpo_mcore.rollout.conversation import TurnLimits
-from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef
 from tests.unit.algorithms.rollouts.fake_rollouts import Shuffling, engine_group, prompt
 
@@ -48,7 +47,7 @@ class Gym(EnvironmentWorker):
     def __init__(self) -> None:
         self.name, self.timeout_s, self.runs_agents, self.restarts = "gym", 9.0, True, 0
         self.streams: list[Stream] = []
-        self.groups: list[Group] = []
+        self.samples: list[TrajectoryRef] = []
 
     def stream(self, method: str, samples: list[GymSample], *_: Any, **__: Any) -> Stream:  # type: ignore[override]
         self.streams.append(Stream(samples))
@@ -68,7 +67,7 @@ def agents(gym: Gym) -> AgentRollouts:
     engines: Any = SimpleNamespace(
         endpoint=SimpleNamespace(address="here"), weight_version=1, cluster=SimpleNamespace(clock=REAL)
     )
-    return AgentRollouts({"game": gym}, engines, 5, gym.groups.append, lambda: None)
+    return AgentRollouts({"game": gym}, engines, 5, lambda sample, _: gym.samples.append(sample))
 
 
 def dispatch(agents: AgentRollouts, *numbers: int, step: int = 1) -> None:
@@ -76,28 +75,28 @@ def dispatch(agents: AgentRollouts, *numbers: int, step: int = 1) -> None:
     agents.dispatch(prompts, Sampling(8), generations=2, step=step)
 
 
-def play(agents: AgentRollouts, gym: Gym, stream: Stream, count: int) -> list[tuple[str, list[Any]]]:
-    """Finish the next samples of a call. Return the groups that this completes, as (uid, trajectories)."""
+def play(agents: AgentRollouts, gym: Gym, stream: Stream, count: int) -> list[tuple[str, Any]]:
+    """Finish the next samples of a call. Return those that come, as (uid, trajectory)."""
     for sample in stream.asked[:count]:
         stream.play(sample)
         assert agents.take(stream)
     del stream.asked[:count]
-    found = [(group.uid, [sample.ref for sample in group.samples]) for group in gym.groups]
-    gym.groups.clear()
-    return found
+    came = [(sample.uid, sample.ref) for sample in gym.samples]
+    gym.samples.clear()
+    return came
 
 
 def test_samples_given_up_still_finish_and_do_not_count(agents: AgentRollouts, gym: Gym) -> None:
     dispatch(agents, 0, 1)
-    assert play(agents, gym, gym.streams[0], 1) == []
+    assert [uid for uid, _ in play(agents, gym, gym.streams[0], 1)] == ["p0"]
     agents.drop(["p0"])
     dispatch(agents, 0, step=2)
     old, new = gym.streams
     anew = [f"seed {sample.seed}" for sample in new.asked]
-    assert play(agents, gym, new, 1) == []
-    assert [uid for uid, _ in play(agents, gym, old, 3)] == ["p1"]  # the second sample of p0 belongs to no group
+    assert play(agents, gym, new, 1) == [("p0", anew[0])]
+    assert [uid for uid, _ in play(agents, gym, old, 3)] == ["p1", "p1"]  # the second sample of p0 is not wanted
     assert agents.awaited() == [new]
-    assert play(agents, gym, new, 1) == [("p0", anew)]
+    assert play(agents, gym, new, 1) == [("p0", anew[1])]
     assert agents.awaited() == []
 
 
@@ -114,7 +113,7 @@ def test_an_environment_that_fails_is_asked_again_only_for_samples_not_given_up(
     assert asked == (["p1", "p1"] if "p1" not in unwanted else [])
     assert len(agents.awaited()) == len(asked) // 2
     for stream in gym.streams[1:]:
-        assert [uid for uid, _ in play(agents, gym, stream, 2)] == ["p1"]
+        assert [uid for uid, _ in play(agents, gym, stream, 2)] == ["p1", "p1"]
     assert agents.awaited() == []
 
 
@@ -127,7 +126,7 @@ def test_an_environment_that_dies_after_its_last_sample_costs_nothing(agents: Ag
         stream.error = WorkerDied
         return take()
 
-    assert play(agents, gym, stream, 1) == []
+    assert len(play(agents, gym, stream, 1)) == 1
     stream.played = SimpleNamespace(append=stream.played.append, popleft=last)  # type: ignore[assignment]
     assert [uid for uid, _ in play(agents, gym, stream, 1)] == ["p0"]
     assert agents.awaited() == [] and gym.restarts == 0
