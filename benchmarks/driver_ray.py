@@ -1,8 +1,8 @@
 """The driver under real Ray: processor time of a round of worker calls and of a sample, and its memory of a sample.
 
 Engines and environment answer at once, so samples come in batches of an engine's step. Processor time is that of the
-driver's whole process, Ray's own threads included. Memory is what Python holds of each further sample of a step
-(tracemalloc), with prompts of 1/8 of the tokens.
+driver's whole process, Ray's own threads included; the first row says how fast the machine is just now. Memory is what
+Python holds of each further sample of a step (tracemalloc), with prompts of 1/8 of the tokens.
 
     python -m benchmarks.driver_ray --json
 """
@@ -83,6 +83,9 @@ def main() -> None:
     def show(row: dict[str, Any]) -> None:
         print(json.dumps(row) if options.json else " ".join(f"{key}={value}" for key, value in row.items()), flush=True)
 
+    began = time.process_time()
+    sum(range(10**7))
+    show({"what": "machine", "ns_an_addition": round((time.process_time() - began) * 100, 2)})
     cluster = RayCluster(Path(tempfile.mkdtemp()), num_cpus=8, start_timeout_s=600.0)
     with cluster, rare_collections():
 

@@ -30,18 +30,59 @@ in_stream = threading.local()
 """`in_stream.now` is True while this thread runs a worker's generator."""
 
 
+INLINE_BYTES = 64 * 1024
+"""Contents of parcels of at most this size together travel with their labels; Ray keeps objects of up to 100 KiB with
+their owner anyway. Each object of a stream costs the driver a third of a millisecond."""
+
+BEHIND = b"behind"
+"""Stands for an item whose contents are one object, which comes next, and whose labels come after them."""
+
+
 @dataclass(frozen=True)
-class ParcelLabel:
-    """The label of a Parcel, as it is sent after the content."""
-
-    label: Any
-
-
-@dataclass(frozen=True)
-class ParcelLabels:
-    """The labels of a list of Parcels."""
+class Sent:
+    """An item of a stream as it is sent, pickled. `labels`: of its parcels; without parcels, the item itself. `inline`:
+    the contents, pickled one by one; None: there are none, or they came before. `together`: it is a list."""
 
     labels: list[Any]
+    inline: list[bytes] | None
+    parcels: bool
+    together: bool
+
+
+def sent(item: Any) -> Iterator[Any]:
+    """Yield the objects as which an item of a stream is sent: what it holds, with small contents; or `BEHIND`, large
+    contents and then what else it holds. Labels that arrive prove that the contents were sent; the other way round the
+    contents could be the worker's death."""
+    import ray
+
+    together = isinstance(item, list)
+    parcels = item if together else [item] if isinstance(item, Parcel) else []
+    if not (parcels or together):
+        yield ray.cloudpickle.dumps(Sent([item], None, parcels=False, together=False))
+        return
+    inline = _inline([parcel.content for parcel in parcels])
+    if inline is None:
+        yield BEHIND
+        yield [parcel.content for parcel in parcels]
+    yield ray.cloudpickle.dumps(Sent([parcel.label for parcel in parcels], inline, parcels=True, together=together))
+
+
+def _inline(contents: list[Any]) -> list[bytes] | None:
+    """Return the contents, pickled one by one; None if they are too large."""
+    import ray
+
+    pickled, size = [], 0
+    for content in contents:
+        pickled.append(ray.cloudpickle.dumps(content))
+        size += len(pickled[-1])
+        if size > INLINE_BYTES:
+            return None
+    return pickled
+
+
+def entry(whole: Any, index: int) -> Any:
+    """Return the content of one of the parcels that came together: `whole` is what was sent, or their contents."""
+    return pickle.loads(pickle.loads(whole).inline[index]) if isinstance(whole, bytes) else whole[index]
 
 
 class RemoteFailure(Exception):
@@ -143,27 +184,22 @@ class WorkerActor:
         target, others = self._wait_for_target(), iter(args)
         count = len(parts) + len(args) - len({number for number, _ in parts.values()})
         wholes = args[count - len(parts) :]
-        given = [wholes[parts[place][0]][parts[place][1]] if place in parts else next(others) for place in range(count)]
+        given = [
+            entry(wholes[parts[place][0]], parts[place][1]) if place in parts else next(others)
+            for place in range(count)
+        ]
         try:
             return getattr(target, method)(*given)
         except Exception as error:
             raise RemoteFailure.of(error) from None
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
-        """Send each item as two: the content of a Parcel (else None), then its label (else the item); of a list of
-        Parcels their contents as one object, then their labels. A label that arrives proves that its content was sent;
-        the other way round the content could be the worker's death."""
+        """Send each item as `sent` says."""
         target = self._wait_for_target()
         try:
             in_stream.now = True
-            for item in getattr(target, method)(*args):  # not `yield from`: Ray sends values into its generators
-                if isinstance(item, list):
-                    yield [parcel.content for parcel in item]
-                    yield ParcelLabels([parcel.label for parcel in item])
-                    continue
-                parcel = isinstance(item, Parcel)
-                yield item.content if parcel else None
-                yield ParcelLabel(item.label) if parcel else item
+            for item in getattr(target, method)(*args):
+                yield from sent(item)
         except Exception as error:
             raise RemoteFailure.of(error) from None
         finally:

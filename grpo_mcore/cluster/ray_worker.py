@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,13 +14,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from grpo_mcore.cluster.diagnostics import Wait, log_tail, stacks
-from grpo_mcore.cluster.ray_actor import ParcelLabel, ParcelLabels, RemoteFailure, in_stream
+from grpo_mcore.cluster.ray_actor import BEHIND, RemoteFailure, Sent, entry, in_stream
 from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
 
 
 @dataclass(frozen=True, slots=True)
 class PartRef:
-    """A reference to an entry of a list in the store: a list of parcels is one object there."""
+    """A reference to the content of one of the parcels that came together, which are one object in the store."""
 
     whole: ray.ObjectRef
     index: int
@@ -78,39 +78,37 @@ class RayStream(_RayCall):
         """Return the next item; of lists of parcels, all that are there as one list."""
         if self._failure is not None:
             raise self._failure
-        content, label = self._next_pair()
-        item = self.worker.fetch(self.what, label)
-        if isinstance(item, ParcelLabels):
-            return [*_parcels(content, item), *self._parcels_that_are_there()]
-        return Parcel(item.label, content) if isinstance(item, ParcelLabel) else item
+        item = self._next_item()
+        try:
+            while isinstance(item, list) and self.handle.next_ready():
+                self.seen = True
+                item += self._next_item()
+        except StopIteration:
+            pass
+        except (WorkerFailed, DeadlineExceeded) as error:  # it ends the stream, and is left to the next call
+            self._failure = error
+        return item
 
-    def _next_pair(self) -> tuple[ray.ObjectRef, ray.ObjectRef]:
-        """Return the references to the next content and its label; see WorkerActor.stream."""
+    def _next_item(self) -> Any:
+        """Return the next item; see `sent`."""
         content = self._next_reference()
-        try:
-            return content, self._next_reference()
-        except StopIteration:  # then what came first is the error that ended the stream
-            self.worker.fetch(self.what, content)
-            raise WorkerFailed(self.whom, self.what, "its stream ended in the middle of an item") from None
-
-    def _parcels_that_are_there(self) -> Iterator[Parcel]:
-        """Yield the parcels of the lists that are there. An error, which ends the stream, is left to the next call."""
-        pairs = []
-        try:
-            with suppress(StopIteration):
-                while self.handle.next_ready():
-                    pairs.append(self._next_pair())
-        except (WorkerFailed, DeadlineExceeded) as error:
-            self._failure = error
-        try:
-            items = self.worker.fetch(self.what, [label for _, label in pairs])
-        except (WorkerFailed, DeadlineExceeded) as error:  # in place of the last label
-            items = self.worker.fetch(self.what, [label for _, label in pairs[:-1]])
-            self._failure = error
-        for (content, _), item in zip(pairs, items, strict=False):
-            yield from _parcels(content, item)
+        data = self.worker.fetch(self.what, content)
+        if data == BEHIND:
+            content = self._next_reference()
+            try:
+                label = self._next_reference()
+            except StopIteration:  # then what came first is the error that ended the stream
+                self.worker.fetch(self.what, content)
+                raise WorkerFailed(self.whom, self.what, "its stream ended in the middle of an item") from None
+            data = self.worker.fetch(self.what, label)
+        item: Sent = pickle.loads(data)
+        if not item.parcels:
+            return item.labels[0]
+        parcels = [Parcel(label, PartRef(content, index)) for index, label in enumerate(item.labels)]
+        return parcels if item.together else parcels[0]
 
     def _next_reference(self) -> ray.ObjectRef:
+        self.seen = self.seen or self.handle.next_ready()  # takes a fraction of the time of a wait
         self._await_answer(self.timeout_s)
         self.since, self.seen = time.monotonic(), False
         try:
@@ -118,11 +116,6 @@ class RayStream(_RayCall):
         except StopIteration:
             self._ended = True
             raise
-
-
-def _parcels(content: ray.ObjectRef, labels: ParcelLabels) -> Iterator[Parcel]:
-    for index, label in enumerate(labels.labels):
-        yield Parcel(label, PartRef(content, index))
 
 
 class RayWorker:
@@ -252,7 +245,7 @@ class RayStore:
         try:
             wholes = list(dict.fromkeys(ref.whole if isinstance(ref, PartRef) else ref for ref in refs))
             objects = dict(zip(wholes, ray.get(wholes, timeout=self._timeout_s), strict=True))
-            return [objects[ref.whole][ref.index] if isinstance(ref, PartRef) else objects[ref] for ref in refs]
+            return [entry(objects[ref.whole], ref.index) if isinstance(ref, PartRef) else objects[ref] for ref in refs]
         except GetTimeoutError:
             raise DeadlineExceeded(what, "the object store", self._timeout_s) from None
         except RayError as error:
