@@ -22,8 +22,13 @@ STORAGE = 1e9
 CPU_STEP_S, CPU_BATCH = 0.0055, 90
 """Seconds of an engine's step on a core besides the model's products, and the number of samples that doubles them.
 Measured with vLLM's CPU build and a model of 0.1 M parameters: 6, 13, 19 milliseconds for 8, 128, 256 samples."""
+CPU_REQUEST_S = 0.0025
+"""Seconds that a request costs an engine on CPU besides its steps: it is taken in, and its sample is handed over and
+scored. Measured, see docs/rehearse.md."""
 SMALL_CALL_S = 0.002
-"""Seconds of a call that computes nothing, such as packing a rank's samples."""
+"""Seconds of a call that computes nothing."""
+RECEIVE_S = 0.00002
+"""Seconds to fetch and pack a sample of a rank."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,10 @@ class Durations:
     load: float
     start: float
     teachers: Mapping[str, TeacherDurations] = field(default_factory=dict)
+    request: float = 0.0
+    """Seconds that a request costs an engine besides its steps."""
+    receive: Callable[[int], float] = lambda samples: SMALL_CALL_S + RECEIVE_S * samples
+    """Seconds until a data-parallel rank has so many samples."""
 
 
 def planned(plan: Plan, start_s: float, save_s: float | None) -> Durations:
@@ -81,6 +90,7 @@ def planned(plan: Plan, start_s: float, save_s: float | None) -> Durations:
     return Durations(
         decode=decode,
         prefill=per_token,
+        request=CPU_REQUEST_S if device.memory is None else 0.0,
         kv_tokens=engine.sequences(1) if engine.kv_cache > 0 else load.max_length,
         max_samples=MAX_SEQUENCES,
         logprobs=lambda lengths: phases.get("log-probs", 0.0) / max(1, passes) * flops(lengths) / expected,

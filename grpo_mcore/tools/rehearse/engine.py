@@ -21,7 +21,7 @@ from grpo_mcore.generation.engine import EngineError
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, TrajectoryRef, Turn
 from grpo_mcore.rollout.workers import ObjectStore, Parcel, Rendezvous
 from grpo_mcore.tools.rehearse.durations import SMALL_CALL_S
-from grpo_mcore.tools.rehearse.world import World
+from grpo_mcore.tools.rehearse.world import ENGINE_CORES, World
 
 PARCELS = 32
 """Most samples that are handed over as one item."""
@@ -94,7 +94,9 @@ class ModelledEngine(ModelledFollower):
         self._changed = Condition()  # of what runs
         self._finished = Condition()  # a sample, or the leading of the steps
         self.refits = self.asked = 0  # refits that it committed, samples that it was asked for
-        self.alive = True
+        self.alive, self._busy = True, False
+        if world.cores is not None:
+            world.cores.changed.append(self._changed)
         world.engines.append(self)
 
     async def starting(self) -> None:
@@ -102,6 +104,12 @@ class ModelledEngine(ModelledFollower):
 
     def died(self) -> None:
         self.alive = False
+        self._keep_cores_busy(False)
+
+    def _keep_cores_busy(self, busy: bool) -> None:
+        if self.world.cores is not None and busy != self._busy:
+            self._busy = busy
+            self.world.cores.want(ENGINE_CORES if busy else -ENGINE_CORES)
 
     def _seconds(self, usual: float) -> float:
         return usual * self.world.factor(self.name)
@@ -122,6 +130,7 @@ class ModelledEngine(ModelledFollower):
                     while stream.left and not stream.finished:
                         await self._advance()
                     self._leads = False
+                    self._keep_cores_busy(bool(self._running))
                     self._finished.notify()
                 elif stream.left:
                     await self._finished.wait()
@@ -169,7 +178,9 @@ class ModelledEngine(ModelledFollower):
     async def _advance(self) -> None:
         """Run steps up to the next end of a sample or change of the batch."""
         self._drop_aborted()
-        if self._paused or self._committing or self._asleep or not self._admit():
+        works = not (self._paused or self._committing or self._asleep) and self._admit()
+        self._keep_cores_busy(works)
+        if not works:
             await self._changed.wait()
             return
         durations, count = self.world.durations, len(self._running)
@@ -178,11 +189,12 @@ class ModelledEngine(ModelledFollower):
             self._preempt()
             return
         steps = max(1, min(self._running[0][0] - self._step, int(max(1, room))))
-        each = self._seconds(durations.decode(count, self._held + count * steps / 2))
-        began, stall = self.world.clock.now(), self._stall
+        slowness = 1.0 if self.world.cores is None else self.world.cores.slowness
+        each = slowness * self._seconds(durations.decode(count, self._held + count * steps / 2))
+        began, stall = self.world.clock.now(), slowness * self._stall
         await self._changed.wait(stall + steps * each)
         spent = self.world.clock.now() - began
-        self._stall = max(0.0, stall - spent)
+        self._stall = max(0.0, stall - spent) / slowness
         done = min(steps, round((spent - stall) / each, 3).__floor__()) if spent > stall else 0
         self._step += done
         self._held += done * count
@@ -214,7 +226,7 @@ class ModelledEngine(ModelledFollower):
                     break
                 fresh = tokens if sample.request.uid not in self._cached else max(1, sample.said)
                 self._cached.add(sample.request.uid)
-                self._stall += self._seconds(fresh * durations.prefill)
+                self._stall += self._seconds(fresh * durations.prefill + durations.request)
                 self._admitted += 1
                 self._held += tokens
                 sample.since = self._step

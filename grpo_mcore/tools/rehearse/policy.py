@@ -18,7 +18,6 @@ from grpo_mcore.parallel.policy import TrainReport
 from grpo_mcore.recipe import PolicyConfig, compares_distributions, policy_layout
 from grpo_mcore.rollout.trajectory import Trajectory
 from grpo_mcore.rollout.workers import Ref, Rendezvous
-from grpo_mcore.tools.rehearse.durations import SMALL_CALL_S
 from grpo_mcore.tools.rehearse.world import TrainedSample, Transfer, World
 
 WEIGHTS = "weights.json"
@@ -104,9 +103,15 @@ class ModelledRank:
     def _seconds(self, usual: float) -> float:
         return usual * self.world.factor(self.name)
 
+    async def _compute(self, seconds: float) -> None:
+        if self.world.cores is None:
+            await sleep(self._seconds(seconds))
+        else:
+            await self.world.cores.compute(self._seconds(seconds))
+
     async def _together(self, seconds: float) -> None:
         """Compute, then wait for the others."""
-        await sleep(self._seconds(seconds))
+        await self._compute(seconds)
         await self.mesh.meet(self.size)
 
     def build(self) -> None:
@@ -114,7 +119,7 @@ class ModelledRank:
 
     async def receive(self, step: RankStep, weight_version: int) -> None:
         self._step, self._version = self.mesh.step(step, self._store), weight_version
-        await sleep(self._seconds(SMALL_CALL_S))
+        await self._compute(self.world.durations.receive(len(self._step.samples)))
 
     async def infer_logprobs(
         self, prev: bool, reference: bool, kl_kind: Any, dropout: bool = False

@@ -20,7 +20,7 @@ MOST_FILES = 32
 """Steps whose samples are read, the last ones of a run."""
 WARM_UP = 1
 """Steps at the beginning of a run that are not measured."""
-PHASES = {"logprobs": "logprobs", "train": "train", "refit": "refit"}
+PHASES = {"logprobs": "logprobs", "train": "train", "refit": "refit", "prepare": "receive"}
 """Timer of a step -> the duration that it measures."""
 
 
@@ -120,13 +120,15 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 def scaled(durations: Durations, factors: Mapping[str, float]) -> Durations:
     """Return the durations, those of `factors` longer by that much."""
     decode, logprobs, train = (factors.get(name, 1.0) for name in ("decode", "logprobs", "train"))
-    refit = factors.get("refit", 1.0)
+    refit, receive = factors.get("refit", 1.0), factors.get("receive", 1.0)
     return replace(
         durations,
         decode=lambda samples, tokens: decode * durations.decode(samples, tokens),
         prefill=decode * durations.prefill,
+        request=decode * durations.request,
         logprobs=lambda lengths: logprobs * durations.logprobs(lengths),
         train=lambda lengths: train * durations.train(lengths),
         refit=refit * durations.refit,
         commit=refit * durations.commit,
+        receive=lambda samples: receive * durations.receive(samples),
     )

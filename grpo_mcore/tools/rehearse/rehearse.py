@@ -26,6 +26,7 @@ from grpo_mcore.families import ModelShape
 from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger, read_metrics
 from grpo_mcore.observe.spans import EventFile
 from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.processes import available_cores
 from grpo_mcore.recipe import (
     MasterConfig,
     algorithm_of,
@@ -40,7 +41,7 @@ from grpo_mcore.tools.rehearse.durations import Durations, planned
 from grpo_mcore.tools.rehearse.faults import DriverKilled, Fault, Faults
 from grpo_mcore.tools.rehearse.prompts import ROWS, Tokenizer, modelled_data
 from grpo_mcore.tools.rehearse.recording import Recording, measured, scaled
-from grpo_mcore.tools.rehearse.world import World
+from grpo_mcore.tools.rehearse.world import Cores, World
 from grpo_mcore.tools.report.device_seconds import WAITS, device_seconds
 
 LATENCY_S = 0.001
@@ -126,12 +127,17 @@ def calibration(recording: Recording, shape: ModelShape, folder: Path) -> dict[s
         modelled = modelled_recipe(config, place, steps)
         durations = scaled(planned_durations(config, shape, recording.mean_tokens), factors)
         clock = VirtualClock(config.rehearse.seed)
-        world = World(modelled, durations, clock, config.rehearse.seed, recording)
+        world = World(modelled, durations, clock, config.rehearse.seed, recording, shared_cores(config, clock))
         with open_rehearsal(modelled, shape, world, gpu=config.cluster.platform != "cpu") as run:
             grpo_train(**vars(run))
         tried.append((factors, measured(run.logger.log_dir)))
         factors = {name: better_factor(recording.figures[name], name, tried) for name in factors}
     return factors
+
+
+def shared_cores(config: MasterConfig, clock: VirtualClock) -> Cores | None:
+    """Return the cores that the workers of a recipe for CPU share: as many as this machine has."""
+    return Cores(clock, available_cores()) if config.cluster.platform == "cpu" else None
 
 
 def better_factor(wanted: float, name: str, tried: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> float:
@@ -228,7 +234,7 @@ def rehearse(
         with TemporaryDirectory() as place, redirect_stdout(StringIO()):
             durations = scaled(durations, calibration(recording, shape, Path(place)))
     clock = VirtualClock(config.rehearse.seed)
-    world = World(config, durations, clock, config.rehearse.seed, recording)
+    world = World(config, durations, clock, config.rehearse.seed, recording, shared_cores(recipe, clock))
     broken, runs = Faults(faults, world), list[tuple[dict[str, Any], Path]]()
 
     def attempt(resume: str | bool | None) -> tuple[int, str | None]:

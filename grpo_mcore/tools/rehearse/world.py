@@ -44,6 +44,43 @@ class TrainedSample:
     real: int
 
 
+ENGINE_CORES = 2.0
+"""Cores that an engine on CPU keeps busy while it generates: its own process, and beside it those that feed it and
+take its samples. Measured, see docs/rehearse.md."""
+
+
+class Cores:
+    """Cores of a machine that workers share. When they want more than there are, all take longer by as much."""
+
+    def __init__(self, clock: VirtualClock, count: float) -> None:
+        self._clock, self._count, self._wanted = clock, count, 0.0
+        self.changed = [Condition()]
+        """Whoever computes waits on one of these, and is told when the others begin or end."""
+
+    @property
+    def slowness(self) -> float:
+        return max(1.0, self._wanted / self._count)
+
+    def want(self, cores: float) -> None:
+        """Begin to keep so many cores busy; negative: end it."""
+        before = self.slowness
+        self._wanted += cores
+        if self.slowness != before:
+            for condition in self.changed:
+                condition.notify()
+
+    async def compute(self, seconds: float) -> None:
+        """Compute on one core, for as long as it takes."""
+        self.want(1.0)
+        try:
+            while seconds > 1e-6:
+                began, slowness = self._clock.now(), self.slowness
+                await self.changed[0].wait(seconds * slowness)
+                seconds -= (self._clock.now() - began) / slowness
+        finally:
+            self.want(-1.0)
+
+
 @dataclass
 class Transfer:
     """A refit under way. `version`: of the weights that the ranks send; `came`: whether they have arrived."""
@@ -62,6 +99,7 @@ class Transfer:
 @dataclass
 class World:
     """`recorded`: the run whose samples come again; None: they are drawn as the recipe's section `rehearse` says.
+    `cores`: shared by all workers of a run on CPU; None: each has its own device.
     `slow`: factor of a worker's times, by name. `commits`: (engine, version that the driver named, version of the
     weights that came) of each. `flaws`: what workers saw that must not happen. `full`: the disk takes nothing now."""
 
@@ -70,6 +108,7 @@ class World:
     clock: VirtualClock
     seed: int = 0
     recorded: Recording | None = None
+    cores: Cores | None = None
     slow: dict[str, float] = field(default_factory=dict)
     commits: list[tuple[str, int, int]] = field(default_factory=list)
     flaws: list[str] = field(default_factory=list)

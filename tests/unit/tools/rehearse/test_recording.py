@@ -15,12 +15,12 @@ from grpo_mcore.observe import read_metrics
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.rehearse.durations import Durations
 from grpo_mcore.tools.rehearse.recording import RecordingError, measured, read_recording, scaled
-from grpo_mcore.tools.rehearse.rehearse import calibration, open_rehearsal, planned_durations
+from grpo_mcore.tools.rehearse.rehearse import calibration, open_rehearsal, planned_durations, shared_cores
 from grpo_mcore.tools.rehearse.simulation import Case, tiny_shape
 from grpo_mcore.tools.rehearse.world import World
 from grpo_mcore.tools.report.run_files import NoRun
 
-TRUE = {"decode": 3.0, "train": 300.0, "refit": 4.0}
+TRUE = {"decode": 3.0, "train": 300.0, "refit": 4.0, "receive": 20.0}
 """Factors of the planned durations in the recorded world."""
 RECORDED = replace(Case(3), prompts=8, generations=4, steps=8, engines=2, age=1, apart=True, turns=3, save_period=8)
 
@@ -35,7 +35,8 @@ def recipe(case: Case, folder: Path) -> MasterConfig:
 def run(case: Case, folder: Path, durations: Durations, recording: Any = None) -> Path:
     """Run a case in virtual time, with its samples on disk, and return its log folder."""
     config = recipe(case, folder)
-    world = World(config, durations, VirtualClock(case.seed), case.seed, recording)
+    clock = VirtualClock(case.seed)
+    world = World(config, durations, clock, case.seed, recording, shared_cores(config, clock))
     with open_rehearsal(config, tiny_shape(), world, gpu=False) as opened:
         grpo_train(**vars(opened))
     return opened.logger.log_dir
