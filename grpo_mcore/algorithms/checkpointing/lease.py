@@ -84,7 +84,12 @@ class Lease:
         self.file, self._me = folder / LEASE_FILE, Holder.this_process()
         self._beat_s, self._stale_s, self._clock = beat_s, stale_s, clock
         folder.mkdir(parents=True, exist_ok=True)
-        self._take()
+        try:
+            self._take()
+        except OSError:  # a disk that fails: this process lives, so it would keep the folder from the next attempt
+            with contextlib.suppress(OSError):
+                self._remove()
+            raise
         self._end_beat = clock.beat(beat_s, self._beat, "lease")
 
     def check(self) -> None:
@@ -102,9 +107,7 @@ class Lease:
         """May be called again. A file that cannot be removed is said: the next run sees that its holder is dead."""
         self._end_beat()
         try:
-            holder = _read(self.file)
-            if holder is not None and holder.token == self._me.token:
-                self.file.unlink(missing_ok=True)
+            self._remove()
         except OSError as error:
             logger.warning("%s cannot be removed: %s; the run has ended as it should", self.file, error)
 
@@ -145,6 +148,11 @@ class Lease:
         elif seen is not None:
             logger.info("%s was held by %s, which is dead; this run takes it over", self.file.parent, seen)
         aside.unlink(missing_ok=True)
+
+    def _remove(self) -> None:
+        holder = _read(self.file)
+        if holder is not None and holder.token == self._me.token:
+            self.file.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         """Change the file's time. A disk that is full or away for a moment costs only that beat."""

@@ -176,3 +176,23 @@ def test_a_disk_that_is_gone_does_not_end_a_run_by_its_lease(
         monkeypatch.setattr(Path, function, gone)
         lease.check()
     assert f"{LEASE_FILE} cannot be removed: [Errno 5] Input/output error" in caplog.text
+
+
+def test_a_start_whose_disk_fails_leaves_the_folder_to_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of this process, which lives."""
+    original, reads = Path.read_text, 0
+
+    def fails_once(path: Path, *args: Any, **options: Any) -> str:
+        nonlocal reads
+        reads += path.name == LEASE_FILE
+        if path.name == LEASE_FILE and reads == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return original(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", fails_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        Lease(tmp_path)
+    with Lease(tmp_path):
+        pass
