@@ -37,6 +37,8 @@ from grpo_mcore.tools.rehearse.world import World
 KINDS: tuple[Kind, ...] = (
     "kill", "kill", "kill", "hang", "pause", "slow", "full disk", "SIGTERM", "SIGUSR1", "driver", "driver", "driver",
 )  # fmt: skip
+STALLS = ("kill", "hang", "pause", "node")
+"""Faults for which the driver waits."""
 STEP_TIMEOUT_S = 60.0
 USUAL_S = 15.0
 """Virtual seconds of most runs without a fault."""
@@ -264,7 +266,8 @@ def _simulate(case: Case, folder: Path) -> Outcome:
             code, flaws = -1, [f"it has not ended after {LONGEST_S:.0f} virtual seconds"]
             break
         flaws = [*broken_laws(world, config, code), *idle_engines(world.engines, case.prompts)]
-        flaws += [flaw for cluster in clusters for flaw in cluster.overdue]
+        if sum(fault.kind in STALLS for fault in faults.happened) <= 1:  # two make waits that follow each other
+            flaws += [flaw for cluster in clusters for flaw in cluster.overdue]
         flaws += _unforced(faults, code, errors, clock.now(), stops)
     return Outcome(code, flaws, faults.happened, clock.now(), errors)
 
@@ -281,12 +284,13 @@ def _unforced(faults: Faults, code: int, errors: Sequence[str], ended_at: float,
         yield f"the run was lost, and no rank was: {lost[0]}"
     elif any("DeadlineExceeded" in error for error in errors) and not stands_still:
         yield f"nothing stood still, and it waited too long: {errors[-1]}"
-    if of_policy or stands_still or any(fault.kind == "driver" for fault in happened):
+    if of_policy or stands_still or errors or any(fault.kind == "driver" for fault in happened):
         return
     for fault, at, step in list(zip(happened, faults.times, faults.steps, strict=True))[before:]:
         if fault.kind == "SIGTERM" and ended_at - at > SIGTERM_S:
             yield f"it ended {ended_at - at:.0f} s after SIGTERM"
-        if fault.kind in ("SIGTERM", "SIGUSR1") and (more := faults.world.step - step) > 1:
+        alone = len(happened) == 1  # others make steps that are trained again, or a start that is repeated
+        if alone and fault.kind in ("SIGTERM", "SIGUSR1") and (more := faults.world.step - step) > 1:
             yield f"it trained {more} further steps after {fault.kind}"
 
 
