@@ -13,9 +13,8 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
-from textwrap import indent
 from typing import Any, TypedDict
 
 from grpo_mcore.algorithms.checkpointing.lease import Lease, dead_holder
@@ -479,29 +478,10 @@ def policy_folder(folder: Path) -> str:
 
 def recipe_text(recipe: MasterConfig) -> str:
     """Return config.yaml, which every checkpoint has. Takes up to a tenth of a second for a whole recipe."""
-    return _yaml_text(recipe.model_dump(mode="json"))
-
-
-def _yaml_text(section: Mapping[str, Any]) -> str:
-    """Return a section as YAML, part by part: those that other recipes of this process have too are known."""
-    text = ""
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            text += _yaml_entry(name, "").removesuffix(" ''\n") + "\n" + indent(_yaml_text(value), "  ")
-        elif isinstance(value, dict | list):
-            text += _yaml_entry(name, json.dumps(value), is_json=True)
-        else:
-            text += _yaml_entry(name, value)
-    return text
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _yaml_entry(name: str, value: str | int | float | bool | None, is_json: bool = False) -> str:
     import yaml
 
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    plain = json.loads(value) if is_json and isinstance(value, str) else value
-    return yaml.dump({name: plain}, Dumper=dumper, sort_keys=False)
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
 
 
 def write_driver_files(folder: Path, snapshot: RunSnapshot, config_yaml: str) -> dict[str, Digest]:
