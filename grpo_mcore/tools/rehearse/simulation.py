@@ -286,11 +286,13 @@ def _unforced(faults: Faults, code: int, errors: Sequence[str], ended_at: float,
         yield f"nothing stood still, and it waited too long: {errors[-1]}"
     if of_policy or stands_still or errors or any(fault.kind == "driver" for fault in happened):
         return
+    ahead = faults.world.config.grpo.async_grpo.enabled
     for fault, at, step in list(zip(happened, faults.times, faults.steps, strict=True))[before:]:
         if fault.kind == "SIGTERM" and ended_at - at > SIGTERM_S:
             yield f"it ended {ended_at - at:.0f} s after SIGTERM"
         alone = len(happened) == 1  # others make steps that are trained again, or a start that is repeated
-        if alone and fault.kind in ("SIGTERM", "SIGUSR1") and (more := faults.world.step - step) > 1:
+        begun = 1 + (ahead and fault.kind == "SIGUSR1")  # also a step whose prompts are generated ahead
+        if alone and fault.kind in ("SIGTERM", "SIGUSR1") and (more := faults.world.step - step) > begun:
             yield f"it trained {more} further steps after {fault.kind}"
 
 

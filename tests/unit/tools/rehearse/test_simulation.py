@@ -261,7 +261,7 @@ PLANTED: dict[Callable[[Plant], None], tuple[int, str]] = {
     a_rank_trains_without_what_the_teacher_said: (1, "trained on samples that no teacher had scored"),
     a_late_engine_is_asked_as_patiently_as_others: (55, "owed the answer to"),
     groups_that_were_trained_on_are_kept: (2, "samples are kept of at most"),
-    a_signal_is_not_heard: (0, "further steps after SIG"),
+    a_signal_is_not_heard: (12, "further steps after SIG"),
     a_lost_machine_passes_for_a_mistake_of_the_recipe: (26, "exit code 1: NodeLost"),
 }
 """Each planted fault: the first seed that found it, which is tried before all others, and the flaws by which it is
