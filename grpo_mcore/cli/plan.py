@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo_mcore.recipe import MasterConfig, Problem, RecipeError, load_recipe
 
 if TYPE_CHECKING:
     from grpo_mcore.families import ModelShape
-    from grpo_mcore.tools.plan.search import Candidate
     from grpo_mcore.tools.plan.workload import Device
 
 
@@ -49,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
     config = load_recipe(args.recipe, args.overrides).config
     if args.write is not None and args.search is None:
         raise RecipeError([Problem("command line", "--write", "it writes what --search NODES finds")])
+    if args.write is not None:
+        recipe_with(args, ())  # what cannot be written is said before the search
+        if not args.write.parent.is_dir():
+            raise RecipeError([Problem("command line", "--write", f"there is no folder {args.write.parent}")])
 
     from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape, plan_workload
     from grpo_mcore.tools.plan.report import plan_text, search_text
@@ -65,33 +70,35 @@ def run(args: argparse.Namespace) -> int:
     result = search(plan_workload(config, shape, device, mean_length=args.mean_length), device, args.search)
     print(json.dumps(result.plain(), indent=2) if args.json else search_text(result, args.search))
     if args.write is not None and result.candidates:
-        args.write.write_text(recipe_with(args, result.candidates[0]), encoding="utf-8")
-        print(f"\nwritten: {args.write}, with the first of them")
+        first = result.candidates[0]
+        command = f"grpo-mcore plan {args.recipe} --search {args.search} --write {args.write}"
+        head = [f"# {first.layout}", f"# {first.reason}", f"# Written by: {command}", ""]
+        args.write.write_text("\n".join(head) + recipe_with(args, first.overrides), encoding="utf-8")
+        print(f"written: {args.write}, with the first of them", file=sys.stderr if args.json else sys.stdout)
     return 0 if result.candidates else 1
 
 
-def recipe_with(args: argparse.Namespace, candidate: Candidate) -> str:
-    """Return a recipe that inherits from the command's and has its overrides and those of a layout."""
+def recipe_with(args: argparse.Namespace, overrides: Sequence[str]) -> str:
+    """Return a recipe that inherits from the command's and has its overrides and further ones. Raises RecipeError."""
     import yaml
 
-    given = Path(args.recipe)
+    from grpo_mcore.recipe.loading.load import PRESET, presets_of
+    from grpo_mcore.recipe.loading.merge import apply_overrides
+    from grpo_mcore.recipe.loading.yaml_tree import Node
+
+    given, problems = Path(args.recipe), list[Problem]()
+    words = [*args.overrides, *overrides]
+    for word in words:
+        key = word.partition("=")[0]
+        if key.startswith("~") or any(part.isdecimal() for part in key.split(".")):
+            problems.append(Problem("command line", key, "--write has no place for it: change the recipe instead"))
     base = os.path.relpath(given, args.write.parent) if given.is_file() else args.recipe
-    tree: dict[str, Any] = {"defaults": [base]}
-    for override in (*args.overrides, *candidate.overrides):
-        key, _, text = override.lstrip("+").partition("=")
-        value = yaml.safe_load(text)
-        if key == "defaults":
-            tree["defaults"].append(value)
-            continue
-        if key.startswith("~"):
-            raise RecipeError([Problem("command line", key, "a key cannot be removed by --write: do it in the recipe")])
-        inner = tree
-        for part in key.split(".")[:-1]:
-            inner = inner.setdefault(part, {})
-        inner[key.rpartition(".")[2]] = value
-    command = f"grpo-mcore plan {args.recipe} --search {args.search} --write {args.write}"
-    head = [f"# {candidate.layout}", f"# {candidate.reason}", f"# Written by: {command}", ""]
-    return "\n".join(head) + yaml.safe_dump(tree, sort_keys=False)
+    own = [word for word in words if not word.startswith(PRESET)]
+    changed = apply_overrides(Node({}, "command line", ""), own, problems).plain()
+    if problems:
+        raise RecipeError(problems)
+    tree = {"defaults": [base, *presets_of(words)]} | changed
+    return yaml.safe_dump(tree, sort_keys=False)
 
 
 def _trace(args: argparse.Namespace, config: MasterConfig, shape: ModelShape, device: Device) -> int:

@@ -190,7 +190,7 @@ class VirtualStore:
         self.worker: VirtualWorker | None = None
         """The worker whose code runs now; None while the driver's does."""
         self.kept = WeakSet[VirtualRef]()
-        """What workers have handed over, as long as somebody refers to it."""
+        """References to objects of workers, as long as somebody has them."""
 
     def put(self, obj: Any) -> Ref:
         return VirtualRef(obj, self.worker, self.worker.node if self.worker else None)

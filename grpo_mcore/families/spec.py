@@ -321,8 +321,16 @@ class Param:
         return self.engine_form.split or self.split
 
     @cached_property
+    def form(self) -> tuple[object, ...]:
+        """All that decides how it is cut, here and in vLLM, names and ranks aside: equal of parameters that are cut
+        alike."""
+        shapes = tuple(tensor.shape for tensor in self.hf)
+        cut = (self.split, self.engine_form, shapes, self.parts, self.groups)
+        return (*cut, self.expert is not None, self.engine is None)
+
+    @cached_property
     def numel(self) -> int:
-        """The number of elements of its tensors."""
+        """Number of elements of its tensors."""
         return sum(tensor.numel for tensor in self.hf)
 
     @cached_property

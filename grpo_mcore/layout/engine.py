@@ -83,11 +83,9 @@ class EngineLayout:
         """Return the bytes that each rank reads of all these parameters. `width`: bytes of an element."""
         alike: dict[object, tuple[Param, int]] = {}  # one of each kind, and the width of all of them
         for param in params:
-            shapes, expert = tuple(tensor.shape for tensor in param.hf), param.expert is not None
-            kind = (param.split.value, param.engine_form, shapes, expert, param.engine is None)
             place = (param.layer if self.pipeline > 1 else None, param.expert if self.expert_parallel else None)
-            first, sum_of_widths = alike.get((kind, place), (param, 0))
-            alike[kind, place] = first, sum_of_widths + width(param)
+            first, sum_of_widths = alike.get((param.form, place), (param, 0))
+            alike[param.form, place] = first, sum_of_widths + width(param)
         nbytes = [0] * self.ranks
         for param, sum_of_widths in alike.values():
             for part, ranks in enumerate(self.readers(param, shape.num_layers)):

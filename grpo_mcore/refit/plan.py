@@ -186,12 +186,11 @@ def _plan(
     large = _large(moved, dtype, trainer, buffer_bytes)
     for param in moved:
         readers = engine.readers(param, shape.num_layers)
-        structure = _structure(param)
-        if structure not in templates:
-            templates[structure] = _templates(param, shape, trainer, engine)
+        if param.form not in templates:
+            templates[param.form] = _templates(param, shape, trainer, engine)
         names, expert = _destinations(param, engine)
         wire = wire_dtype(param, dtype)
-        for part, cells in zip(trainer.parts(param, shape), templates[structure], strict=True):
+        for part, cells in zip(trainer.parts(param, shape), templates[param.form], strict=True):
             index = holders.setdefault(part.ranks, len(holders))
             for cell in cells:
                 nbytes = _volume(cell.box) * DTYPE_BYTES[wire]
@@ -214,8 +213,8 @@ def _plan(
 
 
 class RefitBytes(NamedTuple):
-    """What a refit moves. `written`: bytes by policy rank. `held`: bytes by (policy ranks that hold them, nodes of an
-    engine that read them)."""
+    """Bytes that a refit moves. `written`: by policy rank. `held`: by (policy ranks that hold them, nodes of an engine
+    that read them)."""
 
     written: tuple[int, ...]
     held: dict[tuple[tuple[int, ...], frozenset[int]], int]
@@ -231,8 +230,8 @@ def count_refit(
     buffer_bytes: int,
     deliveries: int = 1,
 ) -> RefitBytes:
-    """Count the bytes of `plan_refit` with the same arguments, in a tenth of its time: equal parameters of the ranks of
-    one stage are planned once. Raises as `plan_refit` does."""
+    """Count the bytes of `plan_refit` with the same arguments, in a fraction of its time: parameters that are cut alike
+    and have the same holders and readers are planned once. Raises as `plan_refit` does."""
     moved = _moved_params(params, dtype)
     packer = _Packer(buffer_bytes, ALIGNMENT)
     large = _large(moved, dtype, trainer, buffer_bytes)
@@ -243,14 +242,13 @@ def count_refit(
     for param in moved:
         wire = wire_dtype(param, dtype)
         readers = engine.readers(param, shape.num_layers)
-        structure = _structure(param)
-        alike = structure, wire, readers, trainer.place(param, shape.num_layers)
+        alike = param.form, wire, readers, trainer.place(param, shape.num_layers)
         shares = counted.get(alike)
         if shares is None:
-            if structure not in templates:
-                templates[structure] = _templates(param, shape, trainer, engine)
+            if param.form not in templates:
+                templates[param.form] = _templates(param, shape, trainer, engine)
             shares = counted[alike] = []
-            for part, cells in zip(trainer.parts(param, shape), templates[structure], strict=True):
+            for part, cells in zip(trainer.parts(param, shape), templates[param.form], strict=True):
                 for cell in cells:
                     ranks = {rank for reader, *_ in cell.reads for rank in readers[reader]}
                     nodes = frozenset(rank * engine.nodes // engine.ranks for rank in ranks)
@@ -292,12 +290,6 @@ def _large(params: Sequence[Param], dtype: str, trainer: PolicyLayout, buffer_by
     """Return the bytes above which a block is divided among the ranks that hold it."""
     total = sum(param.numel * DTYPE_BYTES[wire_dtype(param, dtype)] for param in params)
     return max(total // (8 * trainer.world_size), buffer_bytes // 16)
-
-
-def _structure(param: Param) -> Any:
-    """Return what decides about the blocks of a parameter, names and ranks aside."""
-    shapes = tuple(tensor.shape for tensor in param.hf)
-    return param.split, param.engine_form, shapes, bool(param.expert), param.engine is None
 
 
 def _sources(holders: Sequence[int], times: int) -> Sequence[int]:

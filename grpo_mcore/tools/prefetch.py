@@ -45,7 +45,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a need. `what`: its size, or the number of its rows. `error`: None if it could be opened."""
+    """Result of opening what a run needs. `what`: its size, or the number of its rows. `error`: None if it opened."""
 
     need: Need
     what: str = ""

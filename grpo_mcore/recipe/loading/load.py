@@ -21,7 +21,7 @@ from grpo_mcore.recipe.schema.master import NULL_MEANS, null_means
 from grpo_mcore.recipe.validation.validate import validated
 
 _SUFFIXES = ("", ".yaml", ".yml")
-_PRESET = "defaults="
+PRESET = "defaults="
 # Base recipes of NeMo RL whose algorithm is not supported.
 _UNSUPPORTED = {"rm": "training a reward model"}
 # Keys that name a file. A file that does not exist relative to the working directory is taken from the folder of the
@@ -65,7 +65,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     for preset in presets_of(overrides):
         preset_file = _find(preset, [Path(), *recipe_folders()], (COMMAND_LINE, "defaults"), name)
         tree = merge(tree, _load(preset_file, files, (file,)))
-    tree = apply_overrides(tree, [word for word in overrides if not word.startswith(_PRESET)], problems)
+    tree = apply_overrides(tree, [word for word in overrides if not word.startswith(PRESET)], problems)
     texts = [*(each.read_text(encoding="utf-8") for each in files), *overrides]
     variables = variables_of(tree, MasterConfig.model_fields, texts)
     tree = resolve_tree(tree, _with_defaults, nearest_key, problems)
@@ -92,8 +92,8 @@ def presets_of(overrides: Sequence[str]) -> list[str]:
     """Return the names that `defaults=NAME` and `defaults=[NAME, NAME]` give on a command line."""
     presets = []
     for word in overrides:
-        if word.startswith(_PRESET):
-            value = parse_text(word.removeprefix(_PRESET), "defaults", COMMAND_LINE)
+        if word.startswith(PRESET):
+            value = parse_text(word.removeprefix(PRESET), "defaults", COMMAND_LINE)
             presets += [entry.value for entry in _entries(value, word)]
     return presets
 

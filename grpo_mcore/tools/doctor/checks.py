@@ -453,7 +453,7 @@ def collectives(needs: Needs) -> Iterator[CheckResult]:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What came of one process of an all-reduce. `seconds`: with its start. `rate`: GB/s in each direction; 0 with an
+    """Result of one process of an all-reduce. `seconds`: with its start. `rate`: GB/s in each direction; 0 with an
     error."""
 
     seconds: float

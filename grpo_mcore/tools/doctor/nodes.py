@@ -147,12 +147,13 @@ def rounds_of(nodes: Sequence[str], partners: int = PARTNERS) -> list[list[tuple
 
 
 def slow_pairs(rates: Mapping[tuple[str, str], float]) -> list[tuple[str, str]]:
-    """Return the pairs whose bandwidth is far below the usual one: the upper quartile, since one slow node of few makes
-    most pairs slow."""
-    if not rates:
-        return []
-    usual = sorted(rates.values())[-(-3 * len(rates) // 4) - 1]
-    return [pair for pair, rate in rates.items() if rate < SLOW * usual]
+    """Return the pairs whose bandwidth is far below the usual one."""
+    return [pair for pair, rate in rates.items() if rate < SLOW * usual_rate(rates)]
+
+
+def usual_rate(rates: Mapping[tuple[str, str], float]) -> float:
+    """Return the upper quartile: one slow node of few makes most pairs slow."""
+    return sorted(rates.values())[-(-3 * len(rates) // 4) - 1]
 
 
 def compare_rates(rates: Mapping[tuple[str, str], float], backend: str) -> Iterator[CheckResult]:
@@ -163,7 +164,7 @@ def compare_rates(rates: Mapping[tuple[str, str], float], backend: str) -> Itera
     slow = slow_pairs(rates)
     pairs_of = {node: [pair for pair in rates if node in pair] for pair in rates for node in pair}
     named = [node for node, pairs in pairs_of.items() if len(pairs) > 1 and all(pair in slow for pair in pairs)]
-    usual = sorted(rates.values())[-(-3 * len(rates) // 4) - 1]
+    usual = usual_rate(rates)
     look = "ibstat, and nvidia-smi nvlink -s and topo -m" if backend == "nccl" else "ethtool, and what else uses it"
     for node in named:
         best = max(rates[pair] for pair in pairs_of[node])

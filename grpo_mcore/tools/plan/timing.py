@@ -419,9 +419,7 @@ def _one_of_each_form(shape: ModelShape, adapters: AdapterShape | None) -> tuple
     params = [param for param in params_of(shape) if not param.copy]
     forms: dict[object, Param] = {}
     for param in params if adapters is None else adapter_params(params, adapters):
-        sizes = tuple(tensor.shape for tensor in param.hf)
-        form = (param.split, param.engine_form, sizes, param.parts, param.groups, param.expert is None)
-        forms.setdefault((*form, param.engine is None, param.stage), param)
+        forms.setdefault((param.form, param.stage), param)
     return tuple(forms.values())
 
 

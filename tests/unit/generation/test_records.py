@@ -1,4 +1,4 @@
-"""What an engine's worker records of a forward pass."""
+"""Records of an engine's forward passes: what comes out of each layer, at each token's place."""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from grpo_mcore.families import params_of, shape_of
+from grpo_mcore.families import Param, Split, Stage, params_of, shape_of
+from grpo_mcore.families.spec import HfTensor
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.plan import GIB, RefitError, RefitPlan, count_refit, plan_model_refit, plan_refit
 from tests.unit.refit.whole_split import (
@@ -220,6 +222,20 @@ def test_the_size_that_the_message_names_is_enough() -> None:
         plan(1e-6)
     named = float(str(caught.value).split("that holds it is ")[1].split(" ")[0])
     assert plan(named).buckets
+
+
+def test_parameters_of_equal_sizes_but_other_parts_are_cut_differently() -> None:
+    def param(name: str, *parts: int) -> Param:
+        tensor = HfTensor(name, (8, 4))
+        return Param(name, (tensor,), Split.PARTS, Stage.LAYER, layer=0, engine=name, parts=parts)
+
+    def blocks(*params: Param) -> set[tuple[Any, ...]]:
+        settings = {"dtype": "float32", "buffer_bytes": GIB}
+        plan = plan_refit(params, make_shape(), PolicyLayout(tensor=2), EngineLayout(), **settings)
+        return {(block.param, block.box, read.box) for block in plan.blocks() for read in block.reads}
+
+    one, other = param("one", 4, 4), param("other", 2, 6)
+    assert blocks(one, other) == blocks(one) | blocks(other)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -777,11 +777,18 @@ def test_a_layout_that_was_found_is_written_as_a_recipe(tmp_path: Path, capsys: 
     """It inherits from the recipe that was planned, with what the command line said, and fits."""
     mine, found = tmp_path / "mine.yaml", tmp_path / "found.yaml"
     mine.write_text("defaults: grpo-qwen3-8B-1n1g\n")
-    words = ["policy.max_total_sequence_length=4096", "--preset", "dapo", "--search", "1", "--write", str(found)]
+    rate = f"{AT}optimizer.min_lr=1e-9"
+    words = ["policy.max_total_sequence_length=4096", rate, "--preset", "dapo", "--search", "1", "--write", str(found)]
     assert main(["plan", str(mine), "cluster.gpus_per_node=8", *words]) == 0
     first = capsys.readouterr().out.splitlines()[3].split()
     config, plain = load_recipe(found).config, yaml.safe_load(found.read_text())
     assert plain["defaults"] == ["mine.yaml", "presets/dapo"] and config.cluster.gpus_per_node == 8
     assert all(str(value_at(config, one.split("=")[0])).lower() == one.split("=")[1] for one in first)
     assert main(["plan", str(found)]) == 0
+    assert plain["policy"]["megatron_cfg"]["optimizer"]["min_lr"] == 1e-9
     assert main(["plan", str(mine), "--write", str(found)]) == 2
+    capsys.readouterr()
+    assert main(["plan", str(mine), "~grpo.val_period", "--search", "1", "--write", str(found)]) == 2
+    assert "~grpo.val_period: --write has no place for it" in capsys.readouterr().err
+    assert main(["plan", str(mine), "--search", "1", "--write", str(tmp_path / "no" / "found.yaml")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
