@@ -12,6 +12,7 @@
   they take float32 and all sizes.
 - The files of Qwen3.5 and of Gemma 3's vision models import image processors that need torchvision, which text does
   without; transformers has the same in PIL. Superfluous once vLLM imports them only for images.
+- Ranks of one engine that wait for each other's messages sleep instead of asking in a loop.
 """
 
 from __future__ import annotations
@@ -42,6 +43,21 @@ def register_cpu_kernels() -> None:
     _route_sigmoid_scores_without_groups()
     _replace_gated_delta_net()
     _do_without_torchvision()
+    _wait_without_spinning()
+
+
+def _wait_without_spinning(seconds: float = 0.001) -> None:
+    """Let the ranks of an engine and its scheduler wait for each other's messages asleep after `seconds` without one.
+    vLLM lets each ask again and again for a second, which takes the processor from the ranks that compute."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    original = SpinCondition.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.busy_loop_s = min(self.busy_loop_s, seconds)
+
+    SpinCondition.__init__ = __init__
 
 
 def takes_norm(x: Tensor, weight: Tensor | None, variance_size: int | None, rounds: bool) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -41,6 +44,24 @@ def test_the_norms_are_the_formula(dtype: torch.dtype, tolerance: float) -> None
     slack = 1 if dtype == torch.float32 else 2  # in bfloat16 the sum is rounded before it is normalised
     assert torch.allclose(found.double(), expected, rtol=slack * tolerance, atol=slack * tolerance)
     assert not norm.supports_args(heads, weight.double(), EPSILON) and not norm.supports_args(heads, None, EPSILON)
+
+
+@pytest.mark.slow  # imports vLLM
+def test_ranks_that_wait_leave_the_processor_to_those_that_compute(tmp_path: Path) -> None:
+    register_cpu_kernels()
+    import zmq
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    with zmq.Context() as context:
+        reader = SpinCondition(is_reader=True, context=context, notify_address=f"ipc://{tmp_path}/messages")
+        reader.record_read()
+        asked, until = 0, time.monotonic() + 0.2
+        while time.monotonic() < until:
+            reader.wait(timeout_ms=20)
+            asked += 1
+        for socket in (reader.local_notify_socket, reader.read_cancel_socket, reader.write_cancel_socket):
+            socket.close(linger=0)
+    assert asked < 5000, "vLLM's own way asks some 100,000 times"
 
 
 @pytest.mark.parametrize(
