@@ -8,11 +8,8 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from grpo_mcore.environments.answers import Thoughts
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.recipe import nearest
-
-
-class EnvironmentConfigError(ValueError):
-    """An environment's name or its `env.<name>` section is wrong."""
 
 
 class EnvConfig(BaseModel):

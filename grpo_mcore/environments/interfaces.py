@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
+from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Outcome, Trajectory
 from grpo_mcore.text import not_unicode, replaced
 

@@ -16,13 +16,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from grpo_mcore.environments.answers import UNFINISHED, split_messages
-from grpo_mcore.environments.config import AnswerConfig, EnvironmentConfigError
+from grpo_mcore.environments.config import AnswerConfig
 from grpo_mcore.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
     response_text,
     single_turn_return,
 )
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.truths import truth_problems
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from grpo_mcore.environments.verifiers import (

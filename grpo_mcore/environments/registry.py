@@ -1,4 +1,7 @@
-"""Environments by name or by import path ("package.module:Class" or "package.module.Class")."""
+"""Environments by name or by import path ("package.module:Class" or "package.module.Class").
+
+Verifier processes import this, so it does without pydantic, the recipe and torch: importing them would take most of the
+time that such a process needs to start."""
 
 from __future__ import annotations
 
@@ -6,10 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore import imports
-from grpo_mcore.environments.config import EnvironmentConfigError
-from grpo_mcore.recipe import nearest
 
-if TYPE_CHECKING:  # it imports torch, which verifier processes do without
+if TYPE_CHECKING:
     from grpo_mcore.environments.interfaces import EnvironmentBase
 
 _ENVIRONMENTS: dict[str, str] = {
@@ -20,6 +21,10 @@ _ENVIRONMENTS: dict[str, str] = {
     "rules": "grpo_mcore.environments.rule_environment:RuleEnvironment",
     "sliding_puzzle": "examples.sliding_puzzle.environment:SlidingPuzzleEnvironment",
 }
+
+
+class EnvironmentConfigError(ValueError):
+    """An environment's name or its `env.<name>` section is wrong."""
 
 
 def register_env(env_name: str, import_path: str) -> None:
@@ -35,6 +40,8 @@ def create_env_class(env_name: str) -> tuple[type[EnvironmentBase], dict[str, fl
     path = _ENVIRONMENTS.get(env_name)
     if path is None:
         if not {".", ":"} & set(env_name):
+            from grpo_mcore.recipe import nearest
+
             near = nearest(env_name, _ENVIRONMENTS)
             hint = f"did you mean {near!r}? " if near else ""
             raise EnvironmentConfigError(

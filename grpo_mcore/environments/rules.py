@@ -17,9 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from grpo_mcore.environments.async_rewards import AsyncReward, make_async_rules
-from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.http_retries import RetryPolicy
-from grpo_mcore.environments.registry import import_by_path
+from grpo_mcore.environments.registry import EnvironmentConfigError, import_by_path
 from grpo_mcore.environments.reward_functions import (
     Sample,
     failed_rule,

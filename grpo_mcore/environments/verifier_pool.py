@@ -39,8 +39,7 @@ from typing import Any, ClassVar
 import pebble
 
 from grpo_mcore import processes
-from grpo_mcore.environments.config import EnvironmentConfigError
-from grpo_mcore.environments.registry import import_by_path
+from grpo_mcore.environments.registry import EnvironmentConfigError, import_by_path
 from grpo_mcore.environments.verifiers import shorten
 from grpo_mcore.hub_variables import HUB_VARIABLES
 

@@ -14,8 +14,8 @@ import torch
 
 from grpo_mcore.algorithms.rollouts.scoring import BatchLimits
 from grpo_mcore.environments import create_env_class
-from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentBase
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.families import (
     FamilyError,
     ModelShape,

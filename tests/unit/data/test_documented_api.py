@@ -28,7 +28,6 @@ from grpo_mcore.data import (
 from grpo_mcore.data.multiple_loaders import _by_column
 from grpo_mcore.data.processors import math_data_processor
 from grpo_mcore.environments import create_env
-from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -37,6 +36,7 @@ from grpo_mcore.environments.interfaces import (
 )
 from grpo_mcore.environments.math_environment import MathEnvironment
 from grpo_mcore.environments.nemo_gym import NemoGymEnvironment
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import Trajectory, Turn
 from tests.unit.data.conftest import sums

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from grpo_mcore.environments import create_env
-from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.reward_functions import imported_when_called
 from grpo_mcore.environments.rule_environment import RuleEnvironment
 from tests.unit.environments import judges, rule_functions
+
+pytestmark = pytest.mark.slow  # processes that are started and killed
 
 MODULE = "tests.unit.environments.judges"
 

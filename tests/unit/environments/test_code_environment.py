@@ -12,10 +12,12 @@ import pytest
 
 from grpo_mcore.environments import create_env
 from grpo_mcore.environments.code.environment import CodeEnvConfig, CodeEnvironment, last_program
-from grpo_mcore.environments.config import EnvironmentConfigError
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.sandbox import command as sandbox_command
 from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST, SandboxError
 from tests.unit.environments.sandbox_here import needs_sandbox
+
+pytestmark = pytest.mark.slow  # a sandbox for each answer
 
 SECTION = {"num_workers": 2, "cpu_limit_s": 5.0, "output_limit_mb": 0.1, "stop_strings": ["</code>"]}
 KINDS = [TRUST, pytest.param(BUBBLEWRAP, marks=needs_sandbox)]

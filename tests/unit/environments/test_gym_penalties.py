@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.gym_penalties import THOUGHT_MARKS, TOOL_CALL_MARKS, RewardPenalties, flag_of
 from grpo_mcore.environments.gym_result import FormRules, read_result
 from grpo_mcore.environments.nemo_gym import NemoGymConfig, NemoGymEnvironment
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING
 
 OPEN, CLOSE = 12, 13

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from grpo_mcore.environments import create_env, create_env_class
-from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.gym_client import GymError, agents_of
 from grpo_mcore.environments.nemo_gym import GymSample, NemoGymEnvironment
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.generation.chat.endpoint import EndpointAddress
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.gym_server import AGENT, GymServer

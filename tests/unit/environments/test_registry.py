@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from grpo_mcore.environments import create_env, create_env_class, register_env
-from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from grpo_mcore.environments.math_environment import MathEnvConfig, MathEnvironment
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Trajectory
 
 

@@ -12,10 +12,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.environments import create_env
-from grpo_mcore.environments.config import EnvironmentConfigError
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.reward_model import RewardModelConfig, RewardModelEnvironment
 from grpo_mcore.environments.reward_model_worker import Classifier
 from grpo_mcore.environments.verifier_pool import Result
+
+pytestmark = pytest.mark.slow  # processes that load models
 
 PROMPT = [{"role": "system", "content": "+"}, {"role": "user", "content": "37+45="}]
 ANSWERS = ["82", "082", "1", "=" * 20, "", "82" * 7]

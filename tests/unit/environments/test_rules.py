@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from grpo_mcore.environments import create_env
-from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentInterface
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.reward_functions import Sample
 from grpo_mcore.environments.rule_environment import RuleEnvConfig, RuleEnvironment
 from grpo_mcore.environments.rules import make_rules

@@ -16,8 +16,10 @@ import psutil
 import pytest
 
 from grpo_mcore import processes
-from grpo_mcore.environments.config import EnvironmentConfigError
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.verifier_pool import VerifierPool, WorkerSpec, WorkerStartError
+
+pytestmark = pytest.mark.slow  # processes that are started and killed
 
 JOBS = "tests.unit.environments.pool_jobs"
 

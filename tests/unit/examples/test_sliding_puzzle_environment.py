@@ -9,7 +9,7 @@ import torch
 
 from examples.sliding_puzzle.puzzle import moves, shuffled, solved_board, write_action, write_board
 from grpo_mcore.environments import create_env
-from grpo_mcore.environments.config import EnvironmentConfigError
+from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Trajectory, Turn
 
 
