@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from omegaconf import Container, OmegaConf
@@ -56,6 +57,9 @@ LONGEST = 100_000
 _REFERENCE = re.compile(r"\$\{ *(\.*)([\w.\-]+) *\}")
 """An interpolation of another key: dots of a relative one, and the key."""
 
+_BUILT = re.compile(r"[\w.\-\]]\$\{|\}[\w.\-\[]")
+"""Where an interpolation may be a part of a key, which is not known before its value."""
+
 
 def _register(name: str, function: Callable[..., float], arity: int | None) -> None:
     def resolver(*arguments: Any, _root_: Any) -> Any:
@@ -84,8 +88,36 @@ def resolve_tree(tree: Node, complete: Complete, nearest: Nearest, problems: lis
     interpolations too. `nearest` returns the known key that an unknown one most likely means."""
     tree = _without_bad_syntax(tree, problems)
     tree = _without_bombs(tree, tree, {}, problems)
-    config = OmegaConf.create(complete(tree.plain()))
+    config = OmegaConf.create(_named(complete(tree.plain())))
     return _resolved(tree, config, nearest, problems)
+
+
+def _named(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what the interpolations among the values may name, and themselves: giving OmegaConf all values would take
+    half of the time of loading a recipe. A value is kept if any interpolation has its key's last name."""
+    texts = list(_interpolated(values))
+    if any(map(_BUILT.search, texts)):
+        return values
+    sections, names = (set(re.findall(rf"[\w\-]+{end}", " ".join(texts))) for end in (r"(?=\.)", r"(?![\w\-.])"))
+
+    def part(values: dict[str, Any]) -> dict[str, Any]:
+        kept = {}
+        for name, value in values.items():
+            found = part(value) if isinstance(value, dict) and name not in names else value
+            if name in names or name in sections or any(_interpolated(found)) or (found and isinstance(found, dict)):
+                kept[name] = found
+        return kept
+
+    return part(values)
+
+
+def _interpolated(value: Any) -> Iterator[str]:
+    """Yield the texts with interpolations in a value."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _interpolated(item)
+    elif isinstance(value, str) and "${" in value:
+        yield value
 
 
 def variables_of(tree: Node, sections: Collection[str], texts: Iterable[str]) -> list[str]:
@@ -104,13 +136,19 @@ def _without_bad_syntax(node: Node, problems: list[Problem]) -> Node:
         value = {name: _without_bad_syntax(child, problems) for name, child in value.items()}
     elif isinstance(value, list):
         value = [_without_bad_syntax(child, problems) for child in value]
-    elif isinstance(value, str) and "${" in value:
-        try:
-            parse(value)
-        except OmegaConfBaseException as error:
-            problems.append(_problem(node, f"not an interpolation such as ${{policy.model_name}}: {_reason(error)}"))
-            value = None
+    elif isinstance(value, str) and "${" in value and (why := _bad_syntax(value)) is not None:
+        problems.append(_problem(node, f"not an interpolation such as ${{policy.model_name}}: {why}"))
+        value = None
     return Node(value, node.source, node.key, node.replaces)
+
+
+@lru_cache(maxsize=1024)  # recipes inherit the same few
+def _bad_syntax(text: str) -> str | None:
+    try:
+        parse(text)
+    except OmegaConfBaseException as error:
+        return _reason(error)
+    return None
 
 
 def _without_bombs(node: Node, root: Node, sizes: dict[str, int], problems: list[Problem]) -> Node:
@@ -158,7 +196,7 @@ def _resolved(node: Node, config: Any, nearest: Nearest, problems: list[Problem]
 
 def _item(node: Node, section: Any, name: str | int, nearest: Nearest, problems: list[Problem]) -> Node:
     if isinstance(node.value, dict | list):
-        return _resolved(node, section[name], nearest, problems)
+        return _resolved(node, section[name], nearest, problems) if any(_interpolated(node.plain())) else node
     if not (isinstance(node.value, str) and "${" in node.value):
         return node
     try:

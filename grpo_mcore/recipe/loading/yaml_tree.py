@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def parse_text(text: str, key: str, source: str) -> Node:
 
 def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> Node:
     try:
-        root = yaml.compose(text, Loader=_Loader)
+        root = _composed(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = ", ".join(part for part in (error.context, error.problem) if part)
@@ -142,6 +143,11 @@ def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> N
     if conversion.problems:
         raise RecipeError(conversion.problems, name)
     return node
+
+
+@lru_cache(maxsize=64)  # recipes inherit the same few
+def _composed(text: str) -> yaml.Node | None:
+    return yaml.compose(text, Loader=_Loader)
 
 
 class _Conversion:
