@@ -21,7 +21,7 @@ demo: setup ## train a small model with GRPO on two CPU cores: a few minutes, fi
 test: setup lint ## run lint, then every test
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-fast: setup ## run the unit tests: no process group, no engine, under a minute
+test-fast: setup ## run the unit tests without the thorough ones: a minute or two
 	@$(BIN)/python -m pytest tests/unit -m "not slow" $(PARALLEL) $(ARGS)
 
 lint: setup ## run ruff on everything and mypy on the package

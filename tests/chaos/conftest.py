@@ -4,9 +4,9 @@ import faulthandler
 
 import pytest
 
-from tests.functional.conftest import model, sft_run, task
+from tests.functional.conftest import model, sft_run, shared_verifiers, task
 
-__all__ = ["model", "sft_run", "task"]
+__all__ = ["model", "sft_run", "shared_verifiers", "task"]
 
 
 @pytest.fixture(autouse=True)

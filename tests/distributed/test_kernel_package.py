@@ -17,6 +17,20 @@ from grpo_mcore.recipe import PolicyConfig, load_recipe
 from grpo_mcore.tools.plan.plan import plan_shape
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+OF_EACH_KIND = [
+    path
+    for path in RECIPES
+    if path.stem
+    in (
+        "grpo-code-cpu",
+        "grpo-gpt-oss-20B-1n8g",
+        "grpo-kimi-k2-64n8g",
+        "grpo-nanov3-30BA3B-2n8g-lora",
+        "grpo-qwen2.5-3B-1n1g-lora",
+        "grpo-qwen3.5-35BA3B-4n8g",
+    )
+]
+"""Each kind of layer, weights and adapters, float32 and bfloat16, optimizers that are saved in both ways."""
 WITH_EXPERTS = {"nemotron_h": "nemotron_h_moe", "qwen3_5_text": "qwen3_5_moe_text"}
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 CASES = "tests.distributed.kernel_package_cases"
@@ -61,11 +75,14 @@ def test_checkpoints_load_both_ways(
         assert not any(differences.values()), differences
 
 
-def test_every_recipes_policy_resumes_after_it_was_loaded_and_saved_by_it(
-    with_it: RankPool, ranks: RankPool, models: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize(
+    "recipes", [OF_EACH_KIND, pytest.param(RECIPES, marks=pytest.mark.every_state)], ids=["of each kind", "all"]
+)
+def test_a_recipes_policy_resumes_after_it_was_loaded_and_saved_by_it(
+    with_it: RankPool, ranks: RankPool, models: dict[str, Path], tmp_path: Path, recipes: list[Path]
 ) -> None:
     """Train without it, save; load with it, save; load without it, and go on as without interruption."""
-    policies = _recipes_policies(models)
+    policies = _recipes_policies(models, recipes)
     assert {config.megatron_cfg.peft.enabled for config in policies.values()} == {True, False}
     (expected,) = ranks.run(1, f"{CASES}:train_save_train", str(tmp_path), policies)
     with_it.run(1, f"{CASES}:pass_on", str(tmp_path), policies)
@@ -73,14 +90,14 @@ def test_every_recipes_policy_resumes_after_it_was_loaded_and_saved_by_it(
     assert resumed == expected and resumed.keys() == policies.keys()
 
 
-def _recipes_policies(models: dict[str, Path]) -> dict[str, PolicyConfig]:
-    """Return the policy sections of the recipes with a tiny model of their family, on one rank; of those whose
+def _recipes_policies(models: dict[str, Path], recipes: list[Path]) -> dict[str, PolicyConfig]:
+    """Return the policy sections of recipes with a tiny model of their family, on one rank; of those whose
     checkpoints have the same parts the first."""
     one_rank = {f"{kind}_model_parallel_size": 1 for kind in ("tensor", "pipeline", "expert")}
     one_rank |= {"context_parallel_size": 1, "expert_tensor_parallel_size": 1, "sequence_parallel": False}
     one_rank |= {f"num_layers_in_{which}_pipeline_stage": None for which in ("first", "last")}
     policies, seen = {}, []
-    for recipe in RECIPES:
+    for recipe in recipes:
         config = load_recipe(recipe).config
         shape = plan_shape(config)
         family = WITH_EXPERTS.get(shape.family, shape.family) if shape.experts else shape.family

@@ -43,15 +43,29 @@ LATER = {
     "gpt_oss": "TP2-SPxPP2-EP2",
 }
 FAMILIES = DENSE | MOE | HYBRID | {family: {} for family in LATER}
-# For families that differ from another one in few parts: the layouts that cut those parts. `pytest --chaos` and
-# `grpo-mcore parity` compare the others too.
+# The layouts that are compared: for families that differ from another one in few parts those that cut these parts, none
+# where ranks that share key-value heads are compared below, or nothing differs but sizes. `pytest --chaos` and
+# `grpo-mcore parity` compare the others too. A layout of several parts stands for each of its parts.
 FEW = {
+    "qwen3": (
+        "TP1",
+        "TP1-parts",
+        "TP2xPP2",
+        "PP2xDP2",
+        "CP2-recompute",
+        "TP2-SPxCP2",
+        "PP2xCP2",
+        "VPP2xDP2",
+        "PP2-uneven",
+    ),
     "qwen2": ("TP2-SPxCP2",),
     "llama": ("TP2xPP2",),
     "mixtral": ("TP2-SPxPP2-EP2",),
-    "qwen3_moe": ("TP1", "VPP2", "CP2", "EP2-allgather", "EP2xETP2-allgather", "EP2xCP2xDP2", "TP2-SPxPP2-EP2"),
+    "qwen3_moe": ("TP1", "EP2-allgather", "EP2xETP2-allgather", "EP2xCP2xDP2", "TP2-SPxPP2-EP2"),
+    "deepseek_v3": ("EP2-parts", "VPP2", "CP2", "ETP2", "EP2xETP2-allgather", "EP2xCP2xDP2", "TP2-SPxPP2-EP2"),
     "nemotron_h": ("TP2-SPxCP2",),
-    "nemotron_h_moe": ("TP1", "TP2-SP", "PP2", "CP2", "VPP2", "EP2xCP2xDP2", "TP2-SPxPP2-EP2"),
+    "nemotron_h_moe": ("TP1", "CP2", "VPP2", "EP2xCP2xDP2", "TP2-SPxPP2-EP2"),
+    **dict.fromkeys(("moonlight", "glm4_moe_lite", "qwen3_5_text", "gpt_oss"), ()),
 }
 
 

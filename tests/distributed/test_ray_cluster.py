@@ -612,7 +612,14 @@ DRIVER = """
 """
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.every_state),
+        signal.SIGKILL,
+    ],  # functional/test_async_ray.py: Ctrl-C
+    ids=lambda kind: kind.name,
+)
 def test_a_killed_run_leaves_nothing_behind(kind, tmp_path):
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(DRIVER), str(tmp_path)],

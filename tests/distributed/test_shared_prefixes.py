@@ -17,11 +17,10 @@ QUICK = (
     + [("deepseek_v3", "CP2"), ("qwen3_moe", "EP2-allgather"), ("nemotron_h_moe", "CP2")]
     + [("qwen3_5_text", "CP2"), ("gemma3_text", "TP1"), ("gpt_oss", "TP1")]
 )
-LIKE_ANOTHER = {  # in what shared prefixes touch: attention, and layers that carry a state
-    "llama", "mixtral", "moonlight", "glm4_moe_lite", "nemotron_h", "nemotron_h_latent", "gemma3", "qwen3_5_moe_text",
-}  # fmt: skip
-SLOW = [("qwen3", "TP1-parts"), ("qwen3", "VPP2")] + [
-    (family, layout) for family in FAMILIES for layout in ("TP1", "CP2") if (family, layout) not in QUICK
+SLOW = [("qwen3", "VPP2"), ("glm_moe_dsa", "CP2"), ("gpt_oss", "CP2")]
+# In what shared prefixes touch, which is attention and layers that carry a state, these are like another one.
+ALIKE = [("qwen3", "TP1-parts")] + [
+    (family, layout) for family in FAMILIES for layout in ("TP1", "CP2") if (family, layout) not in QUICK + SLOW
 ]
 
 
@@ -29,10 +28,8 @@ SLOW = [("qwen3", "TP1-parts"), ("qwen3", "VPP2")] + [
     ("family", "layout", "how"),
     [(*each, "") for each in QUICK]
     + [("qwen3", "TP2-SP", "lora"), ("qwen3_moe", "EP2", "replay"), ("qwen3_moe", "EP2xCP2xDP2", "replay")]
-    + [
-        pytest.param(*each, "", marks=pytest.mark.every_state if each[0] in LIKE_ANOTHER else pytest.mark.slow)
-        for each in SLOW
-    ],
+    + [pytest.param(*each, "", marks=pytest.mark.slow) for each in SLOW]
+    + [pytest.param(*each, "", marks=pytest.mark.every_state) for each in ALIKE],
 )
 def test_logprobs_and_gradients_equal_the_unshared_run(
     ranks: RankPool,

@@ -1,10 +1,36 @@
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from grpo_mcore.environments import math_environment
+from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from tests.functional.runs import Run, Task, make_task, run_here, sft_recipe
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_verifiers() -> Iterator[None]:
+    """Let the runs of this process use the same pools of math verifiers. Starting one takes longer than a tiny run;
+    tests/unit/environments and the runs under Ray start and end their own."""
+    pools: dict[WorkerSpec, VerifierPool] = {}
+
+    class Shared:
+        def __init__(self, spec: WorkerSpec) -> None:
+            self._pool = pools[spec] = pools.get(spec) or VerifierPool(spec)
+
+        def run(self, jobs: Sequence[Sequence[Any]]) -> list[Result]:
+            return self._pool.run(jobs)
+
+        def close(self) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(math_environment, "VerifierPool", Shared)
+        yield
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import yaml
 
 from grpo_mcore.cli.main import main
+from grpo_mcore.cluster.orphan_reaper import marked
 from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
 from tests.functional.preload import preload
 
@@ -31,6 +33,12 @@ TIME_DEPENDENT = (
     "seconds",
     "refit/",
 )
+
+
+MARK = "NCCL_MARK_OF_THIS_TEST"
+"""Variable of a kind that Ray and its workers inherit, by whose value a test finds the processes of its run."""
+GONE_S = 20.0
+"""Seconds within which a run that is interrupted has ended all its processes."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,23 @@ def assert_one_message(run: Run, code: int, *texts: str) -> None:
     message = run.err[run.err.index("grpo-mcore ") :]
     for text in texts:
         assert text in message, message
+
+
+def living(mark: str) -> list[int]:
+    """Return the processes of the run that are still alive."""
+    return [pid for pid in marked(mark) if "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]]
+
+
+def shared_files(pids: list[int]) -> set[Path]:
+    """Return the files of /dev/shm that these processes have mapped and that still exist."""
+    found = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        found |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)$", maps, flags=re.M)}
+    return {path for path in found if path.exists()}
 
 
 def columns(lines: Sequence[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:

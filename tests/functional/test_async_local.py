@@ -140,7 +140,7 @@ def test_without_the_correction_it_does_not_start(recipe: dict[str, Any], tmp_pa
     assert_one_message(run, 2, "training on trajectories of age 1 (in weight versions) needs")
 
 
-@pytest.mark.parametrize("turns", ["together", "free"])
+@pytest.mark.parametrize("turns", [pytest.param("together", marks=pytest.mark.every_state), "free"])
 def test_interrupted_in_the_middle_of_a_dialogue_nothing_is_lost_or_done_twice(
     recipe: dict[str, Any], task: Task, tmp_path: Path, turns: str
 ) -> None:

@@ -1,10 +1,13 @@
-"""An asynchronous run as a user starts it, under Ray, with a pool of its own for the engine: killed, resumed to the end
-of the data, then with dynamic sampling."""
+"""An asynchronous run as a user starts it, under Ray, with a pool of its own for the engine: interrupted, then resumed
+to the end of the data with dynamic sampling."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,21 @@ import pytest
 from grpo_mcore.cli.main import main
 from grpo_mcore.cluster.orphan_reaper import marked
 from grpo_mcore.observe import audit, read_ledger
-from tests.functional.runs import Task, grpo_recipe, run_command, start_command
-from tests.unit.tools.test_report import data_of
+from tests.functional.runs import (
+    GONE_S,
+    MARK,
+    Run,
+    Task,
+    assert_one_message,
+    grpo_recipe,
+    living,
+    run_command,
+    shared_files,
+    start_command,
+)
+from tests.unit.tools.report_pages import data_of
 
 PROMPTS = 24
-VARIABLE = "GRPO_TEST_RUN_AHEAD"
-GONE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +44,7 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
     recipe["data"] = {"train": {"data_path": str(data)}}
     recipe["checkpointing"] = {"save_period": 1, "metric_name": None}
     recipe["policy"]["generation"]["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
-    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 2, "env_vars": [VARIABLE]}
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 2}
     return recipe
 
 
@@ -42,26 +54,38 @@ def page_of(folder: Path) -> dict[str, Any]:
     return data_of((folder / "page.html").read_text())
 
 
-def test_killed_and_resumed_it_trains_on_every_prompt_once(
+def test_interrupted_and_resumed_it_trains_on_every_prompt_once(
     tmp_path: Path, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    """SIGINT goes to the whole process group, as from a terminal."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
     process = start_command("train", tmp_path, recipe)
     assert process.stdout is not None
     try:
-        seen = []
+        seen: list[str] = []
         for line in process.stdout:
             seen.append(line)
             if line.lstrip().startswith("3/"):
                 break
         assert process.poll() is None, "".join(seen) + process.communicate()[1]
         live = page_of(tmp_path)
+        running = living(f"{MARK}={mark}")
+        files = shared_files(running)
+        assert len(running) > 5 and files
+        os.killpg(process.pid, signal.SIGINT)
+        began = time.monotonic()
+        out, err = process.communicate(timeout=60)
     finally:
-        process.kill()
-        process.communicate()
-    began = time.monotonic()
-    while marked(f"{VARIABLE}={tmp_path}") and time.monotonic() - began < GONE_S:
-        time.sleep(0.2)
+        if process.poll() is None:
+            process.kill()
+    print("".join(seen), out, "---", err)
+    assert time.monotonic() - began < GONE_S
+    stopped = Run(tmp_path, process.returncode, "".join(seen) + out, err)
+    newest = f"step_{max(int(path.name[5:]) for path in stopped.checkpoints.glob('step_*'))}"
+    assert_one_message(stopped, 130, "interrupted; every process that it started has ended", f"{newest}; `--resume`")
+    assert err.count("\n") <= 3
+    assert marked(f"{MARK}={mark}") == [] and not {path for path in files if path.exists()}
     ledger = tmp_path / "checkpoints" / "ledger.jsonl"
     killed = audit(read_ledger(ledger))
     assert not killed.flaws and killed.steps >= 3

@@ -83,12 +83,26 @@ def load_in_vllm(rank: int, tensor: int, pipeline: int, port: int, folders: list
     torch.save(found, f"{out}/{rank}.pt")
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
-def test_the_declared_slices_are_those_that_vllm_loads(tmp_path: Path, tensor: int, pipeline: int) -> None:
+# Of each kind one: which layers a stage has is the same for all of a kind.
+STAGES = ("qwen3-tied", "llama-vocabulary-150", "qwen3_moe", "deepseek_v3", "nemotron_h")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "names"),
+    [
+        pytest.param(2, 1, tuple(CASES), id="TP2"),
+        pytest.param(1, 2, STAGES, id="PP2"),
+        pytest.param(1, 2, tuple(CASES), id="PP2, all", marks=pytest.mark.every_state),
+    ],
+)
+def test_the_declared_slices_are_those_that_vllm_loads(
+    tmp_path: Path, tensor: int, pipeline: int, names: tuple[str, ...]
+) -> None:
     from grpo_mcore.processes import free_port
 
     folders = []
-    for name, (family, overrides) in CASES.items():
+    for name in names:
+        family, overrides = CASES[name]
         folders.append(str(tmp_path / name))
         layers = {} if family == "nemotron_h" else {"num_hidden_layers": 2 * pipeline}
         make_tiny_model(family, Path(folders[-1]), **layers | overrides)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from grpo_mcore.recipe import load_recipe
+from grpo_mcore.tools.plan.plan import plan_config
 from tests.functional.runs import Task, run_command, sft_recipe
 
 STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
@@ -28,7 +31,10 @@ def test_fine_tuning(task: Task, tmp_path: Path) -> None:
 
 
 def test_a_trace(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "grpo_mcore.cli.main", "plan", "grpo-qwen2.5-3B-1n1g-lora", "--trace"]
+    recipe = "grpo-qwen2.5-3B-1n1g-lora"
+    model = plan_config(load_recipe(recipe).config) | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    command = [sys.executable, "-m", "grpo_mcore.cli.main", "plan", recipe, f"policy.model_name={tmp_path}", "--trace"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "launches" in done.stdout

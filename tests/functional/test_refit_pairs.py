@@ -35,6 +35,8 @@ class Pair:
 
 
 PAIRS = {
+    "TP2 to PP2, pools": Pair("qwen3", 2, engine_pipeline=2, tensor=2, colocated=False),
+    "EP2 within TP2 to TP2": Pair("qwen3_moe", 2, engine_tensor=2, tensor=2, expert=2),
     "TP2 to TP2, Mamba2": Pair("nemotron_h", 2, engine_tensor=2, tensor=2),
     "TP2 x PP2 to PP2, pools": Pair("qwen3", 4, engine_pipeline=2, tensor=2, pipeline=2, colocated=False),
     "EP2 x TP2 to TP2": Pair("qwen3_moe", 4, engine_tensor=2, tensor=2, expert=2),
@@ -76,7 +78,14 @@ def recipe_of(pair: Pair, task: Task, folder: Path) -> dict[str, Any]:
     return recipe
 
 
-@pytest.mark.parametrize("name", PAIRS)
+# The others add to these more ranks, a family and a second engine, which tests/unit/refit, test_engine_layout.py and
+# test_engine_families.py compare.
+QUICK = ("TP2 to PP2, pools", "EP2 within TP2 to TP2")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.every_state) for name in PAIRS]
+)
 def test_the_engines_hold_and_say_what_the_policy_does(
     cluster: RayCluster, task: Task, tmp_path: Path, name: str
 ) -> None:

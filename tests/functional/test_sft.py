@@ -156,6 +156,7 @@ def test_what_the_user_sees(sft_run: Run) -> None:
     assert sft_run.err == ""
 
 
+@pytest.mark.every_state  # chaos/test_chaos.py kills the driver of a GRPO run
 def test_a_lost_run_goes_on_from_its_newest_checkpoint(task: Task, tmp_path: Path) -> None:
     """With cluster.max_restarts its driver may be killed."""
     recipe = sft_recipe(task) | {"checkpointing": {"save_period": 5}}

@@ -1,7 +1,7 @@
 """launchers/slurm/grpo_2n8g.sh, unchanged, on a real Slurm of two nodes: to the end, cancelled, out of time, a lost
 node.
 
-The first test runs wherever Slurm is or can be installed. The others take minutes and run only on request:
+The last test runs wherever Slurm is or can be installed. The others take minutes and run only on request:
 pytest --slurm -o faulthandler_timeout=1600 tests/functional/test_slurm.py
 """
 
@@ -114,6 +114,7 @@ def _recipe(task: Task, steps: int, engines: int, save_period: int) -> dict[str,
     return recipe
 
 
+@pytest.mark.slurm
 def test_to_the_end_over_both_nodes(slurm: Slurm, task: Task, tmp_path: Path) -> None:
     """An engine on each node gets the weights that only ranks of the other node hold over the network."""
     job = Job(slurm, task, tmp_path, 3, engines=2)
@@ -212,7 +213,6 @@ def _command(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
-@pytest.mark.slurm
 def test_ray_sub_runs_any_command(slurm: Slurm, tmp_path: Path) -> None:
     """`COMMAND=... sbatch --nodes=2 --gres=gpu:8 ray.sub`, as the documents write it."""
     count = "import ray; ray.init(log_to_driver=False); print('nodes:', len(ray.nodes()))"

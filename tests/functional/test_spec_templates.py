@@ -63,7 +63,13 @@ def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-@pytest.mark.parametrize("template", [GYM_GRPO, GRPO_TEMPLATE], ids=["gym", "quick reference"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(GYM_GRPO, id="gym"),
+        pytest.param(GRPO_TEMPLATE, id="quick reference", marks=pytest.mark.every_state),
+    ],
+)
 def test_grpo(run, template: str) -> None:
     done = run("train", template, "grpo.max_num_steps=1")
     assert done.code == 0, done.err

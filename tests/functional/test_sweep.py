@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.functional.runs import Task, run_command, sft_recipe, start_command
+from tests.functional.runs import Task, run_command, run_here, sft_recipe, start_command
 
 
 def wait_until(true: Callable[[], bool], deadline_s: float = 120.0) -> None:
@@ -21,7 +21,7 @@ def wait_until(true: Callable[[], bool], deadline_s: float = 120.0) -> None:
 def test_a_sweep_is_interrupted_and_goes_on(task: Task, tmp_path: Path) -> None:
     words = ["policy.megatron_cfg.optimizer.lr=4e-3,never", "sft.max_num_steps=2", "--algorithm", "sft"]
     words += ["--folder", str(tmp_path / "sweep")]
-    wrong = run_command("sweep", tmp_path, sft_recipe(task), *words)
+    wrong = run_here("sweep", tmp_path, sft_recipe(task), *words)
     assert wrong.code == 2 and "optimizer.lr" in wrong.err and not (tmp_path / "sweep").exists()
     words[0] = "policy.megatron_cfg.optimizer.lr=4e-3,5e-3"
     process = start_command("sweep", tmp_path, sft_recipe(task), *words)
@@ -39,5 +39,5 @@ def test_a_sweep_is_interrupted_and_goes_on(task: Task, tmp_path: Path) -> None:
     assert "1/2 lr=4e-3: " in whole.out and "2/2 lr=5e-3: starts" in whole.out
     page = tmp_path / "sweep" / "report.html"
     assert f"{page}: open it in a browser" in whole.out and page.stat().st_size > 50_000
-    again = run_command("sweep", tmp_path, sft_recipe(task), *words)
+    again = run_here("sweep", tmp_path, sft_recipe(task), *words)
     assert again.code == 0 and again.out.count("finished, left as it is") == 2

@@ -256,7 +256,9 @@ def test_a_weight_changed_by_hand_is_found(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["TP2", "PP2", "CP2"])
+@pytest.mark.parametrize(
+    "layout", ["TP2", *(pytest.param(each, marks=pytest.mark.every_state) for each in ("PP2", "CP2"))]
+)
 def test_a_recorded_step_is_replayed_on_another_layout(
     whole: tuple[Run, Inside], layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 import uuid
@@ -14,11 +13,18 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mcore.cluster.orphan_reaper import marked
-from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_command, start_command
-
-VARIABLE = "NCCL_MARK_OF_THIS_TEST"  # of a kind that Ray and its workers inherit
-GONE_S = 20.0
+from tests.functional.runs import (
+    GONE_S,
+    MARK,
+    Run,
+    Task,
+    assert_one_message,
+    grpo_recipe,
+    living,
+    run_command,
+    shared_files,
+    start_command,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +41,8 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> str:
     value = uuid.uuid4().hex
-    monkeypatch.setenv(VARIABLE, value)
-    return f"{VARIABLE}={value}"
-
-
-def living(mark: str) -> list[int]:
-    """Return the processes of the run that are still alive."""
-    return [pid for pid in marked(mark) if "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]]
-
-
-def shared_files(pids: list[int]) -> set[Path]:
-    """Return the files of /dev/shm that these processes have mapped and that still exist."""
-    found = set()
-    for pid in pids:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-        except OSError:
-            continue
-        found |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)$", maps, flags=re.M)}
-    return {path for path in found if path.exists()}
+    monkeypatch.setenv(MARK, value)
+    return f"{MARK}={value}"
 
 
 def test_a_run_from_the_command_line(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
@@ -97,6 +86,7 @@ def _check_output(run: Run) -> None:
     assert run.err == ""
 
 
+@pytest.mark.every_state  # test_async_ray.py interrupts a run too
 def test_ctrl_c(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
     """Send SIGINT in the middle of a run to the whole process group, as a terminal does."""
     process = start_command("train", tmp_path, recipe, "grpo.max_num_steps=100000", "checkpointing.save_period=2")

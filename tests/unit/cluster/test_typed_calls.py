@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[3]
 CALLS = """
 from grpo_mcore.rollout.workers import Worker, remote_call
 
+pytestmark = pytest.mark.slow  # runs mypy
+
 class Rank:
     def train(self, loss: str, steps: int = 1) -> float:
         return 0.0

@@ -16,6 +16,8 @@ from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST
 from tests.unit.environments.sandbox_here import needs_sandbox
 from tests.unit.environments.test_code_environment import judge
 
+pytestmark = pytest.mark.slow  # a sandbox for each answer
+
 KINDS = [TRUST, pytest.param(BUBBLEWRAP, marks=needs_sandbox)]
 
 
@@ -326,7 +328,7 @@ def test_the_expected_value_is_not_in_the_sandbox(env: CodeEnvironment) -> None:
     assert reward == 0.0 and "add(1, 2)" in told and "86420" not in told and "86420" in code
 
 
-def test_honest_programs(env: CodeEnvironment) -> None:
+def test_an_honest_program_gets_what_its_tests_say(env: CodeEnvironment) -> None:
     tests = [*TESTS, "assert add(2, 2) == 5", "assert add(1, 2) < 4"]
     assert judge(env, "def add(a, b):\n    return a + b", test_list=tests) == (
         4 / 5,

@@ -23,6 +23,8 @@ from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST, Limits,
 from tests.unit.environments.sandbox_cases import ATTEMPTS, SECRET, Attempt
 from tests.unit.environments.sandbox_here import HAS_PROC, needs_sandbox
 
+pytestmark = pytest.mark.slow  # a sandbox for each attempt
+
 LIMITS = Limits(cpu_s=1.0, wall_s=30.0, memory_gb=0.125, processes=8, output_mb=1.0, scratch_mb=16.0)
 SHORT = replace(LIMITS, wall_s=1.0)  # for those who sleep
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,6 +9,8 @@ import pytest
 from grpo_mcore.environments import create_env_class
 from grpo_mcore.environments.truths import truth_problems
 
+pytestmark = pytest.mark.slow  # processes of verifiers
+
 
 def problems(verifier: str, *truths: Any) -> list[str | None]:
     return truth_problems(verifier, [{"ground_truth": truth} for truth in truths], "math")

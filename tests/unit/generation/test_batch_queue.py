@@ -21,7 +21,10 @@ from tests.functional import test_engine_refit as with_a_model
 from tests.functional.engine_cases import CONTEXT
 from tests.functional.preload import preload
 
-STEPS = 6
+pytestmark = pytest.mark.slow  # exhaustive, on vLLM
+
+STEPS = 4
+"""Of each sample: before the first batch, while the queue fills, when it is full, and the last."""
 
 
 @pytest.fixture(scope="module", params=["SecondRunnerExecutor", "QueueExecutor"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from grpo_mcore.parallel import model, norm  # noqa: E402
 from grpo_mcore.parallel.optimizer import check_optimizer, ddp_config, optimizer_config  # noqa: E402
 from grpo_mcore.parallel.settings import transformer_config  # noqa: E402
 from grpo_mcore.recipe import (  # noqa: E402
+    MasterConfig,
     MegatronConfig,
     PolicyConfig,
     SequencePackingConfig,
@@ -57,6 +59,11 @@ PLATFORMS = {
 }
 
 
+@cache
+def recipe_of(path: Path) -> MasterConfig:
+    return load_recipe(str(path)).config
+
+
 @pytest.fixture
 def transformer_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for TransformerEngine's fused kernels, of which Megatron-Core's settings check only the presence."""
@@ -81,7 +88,7 @@ def transformer_engine_adam(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_settings_of_every_recipe_are_accepted(recipe: Path, platform: Platform) -> None:
-    config = load_recipe(str(recipe)).config
+    config = recipe_of(recipe)
     policy, hf_config = config.policy, known_config(config.policy.model_name)
     assert hf_config is not None
     shape = shape_of(hf_config)

@@ -75,9 +75,9 @@ def test_a_preset_holds_only_an_algorithm_and_says_what_it_is(path: Path) -> Non
 def test_of_two_presets_of_algorithms_the_last_decides_alone(path: Path) -> None:
     """Each sets the same keys, so that nothing of the recipe's own algorithm is left."""
     keys = {f"{section}.{key}" for section, values in yaml.safe_load(path.read_text()).items() for key in values}
+    alone = load_recipe(DEMO, [f"defaults=presets/{path.stem}"])
     for other in ALGORITHMS:
         after_other = load_recipe(DEMO, [f"defaults=[presets/{other.stem}, presets/{path.stem}]"])
-        alone = load_recipe(DEMO, [f"defaults=presets/{path.stem}"])
         theirs = yaml.safe_load(other.read_text())
         common = {f"{section}.{key}" for section, values in theirs.items() for key in values} & keys
         assert common >= COMMON

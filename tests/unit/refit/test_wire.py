@@ -28,6 +28,8 @@ from grpo_mcore.refit.sender import RefitSender
 from tests.unit.refit.shards import in_a_thread, index
 from tests.unit.refit.test_sender import SHAPE, Source
 
+pytestmark = pytest.mark.slow  # processes that send to each other
+
 RANKS = 2
 """The calls of an engine."""
 

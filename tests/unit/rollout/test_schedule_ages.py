@@ -13,6 +13,8 @@ import pytest
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.schedule import choose
 
+pytestmark = pytest.mark.slow  # exhaustive
+
 ENGINES = 2
 
 

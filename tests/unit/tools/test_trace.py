@@ -14,6 +14,8 @@ from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.plan.plan import make_plan, plan_config, plan_device, plan_shape
 from grpo_mcore.tools.plan.trace import TracedPhase, trace
 
+pytestmark = pytest.mark.slow  # full-size models without values
+
 LIMITS = {"log-probs": 0.07, "refit": 0.008}  # in a refit nothing of a pass may be left
 DISPATCHER = {"moe_utils:permute", "moe_utils:sort_chunks_by_idxs", "experts:forward"}
 

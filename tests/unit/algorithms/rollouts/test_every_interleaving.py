@@ -30,6 +30,8 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Trajectory
 from tests.clocks import StandingClock
 from tests.unit.algorithms.rollouts.fake_rollouts import END, SAMPLING, CharacterTokenizer, prompt
 
+pytestmark = pytest.mark.slow  # exhaustive
+
 TIMEOUT_S, VERDICT_S = 10.0, 7.0
 """Seconds that an engine, and an environment, may take."""
 MOST_CHOICES = 300

@@ -20,6 +20,8 @@ from grpo_mcore.algorithms.run_control.supervise import supervise
 from grpo_mcore.recipe import MasterConfig
 from tests.unit.algorithms.run_control import attempts
 
+pytestmark = pytest.mark.slow  # processes that are started and killed
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> MasterConfig:

@@ -23,7 +23,7 @@ def test_few_values_are_counted_one_by_one() -> None:
     assert len(made.lines()) == 4 and made.lines()[3].count("#") == 40
 
 
-def test_nothing() -> None:
+def test_without_values_there_is_nothing_to_show() -> None:
     assert Histogram().lines() == [] and Histogram().total == 0
 
 

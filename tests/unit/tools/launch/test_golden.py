@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def golden(recipe: str, suffix: str) -> Path:
     return GOLDEN / (recipe.removeprefix("recipes/").removesuffix(".yaml").replace("/", "-") + suffix)
 
 
+@cache
 def of_processes(recipe: str) -> tuple[str, ...]:
     """Return overrides for recipes that run in one process for a debugger: a launcher rejects them."""
     return ("cluster.backend=ray",) if load_recipe(recipe).config.cluster.backend == "local" else ()
@@ -145,6 +147,7 @@ def test_every_recipe_can_be_launched(recipe: str) -> None:
             k8s(recipe)
 
 
+@cache
 def shipped() -> dict[str, str]:
     """Return the files of launchers/, and ray.sub beside it, which people use unchanged."""
     return {

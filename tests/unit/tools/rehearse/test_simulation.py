@@ -33,8 +33,10 @@ from grpo_mcore.tools.rehearse import simulation
 from grpo_mcore.tools.rehearse.faults import Fault
 from grpo_mcore.tools.rehearse.simulation import Case, drawn, shortest, simulate
 
-SEEDS, SHARDS = 2000, 8
-"""Seeds that are simulated, and the tests among which they are spread."""
+pytestmark = pytest.mark.slow  # a thousand runs
+
+SEEDS, SHARDS, OFTEN = 2000, 8, 4
+"""Seeds that are simulated, the tests among which they are spread, and how many of these run without `--chaos`."""
 MOST_SEEDS = 200
 """Seeds within which a planted fault must be found."""
 
@@ -46,7 +48,11 @@ def _rare_collections() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("shard", range(SHARDS), ids=lambda shard: f"shard-{shard}")
+@pytest.mark.parametrize(
+    "shard",
+    [*range(OFTEN), *(pytest.param(shard, marks=pytest.mark.every_state) for shard in range(OFTEN, SHARDS))],
+    ids=lambda shard: f"shard-{shard}",
+)
 def test_the_laws_hold(shard: int) -> None:
     for seed in range(shard, SEEDS, SHARDS):
         case = drawn(seed)
