@@ -211,7 +211,8 @@ class Rollouts:
         return bool(self._calls or self._joins or self._without_engine() or self._agents.awaited())
 
     def most_queued(self) -> int:
-        """Return the largest number of samples that waited for room on their engines since the last call."""
+        """Return the largest number of samples that waited for room on their engines since the last call; 0 if there is
+        no limit."""
         most, self._most_queued = self._most_queued, 0
         return most
 
@@ -574,7 +575,8 @@ class Rollouts:
                 self._send(*key, [heapq.heappop(entries)[1] for _ in range(count)], self._open_stream(engine))
             if not entries:
                 del self._queued[key]
-        self._most_queued = max(self._most_queued, sum(map(len, self._queued.values())))
+        if self._max_running is not None:  # otherwise they only wait for others' way to the stream that they will join
+            self._most_queued = max(self._most_queued, sum(map(len, self._queued.values())) - self._without_engine())
 
     def _room(self, engine: int) -> int:
         """Return how many requests can be sent to an engine now."""

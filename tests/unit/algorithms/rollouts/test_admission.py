@@ -14,7 +14,7 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Trajectory
 from tests.unit.algorithms.rollouts.fake_rollouts import SAMPLING, CharacterTokenizer, World, play, prompt
 
 
-def limited(world: Any, max_running: int) -> None:
+def limited(world: Any, max_running: int | None) -> None:
     before = world.rollouts
     world.rollouts = Rollouts(
         world.engines, before.environments, CharacterTokenizer(), before.limits, seed=5, max_running=max_running
@@ -38,6 +38,19 @@ def test_an_engine_runs_at_most_so_many_samples_and_is_kept_full(monkeypatch: py
     free = VirtualWorld(CASES["tool_4_turns_1s"], 3, together=False, engines=2)
     assert free.run(256, 0, 1) < bounded
     assert free.rollouts.most_queued() == 0
+
+
+@pytest.mark.parametrize(("max_running", "counted"), [(None, 0), (2, 4)])
+def test_only_samples_that_the_limit_keeps_back_count_as_waiting(
+    max_running: int | None, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit a sample waits for the way of others to the stream that it will join, a few milliseconds."""
+    world = World(play)
+    limited(world, max_running)
+    monkeypatch.setattr(world.rollouts, "_room", lambda engine: 0)
+    world.rollouts._queue(0, 1, SAMPLING, [GenerationRequest(f"p{n}", 0, (), n) for n in range(4)])
+    world.rollouts._send_queued()
+    assert world.rollouts.most_queued() == counted
 
 
 def test_samples_of_prompts_with_long_answers_go_first() -> None:
