@@ -227,10 +227,11 @@ class _Call:
     def _came(self) -> None:
         waited = self.cluster.clock.now() - self.since
         if not self.ready and waited > self.timeout_s + GIVEN_UP_S:
-            self.cluster.overdue.append(
+            text = (
                 f"{self.whom} owed the answer to {self.what} for {waited:.0f} s, of which the driver promises to wait "
                 f"{self.timeout_s:.0f}"
             )
+            self.cluster.overdue.append((waited - self.timeout_s, text))
         self.ready = True
         self.cluster.came(self)
 
@@ -497,8 +498,8 @@ class VirtualCluster(Cluster):
         self.nodes = [Node(f"node-{number}", gpus, list(range(gpus))) for number in range(nodes)]
         self.processes = 0
         self.observe = observe
-        self.overdue: list[str] = []
-        """Calls on which nobody had given up long after their deadlines."""
+        self.overdue: list[tuple[float, str]] = []
+        """Calls on which nobody had given up long after their deadlines: seconds after that, and what to say."""
         self.standing: dict[VirtualWorker, list[Callable[[], None]]] = {}
         """Steps of hung workers that are held back."""
         self.workers: dict[str, VirtualWorker] = {}

@@ -22,7 +22,7 @@ from typing import Any
 from grpo_mcore.algorithms.grpo import grpo_train
 from grpo_mcore.algorithms.run_control.supervise import until_over
 from grpo_mcore.cluster import is_fault
-from grpo_mcore.cluster.virtual_cluster import VirtualClock, VirtualCluster, VirtualWorker
+from grpo_mcore.cluster.virtual_cluster import GIVEN_UP_S, VirtualClock, VirtualCluster, VirtualWorker
 from grpo_mcore.families import ModelShape, shape_of
 from grpo_mcore.layout import LayoutError
 from grpo_mcore.observe.exit_codes import LOST, STOPPED_EARLY, TERMINATED, exit_code
@@ -266,8 +266,10 @@ def _simulate(case: Case, folder: Path) -> Outcome:
             code, flaws = -1, [f"it has not ended after {LONGEST_S:.0f} virtual seconds"]
             break
         flaws = [*broken_laws(world, config, code), *idle_engines(world.engines, case.prompts)]
-        if sum(fault.kind in STALLS for fault in faults.happened) <= 1:  # two make waits that follow each other
-            flaws += [flaw for cluster in clusters for flaw in cluster.overdue]
+        # A second worker that stands still is noticed when the first is given up, in a wait of its own.
+        waits = 1 if sum(fault.kind in STALLS for fault in faults.happened) <= 1 else 2
+        overdue = [late for cluster in clusters for late in cluster.overdue]
+        flaws += [text for seconds, text in overdue if seconds > waits * GIVEN_UP_S]
         flaws += _unforced(faults, code, errors, clock.now(), stops)
     return Outcome(code, flaws, faults.happened, clock.now(), errors)
 
