@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from grpo_mcore.data.datasets.mapped import Row
@@ -15,7 +17,7 @@ from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
 def question_and_answer(row: Row, *, question: str, answer: str) -> Row:
     """Convert a question (text or a conversation) and its answer. The row's other fields are kept; a field
     `ground_truth` may replace the answer. An answer that is a list or an object is the ground truth and no message."""
-    messages = as_messages(required(row, question), question)
+    messages = as_messages(_question(row, question), question)
     extra = _other_fields(row, question, answer) | _tools(row, "tools")
     truth = field_of(row, answer)
     if isinstance(truth, list | dict):
@@ -25,6 +27,33 @@ def question_and_answer(row: Row, *, question: str, answer: str) -> Row:
     elif row.get("ground_truth") is None:  # GRPO needs no answer beside it
         raise missing(row, answer)
     return {**extra, "messages": messages}
+
+
+def _question(row: Row, key: str) -> Any:
+    """Return the question. Raises DataError without one, and says how the row's own layout is read, if it is known."""
+    if field_of(row, key) is not None:
+        return field_of(row, key)
+    error = missing(row, key)
+    if key not in row and (how := _layout(row)):
+        raise DataError(f"{error}. {how}")
+    raise error
+
+
+def _layout(row: Row) -> str | None:
+    if isinstance(row.get("responses_create_params"), dict):
+        return "This is a task of NeMo Gym: dataset_name: NemoGymDataset"
+    if {"chosen", "rejected"} <= set(row):
+        return "These are pairs of answers, which `grpo-mcore dpo` takes: dataset_name: BinaryPreferenceDataset"
+    if chat := next((key for key in ("messages", "conversations", "conversation") if _is_chat(row.get(key))), None):
+        other = "" if chat == "messages" else f", chat_key: {chat}"
+        return f"{chat!r} is a whole conversation: dataset_name: openai_format{other}"
+    if known := next((key for key in ("question", "problem", "prompt", "query", "instruction") if row.get(key)), None):
+        return f"If {known!r} is the question: input_key: {known}"
+    return None
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
 def openai_row(

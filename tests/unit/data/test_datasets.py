@@ -268,6 +268,30 @@ def test_a_bad_file_names_its_line(write_jsonl, lines, message):
         load_response_dataset({"data_path": write_jsonl("a.jsonl", lines)})
 
 
+CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"messages": CHAT}, "dataset_name: openai_format"),
+        ({"conversations": CHAT}, "dataset_name: openai_format, chat_key: conversations"),
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, "dataset_name: BinaryPreferenceDataset"),
+        ({"responses_create_params": {"input": "1+1="}}, "dataset_name: NemoGymDataset"),
+        ({"question": "1+1=", "answer": "2"}, "input_key: question"),
+    ],
+)
+def test_rows_of_another_layout_say_how_they_are_read(write_jsonl, row, key):
+    path = write_jsonl("a.jsonl", [json.dumps(row)])
+    with pytest.raises(DataError, match=f"no 'input' in it; it has .*{key}$"):
+        load_response_dataset({"data_path": path})
+    if "Preference" not in key:
+        keys = dict(pair.split(": ") for pair in key.split(", "))
+        if "input_key" in keys:
+            keys["output_key"] = "answer"
+        assert load_response_dataset({"data_path": path, **keys}).dataset[0]["messages"][0]["content"] == "1+1="
+
+
 def test_text_that_is_not_utf8_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"input": "\xff\xfe"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl:1: not UTF-8 text \(invalid start byte, byte 11\)"):
