@@ -25,6 +25,9 @@ UNREADABLE = "it cannot be read"
 Digest = tuple[int, str]
 """(bytes, SHA-256 in hex) of a file."""
 
+DIGESTS = "digests.json"
+"""{"files": {path inside the folder: {"bytes": size, "sha256": hex}}}. Written last: it makes a checkpoint whole."""
+
 PART = "digests-*.json"
 """Pattern of the files in which processes leave the digests of what they wrote, until somebody collects them."""
 

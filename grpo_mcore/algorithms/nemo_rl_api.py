@@ -67,7 +67,9 @@ def setup(
     data = TaskData(dataset, val_dataset, env_names={}, val_env_names={})  # the caller starts the environments
     prepared = prepare(config, resume, tokenizer=tokenizer, data=data)
     checkpointer = prepared.checkpointer
+    checkpointer.fetch_log(Path(config.logger.log_dir))
     logger = logger or Logger(config.logger, run=checkpointer.log_run())
+    checkpointer.mirror_log(logger)
     started_here, cluster = cluster is None, cluster or start_cluster(config, Path(logger.log_dir))
     try:
         run = start_run(prepared, cluster, logger)

@@ -234,7 +234,11 @@ def open_run(
             stack.enter_context(checkpointer.held())
         goes_on = prepared.trains and (prepared.follow is None or checkpointer.goes_on_here)
         log_run = checkpointer.log_run() if goes_on else None  # a run that follows another leaves its log alone
+        if log_run is not None:
+            checkpointer.fetch_log(Path(config.logger.log_dir))
         log = stack.enter_context(closing(Logger(config.logger, run=log_run, clock=clock)))
+        if prepared.trains:
+            checkpointer.mirror_log(log)
         stack.enter_context(messages_kept(log.console))
         what = "policy and engines" if prepared.algorithm == "grpo" else "the policy"
         logger.info("starting %s (logs: %s) ...", what, log.log_dir)

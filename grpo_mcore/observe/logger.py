@@ -8,11 +8,11 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -54,6 +54,19 @@ def check_custom_logger(code: CustomCode) -> Any:
     return cls
 
 
+class Background(Protocol):
+    """Work that goes on beside a run and may lack something at its end."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return what a step logs of it."""
+
+    def notes(self) -> Sequence[str]:
+        """Return lines for the table of steps."""
+
+    def outages(self) -> dict[str, str]:
+        """Return what is lacking at the moment, by name."""
+
+
 class Logger:
     """Writes to a run's own folder, `log_dir`: the next free exp_001, exp_002, ... in `config.log_dir`.
 
@@ -84,6 +97,8 @@ class Logger:
         self._webhook = None if webhook is None else Tracker("logger.alarms.webhook", lambda: webhook)
         self.machines: Callable[[], Mapping[str, float]] = dict
         """Returns the metrics of the run's machines since the last call; none unless logger.monitor_gpus is set."""
+        self.mirror: Background | None = None
+        """Copies the checkpoints to an object store, if the recipe asks for it."""
         self.draws_curve = True
         """Whether the end of a run draws its reward curve: a rehearsal has no rewards worth a picture."""
         self.peak_flops: float | None = None
@@ -135,12 +150,20 @@ class Logger:
             self._webhook.call(f"the alarm of step {alarm.step}", lambda url: post_alarm(url, run, alarm))
 
     def outages(self) -> dict[str, str]:
-        """Return, by tracker that lacks something at the moment, how much and why."""
-        return {
+        """Return, by tracker or mirror that lacks something at the moment, how much and why."""
+        lacking = {
             tracker.name: f"lacks {tracker.missing} calls: {tracker.outage}"
             for tracker in self._trackers()
             if tracker.outage is not None
         }
+        return lacking | (self.mirror.outages() if self.mirror is not None else {})
+
+    def log_surroundings(self, step: int) -> None:
+        """Log the metrics of the run's machines, and of its mirror."""
+        if machines := self.machines():
+            self.log_metrics(machines, step, "machine")
+        if self.mirror is not None:
+            self.log_metrics(self.mirror.metrics(), step, "mirror")
 
     def _trackers(self) -> list[Tracker[Any]]:
         return [*self._backends, *self._custom, *([] if self._webhook is None else [self._webhook])]

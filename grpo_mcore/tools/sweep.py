@@ -86,12 +86,15 @@ def sweep_runs(
     for chosen in itertools.product(*varied):
         setting = ",".join(f"{key.rpartition('.')[2] if shorten else key}={value}" for key, value in chosen)
         own = [*fixed, *(_override(key, value) for key, value in chosen)]
-        first = getattr(load_recipe(recipe, own).config, algorithm).seed if seeds > 1 else 0
+        config = load_recipe(recipe, own).config
+        first, mirror = getattr(config, algorithm).seed if seeds > 1 else 0, config.checkpointing.mirror
         for seed in range(first, first + seeds) if seeds > 1 else [None]:
             name = ",".join(filter(None, [setting, "" if seed is None else f"seed={seed}"]))
             place = folder / re.sub(r"[^\w.,=+-]+", "_", name)
             own_words = [*own, *([] if seed is None else [f"{algorithm}.seed={seed}"])]
             own_words += [f"logger.log_dir={place / 'logs'}", f"checkpointing.checkpoint_dir={place / 'checkpoints'}"]
+            if mirror is not None:
+                own_words.append(f"checkpointing.mirror={mirror.rstrip('/')}/{place.name}")
             load_recipe(recipe, own_words)
             runs.append(SweepRun(setting or "all", seed, place, tuple(own_words)))
     if len({run.folder for run in runs}) < len(runs):

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +12,7 @@ import pytest
 
 from grpo_mcore.environments import math_environment
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
+from grpo_mcore.processes import free_port
 from tests.functional.runs import Run, Task, make_task, run_here, sft_recipe
 
 
@@ -39,6 +44,33 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     folder = tmp_path_factory.mktemp("shared") / "task0"
     folder.mkdir()
     return make_task(folder)
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """Return the address of an empty bucket on a server that speaks S3's protocol, to which the environment leads.
+
+    The server has a process of its own: torch looks at all objects of this one, and must not look at those of flask."""
+    port = free_port()
+    place = f"http://127.0.0.1:{port}"
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", place)
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_REGION", "us-east-1")
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(urllib.request.Request(f"{place}/runs", method="PUT")):
+                    break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+        yield "s3://runs"
+    server.terminate()
+    server.wait()
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from grpo_mcore.algorithms.run_control.checks import check_model
 from grpo_mcore.algorithms.setup import start_cluster, start_policy
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.cli.main import main
+from grpo_mcore.object_store import RemoteStore
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.observe.spans import EventFile
@@ -95,20 +96,29 @@ def whole(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> t
 
 
 @pytest.fixture(scope="module")
-def half(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def mirrored(recipe: dict[str, Any], bucket: str) -> dict[str, Any]:
+    """Return the recipe with a copy of the checkpoints in an object store."""
+    return recipe | {"checkpointing": recipe["checkpointing"] | {"mirror": f"{bucket}/half"}}
+
+
+@pytest.fixture(scope="module")
+def half(mirrored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run the first 2 of these steps in a process of its own."""
     words = ("grpo.max_num_steps=2", "logger.tensorboard_enabled=true", "grpo.val_at_end=true")
-    run = run_command("train", tmp_path_factory.mktemp("half"), recipe, *words)
+    run = run_command("train", tmp_path_factory.mktemp("half"), mirrored, *words)
     assert run.code == 0, run.err
     return run
 
 
 @pytest.fixture(scope="module")
-def resumed(recipe: dict[str, Any], half: Run) -> tuple[Run, Inside]:
-    """Run the other 2 from the checkpoint of `half`, after another run has made a log folder there."""
+def resumed(mirrored: dict[str, Any], half: Run) -> tuple[Run, Inside]:
+    """Run the other 2 on a machine without the files of `half`, which come from the mirror, after another run has made
+    a log folder there."""
+    half.checkpoints.rename(half.folder / "checkpoints of half")
+    half.logs.rename(half.folder / "logs of half")
     (half.folder / "logs" / "exp_002").mkdir()
     with looking_inside() as inside:
-        run = run_here("train", half.folder, recipe, "--resume")
+        run = run_here("train", half.folder, mirrored, "--resume")
     assert run.code == 0, run.err
     return run, inside
 
@@ -348,6 +358,25 @@ def test_checkpoints_are_complete_and_older_ones_are_removed(resumed: tuple[Run,
         "log_run": "exp_001",
     }
     assert info["metrics"]["train:loss"] == run.metrics()[-1]["loss"]
+
+
+def test_the_mirror_holds_what_the_folder_holds(mirrored: dict[str, Any], resumed: tuple[Run, Inside]) -> None:
+    run, _ = resumed
+    store = RemoteStore(mirrored["checkpointing"]["mirror"])
+    assert sorted(store.folders()) == ["logs", "step_3", "step_4"] and "in_use.json" not in store.objects("")
+    for folder, here in (("step_4", run.checkpoints / "step_4"), ("logs/exp_001", run.logs)):
+        files = {str(path.relative_to(here)): path.stat().st_size for path in here.rglob("*") if path.is_file()}
+        there = {name: size for name, (size, _) in store.objects(folder).items()}
+        assert there == files, folder
+    assert (store.read("ledger.jsonl") or (b"", ""))[0] in (run.checkpoints / "ledger.jsonl").read_bytes()
+    lines = run.metrics("mirror")
+    assert [line["failing"] for line in lines] == [0.0] * 4 and lines[-1]["uploaded_gb"] > 0
+    assert "AWS_" not in run.out + run.err and "mirror" not in json.loads((run.logs / "summary.json").read_text())
+
+
+def test_a_mirror_that_cannot_be_written_is_refused(recipe: dict[str, Any], bucket: str, tmp_path: Path) -> None:
+    refused = run_here("train", tmp_path, recipe, "--check", "checkpointing.mirror=s3://no-such-bucket/run")
+    assert_one_message(refused, 1, "cannot write probe-", "s3://no-such-bucket/run: there is no such bucket; make it")
 
 
 def test_the_recipe_in_a_checkpoint_is_the_recipe_of_the_run(resumed: tuple[Run, Inside]) -> None:

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from grpo_mcore.algorithms.checkpointing.lease import Lease, dead_holder
+from grpo_mcore.algorithms.checkpointing.mirror import INFO, Mirror
 from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.file_digests import (
+    DIGESTS,
     UNREADABLE,
     Digest,
     collect_digests,
@@ -29,17 +31,13 @@ from grpo_mcore.file_digests import (
     try_to_read,
 )
 from grpo_mcore.formats import FORMATS, newer_format
+from grpo_mcore.object_store import RemoteStore, StoreError
+from grpo_mcore.observe import LEDGER_FILE, Logger
 from grpo_mcore.recipe import Change, CheckpointingConfig, MasterConfig, changes
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-
-INFO = "training_info.json"
-"""Save state and metrics of a checkpoint."""
-
-DIGESTS = "digests.json"
-"""{"files": {path inside the checkpoint: {"bytes": size, "sha256": hex}}}. Written last."""
 
 POLICY = "policy"
 """Folder of the ranks' part of a checkpoint. The ranks compute the digests of what they write, and check what they
@@ -118,8 +116,14 @@ class CheckpointManager:
     parts, while training goes on.
     """
 
-    def __init__(self, config: CheckpointingConfig, clock: Clock = REAL) -> None:
+    def __init__(self, config: CheckpointingConfig, clock: Clock = REAL, *, store: RemoteStore | None = None) -> None:
+        """`store`: that of checkpointing.mirror, where the caller has opened it."""
         self.config, self._clock = config, clock
+        self._store = store
+        self.mirror: Mirror | None = None
+        """The copy in an object store, once the folder is opened."""
+        self._mirrored: list[int] = []  # steps that are whole there
+        self._fetched: int | None = None  # the step that came from there
         self.folder = Path(config.checkpoint_dir)
         self.resumed_from: Path | None = None
         """The checkpoint that this run resumes; None for a new run."""
@@ -137,13 +141,23 @@ class CheckpointManager:
         ResumeError for one that another run has left there: it would be replaced."""
         if trains and self.config.enabled:
             dead_holder(self.folder, clock=self._clock)
+        self._open_mirror(trains)
         self.resumed_from = self.find(resume, whole=False)
+        if self.mirror is not None:
+            self.mirror.ledger = self.folder / LEDGER_FILE
+            if self.resumed_from is not None:
+                self.mirror.resumed = int(_read_info(self.resumed_from)["save_state"]["current_step"])
         self._newest_wanted = resume is True or resume == AUTO
         self._newest = self.latest()
         if self.config.enabled and self.resumed_from is None and (newest := self.latest()):
             raise ResumeError(
                 f"checkpointing.checkpoint_dir {self.folder} holds {newest.name} of another run: go on from it with "
                 "--resume, or choose another folder"
+            )
+        if self.config.enabled and self.resumed_from is None and self._mirrored:
+            raise ResumeError(
+                f"checkpointing.mirror {self.config.mirror} holds step_{self._mirrored[-1]} of another run: go on from "
+                "it with --resume, or choose another prefix"
             )
         if not self.goes_on_here and (left := self._models(models)):
             raise ResumeError(
@@ -164,9 +178,64 @@ class CheckpointManager:
                 if (newest := self.latest()) != self._newest:
                     raise ResumeError(f"another run has written {newest} while this one started; start it again")
                 self._set_newer_aside()
-                yield
+                with self._mirroring():
+                    yield
             finally:
                 self._lease = None
+
+    def _open_mirror(self, trains: bool) -> None:
+        """Find out what the mirror holds, and that it can be written. Raises StoreError, and FolderInUse if another run
+        holds it. A run that has checkpoints here goes on without a mirror that cannot be reached."""
+        if not self.config.enabled or self.config.mirror is None:
+            return
+        store = self._store or RemoteStore(self.config.mirror, self.config.mirror_options)
+        self.mirror = Mirror(store, self._to_keep_there, wait_s=self.config.mirror_wait_s, clock=self._clock)
+        try:
+            if trains:
+                store.probe()
+                self.mirror.lease.refuse_other()
+            self._mirrored = self.mirror.steps()
+        except StoreError as error:
+            if self.latest() is None or not trains:
+                raise
+            logger.warning("%s; the run goes by the checkpoints in %s", error, self.folder)
+
+    @contextmanager
+    def _mirroring(self) -> Iterator[None]:
+        """Copy each new checkpoint to the mirror, if there is one."""
+        if self.mirror is None:
+            yield
+            return
+        kept = {step: self.folder / f"step_{step}" for step in self._steps()}
+        with self.mirror.running(kept, may_wait=bool(kept)):
+            yield
+
+    def mirror_log(self, log: Logger) -> None:
+        """Copy the log of the run to the mirror too, and let the log tell of the mirror."""
+        if self.mirror is not None:
+            self.mirror.log_dir, log.mirror = log.log_dir, self.mirror
+
+    def fetch_log(self, log_dir: Path) -> None:
+        """Fetch the log of the run that this one resumes, if its checkpoint came from the mirror."""
+        run = self.log_run()
+        if self.mirror is not None and self._fetched is not None and run:
+            self.mirror.fetch_log(log_dir / Path(run).name)
+
+    def _fetch(self, step: int) -> str | None:
+        """Fetch a checkpoint from the mirror. Return what is wrong with it; it appears here whole or not at all."""
+        assert self.mirror is not None
+        tmp = self.folder / f"tmp_mirror_step_{step}"
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+        try:
+            if (problem := self.mirror.fetch(step, tmp) or damage(tmp)) is None:
+                os.replace(tmp, self.folder / f"step_{step}")
+                sync_folder(self.folder)
+                self.mirror.fetch_ledger(self.folder / LEDGER_FILE)
+                self._fetched = step
+            return problem
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
 
     def _set_newer_aside(self) -> None:
         """Rename the checkpoints that are newer than the one that this run resumes, and the models made of them: after
@@ -239,24 +308,35 @@ class CheckpointManager:
     def _newest_intact(self, resume: str | bool, whole: bool, known: str) -> Path | None:
         """Return the newest checkpoint that is intact. `known`: what is wrong with the newest one, where that is known
         already."""
-        steps = self._steps()
+        here = self._steps()
+        steps = sorted({*here, *self._mirrored})
         while steps:
-            candidate = self.folder / f"step_{steps.pop()}"
-            refuse_newer_format(candidate)
-            if (problem := known or damage(candidate, whole)) is None:
-                return candidate
-            known = ""
-            if unreadable := UNREADABLE in problem:
-                message = f"checkpoint {candidate} is passed over: {problem}; it stays where it is"
-            else:
-                message = f"checkpoint {candidate} is damaged: {problem}; {_rename_damaged(candidate)}"
+            step = steps.pop()
+            candidate, message, unreadable = self.folder / f"step_{step}", "", False
+            if step in here:
+                refuse_newer_format(candidate)
+                if (problem := known or damage(candidate, whole)) is None:
+                    return candidate
+                known = ""
+                if unreadable := UNREADABLE in problem:
+                    message = f"checkpoint {candidate} is passed over: {problem}; it stays where it is"
+                else:
+                    message = f"checkpoint {candidate} is damaged: {problem}; {_rename_damaged(candidate)}"
+            if step in self._mirrored and not candidate.exists():
+                if (problem := self._fetch(step)) is None:
+                    if message:
+                        logger.warning("%s, and it is fetched from %s", message, self.config.mirror)
+                    refuse_newer_format(candidate)
+                    return candidate
+                message += f"{'; ' if message else ''}step_{step} of {self.config.mirror} is damaged: {problem}"
             if not steps:
                 what_to_do = "look after its disk, then resume" if unreadable else "start without --resume"
                 raise ResumeError(f"{message}, and there is no older one: {what_to_do}")
             logger.warning("%s, and step_%d is used", message, steps[-1])
         if resume == AUTO:
             return None
-        raise ResumeError(f"--resume: there is no step_N folder in {self.folder}; start without --resume")
+        where = f"{self.folder}" + (f" or {self.config.mirror}" if self.mirror is not None else "")
+        raise ResumeError(f"--resume: there is no step_N folder in {where}; start without --resume")
 
     def pass_over(self, problem: str) -> Path:
         """Give up the checkpoint that this run resumes, whose weights are damaged, and return the one before it. Raises
@@ -345,6 +425,8 @@ class CheckpointManager:
             self._prune(just_saved=step)
         except OSError as error:
             logger.warning("%s is saved, but its folder could not be flushed and tidied up: %s", final, error)
+        if self.mirror is not None:
+            self.mirror.saved(step, final)
         return final
 
     def _what_to_free(self, step: int, error: Exception) -> str:
@@ -423,8 +505,19 @@ class CheckpointManager:
                 ", ".join(map(str, sorted(ranked))),
                 "validate more often, or set it to null" if missing else "name a metric that moves, such as val:reward",
             )
-        kept = {*ranked[:keep], *recovery[-(self.config.ft_keep_latest_k or 1) :], max(steps), just_saved}
+        kept = self._to_keep({step: self._metric(step) for step in steps}, just_saved)
         self._delete_all(set(steps) - kept)
+
+    def _to_keep(self, ranks: Mapping[int, float], just_saved: int) -> set[int]:
+        """Return the steps to keep, of their ranks by step."""
+        recovery = sorted(filter(self._is_for_recovery, ranks))
+        ranked = sorted(set(ranks) - set(recovery), key=lambda step: (ranks[step], step), reverse=True)
+        newest_for_recovery = recovery[-(self.config.ft_keep_latest_k or 1) :]
+        return {*ranked[: self.config.keep_top_k], *newest_for_recovery, max(ranks), just_saved}
+
+    def _to_keep_there(self, metrics: Mapping[int, Mapping[str, float]], just_saved: int) -> set[int]:
+        """Return the steps to keep in the mirror, of their metrics by step."""
+        return self._to_keep({step: _rank(named, self.config) for step, named in metrics.items()}, just_saved)
 
     def _is_for_recovery(self, step: int) -> bool:
         """Return whether only ft_save_period asked for this checkpoint."""
@@ -443,13 +536,18 @@ def rank_of(folder: Path, config: CheckpointingConfig) -> tuple[float, int]:
 def metric_of(folder: Path, config: CheckpointingConfig) -> float:
     """Return the metric for the ranking: higher is better. A checkpoint without the metric, or with NaN, ranks last.
     Graded rewards have no accuracy; their mean takes its place, which equals it for rewards of 0 and 1."""
-    name = config.metric_name
-    if name is None:
+    if config.metric_name is None:
         return 0.0
     try:
         metrics = _read_info(folder)["metrics"]
     except (OSError, ValueError, KeyError, TypeError):  # damaged: only a resume needs it whole
         return float("-inf")
+    return _rank(metrics, config)
+
+
+def _rank(metrics: Mapping[str, float], config: CheckpointingConfig) -> float:
+    if (name := config.metric_name) is None:
+        return 0.0
     value = metrics.get(name)
     if value is None and name.endswith("accuracy"):
         value = metrics.get(f"{name.removesuffix('accuracy')}reward")

@@ -171,9 +171,7 @@ def dead_holder(
     holder, beat = _read(file), _beat_of(file)
     if holder is None:
         return None
-    if holder.machine == _machine():
-        lives = _start_tick(holder.pid) == holder.start_tick
-    else:
+    if (lives := lives_here(holder)) is None:
         logger.info("%s is held by %s; watching it for %g s", folder, holder, stale_s)
         lives, deadline = False, clock.now() + stale_s
         while not lives and clock.now() < deadline:
@@ -185,6 +183,11 @@ def dead_holder(
             "folder"
         )
     return holder
+
+
+def lives_here(holder: Holder) -> bool | None:
+    """Return whether a run lives, as the kernel says; None for one on another machine."""
+    return _start_tick(holder.pid) == holder.start_tick if holder.machine == _machine() else None
 
 
 def _machine() -> str:

@@ -221,8 +221,7 @@ class RunReport:
         if self._graded:  # all may happen to be 0 in one step: that is no accuracy
             metrics.pop("accuracy", None)
         self.logger.log_metrics(metrics, step, "train")
-        if machines := self.logger.machines():
-            self.logger.log_metrics(machines, step, "machine")
+        self.logger.log_surroundings(step)
         self.console.step(
             StepRow(
                 step=step,
@@ -237,7 +236,7 @@ class RunReport:
                 tokens_per_second=metrics["tokens_per_second"],
                 computed_tokens=metrics.get("plan/computed_tokens"),
                 seconds=seconds,
-                notes=[*scoring_notes(groups), *_queued_note(metrics)],
+                notes=[*scoring_notes(groups), *_queued_note(metrics), *self._mirror_notes()],
             )
         )
         for alarm in self.alarms.of_step(step, metrics):
@@ -264,6 +263,9 @@ class RunReport:
             by_reason = f"; by reason: {_counted(kinds)}" if len(kinds) > 1 else ""
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}{by_reason}")
         return metrics
+
+    def _mirror_notes(self) -> Sequence[str]:
+        return [] if self.logger.mirror is None else self.logger.mirror.notes()
 
     def _throughput(
         self, groups: Sequence[Group], metrics: dict[str, float], seconds: dict[str, float]

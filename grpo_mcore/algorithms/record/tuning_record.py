@@ -138,8 +138,7 @@ class TuningRecord:
         self._tokens += sum(lengths)
         metrics = metrics | self._speed(lengths, seconds) | {f"timing/{name}": spent for name, spent in seconds.items()}
         log.log_metrics(metrics, self.step, "train")
-        if machines := log.machines():
-            log.log_metrics(machines, self.step, "machine")
+        log.log_surroundings(self.step)
         for alarm in self._alarms.of_step(self.step, metrics):
             self.console.note("\n".join(textwrap.wrap(f"ALARM in step {self.step}, said once: {alarm.text}", WIDTH)))
             log.alarm(alarm)

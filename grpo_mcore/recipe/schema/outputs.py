@@ -168,6 +168,18 @@ class CheckpointingConfig(Section):
     ft_keep_latest_k: Positive | None = None
     """Number of checkpoints of ft_save_period to keep. null: 1."""
 
+    mirror: str | None = None
+    """Address in an object store to which each checkpoint is copied in the background, with the ledger and the run's
+    log: s3://BUCKET/PREFIX, gs://, az://, or file:///FOLDER. `--resume` takes the newest checkpoint from there where
+    checkpoint_dir has none or an older one. Each run needs a prefix of its own. Credentials come from the environment
+    (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). null: none."""
+    mirror_options: dict[str, str] = Field(default_factory=dict)
+    """Settings of the object store that are no secrets, by obstore's names, such as region, endpoint or
+    virtual_hosted_style_request."""
+    mirror_wait_s: PositiveFloat = 600.0
+    """Seconds that the end of a run waits for the mirror while nothing can be copied. An upload that goes on is waited
+    for."""
+
     @property
     def seconds_to_save_by(self) -> int | None:
         """checkpoint_must_save_by in seconds."""

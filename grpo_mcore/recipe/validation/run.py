@@ -14,6 +14,29 @@ VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples",
 samples a prompt, reward/NAME with rewards that have parts."""
 
 
+MIRRORS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file")
+"""Schemes of checkpointing.mirror."""
+SECRET_OPTIONS = re.compile("secret|token|password|sas|credential|service_account|(access|account)_?key", re.IGNORECASE)
+
+
+def check_mirror(config: RecipeSections) -> Iterator[Finding]:
+    """The mirror of the checkpoints is an address, without secrets: a recipe is copied into checkpoints and logs."""
+    saving, key = config.checkpointing, "checkpointing.mirror"
+    secret = "a recipe is copied into checkpoints and logs: give secrets in the environment, as AWS_SECRET_ACCESS_KEY"
+    for name in filter(SECRET_OPTIONS.search, saving.mirror_options):
+        yield Finding((f"{key}_options",), f"{name}: {secret}")
+    if saving.mirror is None:
+        return
+    scheme, _, rest = saving.mirror.partition("://")
+    if scheme not in MIRRORS or not rest.strip("/"):
+        schemes = ", ".join(f"{scheme}://" for scheme in MIRRORS)
+        yield Finding((key,), f"is no address such as s3://BUCKET/PREFIX; it may begin with {schemes}")
+    elif "?" in rest or ":" in rest.partition("/")[0].rpartition("@")[0]:
+        yield Finding((key,), f"holds more than bucket and prefix; {secret}")
+    if not saving.enabled:
+        yield Finding((key, "checkpointing.enabled"), "there are no checkpoints to copy; set it to null")
+
+
 def check_ages(config: RecipeSections) -> Iterator[Finding]:
     """Requirements of generation ahead of training, and of its options."""
     ahead, prompts = config.grpo.async_grpo, config.grpo.num_prompts_per_step

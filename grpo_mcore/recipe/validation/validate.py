@@ -60,6 +60,7 @@ CHECKS = (
     objective.check_dynamic_sampling,
     distillation.check_teachers,
     run.check_ages,
+    run.check_mirror,
     run.check_deterministic,
     run.check_early_stop,
     run.check_restarts,

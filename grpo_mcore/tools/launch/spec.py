@@ -35,6 +35,13 @@ FROM_SUBMITTER = (
 )
 """Variables of the submitting shell that a job inherits if they are set, in addition to those of cluster.env_vars."""
 
+FOR_MIRROR = (
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"),
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
+    "GOOGLE_APPLICATION_CREDENTIALS",
+)
+"""Further ones of a job with checkpointing.mirror: only their names are in the script."""
+
 DEFAULT_MEMORY = 512
 """Memory of a node in GiB where `plan` predicts none."""
 LEAST_MEMORY = 256
@@ -104,7 +111,9 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
     return LaunchSpec(
         name=launch.name or job_name(recipe.path.stem),
         pools=pools(config),
-        from_submitter=tuple(dict.fromkeys([*FROM_SUBMITTER, *cluster.env_vars])),
+        from_submitter=tuple(
+            dict.fromkeys([*FROM_SUBMITTER, *(FOR_MIRROR if config.checkpointing.mirror else ()), *cluster.env_vars])
+        ),
         verb="train" if runs_grpo(config) else algorithm_of(config),
         recipe_file=shown(recipe.path),
         overrides=tuple(word for word in recipe.overrides if not word.lstrip("+~").startswith("launch.")),

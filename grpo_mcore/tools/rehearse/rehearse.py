@@ -97,7 +97,7 @@ def modelled_recipe(config: MasterConfig, folder: Path, steps: int | None) -> Ma
         f"{name}_enabled": False for name in ("wandb", "tensorboard", "mlflow", "swanlab", "prometheus")
     }
     plain["logger"]["alarms"]["webhook"] = None
-    plain["checkpointing"] |= {"checkpoint_dir": str(folder / "checkpoints"), "save_hf": "none"}
+    plain["checkpointing"] |= {"checkpoint_dir": str(folder / "checkpoints"), "save_hf": "none", "mirror": None}
     plain["policy"]["refit_parity"] = None
     plain["policy"]["generation"]["vllm_cfg"]["expose_http_server"] = False
     plain["data"]["use_multiple_dataloader"] = False

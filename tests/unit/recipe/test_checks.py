@@ -509,6 +509,30 @@ def test_restarts_need_checkpoints(load, problems) -> None:
     assert load(MINIMAL, words[0]).config.cluster.max_restarts == 2
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (
+            "mirror=results/copy",
+            "checkpointing.mirror: is no address such as s3://BUCKET/PREFIX; it may begin with s3://",
+        ),
+        ("mirror=ftp://host/x", "is no address such as s3://BUCKET/PREFIX"),
+        ("mirror=s3://", "is no address such as s3://BUCKET/PREFIX"),
+        ("mirror=s3://key:hidden@bucket/x", "give secrets in the environment, as AWS_SECRET_ACCESS_KEY"),
+        ("mirror=az://account/box/x?sig=hidden", "holds more than bucket and prefix"),
+        ("mirror_options={secret_access_key: hidden}", "checkpointing.mirror_options: secret_access_key: a recipe is"),
+        ("mirror_options={sas_token: hidden}", "sas_token: a recipe is copied into checkpoints and logs"),
+    ],
+)
+def test_a_mirror_is_an_address_without_secrets(load, problems, word: str, said: str) -> None:
+    (found,) = problems(MINIMAL, f"checkpointing.{word}")
+    assert said in found and "hidden" not in found
+    options = "checkpointing.mirror_options={region: eu-west-1}"
+    assert load(MINIMAL, "checkpointing.mirror=abfss://box@account.dfs.core.windows.net/x", options)
+    (found,) = problems(MINIMAL, "checkpointing.mirror=s3://bucket/x", "checkpointing.enabled=false")
+    assert found.endswith("there are no checkpoints to copy; set it to null")
+
+
 def test_an_export_at_the_end_needs_a_checkpoint_and_for_the_best_a_metric(load, problems) -> None:
     (found,) = problems(MINIMAL, "checkpointing.save_hf=last", "checkpointing.enabled=false")
     assert found.endswith("exports a checkpoint: set checkpointing.enabled: true, or save_hf: none")

@@ -32,6 +32,7 @@ def test_commas_separate_values_outside_of_brackets(text: str, values: list[str]
 
 def test_each_combination_and_seed_is_a_run_of_its_own(tmp_path: Path) -> None:
     words = ["preset=grpo,gspo", "loss_fn.kl_input_clamp_value=5,6", "grpo.max_num_steps=3"]
+    words.append("checkpointing.mirror=s3://bucket/sweep/")
     runs = sweep_runs(DEMO, words, 3, tmp_path)
     assert len(runs) == 12 and len({run.folder for run in runs}) == 12
     assert runs[0].name == "preset=grpo,kl_input_clamp_value=5,seed=1"
@@ -43,6 +44,7 @@ def test_each_combination_and_seed_is_a_run_of_its_own(tmp_path: Path) -> None:
     for run, config in zip(runs, configs, strict=True):
         assert config.logger.log_dir == str(run.folder / "logs")
         assert config.checkpointing.checkpoint_dir == str(run.folder / "checkpoints")
+        assert config.checkpointing.mirror == f"s3://bucket/sweep/{run.folder.name}"
 
 
 def test_keys_of_the_same_last_part_are_written_in_full(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ def test_a_recipe_says_it_all() -> None:
     assert found.name == "grpo-llama3-1-8b-2n8g"
     assert found.pools == (Pool("workers", 2, 8),) and found.nodes == 2
     assert "MY_SITE" in found.from_submitter and "HF_TOKEN" in found.from_submitter
+    assert "AWS_SECRET_ACCESS_KEY" not in found.from_submitter
+    assert "AWS_SECRET_ACCESS_KEY" in spec("checkpointing.mirror=s3://bucket/run").from_submitter
     assert found.overrides == ("grpo.max_num_steps=7", "cluster.env_vars=[MY_SITE]")
     assert found.command("r.yaml", ("a.b=c",)) == ("grpo-mcore", "train", "r.yaml", "a.b=c", "--resume=auto")
 
