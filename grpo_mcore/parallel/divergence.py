@@ -76,17 +76,19 @@ class _Online:
         self.largest = torch.full((like.size(0),), LOWEST, dtype=torch.float32, device=like.device)
         self.sums = torch.zeros(terms + 1, like.size(0), dtype=torch.float32, device=like.device)
 
-    def add(self, logits: Tensor, *terms: Tensor | None) -> None:
-        """Add a tile of logits [n, t], which is overwritten, and of terms [n, t]; None: of a term that nobody asks for,
-        whose mean stays 0."""
+    def add(self, logits: Tensor, *terms: Tensor | None, into: Tensor | None = None) -> Tensor:
+        """Add a tile of logits [n, t] and of terms [n, t]; None: of a term that nobody asks for, whose mean stays 0.
+        Return the logit [n] of which the exponentials are relative; `into`: a tensor that gets these, such as the
+        logits."""
         most = torch.maximum(self.largest, logits.amax(-1))
-        exps = logits.sub_(most[:, None]).exp_()
+        exps = torch.sub(logits, most[:, None], out=into).exp_()
         self.sums *= (self.largest - most).exp_()
         self.sums[0] += exps.sum(-1)
         for total, term in zip(self.sums[1:], terms, strict=True):
             if term is not None:
                 total += torch.linalg.vecdot(exps, term)
         self.largest = most
+        return most
 
     def finish(self, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
         """Add up the ranks' parts. Return the log normaliser [N] and the mean of each term [terms, N]."""
@@ -140,7 +142,9 @@ class _Divergence(torch.autograd.Function):
 
 class _Block:
     """Some tokens, with the logits of both models of all of this rank's rows, in the number formats in which they are
-    computed: they are read twice, for the values and for the gradient."""
+    computed. They are read for the values. What the gradient needs takes their place where it can, so that few passes
+    go over them: of the reverse KL exp(logit) of the policy and the models' difference, of a Jensen-Shannon divergence
+    p and p log(p / m). A tile of float32 logits is a view of them, of others a copy."""
 
     def __init__(
         self,
@@ -151,19 +155,27 @@ class _Block:
         divergence: Divergence,
         where: _Where,
     ) -> None:
-        self.hidden, self.weight, self.divergence, self.where = hidden, weight, divergence, where
+        self.hidden, self.weight, self.divergence, self.where = hidden, weight[: where.rows], divergence, where
         # Products of one shape each: equal models give equal logits.
-        self.logits = hidden @ weight[: where.rows].t()
+        self.logits = hidden @ self.weight.t()
         self.teacher_logits = teacher_hidden @ teacher_weight[: where.rows].t()
+        for logits in (self.logits, self.teacher_logits):
+            if logits.dtype == torch.float32 and where.temperature != 1.0:
+                logits.div_(where.temperature)
         self.floor = None if divergence.top_k is None else self._lowest_of_top(divergence.top_k)
+        self.exps_over: list[Tensor] = []
+        """For the reverse KL, by tile: the logit [n] to which the exponentials in the place of the policy's logits are
+        relative."""
 
     def tiles(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield each tile of the vocabulary with the logits of policy and teacher, new float32 [n, t]."""
+        """Yield each tile of the vocabulary with the logits of policy and teacher, float32 [n, t]."""
         for span in slices(self.where.rows, self.where.tile):
             yield span, self._tile(self.logits, span), self._tile(self.teacher_logits, span)
 
     def _tile(self, logits: Tensor, span: slice) -> Tensor:
-        tile = logits[:, span].to(torch.float32, copy=True)
+        if logits.dtype == torch.float32:
+            return logits[:, span]
+        tile = logits[:, span].float()
         return tile if self.where.temperature == 1.0 else tile.div_(self.where.temperature)
 
     def _lowest_of_top(self, k: int) -> Tensor:
@@ -192,6 +204,13 @@ class _Block:
             local, mine = in_tile(targets, where.start, span)
             for i, logits in enumerate((mine_of, teachers)):
                 chosen[i] += torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
+            if floor is None and reverse == 1:
+                q.add(teachers, None)
+                gap = torch.sub(mine_of, teachers, out=teachers)
+                self.exps_over.append(p.add(mine_of, gap, into=mine_of))
+                _put(mine_of, self.logits, span)
+                _put(gap, self.teacher_logits, span)
+                continue
             gap = mine_of - teachers if forward or reverse else None
             if floor is None:
                 p.add(mine_of, gap if reverse else None)
@@ -225,44 +244,54 @@ class _Block:
         """Return the divergence and KL(p || m) of each token, float32 [n] each. It needs both normalisers."""
         beta = self.divergence.weight
         sums = torch.zeros(2, len(self.hidden), dtype=torch.float32, device=self.hidden.device)
-        for _, mine_of, teachers in self.tiles():
+        for span, mine_of, teachers in self.tiles():
             p_log, q_log, outside = self._compared(mine_of, teachers)
             q = _q(q_log, outside)
             gap = _bounded_gap(p_log, q_log)
-            of_p = _log_ratio_to_mixture(gap.clone(), beta)
-            sums[0] += torch.linalg.vecdot(p_log.exp_(), of_p)
+            of_p = _log_ratio_to_mixture(gap, beta)
+            p = p_log.exp_()
+            sums[0] += torch.linalg.vecdot(p, of_p)
             sums[1] += torch.linalg.vecdot(q, gap.add_(of_p))  # log(q / m) = log(q / p) + log(p / m)
+            _put(p, self.logits, span)
+            _put(torch.mul(p, of_p, out=gap), self.teacher_logits, span)
         reduce(sums, ReduceOp.SUM, self.where.group)
         return (1 - beta) * sums[0] + beta * sums[1], sums[0]
 
     def add_gradients(self, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
         """Add the gradients of the sum of the divergences, float32 [n, H] and [rows, H]."""
-        shares = self.divergence.shares
-        for span, mine_of, teachers in self.tiles():
-            p_log, q_log, outside = self._compared(mine_of, teachers)
-            p = p_log.exp()
-            # d loss / d logit = p (d loss / d p - its mean under p) / temperature
-            if shares is None:
-                ratio = _log_ratio_to_mixture(_bounded_gap(p_log, q_log), self.divergence.weight)
-                slopes = p.mul_(ratio.sub_(self.slope[:, None])).mul_(1 - self.divergence.weight)
-            else:
-                forward, reverse = shares
-                if reverse:
-                    slopes = p_log.sub_(q_log).sub_(self.slope[:, None]).mul_(p)
-                    if forward:
-                        slopes.mul_(reverse).add_(p.sub_(_q(q_log, outside)), alpha=forward)
-                else:
-                    slopes = p.sub_(_q(q_log, outside))
+        spans = list(slices(self.where.rows, self.where.tile))
+        for number, span in enumerate(spans):
+            slopes = self._slopes(number, span)
             if self.where.temperature != 1.0:
                 slopes.div_(self.where.temperature)
-            grad_logits = slopes.to(self.weight.dtype)
-            grad_hidden += grad_logits @ self.weight[span]  # accumulated in float32
-            if grad_weight is None:
-                continue
-            if grad_weight.dtype == grad_logits.dtype:
-                grad_weight[span].addmm_(grad_logits.t(), self.hidden)
-            else:
-                grad_weight[span] += grad_logits.t() @ self.hidden
+            _put(slopes, self.logits, span)
+        grad_hidden += self.logits @ self.weight
+        if grad_weight is None:
+            return
+        if grad_weight.dtype == self.logits.dtype:
+            grad_weight[: self.where.rows].addmm_(self.logits.t(), self.hidden)
+            return
+        for span in spans:  # accumulated in float32
+            grad_weight[span] += self.logits[:, span].t() @ self.hidden
+
+    def _slopes(self, number: int, span: slice) -> Tensor:
+        """Return d loss / d logit of a tile, p (d loss / d p - its mean under p), float32 [n, t]."""
+        shares, mean = self.divergence.shares, self.slope[:, None]
+        if shares is None:
+            p, weighted = self.logits[:, span].float(), self.teacher_logits[:, span].float()
+            return torch.addcmul(weighted, p, -mean, out=p).mul_(1 - self.divergence.weight)
+        forward, reverse = shares
+        if self.exps_over:
+            exps, gap = self.logits[:, span].float(), self.teacher_logits[:, span].float()
+            scale = (self.exps_over[number] - self.log_p).exp_()[:, None]  # p = exps * scale
+            offset = (self.log_p - self.log_q)[:, None] + mean
+            return exps.mul_(torch.addcmul(-offset * scale, gap, scale))  # log(p / q) = gap - log_p + log_q
+        p_log, q_log, outside = self._compared(self._tile(self.logits, span), self._tile(self.teacher_logits, span))
+        if not reverse:
+            return p_log.exp_().sub_(_q(q_log, outside))
+        p = p_log.exp()
+        slopes = p_log.sub_(q_log).sub_(mean).mul_(p)
+        return slopes.mul_(reverse).add_(p.sub_(_q(q_log, outside)), alpha=forward) if forward else slopes
 
     def _compared(self, mine_of: Tensor, teachers: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log p and log q of a tile [n, t] in place of its logits, and where q is 0; None: nowhere."""
@@ -287,5 +316,12 @@ def _bounded_gap(p_log: Tensor, q_log: Tensor) -> Tensor:
 
 
 def _log_ratio_to_mixture(gap: Tensor, share: float) -> Tensor:
-    """Return log(p / (share q + (1 - share) p)) in place of gap = log(q / p), exactly 0 where p equals q."""
-    return gap.expm1_().mul_(share).log1p_().neg_()
+    """Return log(p / (share q + (1 - share) p)) of gap = log(q / p), exactly 0 where p equals q."""
+    return torch.expm1(gap).mul_(share).log1p_().neg_()
+
+
+def _put(tile: Tensor, logits: Tensor, span: slice) -> None:
+    """Put a tile in its place among the logits [n, rows], in their number format, unless it is a view of them."""
+    place = logits[:, span]
+    if tile.data_ptr() != place.data_ptr():
+        place.copy_(tile)
