@@ -143,6 +143,7 @@ def replay_config(config: MasterConfig, layout: str | None, precision: str | Non
         }
     plain["policy"]["precision"] = precision or config.policy.precision
     plain["policy"]["generation"]["colocated"] = {"enabled": True}
+    plain["on_policy_distillation"]["non_colocated_teachers"]["enabled"] = False
     plain["cluster"] |= {"num_nodes": 1, "gpus_per_node": ranks, "backend": "local" if ranks == 1 else "ray"}
     plain["cluster"]["max_restarts"] = 0  # a restart needs checkpoints
     plain["checkpointing"]["enabled"] = False

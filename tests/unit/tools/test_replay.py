@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import MasterConfig, teacher_pools, world_size
 from grpo_mcore.tools.replay.replay import Replay, compare, replay_config
 from tests.unit.algorithms.training_step import step_cases
 
@@ -38,6 +38,18 @@ def test_a_run_that_may_restart_is_replayed_without_checkpoints() -> None:
     recipe["cluster"] |= {"max_restarts": 2, "num_nodes": 2}
     config = replay_config(MasterConfig.model_validate(recipe), None)
     assert (config.cluster.max_restarts, config.checkpointing.enabled) == (0, False)
+
+
+def test_teachers_with_nodes_of_their_own_share_the_policys_in_a_replay() -> None:
+    recipe = step_cases.config().model_dump(mode="json")
+    recipe["cluster"] |= {"num_nodes": 2}
+    recipe["grpo"]["adv_estimator"] = {"name": "opd"}
+    places = {"enabled": True}
+    recipe["on_policy_distillation"] = {
+        "enabled": True, "teacher_model_by_agent_name": {"it": "big"}, "non_colocated_teachers": places,
+    }  # fmt: skip
+    config = replay_config(MasterConfig.model_validate(recipe), None)
+    assert not teacher_pools(config) and world_size(config) == 2
 
 
 def test_a_missing_metric_is_no_difference() -> None:
