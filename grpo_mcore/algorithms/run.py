@@ -51,6 +51,7 @@ from grpo_mcore.algorithms.setup import (
     watch_machines,
 )
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.training_step.teachers import check_aliases
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
 from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.cluster import Cluster
@@ -145,6 +146,8 @@ def prepare(
         check_same_tokens(tokenizer, load_tokenizer(teacher.folder, tokenizer.chat_template), teacher.folder)
     data = data or _load_data(config, algorithm, tokenizer)
     prepared = Prepared(config, algorithm, model, checkpointer, tokenizer, data, changes, trains=trains, follow=follow)
+    if algorithm == "grpo" and model.teachers:
+        check_aliases(config.on_policy_distillation, data.first_rows(CHECKED_ROWS, validation=False))
     if algorithm == "grpo" and prepared.env_names:
         check_environments(config, prepared.env_names, data.first_rows(CHECKED_ROWS))
     if algorithm != "eval":  # raises where the data has too few rows, or others than the run that is resumed

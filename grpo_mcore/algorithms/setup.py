@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.run_control.checks import Model, calls_of, environment_of
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
-from grpo_mcore.algorithms.training_step.teachers import Teacher, Teachers
+from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngines, TeacherEngineWorker
+from grpo_mcore.algorithms.training_step.teachers import Teacher, Teachers, teacher_name
 from grpo_mcore.algorithms.weight_sync.refit_settings import refit_settings
 from grpo_mcore.cluster import Cluster, Future, Worker, call_all, gather, is_fault, open_cluster
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import engine_options, engine_overrides, read_hf_config
 from grpo_mcore.generation import EngineConfig, LoadFormat, engine_environment
-from grpo_mcore.layout import DevicePool
+from grpo_mcore.layout import DevicePool, EngineDevices
 from grpo_mcore.objective import DistillationLossFn, NLLLossFn, PreferenceLossFn, build_loss
 from grpo_mcore.observe import Logger
 from grpo_mcore.observe.machine import MachineMonitor, peak_flops
@@ -42,6 +43,8 @@ from grpo_mcore.recipe import (
     num_engines,
     policy_pool,
     shares_prefixes,
+    teacher_copies,
+    teacher_engines,
     teacher_policies,
     teacher_pools,
 )
@@ -55,6 +58,10 @@ MONITOR_S = 30.0
 ENGINE_CALLS, ENGINE_STREAMS = 4, 64
 """Threads of an engine's process. Calls: reading a bucket, receiving the next one, health checks, and aborting a refit
 that hangs. Streams: one for each dispatch whose samples are under way."""
+
+SCORING_KWARGS = {"max_num_batched_tokens": 2048}
+"""Arguments of a teacher's engines on GPUs. vLLM may hold the logits of a whole batch of prompts while it scores them,
+and does not count these when it measures how much memory is left for its cache."""
 
 
 def start_cluster(config: MasterConfig, log_dir: Path) -> Cluster:
@@ -150,17 +157,24 @@ def _spawn_ranks(
 def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup) -> None:
     """Give a policy that is ready the recipe's teachers, if there are any: start them one after another, and move each
     to the host if it shares the policy's devices. Raises what their constructors raise."""
-    section, policies = config.on_policy_distillation, teacher_policies(config)
-    started, by_alias = dict[str, Teacher](), dict[str, Teacher]()
+    section, policies, pools = config.on_policy_distillation, teacher_policies(config), teacher_pools(config)
+    by_alias, copies = dict[str, Teacher](), teacher_copies(config)
     for alias, its_model in model.teachers.items():
-        its = policies[alias].model_copy(update={"model_name": its_model.folder})
-        recipe = config.model_copy(update={"policy": its})
-        known = its.model_dump_json() if section.deduplicate_shared_teacher_checkpoints else alias
-        if known not in started:
-            start = partial(_start_teacher, alias, recipe, cluster, its_model, policy)
-            restarts = Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s, cluster.clock)
-            started[known] = Teacher(alias, recipe, start, start(), restarts)
-        by_alias[alias] = started[known]
+        if copies[alias] != alias:
+            by_alias[alias] = by_alias[copies[alias]]
+            continue
+        recipe = config.model_copy(
+            update={"policy": policies[alias].model_copy(update={"model_name": its_model.folder})}
+        )
+        engines = teacher_engines(config, alias, gpu=its_model.gpu)
+        start: Callable[[], PolicyGroup | TeacherEngines]
+        if engines is None:
+            start = partial(_start_teacher, alias, recipe, cluster, its_model, policy, pools.get(alias))
+        else:
+            own = alias in pools
+            start = partial(_start_teacher_engines, alias, recipe, cluster, its_model, policy, engines, own=own)
+        restarts = Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s, cluster.clock)
+        by_alias[alias] = Teacher(alias, recipe, start, start(), restarts)
     policy.teachers = Teachers(section, by_alias) if by_alias else None
     if by_alias and section.divergence.enabled:
         (teacher,) = model.teachers.values()
@@ -168,18 +182,72 @@ def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy:
 
 
 def _start_teacher(
-    alias: str, config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup
+    alias: str, config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup, own: DevicePool | None
 ) -> PolicyGroup:
     """Start a teacher on nodes of its own, or beside the policy, which makes room first, and wait until it is ready.
     `config`: the recipe with the teacher in place of the policy."""
-    name, own = f"teacher-{re.sub(r'[^A-Za-z0-9_.]', '_', alias)}", teacher_pools(config).get(alias)
     if own is None:
         policy.offload()
     beside = policy.workers if own is None else ()
-    teacher = _spawn_ranks(name, config, cluster, model, trains=False, beside=beside, own=own)
+    teacher = _spawn_ranks(teacher_name(alias), config, cluster, model, trains=False, beside=beside, own=own)
     wait_until_ready(config, cluster, teacher.workers, f"start of the teacher {alias}")
     teacher.offload()
     return teacher
+
+
+def _start_teacher_engines(
+    alias: str,
+    config: MasterConfig,
+    cluster: Cluster,
+    model: Model,
+    policy: PolicyGroup,
+    devices: EngineDevices,
+    *,
+    own: bool,
+) -> TeacherEngines:
+    """Start a teacher as engines, as `_start_teacher` does. `own`: on nodes of its own."""
+    generation, gpu, each = config.policy.generation, model.gpu, devices.layout.ranks
+    vllm, sleeps = generation.vllm_cfg, gpu and not own
+    if not own:
+        policy.offload()
+    slots = []
+    for index in range(devices.count):
+        engine = EngineConfig(
+            model=model.folder,
+            name=f"{teacher_name(alias)}-{index}",
+            platform="gpu" if gpu else "cpu",
+            dtype=vllm.precision,
+            tensor_parallel_size=devices.layout.tensor,
+            pipeline_parallel_size=devices.layout.pipeline,
+            expert_parallel=devices.layout.expert_parallel,
+            max_model_len=vllm.max_model_len,
+            enforce_eager=vllm.enforce_eager,
+            gpu_memory_utilization=vllm.gpu_memory_utilization,
+            kv_cache_memory_gb=vllm.kv_cache_memory_gb,
+            sleep_between_phases=sleeps,
+            threads=cpu_threads(devices.count * each),
+            vllm_kwargs=(SCORING_KWARGS if gpu else {}) | generation.vllm_kwargs,
+            logit_temperature=generation.temperature,
+            **engine_options(model.shape, gpu=gpu) | {"prefix_caching": False},  # a prompt that is scored is computed
+        )
+        worker = cluster.spawn(
+            engine.name,
+            TeacherEngineWorker,
+            engine,
+            cluster.store,
+            cpus=1.0 if gpu else 0.1,
+            gpus=float(each) if gpu and own else 0.0,
+            env={**engine_environment(engine), **vllm.env_vars},
+            concurrency=ENGINE_CALLS,
+            colocate_with=policy.workers[index * each : (index + 1) * each] if sleeps else (),
+        )
+        slots.append(EngineSlot(worker))
+    engines = EngineGroup(
+        cluster, slots, sleeps, devices.layout, colocated=not own, start_timeout_s=config.cluster.start_timeout_s
+    )
+    wait_until_ready(config, cluster, engines.workers, f"start of the teacher {alias}")
+    engines.release()
+    return TeacherEngines(engines, model.shape, offloads=not own)
 
 
 def engine_ranks(index: int, config: MasterConfig, *, gpu: bool) -> list[slice]:

@@ -279,10 +279,10 @@ class TaskData:
     env_names: dict[str, str | None]
     val_env_names: dict[str, str | None]
 
-    def first_rows(self, count: int = 1) -> list[DatumSpec]:
-        """Return the first usable rows of each dataset."""
+    def first_rows(self, count: int = 1, *, validation: bool = True) -> list[DatumSpec]:
+        """Return the first usable rows of each dataset; without `validation` only of those to train on."""
         train = list(self.train.values()) if isinstance(self.train, Mapping) else [self.train]
-        datasets = train if self.validation is None else [*train, self.validation]
+        datasets = train if self.validation is None or not validation else [*train, self.validation]
         usable = [islice(filter(one.usable, range(len(one))), count) for one in datasets]
         return [one[index] for one, indices in zip(datasets, usable, strict=True) for index in indices]
 

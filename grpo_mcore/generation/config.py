@@ -77,6 +77,7 @@ class EngineConfig:
     sleep_between_phases: bool = False  # GPU: give the memory to the policy in `release`
     threads: int = 1
     log_level: str = "ERROR"
+    logit_temperature: float = 1.0  # divides all logits; vLLM has no temperature for those of a prompt
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
     adapter_rank: int | None = None  # of the LoRA adapters that a refit brings; None: it brings merged weights
     chat: ChatConfig | None = None  # None: the engine serves no endpoint

@@ -8,9 +8,9 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from grpo_mcore.generation.engine_lock import EngineLock
 from grpo_mcore.generation.engine_nodes import Lifeline, await_followers, bind_vllm_to, deaths
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
 from grpo_mcore.generation.worker_calls import (
+    divide_logits,
     has_only_registered_tensors,
     make_stage_inputs,
     record_layers,
@@ -35,7 +36,7 @@ from grpo_mcore.generation.worker_calls import (
     take_records,
     unlink_shared_segments,
 )
-from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 
 REFIT_TIMEOUT_S = 600.0
 POLL_S = 0.004
@@ -144,6 +145,9 @@ class Engine:
             engine.collective_rpc(make_stage_inputs)
         if self._records_routes:
             engine.collective_rpc(record_routes)
+        temperature = self.config.logit_temperature
+        if temperature != 1.0 and not any(engine.collective_rpc(divide_logits, args=(temperature,))):
+            raise EngineError(f"{self.name}: vLLM's model has no place where its logits could get a temperature")
         return engine
 
     def generate(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Trajectory]:
@@ -161,17 +165,11 @@ class Engine:
         mostly. Until it has ended, `join` adds requests to the stream `name`."""
         from grpo_mcore.generation.samples import to_trajectory
 
-        stream, tokenizer = _OpenStream(), self._llm_engine.get_tokenizer()
-        if name is not None:
-            self._streams[name] = stream
-        try:
-            self._add(stream, requests, sampling)
-            while outputs := self._steps.next(stream.caller):
+        tokenizer = self._llm_engine.get_tokenizer()
+        with closing(self._finished(requests, sampling, name)) as steps:
+            for finished in steps:
                 samples = []
-                for output in outputs:
-                    key = output.request_id
-                    engine_id, request = stream.engine_ids.pop(key), stream.requests.pop(key)
-                    del self._requests[key]
+                for engine_id, request, output in finished:
                     if self._records_routes:
                         output.outputs[0].routed_experts = self._take("route_recorder", [engine_id])[0]
                     if self._layers is not None:
@@ -179,6 +177,43 @@ class Engine:
                         self._layers[request.uid, request.generation_index] = record
                     samples.append(to_trajectory(request, output, tokenizer))
                 yield samples
+
+    def score_tokens(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the log-prob of each token of the sequences, int64 [n] each, after those before it: float32 [n], 0 for
+        the first. Of the whole distribution, at the temperature `config.logit_temperature`. Raises as `generate`."""
+        from grpo_mcore.generation.samples import prompt_logprobs
+
+        scores = [torch.zeros(len(tokens), dtype=torch.float32) for tokens in sequences]
+        requests = [
+            GenerationRequest(str(index), 0, (Turn("user", tokens),), seed=0)
+            for index, tokens in enumerate(sequences)
+            if len(tokens) > 1
+        ]
+        # vLLM scores a prompt as it reads it; the token that it says then is not looked at.
+        sampling = Sampling(max_new_tokens=1, temperature=0.0, scores_prompt=True)
+        with closing(self._finished(requests, sampling)) as steps:
+            for finished in steps:
+                for _, request, output in finished:
+                    scores[int(request.uid)][1:] = prompt_logprobs(output)
+        return scores
+
+    def _finished(
+        self, requests: list[GenerationRequest], sampling: Sampling, name: str | None = None
+    ) -> Generator[list[tuple[str, GenerationRequest, Any]], None, None]:
+        """Yield what has finished since the last time: vLLM's id of the request, the request, and vLLM's output. `name`
+        as in `generate_together`. Unfinished requests are aborted at the end."""
+        stream = _OpenStream()
+        if name is not None:
+            self._streams[name] = stream
+        try:
+            self._add(stream, requests, sampling)
+            while outputs := self._steps.next(stream.caller):
+                finished = []
+                for output in outputs:
+                    key = output.request_id
+                    finished.append((stream.engine_ids.pop(key), stream.requests.pop(key), output))
+                    del self._requests[key]
+                yield finished
         finally:
             if name is not None:
                 del self._streams[name]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import RequestOutput, SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
@@ -35,6 +36,8 @@ def sampling_params(request: GenerationRequest, sampling: Sampling, max_model_le
         top_k=sampling.top_k or 0,
         seed=request.seed,
         logprobs=0,  # of the sampled token only
+        prompt_logprobs=0 if sampling.scores_prompt else None,
+        flat_logprobs=sampling.scores_prompt,
         stop=stop,
         stop_token_ids=list(sampling.stop_token_ids),
         include_stop_str_in_output=True,
@@ -75,6 +78,13 @@ def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: 
         stop_token=token_ids[-1] if by_token else None,
         routed_experts=routes,
     )
+
+
+def prompt_logprobs(output: RequestOutput) -> Tensor:
+    """Return the log-probs of the prompt's tokens but the first, float32, of a request with `scores_prompt`."""
+    flat, length = output.prompt_logprobs, len(output.prompt_token_ids or ())
+    assert isinstance(flat, FlatLogprobs) and len(flat.logprobs) == length - 1, "one log-prob a token after the first"
+    return torch.tensor(flat.logprobs, dtype=torch.float32)
 
 
 def _spans(before: Sequence[_Span], spans: Sequence[Any], prompt_length: int) -> tuple[_Span, ...]:

@@ -77,6 +77,16 @@ def make_stage_inputs(worker: Any) -> None:
         )
 
 
+def divide_logits(worker: Any, temperature: float) -> bool:
+    """Divide all logits by a temperature from now on. Return whether this rank computes logits."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    last = [module for module in worker.model_runner.model.modules() if isinstance(module, LogitsProcessor)]
+    for module in last:
+        module.scale /= temperature
+    return bool(last)
+
+
 def start_profile(worker: Any) -> None:
     """Start torch's profiler on this rank."""
     worker.process_profile = ProcessProfile()

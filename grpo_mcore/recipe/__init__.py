@@ -35,9 +35,13 @@ from grpo_mcore.recipe.derived import (
     samples_per_step,
     samples_together,
     shares_prefixes,
+    teacher_copies,
+    teacher_engines,
+    teacher_findings,
     teacher_policies,
     teacher_pools,
     teacher_ranks,
+    teacher_settings,
     teacher_weight,
     world_size,
 )

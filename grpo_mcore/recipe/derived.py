@@ -11,6 +11,7 @@ from typing import Any
 from grpo_mcore.families import ModelShape
 from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, Finding, PolicyLayout, fits
 from grpo_mcore.recipe.schema.distillation import TeacherConfig
+from grpo_mcore.recipe.schema.generation import GenerationConfig
 from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of
 from grpo_mcore.recipe.schema.megatron import MegatronConfig, PeftConfig
 from grpo_mcore.recipe.schema.policy import (
@@ -204,21 +205,45 @@ def teacher_weight(config: RecipeSections) -> float:
     return 1.0 if estimator.name == "opd" else estimator.opd_weight
 
 
+def teacher_settings(config: RecipeSections) -> dict[str, TeacherConfig]:
+    """Return how each teacher is laid out, by alias: default_teacher_cfg with what teacher_overrides replaces, key by
+    key also in megatron_cfg_overrides and vllm_kwargs."""
+    section = config.on_policy_distillation
+    if not section.enabled:
+        return {}
+    default, overrides = section.non_colocated_teachers.default_teacher_cfg, dict[str, dict[str, Any]]()
+    for alias, its in section.non_colocated_teachers.teacher_overrides.items():
+        overrides[alias] = {
+            name: {**default[name], **its[name]} if isinstance(its[name], dict) else its[name]
+            for name in its.model_fields_set
+        }
+    names = section.teacher_model_by_agent_name
+    return {alias: default.model_copy(update=overrides.get(alias, {})) for alias in names}
+
+
+def teacher_copies(config: RecipeSections) -> dict[str, str]:
+    """Return, for each alias, the first one that uses the same copy of a model: of the same model, layout and backend.
+    It is the alias itself without deduplicate_shared_teacher_checkpoints."""
+    settings, first = teacher_settings(config), dict[str, str]()
+    if not config.on_policy_distillation.deduplicate_shared_teacher_checkpoints:
+        return {alias: alias for alias in settings}
+    return {
+        alias: first.setdefault(f"{settings[alias].backend} {policy.model_dump_json()}", alias)
+        for alias, policy in teacher_policies(config).items()
+    }
+
+
 def teacher_pools(config: RecipeSections) -> dict[str, DevicePool]:
     """Return the nodes that teachers have to themselves, by alias, aliases that share one copy once; none if teachers
     share the policy's devices."""
     section, cluster = config.on_policy_distillation, config.cluster
-    places = section.non_colocated_teachers
-    if not (section.enabled and places.enabled):
+    if not (section.enabled and section.non_colocated_teachers.enabled):
         return {}
-    pools, known = dict[str, DevicePool](), set[str]()
-    for alias, policy in teacher_policies(config).items():
-        settings = _teacher_settings(places.default_teacher_cfg, places.teacher_overrides.get(alias))
-        copy = policy.model_dump_json() if section.deduplicate_shared_teacher_checkpoints else alias
-        if copy not in known:
-            pools[alias] = DevicePool(settings["num_nodes"] or 1, settings["gpus_per_node"] or cluster.gpus_per_node)
-            known.add(copy)
-    return pools
+    settings = teacher_settings(config)
+    return {
+        alias: DevicePool(settings[alias].num_nodes or 1, settings[alias].gpus_per_node or cluster.gpus_per_node)
+        for alias in dict.fromkeys(teacher_copies(config).values())
+    }
 
 
 def teacher_ranks(config: RecipeSections, alias: str) -> int:
@@ -228,53 +253,107 @@ def teacher_ranks(config: RecipeSections, alias: str) -> int:
     return world_size(config) if pool is None else pool.ranks
 
 
-def _teacher_settings(default: TeacherConfig, override: TeacherConfig | None) -> dict[str, Any]:
-    return default.model_dump() | ({} if override is None else override.model_dump(exclude_unset=True))
+def teacher_engines(config: RecipeSections, alias: str, *, gpu: bool) -> EngineDevices | None:
+    """Return the engines of a teacher whose backend is vllm, and None for another. `alias`: the first of those that
+    share a copy."""
+    if teacher_settings(config)[alias].backend != "vllm":
+        return None
+    vllm, own = teacher_policies(config)[alias].generation.vllm_cfg, teacher_pools(config).get(alias)
+    layout = EngineLayout(vllm.tensor_parallel_size, vllm.pipeline_parallel_size, vllm.expert_parallel_size > 1)
+    pool, counted = own or policy_pool(config), gpu or own is not None
+    return EngineDevices(layout, pool.ranks // layout.ranks if counted else 1, pool, counted)
+
+
+def teacher_findings(
+    config: RecipeSections, alias: str, shape: ModelShape | None = None, *, gpu: bool | None = None
+) -> list[Finding]:
+    """Return all that is wrong with a teacher's layout on its devices. `shape`, `gpu`: as of `layout_findings`;
+    `alias`: the first of those that share a copy."""
+    gpu = config.cluster.platform == "gpu" if gpu is None else gpu
+    engines, ranks = teacher_engines(config, alias, gpu=gpu), teacher_ranks(config, alias)
+    if engines is None:
+        return fits(policy_layout(teacher_policies(config)[alias].megatron_cfg, ranks), ranks, shape)
+    if engines.counted and engines.pool.per_node % engines.layout.ranks:
+        key = "on_policy_distillation.non_colocated_teachers.default_teacher_cfg.tensor_model_parallel_size"
+        message = (
+            f"the {engines.layout.ranks} ranks of an engine ({engines.layout.describe()}) do not divide the "
+            f"{engines.pool.per_node} devices of a node; an engine of a teacher stays on one node"
+        )
+        return [Finding((key,), message)]
+    return fits(PolicyLayout(data=ranks), ranks, shape, engines)
 
 
 def teacher_policies(config: RecipeSections) -> dict[str, PolicyConfig]:
     """Return the model and the layout of each teacher by alias, as the section `policy` would describe them; none
-    without teachers. A teacher samples as the policy does: its log-probs are of the same temperature and cut."""
-    section = config.on_policy_distillation
-    if not section.enabled:
-        return {}
-    places = section.non_colocated_teachers
+    without teachers. A teacher samples as the policy does: its log-probs are of the same temperature and cut. Of a vllm
+    teacher `generation` describes the engines, and megatron_cfg has their sizes."""
+    models = config.on_policy_distillation.teacher_model_by_agent_name
     return {
-        alias: _teacher_policy(config.policy, model, places.default_teacher_cfg, places.teacher_overrides.get(alias))
-        for alias, model in section.teacher_model_by_agent_name.items()
+        alias: _teacher_policy(config.policy, models[alias], settings)
+        for alias, settings in teacher_settings(config).items()
     }
 
 
-def _teacher_policy(
-    policy: PolicyConfig, model: str, default: TeacherConfig, override: TeacherConfig | None
-) -> PolicyConfig:
-    settings = _teacher_settings(default, override)
-    sizes = {key: settings[key] if settings[key] is not None else policy.megatron_cfg[key] for key in _TEACHER_SIZES}
+def _teacher_policy(policy: PolicyConfig, model: str, settings: TeacherConfig) -> PolicyConfig:
+    precision = settings.precision or policy.precision
+    sizes, defaults = dict[str, int](), policy.megatron_cfg
+    if settings.backend == "vllm":
+        engine = policy.generation.vllm_cfg
+        of_engine = {
+            "tensor_model_parallel_size": engine.tensor_parallel_size,
+            "pipeline_model_parallel_size": engine.pipeline_parallel_size,
+            "expert_model_parallel_size": engine.expert_parallel_size,
+        }
+        defaults = defaults.model_copy(update=dict.fromkeys(_TEACHER_SIZES, 1) | of_engine)
+    for key in _TEACHER_SIZES:
+        sizes[key] = settings[key] if settings[key] is not None else defaults[key]
     whole = policy.megatron_cfg.model_dump() | {
         **sizes,
-        "sequence_parallel": policy.megatron_cfg.sequence_parallel and sizes["tensor_model_parallel_size"] > 1,
+        "sequence_parallel": sizes["tensor_model_parallel_size"] > 1
+        and (policy.megatron_cfg.sequence_parallel or settings.backend == "vllm"),
         "virtual_pipeline_model_parallel_size": None,
         "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None,
         "peft": PeftConfig().model_dump(),
-        **settings["megatron_cfg_overrides"],
+        **(settings.megatron_cfg_overrides if settings.backend == "megatron" else {}),
     }
-    micro = settings["micro_batch_size"] or policy.logprob_batch_size
+    micro = settings.micro_batch_size or policy.logprob_batch_size
     changes: dict[str, Any] = {
         "model_name": model,
         "hf_config_overrides": {},
-        "precision": settings["precision"] or policy.precision,
+        "precision": precision,
         "train_micro_batch_size": micro,
         "logprob_batch_size": micro,
         "megatron_cfg": MegatronConfig.model_validate(whole),
         "router_replay": RouterReplayConfig(),
     }
+    if settings.backend == "vllm":
+        changes["generation"] = _teacher_generation(policy, sizes, precision, settings)
     for name in ("sequence_packing", "dynamic_batching"):
         tokens = policy[name].logprob_mb_tokens
-        if settings["micro_batch_size"] is not None:
+        if settings.micro_batch_size is not None:
             tokens = policy.max_total_sequence_length * micro
         changes[name] = policy[name].model_copy(update={"train_mb_tokens": tokens, "logprob_mb_tokens": tokens})
     return policy.model_copy(update=changes)
+
+
+def _teacher_generation(
+    policy: PolicyConfig, sizes: Mapping[str, int], precision: str, settings: TeacherConfig
+) -> GenerationConfig:
+    """Return `policy.generation` with the engines of a teacher. They say one token, which nobody reads, after the
+    longest sample."""
+    generation, vllm = policy.generation, policy.generation.vllm_cfg
+    engine = {
+        "tensor_parallel_size": sizes["tensor_model_parallel_size"],
+        "pipeline_parallel_size": sizes["pipeline_model_parallel_size"],
+        "expert_parallel_size": sizes["expert_model_parallel_size"],
+        "precision": precision,
+        "gpu_memory_utilization": settings.gpu_memory_utilization or vllm.gpu_memory_utilization,
+        "max_model_len": policy.max_total_sequence_length + 1,
+        "enable_return_routed_experts": False,
+    }
+    changes = {"vllm_cfg": vllm.model_copy(update=engine), "num_engines": None, "vllm_kwargs": settings.vllm_kwargs}
+    return generation.model_copy(update=changes)
 
 
 _TEACHER_SIZES = (

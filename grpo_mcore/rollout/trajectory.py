@@ -290,7 +290,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. `max_new_tokens` is per turn; `top_k` None: no limit."""
+    """Sampling parameters. `max_new_tokens` is per turn; `top_k` None: no limit. `scores_prompt`: what counts is the
+    log-probs of the prompt's tokens, of a teacher."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -298,6 +299,7 @@ class Sampling:
     top_k: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    scores_prompt: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from grpo_mcore.data.tiny_models import EOS
 from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
+from grpo_mcore.generation.worker_calls import divide_logits
 from grpo_mcore.parallel.layer_traces import fixed_direction
 from grpo_mcore.refit.board import Mapped, Seat
 from grpo_mcore.refit.buffer import block_view
@@ -70,6 +71,25 @@ def test_logprobs_are_those_of_transformers(engine: Engine, reference: torch.nn.
         trajectory = found[asked.uid]
         assert trajectory.turns[:-1] == asked.prompt and trajectory.turns[-1].loss_mask
         assert trajectory.weight_versions == ((0, 0, trajectory.length),)
+
+
+def test_a_teachers_engine_scores_samples_at_the_policys_temperature(
+    engine: Engine, reference: torch.nn.Module
+) -> None:
+    """Also a single token, and one that fills the context but for the token that vLLM says after it."""
+    sequences = [request(number, length=length).token_ids() for number, length in enumerate((1, 2, 40, CONTEXT - 1))]
+    rpc: Any = engine._llm_engine.collective_rpc
+    for temperature in (1.0, 0.7):
+        assert all(rpc(divide_logits, args=(temperature,)))
+        scores = engine.score_tokens(sequences)
+        rpc(divide_logits, args=(1 / temperature,))
+        for tokens, mine in zip(sequences, scores, strict=True):
+            with torch.no_grad():
+                wanted = (reference(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+            assert mine[0] == 0 and len(mine) == len(tokens)
+            assert torch.allclose(mine[1:], wanted.gather(1, tokens[1:, None])[:, 0], atol=1e-5)
+    with pytest.raises(ValueError, match="160 prompt tokens in a context of 160"):
+        engine.score_tokens([request(0, length=CONTEXT).token_ids()])
 
 
 @pytest.mark.parametrize("how", [{"temperature": 0.6}, {"temperature": 0.8, "top_p": 0.7}], ids=str)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngines
 from grpo_mcore.algorithms.training_step.teachers import Teacher
 from grpo_mcore.cli.main import main
 from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
@@ -19,7 +20,7 @@ from grpo_mcore.observe.samples import read_samples, sample_steps
 from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
 
 AT = "on_policy_distillation/"
-SIZES = {"intermediate_size": 64, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+SIZES = {"intermediate_size": 64, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32}
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +102,25 @@ def test_the_policy_itself_teaches_exactly_nothing(task: Task, model: Path, tmp_
     assert step["grad_norm"] == 0 and step["loss"] == 0
 
 
-def test_a_weighted_teacher_beside_the_rewards(task: Task, model: Path, teacher: Path, tmp_path: Path) -> None:
-    recipe = recipe_with(task, model, teacher, name="rloo", opd_weight=0.5)
+def engine_for_a_teacher(recipe: dict[str, Any]) -> dict[str, Any]:
+    recipe["on_policy_distillation"]["non_colocated_teachers"] = {"default_teacher_cfg": {"backend": "vllm"}}
+    return recipe
+
+
+def test_a_weighted_teacher_on_an_engine_beside_the_rewards(
+    run: Run, task: Task, model: Path, teacher: Path, tmp_path: Path
+) -> None:
+    """The samples of the first step are those of `run`, whose teacher of the same weights is a Megatron model."""
+    megatron = {(row["uid"], row["generation"]): row for row in rows_of(run, 1)}
+    recipe = engine_for_a_teacher(recipe_with(task, model, teacher, name="rloo", opd_weight=0.5))
     run = run_here("train", tmp_path, recipe, "grpo.max_num_steps=1")
     assert run.code == 0, run.err
+    for row in rows_of(run, 1):
+        other = megatron.pop((row["uid"], row["generation"]))
+        assert list(row["token_ids"]) == list(other["token_ids"])
+        difference = np.array(row["teacher_logprobs"]) - np.array(other["teacher_logprobs"])
+        assert np.abs(difference).max() < 1e-5
+    assert not megatron
     (step,), rewards = run.metrics(), {}
     for row in rows_of(run, 1):
         rewards.setdefault(row["uid"], []).append(row["reward"])
@@ -211,5 +227,28 @@ def test_a_killed_teacher_of_another_layout_costs_no_sample(
     run = run_here("train", tmp_path, recipe)
     assert run.code == 0, run.err
     assert steps == [16, 16] and log == [True, False], "the second step met a new teacher"
+    assert [line["num_trained_samples"] for line in run.metrics()] == [16, 16]
+    test_samples_record_the_teachers_logprobs_and_the_metrics_are_theirs(run, teacher)
+
+
+@pytest.mark.every_state
+def test_a_killed_engine_of_a_teacher_costs_no_sample(
+    task: Task, model: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies before the second step's samples reach it."""
+    score, engines = TeacherEngines.score, []
+
+    def killed(self: TeacherEngines, *args: Any) -> Any:
+        engines.append(self.workers[0].place().pid)
+        if len(engines) == 2:
+            os.kill(engines[1], signal.SIGKILL)
+        return score(self, *args)
+
+    monkeypatch.setattr(TeacherEngines, "score", killed)
+    recipe = engine_for_a_teacher(recipe_with(task, model, teacher))
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 1, "max_engine_restarts": 1, "retry_wait_s": 0.0}
+    run = run_here("train", tmp_path, recipe)
+    assert run.code == 0, run.err
+    assert len(engines) == 3 and engines[0] == engines[1] != engines[2], "the second step met a new engine"
     assert [line["num_trained_samples"] for line in run.metrics()] == [16, 16]
     test_samples_record_the_teachers_logprobs_and_the_metrics_are_theirs(run, teacher)

@@ -260,15 +260,19 @@ class EngineGroup:
         there are none, `error` has another cause. Raises `error` if too many died in a row."""
         if self.start is None:
             return []
+        dead = self.find_dead(among)
+        if dead:
+            self.replace(dead, error)
+        return dead
+
+    def find_dead(self, among: Sequence[int] | None = None) -> list[int]:
+        """Return the numbers of the engines, or of those of `among`, that do not answer or have lost a rank."""
         timeout_s = min(HEALTH_S, self.cluster.call_timeout_s)
         checks = {
             number: remote_call(self.slots[number].worker, EngineWorker.health, timeout_s=timeout_s, what="health")()
             for number in (range(len(self.slots)) if among is None else among)
         }
-        dead = [number for number, check in checks.items() if not _is_healthy(check)]
-        if dead:
-            self.replace(dead, error)
-        return dead
+        return [number for number, check in checks.items() if not _is_healthy(check)]
 
     def replace(self, numbers: Sequence[int], error: Exception) -> None:
         """End these engines, whatever they are doing, and start their successors, after a wait. Raises `error` if too

@@ -26,7 +26,7 @@ from grpo_mcore.families import (
     read_hf_config,
     shape_of,
 )
-from grpo_mcore.layout import LayoutError, PolicyLayout, fits
+from grpo_mcore.layout import LayoutError, PolicyLayout
 from grpo_mcore.objective import LOSS_INPUTS, CustomPart, check_custom_objective
 from grpo_mcore.observe import check_custom_logger
 from grpo_mcore.parallel.hf_folder import check_weights
@@ -34,10 +34,14 @@ from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import (
     Algorithm,
     MasterConfig,
+    PolicyConfig,
     environment_class,
     layout_findings,
     own_attention,
     policy_layout,
+    teacher_copies,
+    teacher_engines,
+    teacher_findings,
     teacher_policies,
     teacher_ranks,
     unknown_validation_metric,
@@ -137,20 +141,47 @@ def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]
         key = f"on_policy_distillation.teacher_model_by_agent_name.{alias}"
         folder = model_folder(policy.model_name, key)
         try:
-            shape = shape_of(read_hf_config(folder, policy.hf_config_overrides))
+            settings = read_hf_config(folder, policy.hf_config_overrides)
+            shape = shape_of(settings)
             check_weights(Path(folder), shape)
-            ranks = teacher_ranks(config, alias)
-            layout = policy_layout(policy.megatron_cfg, ranks)
-            if findings := fits(layout, ranks, shape):
+            copy = teacher_copies(config)[alias]
+            layout = policy_layout(policy.megatron_cfg, teacher_ranks(config, copy))
+            if findings := teacher_findings(config, copy, shape, gpu=platform.on_gpu):
                 raise LayoutError(*findings)
-            check_settings(shape, policy.megatron_cfg)
-            check_length(shape, policy.max_total_sequence_length)
-            fused = platform.transformer_engine and not own_attention(policy.sequence_packing)
-            check_context_parallel(shape, layout.context, fused_attention=fused)
+            if teacher_engines(config, copy, gpu=platform.on_gpu) is not None:
+                check_vllm_build(gpu=platform.on_gpu)
+                _check_teacher_engines(policy, shape, settings, gpu=platform.on_gpu)
+            else:
+                check_settings(shape, policy.megatron_cfg)
+                check_length(shape, policy.max_total_sequence_length)
+                fused = platform.transformer_engine and not own_attention(policy.sequence_packing)
+                check_context_parallel(shape, layout.context, fused_attention=fused)
         except (FamilyError, LayoutError) as error:
             raise SetupError(f"{key} ({policy.model_name}), laid out by non_colocated_teachers: {error}") from error
+        divergence = config.on_policy_distillation.divergence
+        if divergence.enabled and (divergence.topk_logits_k or 0) > shape.vocab_size:
+            raise SetupError(
+                f"on_policy_distillation.divergence.topk_logits_k: {divergence.topk_logits_k} is more than the "
+                f"{shape.vocab_size} tokens of the teacher; null compares all of them"
+            )
         teachers[alias] = Model(folder, shape, layout, platform)
     return teachers
+
+
+def _check_teacher_engines(policy: PolicyConfig, shape: ModelShape, settings: Mapping[str, Any], *, gpu: bool) -> None:
+    """Raise FamilyError if vLLM cannot score samples with a model. `policy.generation`: of the teacher's engines.
+    `settings`: the model's Hugging Face config."""
+    vllm = policy.generation.vllm_cfg
+    if not gpu and (missing := missing_on_cpu(shape, vllm.expert_parallel_size > 1)):
+        raise FamilyError(f"vLLM's CPU build cannot run this {shape.family} model: {missing}; set backend: megatron")
+    longest = policy.generation.vllm_kwargs.get("max_model_len", vllm.max_model_len)
+    check_length(shape, longest)
+    positions = longest if settings.get("rope_scaling") else settings.get("max_position_embeddings", longest)
+    if longest > positions:
+        raise FamilyError(
+            f"an engine needs one position more than the longest sample, {longest}, and the model has {positions}: "
+            "lower policy.max_total_sequence_length, or set backend: megatron"
+        )
 
 
 def check_run(config: MasterConfig) -> Model:

@@ -1,13 +1,14 @@
 """The teachers of a run: models that score the policy's samples, token by token, and do not train.
 
-Each has ranks, a layout and a size of its own. It has nodes to itself, or shares the policy's devices in turns: its
-weights are then on the device only while it scores. It holds no state, so one that is lost is started again and scores
-the same samples.
+Each has ranks, a layout and a size of its own, or is vLLM engines. It has nodes to itself, or shares the policy's
+devices in turns: its weights are then on the device only while it scores. It holds no state, so one that is lost is
+started again and scores the same samples.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from torch import Tensor
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, StepBatch, prompt_prefixes, rank_steps
+from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngines
 from grpo_mcore.batching.prefix_trees import prefix_sketch
 from grpo_mcore.cluster import BackgroundWork, is_fault
 from grpo_mcore.recipe import MasterConfig, OnPolicyDistillationConfig
@@ -31,15 +33,53 @@ class TeacherError(ValueError):
     """A prompt without a teacher."""
 
 
+def teacher_name(alias: str) -> str:
+    """Return what the names of a teacher's workers begin with."""
+    return f"teacher-{re.sub(r'[^A-Za-z0-9_.]', '_', alias)}"
+
+
+def teacher_alias(config: OnPolicyDistillationConfig, prompt: DatumSpec) -> str:
+    """Return the alias of a prompt's teacher: its agent's or its task's name, or the default. Raises TeacherError,
+    naming the prompt, if there is none."""
+    aliases, names = config.teacher_model_by_agent_name, _names_of(prompt)
+    for name in names:
+        if name in aliases:
+            return name
+    if config.strict_agent_name_match:
+        raise TeacherError(
+            f"prompt {prompt['uid']}: {' and '.join(map(repr, names))} is no alias of a teacher "
+            f"({', '.join(aliases)}), and on_policy_distillation.strict_agent_name_match is true"
+        )
+    return config.default_teacher_alias or next(iter(aliases))
+
+
+def _names_of(prompt: DatumSpec) -> list[str]:
+    """Return the names by which a prompt may choose its teacher: of its NeMo Gym agent, if it has one, and its task."""
+    agent = prompt["extra_env_info"].get("agent_ref")
+    return [*([agent["name"]] if isinstance(agent, dict) and "name" in agent else []), prompt["task_name"]]
+
+
+def check_aliases(config: OnPolicyDistillationConfig, prompts: Sequence[DatumSpec]) -> None:
+    """Warn of teachers that none of these prompts would have. Raises TeacherError for a prompt without a teacher."""
+    used = {teacher_alias(config, prompt) for prompt in prompts}
+    if unused := [alias for alias in config.teacher_model_by_agent_name if alias not in used]:
+        known = list(dict.fromkeys(name for prompt in prompts for name in _names_of(prompt)))
+        logger.warning(
+            "on_policy_distillation.teacher_model_by_agent_name: none of the first %d prompts has the teacher %s; "
+            "their agents and tasks are %s",
+            len(prompts), " or ".join(unused), ", ".join(known),
+        )  # fmt: skip
+
+
 @dataclass
 class Teacher:
-    """One teacher. `config`: the recipe with the teacher in place of the policy. `start`: spawns its ranks, and returns
-    them when they are ready. `ranks`: the ones that run."""
+    """One teacher. `config`: the recipe with the teacher in place of the policy. `start`: spawns its ranks or engines,
+    and returns them when they are ready. `ranks`: the ones that run."""
 
     alias: str
     config: MasterConfig
-    start: Callable[[], PolicyGroup]
-    ranks: PolicyGroup
+    start: Callable[[], PolicyGroup | TeacherEngines]
+    ranks: PolicyGroup | TeacherEngines
     restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
 
     def score(
@@ -52,14 +92,17 @@ class Teacher:
         hidden states for a loss over whole distributions. `prompts`: of samples that the teacher reads after another
         prompt than the policy did. Ranks that are lost meanwhile are started again. Raises their error if that fails
         too often."""
-        steps = teacher_steps(samples, self.config, self.ranks, prompts)
         while True:
             ranks = self.ranks
             try:
-                with ranks.run_alongside(background):
-                    ranks.onload()
-                    scored = ranks.score(steps, self.config.on_policy_distillation.divergence.enabled)
-                    ranks.offload()
+                if isinstance(ranks, TeacherEngines):
+                    scored = ranks.score(samples, prompts, background)
+                else:
+                    steps = teacher_steps(samples, self.config, ranks, prompts)
+                    with ranks.run_alongside(background):
+                        ranks.onload()
+                        scored = ranks.score(steps, self.config.on_policy_distillation.divergence.enabled)
+                        ranks.offload()
             except Exception as error:
                 if not is_fault(error):
                     raise
@@ -85,20 +128,8 @@ class Teachers:
         return any(teacher.ranks.offloads for teacher in self.by_alias.values())
 
     def alias_of(self, prompt: DatumSpec) -> str:
-        """Return the alias of a prompt's teacher: its agent's or its task's name, or the default. Raises TeacherError,
-        naming the prompt, if there is none."""
-        agent = prompt["extra_env_info"].get("agent_ref")
-        names = [agent["name"]] if isinstance(agent, dict) and "name" in agent else []
-        names.append(prompt["task_name"])
-        for name in names:
-            if name in self.by_alias:
-                return name
-        if self.config.strict_agent_name_match:
-            raise TeacherError(
-                f"prompt {prompt['uid']}: {' and '.join(map(repr, names))} is no alias of a teacher "
-                f"({', '.join(self.by_alias)}), and on_policy_distillation.strict_agent_name_match is true"
-            )
-        return self.config.default_teacher_alias or next(iter(self.by_alias))
+        """Return `teacher_alias`."""
+        return teacher_alias(self.config, prompt)
 
     def aliases(self, batch: StepBatch) -> list[str]:
         """Return the alias of each sample's teacher, by index in the step."""

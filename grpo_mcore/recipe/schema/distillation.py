@@ -11,31 +11,43 @@ from grpo_mcore.recipe.schema.section import (
     OffWhenNull,
     Positive,
     PositiveFloat,
+    PositiveShare,
     Probability,
     Section,
 )
+
+TeacherBackend = Literal["megatron", "vllm"]
 
 
 class TeacherConfig(Section):
     """How a teacher's ranks are laid out and what one of their passes holds."""
 
+    backend: TeacherBackend = "megatron"
+    """What computes the teacher's passes. megatron: ranks like the policy's, for every loss. vllm: vLLM engines, as
+    many as fit its devices (on CPU 1 beside the policy), which score the sampled tokens: no divergence, top_k or
+    top_p."""
     tensor_model_parallel_size: Positive | None = None
-    """Tensor-parallel size. null: the policy's."""
+    """Tensor-parallel size. null: the policy's; of a vllm teacher, that of policy.generation.vllm_cfg."""
     pipeline_model_parallel_size: Positive | None = None
-    """Pipeline stages. null: the policy's."""
+    """Pipeline stages. null: the policy's; of a vllm teacher, those of policy.generation.vllm_cfg."""
     context_parallel_size: Positive | None = None
-    """Context-parallel size. null: the policy's."""
+    """Context-parallel size; 1 for a vllm teacher. null: the policy's, or 1."""
     expert_model_parallel_size: Positive | None = None
-    """Expert-parallel size; 1 for a teacher without experts. null: the policy's."""
+    """Expert-parallel size; 1 for a teacher without experts. null: the policy's; of a vllm teacher, that of
+    policy.generation.vllm_cfg."""
     expert_tensor_parallel_size: Positive | None = None
-    """Tensor-parallel size of the experts. null: the policy's."""
+    """Tensor-parallel size of the experts; 1 for a vllm teacher. null: the policy's, or 1."""
     precision: Literal["bfloat16", "float32"] | None = None
     """Number format of the weights. null: the policy's."""
     micro_batch_size: Positive | None = None
     """Samples of one forward pass. With packing it sets the capacity of a row, in multiples of
-    policy.max_total_sequence_length. null: as in the policy's log-prob passes."""
+    policy.max_total_sequence_length. null: as in the policy's log-prob passes. No effect on a vllm teacher."""
     megatron_cfg_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Further values that replace those of policy.megatron_cfg for this teacher."""
+    """Further values that replace those of policy.megatron_cfg for this teacher. No effect on a vllm teacher."""
+    gpu_memory_utilization: PositiveShare | None = None
+    """Share of a GPU's memory that an engine of a vllm teacher may take. null: that of policy.generation.vllm_cfg."""
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vllm.EngineArgs for the engines of a vllm teacher."""
     num_nodes: Positive | None = None
     """Nodes that it has to itself, of cluster.num_nodes. null: 1. No effect unless non_colocated_teachers.enabled."""
     gpus_per_node: Positive | None = None
@@ -51,7 +63,8 @@ class TeacherPlacesConfig(Section):
     default_teacher_cfg: TeacherConfig = Field(default_factory=TeacherConfig)
     """Layout of every teacher; also of those that share the policy's devices."""
     teacher_overrides: dict[str, TeacherConfig] = Field(default_factory=dict)
-    """Values of single teachers, by alias, that replace those of default_teacher_cfg."""
+    """Values of single teachers, by alias, that replace those of default_teacher_cfg; in megatron_cfg_overrides and
+    vllm_kwargs key by key."""
 
 
 DivergenceKind = Literal["forward", "reverse", "mixed", "jsd"]

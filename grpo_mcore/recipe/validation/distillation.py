@@ -6,8 +6,14 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from grpo_mcore.layout import Finding, fits
-from grpo_mcore.recipe.derived import nodes_left, policy_layout, teacher_policies, teacher_pools, teacher_ranks
+from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.derived import (
+    compares_distributions,
+    nodes_left,
+    teacher_copies,
+    teacher_findings,
+    teacher_settings,
+)
 from grpo_mcore.recipe.errors import nearest_hint
 from grpo_mcore.recipe.schema.keys import nearest_key
 from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
@@ -102,14 +108,60 @@ def _layouts(config: RecipeSections) -> Iterator[Finding]:
         message = f"teachers take {taken} of {config.cluster.num_nodes} nodes, and the policy needs at least one"
         yield Finding((f"{_AT}non_colocated_teachers.enabled", "cluster.num_nodes"), message)
         return
-    for alias, policy in teacher_policies(config).items() if not wrong else ():
-        at = f"teacher_overrides.{alias}" if alias in places.teacher_overrides else "default_teacher_cfg"
-        if places.enabled and alias not in teacher_pools(config):
-            continue  # it shares another one's copy
-        ranks = teacher_ranks(config, alias)
-        for finding in fits(policy_layout(policy.megatron_cfg, ranks), ranks):
-            keys = (f"{_AT}non_colocated_teachers.{at}", f"{_AT}teacher_model_by_agent_name.{alias}")
+    if wrong:
+        return
+    unfit = False
+    for keys, message in _engines(config):
+        unfit = True
+        yield Finding(keys, message)
+    for alias in () if unfit else dict.fromkeys(teacher_copies(config).values()):
+        for finding in teacher_findings(config, alias):
+            keys = (_place(config, alias), f"{_AT}teacher_model_by_agent_name.{alias}")
             yield Finding(keys, f"the teacher {alias}: {finding.message}")
+
+
+def _place(config: RecipeSections, alias: str, name: str = "") -> str:
+    """Return the key under which a teacher is laid out: of `name`, where that is given."""
+    override = config.on_policy_distillation.non_colocated_teachers.teacher_overrides.get(alias)
+    ours = override is not None and (not name or name in override.model_fields_set)
+    at = f"{_AT}non_colocated_teachers." + (f"teacher_overrides.{alias}" if ours else "default_teacher_cfg")
+    return f"{at}.{name}" if name else at
+
+
+def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
+    """vLLM scores sampled tokens, under the whole distribution, on ranks that divide a model in vLLM's ways."""
+    generation = config.policy.generation
+    for alias, settings in teacher_settings(config).items():
+        backend = _place(config, alias, "backend")
+        if settings.backend == "megatron":
+            for name in ("gpu_memory_utilization", "vllm_kwargs"):
+                key = _place(config, alias, name)
+                if settings[name] and key.rpartition(".")[0] == backend.rpartition(".")[0]:
+                    yield (key, backend), "is for engines: set backend: vllm"
+            continue
+        if compares_distributions(config):
+            message = "vllm scores sampled tokens alone, and a divergence needs hidden states; set it to megatron"
+            yield (backend, _AT + "divergence.enabled"), message
+        for name in ("top_k", "top_p"):
+            if generation[name] not in (None, 1.0):
+                key = f"policy.generation.{name}"
+                message = f"vllm scores under the whole distribution, which {key} cuts; set it to megatron"
+                yield (backend, key), message
+        for name in ("context_parallel_size", "expert_tensor_parallel_size"):
+            if (settings[name] or 1) > 1:
+                yield (_place(config, alias, name), backend), "an engine of vllm has no such ranks; set it to 1"
+        megatron = _place(config, alias, "megatron_cfg_overrides")
+        if settings.megatron_cfg_overrides and megatron.rpartition(".")[0] == backend.rpartition(".")[0]:
+            yield (megatron, backend), "is not for engines; see vllm_kwargs"
+        tensor = settings.tensor_model_parallel_size or generation.vllm_cfg.tensor_parallel_size
+        experts = settings.expert_model_parallel_size or generation.vllm_cfg.expert_parallel_size
+        if experts not in (1, tensor):
+            message = f"{experts} is neither 1 nor the {tensor} tensor-parallel ranks that share an engine's experts"
+            yield (_place(config, alias, "expert_model_parallel_size"), backend), message
+        hinted = [number for number, entry in enumerate(config.data.train) if entry.hint_key is not None]
+        if hinted and "max_model_len" not in settings.vllm_kwargs:
+            message = "with a hint an engine must know the longest prompt with its answer: {max_model_len: TOKENS}"
+            yield (_place(config, alias, "vllm_kwargs"), f"data.train.{hinted[0]}.hint_key"), message
 
 
 def _pure(config: RecipeSections) -> Iterator[Finding]:

@@ -26,6 +26,9 @@ ENGINE_OVERHEAD = 3 * 2**30
 PROCESS_MEMORY = 6 * 2**30
 """Host memory of a process with torch, CUDA and NCCL, besides what it is known to keep: an assumption."""
 
+SCORED_TOKENS = 2048
+"""Tokens of the prompts that a teacher's engine scores at a time: `max_num_batched_tokens` in algorithms/setup.py."""
+
 CLOSE = 0.92
 """Share of the memory above which fragmentation alone can cause an out-of-memory error."""
 
@@ -144,6 +147,8 @@ def node_memory(load: Workload, stages: tuple[StageMemory, ...], engine: EngineM
 
 def teacher_weights(teacher: TeacherLoad) -> int:
     """Return the bytes of the weights on a rank of a teacher's largest stage."""
+    if teacher.engines:
+        return _engine_numel(teacher.load.shape, teacher.load.engine_layout) * teacher.load.engine_element
     return max(weight_bytes(teacher.load, stage) for stage in range(teacher.load.layout.pipeline))
 
 
@@ -164,8 +169,21 @@ def _teacher_phase(load: Workload, device: Device, beside: dict[str, int]) -> Ph
         layers = range(its.shape.num_layers)
         forward = max(forward_bytes(its.shape, its.rank, row, layer, length=its.mean_length) for layer in layers)
         there = {"reserved": device.reserved} if teacher.apart else beside
+        if teacher.engines:
+            needed.append({**there, **_scoring_engine(its, device)})
+            continue
         needed.append({**there, "teacher weights": teacher_weights(teacher), "activations": int(forward)})
     return Phase("teachers", max(needed, key=lambda parts: sum(parts.values())))
+
+
+def _scoring_engine(load: Workload, device: Device) -> dict[str, int]:
+    """Return what a rank of a teacher's engine has on its device: with the logits of a batch of prompts in the model's
+    number format, in float32, and as log-probs."""
+    engine, tokens = engine_memory(load, device), min(load.max_length, SCORED_TOKENS)
+    parts = {"teacher weights": engine.weights, "KV cache": max(0, engine.kv_cache)}
+    if device.memory is not None:
+        parts["engine overhead"] = ENGINE_OVERHEAD
+    return parts | {"logits": tokens * load.shape.vocab_size * (load.engine_element + 8)}
 
 
 def activation_bytes(
@@ -350,4 +368,6 @@ def fits_device(
     kept on the host a node's memory."""
     room = device.memory is None or all(stage.peak.total <= margin * device.memory for stage in stages)
     host = device.host_memory is None or node_memory(load, stages, engine, device) <= device.host_memory
-    return room and host and (not load.grpo or engine.sequences(load.max_length) >= 1)
+    caches = [engine_memory(teacher.load, device) for teacher in load.teachers if teacher.engines]
+    caches += [engine] if load.grpo else []
+    return room and host and all(cache.sequences(load.max_length) >= 1 for cache in caches)

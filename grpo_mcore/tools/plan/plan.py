@@ -85,7 +85,7 @@ class Plan:
             else None,
             "teachers": [
                 {"alias": teacher.alias, "parameters": parameter_count(teacher.load.shape),
-                 "layout": teacher.load.layout.describe()}
+                 "layout": teacher.load.layout.describe(), "backend": "vllm" if teacher.engines else "megatron"}
                 for teacher in load.teachers
             ],
             "time": {"phases": [asdict(phase) for phase in self.times.phases], "likely": self.times.likely,

@@ -43,6 +43,7 @@ def plan_text(plan: Plan) -> str:
         lines.append(
             f"teacher     {teacher.alias}: {shape.family}, {parameter_count(shape) / 1e9:.3g} B parameters, "
             f"{its.describe()}, sends {sent}"
+            + (f", {its.data} vLLM engines" if teacher.engines else "")
             + (f", has {teacher.load.nodes} x {teacher.load.gpus_per_node} devices to itself" if teacher.apart else "")
         )
     lines += ["", *_memory(plan), "", *_time(plan)]

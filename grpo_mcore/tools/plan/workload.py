@@ -39,8 +39,10 @@ from grpo_mcore.recipe import (
     samples_per_step,
     samples_together,
     shares_prefixes,
+    teacher_copies,
     teacher_policies,
     teacher_pools,
+    teacher_settings,
 )
 from grpo_mcore.recipe.schema.generation import ColocatedConfig
 from grpo_mcore.tools.plan.rank_params import RankParams, rank_params
@@ -211,13 +213,15 @@ class Workload:
 class TeacherLoad:
     """A teacher's part of a step. `load`: its passes, as if it were the policy of a run on the same devices. `share`:
     of the samples that it scores, taken to be equal for all teachers. `distributions`: it sends hidden states, which
-    the policy's ranks project with its output layer, and not log-probs. `apart`: it has nodes to itself."""
+    the policy's ranks project with its output layer, and not log-probs. `apart`: it has nodes to itself. `engines`: it
+    is vLLM engines, whose ranks `load.layout` has too: each a copy of the model."""
 
     alias: str
     load: Workload
     share: float
     distributions: bool
     apart: bool
+    engines: bool = False
 
     def on(self, nodes: int) -> TeacherLoad | None:
         """Return the same on another number of nodes; None if its layout does not fit them."""
@@ -314,11 +318,10 @@ def _teachers(
     config: MasterConfig, shapes: Mapping[str, ModelShape], kernels: Kernels, mean_length: int | None
 ) -> tuple[TeacherLoad, ...]:
     """Return the teachers of a recipe, aliases of one model and layout once."""
-    policies, pools = teacher_policies(config), teacher_pools(config)
-    first = {policies[alias].model_dump_json(): alias for alias in reversed(list(shapes))}
-    loads = {}
+    policies, pools, settings = teacher_policies(config), teacher_pools(config), teacher_settings(config)
+    loads, copies = {}, teacher_copies(config)
     for alias, shape in shapes.items():
-        if alias not in first.values():
+        if copies[alias] != alias:
             continue
         changes: dict[str, Any] = {
             "policy": policies[alias],
@@ -332,5 +335,6 @@ def _teachers(
         loads[alias] = workload_of(config.model_copy(update=changes), shape, kernels=kernels, mean_length=mean_length)
     distributions = compares_distributions(config)
     return tuple(
-        TeacherLoad(alias, load, 1 / len(loads), distributions, alias in pools) for alias, load in loads.items()
+        TeacherLoad(alias, load, 1 / len(loads), distributions, alias in pools, settings[alias].backend == "vllm")
+        for alias, load in loads.items()
     )

@@ -19,7 +19,7 @@ from grpo_mcore.cluster.virtual_cluster import Condition, sleep
 from grpo_mcore.generation import EngineConfig
 from grpo_mcore.generation.engine import EngineError
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, TrajectoryRef, Turn
-from grpo_mcore.rollout.workers import ObjectStore, Parcel, Rendezvous
+from grpo_mcore.rollout.workers import ObjectStore, Parcel, Ref, Rendezvous
 from grpo_mcore.tools.rehearse.durations import SMALL_CALL_S
 from grpo_mcore.tools.rehearse.world import ENGINE_CORES, World
 
@@ -359,6 +359,41 @@ class ModelledEngine(ModelledFollower):
 
     def stop_profile(self, folder: Any) -> None:
         pass
+
+
+class ModelledTeacherEngine:
+    """Stands for `TeacherEngineWorker`."""
+
+    def __init__(self, world: World, config: EngineConfig, store: ObjectStore) -> None:
+        self.world, self.config, self.name, self._store = world, config, config.name, store
+        self._durations, self._asleep = world.teacher_of_engine(config.name), False
+
+    async def starting(self) -> None:
+        await sleep(self._seconds(self.world.durations.start))
+
+    def _seconds(self, usual: float) -> float:
+        return usual * self.world.factor(self.name)
+
+    async def score(self, samples: Mapping[int, Ref], prompts: Mapping[int, torch.Tensor]) -> dict[int, Ref]:
+        if self._asleep:
+            self.world.flaws.append(f"{self.name} scored without its weights")
+        lengths = [trajectory.length for trajectory in self._store.fetch_many(list(samples.values()))]
+        await sleep(self._seconds(self._durations.score(lengths)))
+        return {index: self._store.put(torch.zeros(0)) for index in samples}
+
+    async def prepare(self, version: int) -> None:
+        await self._move(asleep=False)
+
+    async def release(self, pause: bool = False, keep_weights: bool = True) -> None:
+        await self._move(asleep=self.config.sleep_between_phases)
+
+    async def _move(self, *, asleep: bool) -> None:
+        if self._asleep != asleep:
+            self._asleep = asleep
+            await sleep(self._seconds(self._durations.move))
+
+    def health(self) -> dict[str, Any]:
+        return {"name": self.name, "weight_version": 0, "requests": 0}
 
 
 def modelled_node(

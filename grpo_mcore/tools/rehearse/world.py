@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker, FollowerWorker, node_of_engine
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
+from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngineWorker
+from grpo_mcore.algorithms.training_step.teachers import teacher_name
 from grpo_mcore.batching.prefix_trees import prefix_sketch
 from grpo_mcore.cluster.virtual_cluster import Condition, VirtualClock
 from grpo_mcore.environments.interfaces import EnvironmentInterface
@@ -190,6 +192,10 @@ class World:
             self._parts[packed] = own["digest"], brought
         return self._parts[packed]
 
+    def teacher_of_engine(self, name: str) -> TeacherDurations:
+        """Return the durations of the teacher of which an engine with this name is one."""
+        return next(its for alias, its in self.durations.teachers.items() if name.startswith(f"{teacher_name(alias)}-"))
+
     def teacher(self, policy: PolicyConfig) -> tuple[str, TeacherDurations]:
         """Return the alias and the durations of the teacher that this section describes. Aliases of one model and
         layout have those of the first."""
@@ -200,7 +206,12 @@ class World:
 
     def stand_in(self) -> Callable[[Any], Callable[..., Any]]:
         """Return the function that gives, for a class of workers, what a new cluster builds in its place."""
-        from grpo_mcore.tools.rehearse.engine import ModelledEngine, ModelledFollower, modelled_node
+        from grpo_mcore.tools.rehearse.engine import (
+            ModelledEngine,
+            ModelledFollower,
+            ModelledTeacherEngine,
+            modelled_node,
+        )
         from grpo_mcore.tools.rehearse.environment import ModelledEnvironment
         from grpo_mcore.tools.rehearse.policy import Mesh, ModelledRank, ModelledTeacher
 
@@ -224,6 +235,7 @@ class World:
             FollowerWorker: lambda *args: ModelledFollower(self, *args),
             node_of_engine: lambda *args: modelled_node(self, *args),
             PolicyWorker: rank,
+            TeacherEngineWorker: lambda *args: ModelledTeacherEngine(self, *args),
         }
 
         def stand_in(cls: Any) -> Callable[..., Any]:

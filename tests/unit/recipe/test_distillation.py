@@ -12,6 +12,8 @@ from grpo_mcore.recipe import (
     engine_pool,
     needs_prev,
     policy_pool,
+    teacher_copies,
+    teacher_engines,
     teacher_policies,
     teacher_pools,
     teacher_ranks,
@@ -29,9 +31,14 @@ NEMO_RL = {
         "default_teacher_cfg": {
             "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "context_parallel_size": 1,
             "expert_model_parallel_size": 1, "num_nodes": 1, "gpus_per_node": 8, "precision": "bf16",
-            "micro_batch_size": 2, "megatron_cfg_overrides": {"moe_grouped_gemm": True},
+            "micro_batch_size": 2, "megatron_cfg_overrides": {"moe_grouped_gemm": False},
         },
-        "teacher_overrides": {"code": {"tensor_model_parallel_size": 2, "precision": "float32"}},
+        "teacher_overrides": {
+            "code": {
+                "tensor_model_parallel_size": 2, "precision": "float32",
+                "megatron_cfg_overrides": {"moe_permute_fusion": False},
+            },
+        },
     },
 }  # fmt: skip
 LOSS = {
@@ -67,8 +74,9 @@ def test_the_section_of_nemo_rl_loads_and_lays_teachers_out() -> None:
     assert needs_prev(config) and teacher_weight(config) == 1
     teachers = teacher_policies(config)
     math, code = teachers["math"], teachers["code"]
-    assert (math.model_name, math.precision, math.megatron_cfg.moe_grouped_gemm) == ("teachers/math", "bfloat16", True)
+    assert (math.model_name, math.precision, math.megatron_cfg.moe_grouped_gemm) == ("teachers/math", "bfloat16", False)
     layouts = [it.megatron_cfg for it in (math, code)]
+    assert not layouts[1].moe_grouped_gemm and not layouts[1].moe_permute_fusion, "merged key by key"
     sizes = [(it.tensor_model_parallel_size, it.pipeline_model_parallel_size) for it in layouts]
     assert sizes == [(1, 2), (2, 2)] and code.precision == "float32"
     assert [it.megatron_cfg.sequence_parallel for it in (math, code)] == [False, True]
@@ -87,6 +95,10 @@ def test_a_teacher_without_a_layout_is_laid_out_like_the_policy() -> None:
 
 
 ONE = {"enabled": True, "teacher_model_by_agent_name": {"it": "big"}}
+
+
+def engines(**settings: Any) -> dict[str, Any]:
+    return ONE | {"non_colocated_teachers": {"default_teacher_cfg": {"backend": "vllm"} | settings}}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +131,21 @@ ONE = {"enabled": True, "teacher_model_by_agent_name": {"it": "big"}}
             ONE | {"use_orm_advantage": True}, None, {"grpo": {"num_generations_per_prompt": 1}},
             "a group of 1 has nothing to be compared with",
         ),
+        (engines() | {"divergence": {"enabled": True}}, None, {}, "a divergence needs hidden states"),
+        (
+            engines(), None,
+            {"policy": {"model_name": "student", "train_global_batch_size": 8, "generation": {"top_p": 0.9}}},
+            "which policy.generation.top_p cuts; set it to megatron",
+        ),
+        (engines(context_parallel_size=2), None, {}, "context_parallel_size: an engine of vllm has no such ranks"),
+        (engines(expert_model_parallel_size=2), None, {}, "2 is neither 1 nor the 1 tensor-parallel ranks"),
+        (engines(megatron_cfg_overrides={"moe_grouped_gemm": True}), None, {}, "is not for engines; see vllm_kwargs"),
+        (engines(backend="megatron", vllm_kwargs={"seed": 1}), None, {}, "is for engines: set backend: vllm"),
+        (engines(tensor_model_parallel_size=8), None, {"cluster": {"gpus_per_node": 4, "platform": "gpu"}},
+         "the teacher it: the 8 ranks of an engine (TP 8) do not divide the 4 devices of a node"),
+        (engines(), None,
+         {"data": {"train": {"data_path": "x.jsonl", "hint_key": "hint", "hint_prompt": "{hint}{prompt}"}}},
+         "with a hint an engine must know the longest prompt with its answer"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(
@@ -127,6 +154,22 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(RecipeError) as error:
         recipe(section, estimator, **sections)
     assert message in str(error.value)
+
+
+def test_a_teacher_on_engines_is_laid_out_as_the_policys_engines_are() -> None:
+    """As many as its devices hold, on CPU one beside the policy; Megatron's ranks share no copy with them."""
+    section = engines(gpu_memory_utilization=0.8)
+    section["teacher_model_by_agent_name"] = {"it": "big", "other": "big", "too": "big"}
+    section["non_colocated_teachers"]["teacher_overrides"] = {"other": {"backend": "megatron"}}
+    config = recipe(section | {"default_teacher_alias": "it"}, cluster={"gpus_per_node": 4, "platform": "gpu"})
+    policy = teacher_policies(config)["it"]
+    assert policy.generation.vllm_cfg.max_model_len == 65 and policy.generation.vllm_cfg.gpu_memory_utilization == 0.8
+    assert policy.generation.temperature == config.policy.generation.temperature
+    for gpu, count in ((True, 4), (False, 1)):
+        layout = teacher_engines(config, "it", gpu=gpu)
+        assert layout is not None and (layout.count, layout.layout.tensor) == (count, 1)
+    assert teacher_engines(config, "other", gpu=True) is None
+    assert teacher_copies(config) == {"it": "it", "other": "other", "too": "it"}
 
 
 def test_one_generation_is_enough_for_a_teacher() -> None:

@@ -739,6 +739,7 @@ def test_a_teacher_is_counted_in_memory_and_seconds() -> None:
             "alias": "teacher",
             "parameters": parameter_count(teacher.load.shape),
             "layout": teacher.load.layout.describe(),
+            "backend": "megatron",
         }
     ]
 
@@ -758,6 +759,22 @@ def test_teachers_that_score_log_probs_send_no_hidden_states() -> None:
     assert times[1].flops < times[0].flops
     with pytest.raises(PlanError, match="teacher_model_by_agent_name.a 'nobody/knows' is neither a folder here"):
         plan(recipe, *words, f"+{section}.teacher_model_by_agent_name={{a: nobody/knows}}")
+
+
+def test_a_teacher_on_engines_has_a_cache_and_the_logits_of_a_batch_of_prompts() -> None:
+    places = "+on_policy_distillation.non_colocated_teachers={default_teacher_cfg: {backend: vllm, %s}}"
+    models = "+on_policy_distillation.teacher_model_by_agent_name={it: Qwen/Qwen3-8B}"
+    words = ["grpo.adv_estimator.name=opd", "on_policy_distillation.enabled=true", models]
+    found = plan("recipes/grpo-math-8B.yaml", *words, places % "tensor_model_parallel_size: 2")
+    (parts,) = (phase.parts for phase in found.stages[0].phases if phase.name == "teachers")
+    assert parts["teacher weights"] == pytest.approx(8.19e9 / 2 * 2, rel=0.01)
+    device = found.device.memory
+    assert device is not None
+    there = sum(parts[name] for name in ("teacher weights", "KV cache", "engine overhead"))
+    assert there == pytest.approx(0.6 * device, rel=0.01), "gpu_memory_utilization"
+    assert parts["logits"] == min(2048, found.load.max_length) * 151_936 * (2 + 8)
+    assert "4 vLLM engines" in plan_text(found) and found.plain()["teachers"][0]["backend"] == "vllm"
+    assert found.fits and not plan("recipes/grpo-math-8B.yaml", *words, places % "gpu_memory_utilization: 0.1").fits
 
 
 def test_the_search_lays_teachers_out_on_the_nodes_that_it_tries() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,14 +11,24 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.training_step.advantages import TargetsError, compute_targets
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
-from grpo_mcore.algorithms.training_step.teachers import Teacher, TeacherError, Teachers, teacher_steps
-from grpo_mcore.cluster import WorkerDied
+from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngines, TeacherEngineWorker
+from grpo_mcore.algorithms.training_step.teachers import (
+    Teacher,
+    TeacherError,
+    Teachers,
+    check_aliases,
+    teacher_steps,
+)
+from grpo_mcore.cluster import LocalCluster, WorkerDied, WorkerFailed
+from grpo_mcore.cluster.local_cluster import LocalStore, LocalWorker
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig, OnPolicyDistillationConfig
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Trajectory, TrajectoryRef, Turn
 from tests.unit.algorithms.training_step.step_cases import config, group
 
 TEACHERS = {"enabled": True, "teacher_model_by_agent_name": {"math": "a", "code": "b"}, "default_teacher_alias": "code"}
@@ -69,8 +80,21 @@ def test_agents_and_tasks_choose_the_teacher() -> None:
     strict = teachers({"math": Ranks(), "code": Ranks()}, config(), strict_agent_name_match=True)
     with pytest.raises(TeacherError, match="prompt u:7: 'else' and 'other' is no alias of a teacher"):
         strict.alias_of(of_task("u:7", "other", "else").prompt)
-    only = teachers({"code": Ranks()}, config(), default_teacher_alias=None)
+    only = teachers({"code": Ranks()}, config(), teacher_model_by_agent_name={"code": "b"}, default_teacher_alias=None)
     assert only.alias_of(of_task("u", "other").prompt) == "code"
+
+
+def test_a_teacher_that_no_prompt_has_is_named_before_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    both = OnPolicyDistillationConfig.model_validate(TEACHERS)
+    check_aliases(both, [of_task("a", "math").prompt, of_task("b", "other").prompt])
+    assert not caplog.records
+    check_aliases(both, [of_task("a", "maths").prompt, of_task("b", "other", "judge").prompt])
+    assert (
+        "none of the first 2 prompts has the teacher math; their agents and tasks are maths, judge, other"
+        in caplog.text
+    )
+    with pytest.raises(TeacherError, match="prompt a: 'maths' is no alias of a teacher"):
+        check_aliases(both.model_copy(update={"strict_agent_name_match": True}), [of_task("a", "maths").prompt])
 
 
 def test_each_sample_goes_to_its_teacher_and_comes_back_to_its_rank() -> None:
@@ -157,6 +181,55 @@ def test_a_policy_without_its_teachers_does_not_train_on_nothing() -> None:
     recipe = MasterConfig.model_validate(plain)
     with pytest.raises(TargetsError, match="the policy has no teachers"):
         compute_targets(build_step_batch([of_task("a", "math")], recipe, PolicyLayout(1, 1, 1)), {}, recipe)
+
+
+class ScoringEngine:
+    """An engine of a teacher whose log-prob of a token is minus its number; the first `losses` calls lose a rank."""
+
+    def __init__(self, store: LocalStore, losses: int = 0) -> None:
+        self._store, self._max_model_len, self.losses = store, 500, losses
+        self.scored: list[list[int]] = []
+
+    def score_tokens(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.losses:
+            self.losses -= 1
+            raise RuntimeError("a rank is gone")
+        self.scored += [tokens.tolist() for tokens in sequences]
+        return [-tokens.float() for tokens in sequences]
+
+    def health(self) -> None:
+        assert not self.losses
+
+    def prepare(self, version: int) -> None:
+        pass
+
+    score = TeacherEngineWorker.score
+
+
+def test_engines_of_a_teacher_share_samples_and_read_hints_and_branches() -> None:
+    cluster, hint = LocalCluster(), torch.arange(300, 310)
+    found = [ScoringEngine(LocalStore()) for _ in range(2)]
+    slots = [EngineSlot(LocalWorker(f"teacher-a-{i}", engine)) for i, engine in enumerate(found)]
+    engines = TeacherEngines(EngineGroup(cluster, slots, sleeps=False), Any, offloads=True)  # type: ignore[arg-type]
+    said = Turn("assistant", torch.tensor([7, 8]), torch.zeros(2), loss_mask=True)
+    plain = [
+        Trajectory("u", i, (Turn("user", torch.arange(3 + i)), said), ((0, 0, 1),), "stop", False) for i in range(3)
+    ]
+    again = (Turn("user", torch.arange(4)), said)
+    plain.append(Trajectory("u", 3, (*plain[0].turns, *again), ((0, 0, 1),), "stop", False, branches=(5, 6)))
+    samples = {index: TrajectoryRef.of(trajectory, trajectory) for index, trajectory in enumerate(plain)}
+    scored = engines.score(samples, {0: hint})
+    assert {index: values.tolist() for index, values in scored.items()} == {
+        0: [-7.0, -8.0], 1: [-7.0, -8.0], 2: [-7.0, -8.0], 3: [-7.0, -8.0] * 2,
+    }  # fmt: skip
+    assert sorted(len(engine.scored) for engine in found) == [2, 3], "the one with two branches counts twice"
+    assert [*range(300, 310), 7, 8] in [*found[0].scored, *found[1].scored]
+    long = Trajectory("u", 9, (Turn("user", torch.arange(498)), said), ((0, 0, 1),), "stop", False)
+    with pytest.raises(WorkerFailed, match=r"u#9: the teacher reads 500 tokens, .*vllm_kwargs: {max_model_len: 501}"):
+        engines.score({0: TrajectoryRef.of(long, long)}, {})
+    found[0].losses = 9
+    with pytest.raises(WorkerDied, match="teacher-a-0"):
+        engines.score(samples, {})
 
 
 def test_a_teacher_reads_a_hint_in_place_of_the_prompt() -> None:

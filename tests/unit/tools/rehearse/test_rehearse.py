@@ -13,11 +13,12 @@ import yaml
 
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
+from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngineWorker
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
-from grpo_mcore.tools.rehearse.engine import ModelledEngine
+from grpo_mcore.tools.rehearse.engine import ModelledEngine, ModelledTeacherEngine
 from grpo_mcore.tools.rehearse.faults import Fault, named_fault, recipe_faults
 from grpo_mcore.tools.rehearse.policy import ModelledRank, ModelledTeacher
 from grpo_mcore.tools.rehearse.rehearse import Rehearsal, RehearsalError, modelled_recipe
@@ -121,9 +122,22 @@ def test_a_teacher_is_rehearsed_and_one_that_is_killed_costs_no_sample(
     assert values["steps"] == 3 and told.fates["trained on"] == 24 and not told.flaws and not told.restarts
     assert values["phases"]["teachers"] > 5 * phases["teachers"], "its ranks started again"  # type: ignore[index]
 
+    shutil.rmtree(recipe.with_name("out"))
+    engines = f"{section}non_colocated_teachers={{default_teacher_cfg: {{backend: vllm}}}}"
+    values = rehearsed(recipe, capsys, *words, engines, "--kill", "teacher-a-3@step2.teachers")
+    told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
+    assert values["steps"] == 3 and told.fates["trained on"] == 24 and not told.flaws and not told.restarts
+    assert values["phases"]["teachers"] > 5 * phases["teachers"], "its engines started again"  # type: ignore[index]
+
 
 @pytest.mark.parametrize(
-    ("model", "real"), [(ModelledEngine, EngineWorker), (ModelledRank, PolicyWorker), (ModelledTeacher, PolicyWorker)]
+    ("model", "real"),
+    [
+        (ModelledEngine, EngineWorker),
+        (ModelledRank, PolicyWorker),
+        (ModelledTeacher, PolicyWorker),
+        (ModelledTeacherEngine, TeacherEngineWorker),
+    ],
 )
 def test_models_take_what_workers_take(model: type, real: type) -> None:
     for name, method in inspect.getmembers(model, inspect.isfunction):
