@@ -214,7 +214,7 @@ def _pieces(file: Any, size: int, part: int, moved: Moved) -> Iterator[bytes]:
 _ADVICE = (
     ("NoSuchBucket", "there is no such bucket; make it, or correct the address"),
     (
-        r"169\.254\.|metadata\.google|InvalidAccessKeyId|SignatureDoesNotMatch|Unauthor|401 |ExpiredToken",
+        r"169\.254\.|metadata\.google|InvalidAccessKeyId|SignatureDoesNotMatch|401 Unauthorized|ExpiredToken",
         f"no valid credentials; set {CREDENTIALS}",
     ),
     (
@@ -222,7 +222,7 @@ _ADVICE = (
         "access denied; the credentials must be allowed to list the bucket, and to read, write and delete objects",
     ),
     (
-        "error sending request|timed out|dns error|onnection",
+        "error sending request|operation timed out|dns error|connection closed",
         "the store does not answer; see its endpoint (AWS_ENDPOINT_URL) and the network",
     ),
 )
@@ -230,7 +230,9 @@ _ADVICE = (
 
 
 def _advice(text: str) -> str:
-    """Return what an error of obstore says in a line, with what to do. Signatures in addresses are left out."""
-    first = re.sub(r"\?\S+", "?...", " ".join(text.partition("\n\nDebug source")[0].split()))[:300]
-    advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), None)
-    return first if advice is None else f"{advice} ({first})"
+    """Return what an error of obstore says, with what to do if that is known. Signatures in addresses are left out."""
+    for pattern, advice in _ADVICE:
+        if (match := re.search(pattern, text)) is not None:
+            return f"{advice} ({match[0].strip()})"
+    first = " ".join(text.partition("\n\nDebug source")[0].partition("<?xml")[0].split())
+    return re.sub(r"(://[^\s?]+)\?\S+", r"\1?...", first)[:300]

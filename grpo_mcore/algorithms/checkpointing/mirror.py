@@ -270,11 +270,18 @@ class Mirror:
 
     def outages(self) -> dict[str, str]:
         """Return which checkpoints are not mirrored at the moment, and why; nothing if all are."""
-        missing = ", ".join(f"step_{step}" for step in sorted(self._waiting))
+        with self._changed:
+            missing, failure = self._missing(), self._failure
         if not missing and self.lease.lost is None:
             return {}
-        why = self.lease.lost or self._failure or "it is being uploaded"
+        why = self.lease.lost or failure or "it is being uploaded"
         return {f"mirror {self.store.address}": f"lacks {missing or 'the steps from now on'}: {why}"}
+
+    def _missing(self) -> str:
+        """Return the checkpoints that are here and wait. keep_top_k may have deleted others meanwhile."""
+        with self._changed:
+            waiting = sorted(self._waiting.items())
+        return ", ".join(f"step_{step}" for step, folder in waiting if folder.is_dir())
 
     def metrics(self) -> dict[str, float]:
         """Return what a step logs of the mirror."""
@@ -286,7 +293,7 @@ class Mirror:
         if not self._waiting:
             return []
         if self._failure or self.lease.lost:
-            return [f"not mirrored: {', '.join(f'step_{step}' for step in sorted(self._waiting))}"]
+            return [f"not mirrored: {self._missing()}"]
         return [f"mirroring step_{self._now}: {self._bytes / GB:.2f} of {self._size / GB:.2f} GB"] if self._now else []
 
     def _work(self) -> None:

@@ -16,7 +16,7 @@ from grpo_mcore.algorithms.checkpointing import lease
 from grpo_mcore.algorithms.checkpointing import mirror as module
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, ResumeError, damage
 from grpo_mcore.algorithms.checkpointing.lease import FolderInUse, Holder
-from grpo_mcore.algorithms.checkpointing.mirror import LEASE, MirrorLease
+from grpo_mcore.algorithms.checkpointing.mirror import LEASE, Mirror, MirrorLease
 from grpo_mcore.object_store import RemoteStore, StoreError, _advice
 from grpo_mcore.recipe import CheckpointingConfig
 from tests.clocks import StandingClock
@@ -73,6 +73,13 @@ def run(folder: Path, store: Store, *steps: int, resume: Any = None, **config: A
             save(checkpoints, step, val_accuracy=step / 100)
         mirror.finish()
     return checkpoints
+
+
+def settled(mirror: Mirror) -> dict[str, str]:
+    """Return what the mirror lacks, once an upload has succeeded or failed."""
+    while "it is being uploaded" in str(outages := mirror.outages()):
+        mirror.finish()
+    return outages
 
 
 def resumed(folder: Path, store: Store, **config: Any) -> str | None:
@@ -136,9 +143,9 @@ def test_whatever_fails_the_mirror_is_whole_or_not_there(tmp_path: Path, dies: b
             store.operations, store.works, store.dies = 0, works, dies
             save(checkpoints, 2, val_accuracy=0.5)
             assert checkpoints.mirror is not None
-            checkpoints.mirror.finish()
-            while "it is being uploaded" in str(missing := checkpoints.mirror.outages()):
+            if not dies:
                 checkpoints.mirror.finish()
+            missing = settled(checkpoints.mirror)
         over, reader = store.operations <= works, Store(store)
         expected = "step_1" if missing else "step_2"
         assert resumed(tmp_path / f"from-{works}", reader) == expected
@@ -302,11 +309,10 @@ def test_steps_say_what_goes_on(tmp_path: Path) -> None:
         assert mirror is not None and mirror.notes() == []
         store.works = store.operations
         save(checkpoints, 1)
-        mirror.finish()
+        assert settled(mirror)
         assert mirror.notes() == ["not mirrored: step_1"]
         assert mirror.metrics() == {"steps_waiting": 1.0, "uploaded_gb": 0.0, "failing": 1.0}
         store.works = float("inf")
-        mirror.finish()
         while mirror.outages():
             mirror.finish()
         assert mirror.notes() == [] and mirror.metrics()["failing"] == 0.0
