@@ -46,19 +46,15 @@ def breaks(original: Callable[..., Any], act: Callable[[Policy], str], said: lis
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.every_state  # functional/test_bad_input.py breaks a run, distributed/test_policy_state.py every state
 @pytest.mark.parametrize(
     ("where", "act", "text"),
     [
         ("check_state", break_weight, "after an update with learning rate 0.001"),
-        *(
-            pytest.param(*case, marks=pytest.mark.every_state)
-            for case in (
-                ("check_state", break_moment, "after an update with learning rate 0.001"),
-                ("train_step", break_weight, "before this optimizer step"),
-                ("start_save", break_weight, "when it was to be saved; nothing was written"),
-                ("start_save", break_moment, "when it was to be saved; nothing was written"),
-            )
-        ),
+        ("check_state", break_moment, "after an update with learning rate 0.001"),
+        ("train_step", break_weight, "before this optimizer step"),
+        ("start_save", break_weight, "when it was to be saved; nothing was written"),
+        ("start_save", break_moment, "when it was to be saved; nothing was written"),
     ],
     ids=["update weight", "update moment", "refit", "save weight", "save moment"],
 )

@@ -139,7 +139,7 @@ def test_a_loss_without_a_reference_trains(task: Task, pairs: dict[str, Path], t
     assert last["rewards_margin_mean"] > first["rewards_margin_mean"]
 
 
-@pytest.mark.parametrize("command", ["dpo", "sft"])
+@pytest.mark.parametrize("command", ["dpo", pytest.param("sft", marks=pytest.mark.every_state)])
 def test_long_prompts_are_computed_once(
     task: Task, pairs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

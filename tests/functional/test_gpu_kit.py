@@ -45,20 +45,33 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
 
-def test_everything_is_measured_and_what_is_compared_agrees(tmp_path: Path, bare: dict[str, str]) -> None:
+KERNELS = {"stack": 1, "scan": 1, "delta rule": 1, "experts": 2, "attention": 1, "refit": 1}
+WHOLE = KERNELS | {"cycle": 2, "nanov3 slice": 3, "dense 1.5B": 3}
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ("stack,kernels,refit", KERNELS),
+        pytest.param("stack,kernels,refit,cycle,slices", WHOLE, marks=pytest.mark.every_state),
+    ],
+    ids=["kernels", "all"],
+)
+def test_everything_is_measured_and_what_is_compared_agrees(
+    tmp_path: Path, bare: dict[str, str], parts: str, expected: dict[str, int]
+) -> None:
     code = f"import sys; {GPU_TESTS}; from benchmarks.gpu.proof import main; sys.exit(main())"
     out = tmp_path / "out"
     command = [sys.executable, "-W", "ignore", "-c", code, "--device", "cpu", "--tiny", "--out", str(out)]
+    command += ["--parts", parts]
     run = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     compared = [row["part"] for row in rows if row["ok"]]
-    assert {part: compared.count(part) for part in compared} == {
-        "stack": 1, "scan": 1, "delta rule": 1, "experts": 2, "attention": 1, "refit": 1, "cycle": 2, "nanov3 slice": 3,
-        "dense 1.5B": 3,
-    }  # fmt: skip
-    kinds = {row["what"].partition(":")[0] for row in rows if row["part"] == "nanov3 slice"}
-    assert kinds >= {"Mamba layer", "expert layer", "attention layer", "the update", "MFU (without recomputation)"}
+    assert {part: compared.count(part) for part in compared} == expected
+    if "slices" in parts:
+        kinds = {row["what"].partition(":")[0] for row in rows if row["part"] == "nanov3 slice"}
+        assert kinds >= {"Mamba layer", "expert layer", "attention layer", "the update", "MFU (without recomputation)"}
     assert run.stdout == (out / "table.txt").read_text()
 
 

@@ -78,9 +78,10 @@ def recipe_of(pair: Pair, task: Task, folder: Path) -> dict[str, Any]:
     return recipe
 
 
-# The others add to these more ranks, a family and a second engine, which tests/unit/refit, test_engine_layout.py and
-# test_engine_families.py compare.
-QUICK = ("TP2 to PP2, pools", "EP2 within TP2 to TP2")
+# What the others add is compared with fewer processes: layouts and experts in distributed/test_refit_layouts.py, slices
+# of an engine's ranks in test_engine_layout.py, families in test_engine_families.py, engines of two ranks that share
+# memory with the policy in test_engine_tied.py and test_refit_faults.py.
+QUICK = ("TP2 to PP2, pools",)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def stalled(stuck: int, before: int) -> dict[str, ProcessReport]:
     return reports
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 2, 5, -2, -1], ids=["start", "tensor", "pipeline", "data", "world"])
 def test_of_256_ranks_the_one_that_is_stuck_is_named_and_only_it(before: int) -> None:
     """In the pipeline every rank of a mesh of 4 x 4 x 16 in turn, else every fifth; the others wait where they must."""

@@ -303,6 +303,7 @@ def test_it_holds_for_an_ordinary_user_too(tmp_path: Path, facts: dict[str, obje
 
 @pytest.mark.slow
 @needs_sandbox
+@pytest.mark.every_state  # all attempts once more
 def test_it_holds_without_a_proc_of_its_own(monkeypatch: pytest.MonkeyPatch, facts: dict[str, object]) -> None:
     """Some containers forbid a new /proc. Only the limits over several processes need one."""
     whole = sandbox_command.sandboxed

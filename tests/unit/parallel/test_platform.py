@@ -84,6 +84,7 @@ def transformer_engine_adam(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, package)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("transformer_engine_kernels", "transformer_engine_adam")
 @pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -239,6 +240,7 @@ def test_mixers_use_their_kernels_in_half_precision(monkeypatch: pytest.MonkeyPa
         assert found == [fused] * len(found) and len(found) > shape.num_layers // 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("transformer_engine_kernels")
 @pytest.mark.parametrize(
     ("changed", "dtype", "grouped"),

@@ -71,6 +71,7 @@ def test_a_preset_holds_only_an_algorithm_and_says_what_it_is(path: Path) -> Non
     assert re.search(r"arXiv \d{4}\.\d{5}", head[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ALGORITHMS, ids=lambda path: path.stem)
 def test_of_two_presets_of_algorithms_the_last_decides_alone(path: Path) -> None:
     """Each sets the same keys, so that nothing of the recipe's own algorithm is left."""

@@ -77,6 +77,7 @@ def test_longer_rows_of_the_logprob_passes_need_memory() -> None:
     assert rows[8192]["training"] == rows[4096]["training"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_has_a_plan(recipe: str) -> None:
     found = plan(recipe)
@@ -88,6 +89,7 @@ def test_every_recipe_has_a_plan(recipe: str) -> None:
     assert found.times.bubble < 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "model", "device", "count", "adapters"),
     [
@@ -160,6 +162,7 @@ def test_an_update_on_the_host_takes_time() -> None:
     assert plan("grpo-qwen3-8B-1n1g", device="cpu").fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipes_name_gives_its_model_size_and_nodes(recipe: str) -> None:
     """30BA3B: billions of parameters, and those that a token passes. 4n8g: nodes, and GPUs of each."""
@@ -229,6 +232,7 @@ def test_a_plan_that_does_not_fit_names_the_key(overrides: list[str], words: str
 AHEAD = ("grpo.async_grpo={enabled: true}", "loss_fn.use_importance_sampling_correction=true")
 
 
+@pytest.mark.slow
 def test_each_node_of_an_engine_gets_the_bytes_that_it_reads() -> None:
     """Compare with the delivery of every block, and with the same engines on nodes four times as large."""
     found = plan(DEEPSEEK)
@@ -308,6 +312,7 @@ def test_all_reduces_of_engines_take_what_was_measured(ranks: int, nbytes: int, 
     assert all_reduce_seconds(ranks, nbytes, DEVICES["H100"].peer_bandwidth) == pytest.approx(measured, rel=0.3)
 
 
+@pytest.mark.slow
 def test_small_micro_batches_take_the_time_of_weights_and_launches() -> None:
     """Each micro-batch reads the rank's weights three times, and its float32 gradients once with a write."""
     found = plan(DEEPSEEK)
@@ -499,6 +504,7 @@ def workload(*words: str) -> tuple[Workload, Device]:
     return plan_workload(config, plan_shape(config), device), device
 
 
+@pytest.mark.slow
 def test_what_comes_nearest_says_what_it_lacks() -> None:
     found = plan(LLAMA)
     lacking = search(found.load, replace(found.device, memory=8 * 10**9), nodes=1)
@@ -567,6 +573,7 @@ def owned(found: Plan) -> int:
     return found.load.params(0).owned(found.load.layout, None)
 
 
+@pytest.mark.slow
 def test_engines_over_several_nodes_wait_for_the_network() -> None:
     found = plan(DEEPSEEK)
     inside = replace(found.load, engine_layout=replace(found.load.engine_layout, nodes=1))
@@ -705,6 +712,7 @@ def test_nothing_is_compared_if_memory_or_device_is_unknown() -> None:
     assert known is not None and known.device.name == "H100" and known.lines[-1].what == "peak"
 
 
+@pytest.mark.slow
 def test_no_absurd_layout_is_found() -> None:
     found = plan(LLAMA, "cluster.num_nodes=32", "policy.train_global_batch_size=2048")
     for option in search(found.load, found.device, nodes=32).candidates:

@@ -45,7 +45,9 @@ def traced(folder: Path, recipe: str, cut: dict[str, Any]) -> dict[str, TracedPh
         # Its gradients are bfloat16: the update's float32 copies are gone in the refit. Measured: 1,638.
         ("grpo-qwen3-8B-1n4g", {"num_hidden_layers": 4}, 1800),
         # The host updates the weights: the device has neither moments nor float32 weights. Measured: 2,434.
-        ("grpo-qwen3-8B-1n1g", {"num_hidden_layers": 4}, 2700),
+        pytest.param(
+            "grpo-qwen3-8B-1n1g", {"num_hidden_layers": 4}, 2700, marks=pytest.mark.every_state
+        ),  # as `test_the_command`
         # Measured: 1,633.
         ("grpo-qwen3-30BA3B-4n8g", {"num_hidden_layers": 2}, 1800),
         # Attention with sinks, in a window and without. Measured: 3,541.
@@ -84,12 +86,12 @@ OUTSIDE_LAYERS = {"combine", "packed_row", "p2p_communication", "model", "random
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = "grpo-qwen3-8B-1n2g"
+    recipe = "grpo-qwen3-8B-1n1g"
     model = plan_config(load_recipe(recipe).config) | {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(model))
     assert main(["plan", recipe, f"policy.model_name={tmp_path}", "--trace", "--json"]) == 0
     phases = {phase["name"]: phase for phase in json.loads(capsys.readouterr().out)["phases"]}
-    assert 0 < phases["training"]["launches"] <= 2400
+    assert 0 < phases["training"]["launches"] <= 2700
     assert all(phase["planned_bytes"] == pytest.approx(phase["peak_bytes"], rel=0.07) for phase in phases.values())
 
 

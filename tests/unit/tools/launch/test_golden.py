@@ -137,6 +137,7 @@ def test_nemo_run(recipe: str) -> None:
     assert through_nemo_run(recipe) == golden(recipe, ".nemo_run.yaml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ALL)
 def test_every_recipe_can_be_launched(recipe: str) -> None:
     """The example's classes are not in the image, so its recipes are refused without launch.code."""
