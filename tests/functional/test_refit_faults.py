@@ -126,7 +126,6 @@ def test_a_policy_rank_or_an_engine_rank_is_killed(tmp_path: Path, policy: Polic
         engine.shutdown()
 
 
-@pytest.mark.every_state  # test_refit_under_ray.py kills an engine that stages
 def test_an_engine_rank_is_killed_while_it_stages(tmp_path: Path, policy: Policy) -> None:
     engine, ranks = start_engine(tmp_path)
     try:

@@ -1,5 +1,6 @@
 """Refits under Ray while the engine streams samples: several streams at once, two weight versions in one sample, and a
-refit that fails halfway."""
+refit that fails halfway. `make test` has such refits in one process (test_engine_refit.py, test_refit_faults.py) and in
+a run under Ray (test_async_ray.py)."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional.engine_cases import CONTEXT, Policy, check_spans, load_reference, make_model, request
 from tests.functional.runs import write_recipe
+
+pytestmark = pytest.mark.every_state
 
 GIB = 2**30
 LONG = Sampling(max_new_tokens=120)
