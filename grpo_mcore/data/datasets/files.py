@@ -53,7 +53,12 @@ def _layout(row: Row) -> str | None:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and isinstance(value[0], dict)
+        and bool({"role", "from"} & set(value[0]))
+    )
 
 
 def openai_row(

@@ -10,6 +10,9 @@ from grpo_mcore.data.interfaces import DataError
 ChatMessage = dict[str, Any]
 """{"role", "content"}, and fields such as `tool_calls` that a chat template may know."""
 
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles of ShareGPT's messages, {"from": ..., "value": ...}, where they have other names."""
+
 
 def user(content: str) -> ChatMessage:
     return {"role": "user", "content": content}
@@ -36,6 +39,9 @@ def conversation(messages: list[Any], key: str) -> list[ChatMessage]:
 
 
 def _message(message: Any, place: str) -> ChatMessage:
+    if isinstance(message, dict) and "role" not in message and {"from", "value"} <= set(message):
+        others = {key: value for key, value in message.items() if key not in ("from", "value")}
+        message = {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"], **others}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{place} must have a role and a content, such as {{"role": "user", "content": "..."}}')
     calls = message.get("tool_calls")

@@ -269,6 +269,7 @@ def test_a_bad_file_names_its_line(write_jsonl, lines, message):
 
 
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+SHAREGPT = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
 
 
 @pytest.mark.parametrize(
@@ -276,6 +277,7 @@ CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2
     [
         ({"messages": CHAT}, "dataset_name: openai_format"),
         ({"conversations": CHAT}, "dataset_name: openai_format, chat_key: conversations"),
+        ({"conversations": SHAREGPT}, "dataset_name: openai_format, chat_key: conversations"),
         ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, "dataset_name: BinaryPreferenceDataset"),
         ({"responses_create_params": {"input": "1+1="}}, "dataset_name: NemoGymDataset"),
         ({"question": "1+1=", "answer": "2"}, "input_key: question"),
@@ -289,7 +291,10 @@ def test_rows_of_another_layout_say_how_they_are_read(write_jsonl, row, key):
         keys = dict(pair.split(": ") for pair in key.split(", "))
         if "input_key" in keys:
             keys["output_key"] = "answer"
-        assert load_response_dataset({"data_path": path, **keys}).dataset[0]["messages"][0]["content"] == "1+1="
+        assert (
+            load_response_dataset({"data_path": path, **keys}).dataset[0]["messages"]
+            == CHAT[: 1 if "Gym" in key else 2]
+        )
 
 
 def test_text_that_is_not_utf8_is_an_error(tmp_path):
