@@ -24,6 +24,9 @@ REQUEST_S = 60
 RETRY_S = 30
 """Seconds within which a request that failed is sent again, twice at most."""
 
+READ_AGAIN_S = (1.0, 5.0, 20.0)
+"""Seconds before each further attempt to read a piece of a download."""
+
 CREDENTIALS = (
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (Google: GOOGLE_APPLICATION_CREDENTIALS; Azure: AZURE_STORAGE_*)"
 )
@@ -110,13 +113,18 @@ class RemoteStore:
 
         def fetch(piece: tuple[str, Path, int, int]) -> None:
             name, path, start, length = piece
-            with self._explained(f"read {name} of"):
-                data = obstore.get_range(self._store, name, start=start, length=length)
-            opened = os.open(path, os.O_WRONLY)
-            try:
-                os.pwrite(opened, data, start)
-            finally:
-                os.close(opened)
+            for wait_s in (*READ_AGAIN_S, None):
+                try:
+                    with self._explained(f"read {name} of"):
+                        data = obstore.get_range(self._store, name, start=start, length=length)
+                    break
+                except StoreError:
+                    if wait_s is None:
+                        raise
+                    time.sleep(wait_s)
+            with path.open("r+b") as file:
+                file.seek(start)
+                file.write(data)
             moved(length)
 
         pieces = []

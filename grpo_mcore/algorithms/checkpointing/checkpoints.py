@@ -141,7 +141,7 @@ class CheckpointManager:
         ResumeError for one that another run has left there: it would be replaced."""
         if trains and self.config.enabled:
             dead_holder(self.folder, clock=self._clock)
-        self._open_mirror(trains)
+        self._open_mirror(resume, trains)
         self.resumed_from = self.find(resume, whole=False)
         if self.mirror is not None:
             self.mirror.ledger = self.folder / LEDGER_FILE
@@ -183,9 +183,9 @@ class CheckpointManager:
             finally:
                 self._lease = None
 
-    def _open_mirror(self, trains: bool) -> None:
+    def _open_mirror(self, resume: str | bool | None, trains: bool) -> None:
         """Find out what the mirror holds, and that it can be written. Raises StoreError, and FolderInUse if another run
-        holds it. A run that has checkpoints here goes on without a mirror that cannot be reached."""
+        holds it. What has checkpoints here goes on without a mirror that cannot be reached."""
         if not self.config.enabled or self.config.mirror is None:
             return
         store = self._store or RemoteStore(self.config.mirror, self.config.mirror_options)
@@ -196,7 +196,7 @@ class CheckpointManager:
                 self.mirror.lease.refuse_other()
             self._mirrored = self.mirror.steps()
         except StoreError as error:
-            if self.latest() is None or not trains:
+            if self.latest() is None and (trains or resume is True or resume == AUTO):
                 raise
             logger.warning("%s; the run goes by the checkpoints in %s", error, self.folder)
 

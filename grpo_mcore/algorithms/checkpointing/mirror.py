@@ -61,6 +61,7 @@ class MirrorLease:
         self._store, self._beat_s, self._stale_s, self._clock = store, beat_s, stale_s, clock
         self._me, self._beats, self._version = Holder.this_process(), 0, ""
         self._end_beat: Callable[[], None] | None = None
+        self._beating = threading.Lock()
         self.lost: str | None = None
         """Why this run may write no more."""
 
@@ -102,8 +103,8 @@ class MirrorLease:
 
     def beat(self) -> None:
         """Say that this run lives, and see whether another has taken its place. An outage costs only that beat."""
-        self._beats += 1
-        with suppress(StoreError):
+        with self._beating, suppress(StoreError):
+            self._beats += 1
             version = self._store.replace(LEASE, self._body(), self._version)
             if version is None:
                 holder = self._holder()
@@ -358,6 +359,7 @@ class Mirror:
 
     def _upload(self, step: int, folder: Path) -> None:
         """Copy a checkpoint: what an earlier attempt left is deleted first, `digests.json` comes last."""
+        self._check_lease()
         self._remove(step)
         digests = (folder / DIGESTS).read_bytes()
         files: Mapping[str, Mapping[str, object]] = json.loads(digests)["files"]
@@ -366,14 +368,19 @@ class Mirror:
             for name in files:
                 self.store.upload(f"step_{step}/{name}", folder / name, self._moved)
             self._upload_logs()
-            if self.lease.lost is not None:
-                raise StoreError(self.lease.lost)
+            self._check_lease()
             self.store.write(f"step_{step}/{DIGESTS}", digests)
         finally:
             self._now = None
         metrics = dict(json.loads((folder / INFO).read_bytes())["metrics"])
         with self._changed:
             self._metrics[step] = metrics
+
+    def _check_lease(self) -> None:
+        """Raise StoreError if another run has taken the prefix over: this process may have stood still."""
+        self.lease.beat()
+        if self.lease.lost is not None:
+            raise StoreError(self.lease.lost)
 
     def _upload_logs(self) -> None:
         """Copy the ledger, and the files of the log that have changed since they were copied."""
@@ -388,11 +395,16 @@ class Mirror:
             name = path.relative_to(self.log_dir)
             if name.parts[0] in LEFT_OUT or name.name.startswith(".") or name.suffix == ".tmp" or not path.is_file():
                 continue
-            stat = path.stat()
-            size, time = self._sent.get(name.as_posix(), (-1, -math.inf))
-            if size != stat.st_size or time < stat.st_mtime:
-                self.store.upload(f"{start}/{name.as_posix()}", path, self._moved)
-                self._sent[name.as_posix()] = stat.st_size, stat.st_mtime
+            try:
+                stat = path.stat()
+                size, time = self._sent.get(name.as_posix(), (-1, -math.inf))
+                if size != stat.st_size or time < stat.st_mtime:
+                    self.store.upload(f"{start}/{name.as_posix()}", path, self._moved)
+                    self._sent[name.as_posix()] = stat.st_size, stat.st_mtime
+            except FileNotFoundError:
+                if path.exists():
+                    raise
+                continue  # samples have just been deleted to make room
 
     def _prune(self, just_saved: int) -> None:
         with self._changed:
