@@ -32,6 +32,9 @@ CREDENTIALS = (
 )
 """Variables that hold credentials, for messages. The machine's own role is used where they are not set."""
 
+Version = Mapping[str, str]
+"""What tells one state of an object from another: S3 and Azure compare its e_tag, Google its version."""
+
 Moved = Callable[[int], None]
 """Gets the bytes of each piece that was sent or received. What it raises ends the transfer."""
 
@@ -51,14 +54,14 @@ class RemoteStore:
         with self._explained("open"):
             self._store = store or _open(self.address, options or {})
 
-    def read(self, name: str) -> tuple[bytes, str] | None:
+    def read(self, name: str) -> tuple[bytes, Version] | None:
         """Return the contents and the version of a small object; None if there is none."""
         import obstore
 
         try:
             with self._explained(f"read {name} of"):
                 got = obstore.get(self._store, name)
-                return bytes(got.bytes()), str(got.meta["e_tag"])
+                return bytes(got.bytes()), _version(got.meta)
         except FileNotFoundError:
             return None
 
@@ -68,17 +71,17 @@ class RemoteStore:
         with self._explained(f"write {name} to"):
             obstore.put(self._store, name, data)
 
-    def create(self, name: str, data: bytes) -> str | None:
+    def create(self, name: str, data: bytes) -> Version | None:
         """Write an object that does not exist, and return its version; None if it exists."""
         import obstore
 
         try:
             with self._explained(f"create {name} in"):
-                return str(obstore.put(self._store, name, data, mode="create")["e_tag"])
+                return _version(obstore.put(self._store, name, data, mode="create"))
         except obstore.exceptions.AlreadyExistsError:
             return None
 
-    def replace(self, name: str, data: bytes, version: str) -> str | None:
+    def replace(self, name: str, data: bytes, version: Version) -> Version | None:
         """Write an object if it has this version still, and return the new one; None if it has another. A store that
         cannot compare versions (`file://`, some servers) writes it all the same."""
         import obstore
@@ -86,11 +89,11 @@ class RemoteStore:
         try:
             with self._explained(f"replace {name} in"):
                 try:
-                    return str(obstore.put(self._store, name, data, mode={"e_tag": version})["e_tag"])
+                    return _version(obstore.put(self._store, name, data, mode=dict(version)))
                 except (NotImplementedError, obstore.exceptions.GenericError) as error:
                     if not isinstance(error, NotImplementedError) and "501 Not Implemented" not in str(error):
                         raise
-                    return str(obstore.put(self._store, name, data)["e_tag"])
+                    return _version(obstore.put(self._store, name, data))
         except (obstore.exceptions.PreconditionError, FileNotFoundError):
             return None
 
@@ -193,6 +196,10 @@ class RemoteStore:
             raise
         except obstore.exceptions.BaseError as error:
             raise StoreError(f"cannot {what} {self.address}: {_advice(str(error))}") from None
+
+
+def _version(meta: Mapping[str, Any]) -> Version:
+    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
 
 
 def _open(address: str, options: Mapping[str, str]) -> Any:

@@ -368,7 +368,7 @@ def test_the_mirror_holds_what_the_folder_holds(mirrored: dict[str, Any], resume
         files = {str(path.relative_to(here)): path.stat().st_size for path in here.rglob("*") if path.is_file()}
         there = {name: size for name, (size, _) in store.objects(folder).items()}
         assert there == files, folder
-    assert (store.read("ledger.jsonl") or (b"", ""))[0] in (run.checkpoints / "ledger.jsonl").read_bytes()
+    assert (store.read("ledger.jsonl") or (b"", {}))[0] in (run.checkpoints / "ledger.jsonl").read_bytes()
     lines = run.metrics("mirror")
     assert [line["failing"] for line in lines] == [0.0] * 4 and lines[-1]["uploaded_gb"] > 0
     assert "AWS_" not in run.out + run.err and "mirror" not in json.loads((run.logs / "summary.json").read_text())

@@ -27,7 +27,7 @@ from pathlib import Path
 from grpo_mcore.algorithms.checkpointing.lease import FolderInUse, Holder, lives_here
 from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.file_digests import DIGESTS
-from grpo_mcore.object_store import RemoteStore, StoreError
+from grpo_mcore.object_store import RemoteStore, StoreError, Version
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ class MirrorLease:
 
     def __init__(self, store: RemoteStore, *, beat_s: float = BEAT_S, stale_s: float = STALE_S, clock: Clock = REAL):
         self._store, self._beat_s, self._stale_s, self._clock = store, beat_s, stale_s, clock
-        self._me, self._beats, self._version = Holder.this_process(), 0, ""
+        self._me, self._beats = Holder.this_process(), 0
+        self._version: Version = {}
         self._end_beat: Callable[[], None] | None = None
         self._beating = threading.Lock()
         self.lost: str | None = None
@@ -69,7 +70,7 @@ class MirrorLease:
     def held(self) -> bool:
         return self._end_beat is not None
 
-    def refuse_other(self) -> tuple[Holder, str] | None:
+    def refuse_other(self) -> tuple[Holder, Version] | None:
         """Return the dead run that holds the prefix, and the version of its lease; None if no run holds it. Raises
         FolderInUse if it lives: a process of this machine can be asked, one of another is watched."""
         if (seen := self._holder()) is None:
@@ -126,7 +127,7 @@ class MirrorLease:
     def _body(self) -> bytes:
         return json.dumps(asdict(self._me) | {"beat": self._beats}).encode()
 
-    def _holder(self) -> tuple[Holder, str] | None:
+    def _holder(self) -> tuple[Holder, Version] | None:
         if (got := self._store.read(LEASE)) is None:
             return None
         try:

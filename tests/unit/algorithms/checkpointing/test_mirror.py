@@ -169,7 +169,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
 ) -> None:
     store = Store()
     run(tmp_path / "a", store, 1, 2)
-    data = (store.read(f"step_2/{name}") or (b"", ""))[0]
+    data = (store.read(f"step_2/{name}") or (b"", {}))[0]
     if how == "gone":
         store.delete([f"step_2/{name}"])
     else:
@@ -184,7 +184,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
 def test_a_name_that_leaves_the_folder_is_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store()
     run(tmp_path / "a", store, 1, 2)
-    digests = json.loads((store.read("step_2/digests.json") or (b"", ""))[0])
+    digests = json.loads((store.read("step_2/digests.json") or (b"", {}))[0])
     digests["files"]["../../evil"] = {"bytes": 1, "sha256": ""}
     store.write("step_2/digests.json", json.dumps(digests).encode())
     with caplog.at_level("WARNING", "grpo_mcore"):
