@@ -18,7 +18,7 @@ help: ## print this list
 demo: setup ## train a small model with GRPO on two CPU cores: a few minutes, files in results/demo
 	@$(BIN)/grpo-mcore demo $(ARGS)
 
-test: setup lint ## run lint, then every test
+test: setup lint ## run lint, then the tests (CONTRIBUTING.md says which)
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-fast: setup ## run the unit tests without the thorough ones: a minute or two
