@@ -171,6 +171,18 @@ def test_a_teacher_with_another_tokenizer_is_refused_by_name(task: Task, model: 
     assert_one_message(missing, 1, "on_policy_distillation.teacher_model_by_agent_name.it: there is no folder")
 
 
+def test_what_a_teacher_cannot_do_is_said_before_anything_starts(task: Task, model: Path, tmp_path: Path) -> None:
+    recipe = recipe_with(task, model, model)
+    recipe["on_policy_distillation"]["divergence"] = {"enabled": True, "topk_logits_k": 10**6}
+    run = run_here("train", tmp_path, recipe, "--check")
+    assert_one_message(run, 1, "divergence.topk_logits_k: 1000000 is more than the", "null compares all of them")
+    recipe = engine_for_a_teacher(recipe_with(task, model, model))
+    run = run_here("train", tmp_path, recipe, "--check", "policy.max_total_sequence_length=64")
+    assert_one_message(run, 1, "an engine needs one position more than the longest sample, 65, and the model has 64")
+    words = "on_policy_distillation.strict_agent_name_match=true"
+    assert_one_message(run_here("train", tmp_path, recipe, "--check", words), 1, "is no alias of a teacher (it)")
+
+
 def test_a_teacher_with_a_hint_is_the_model_after_the_hint(task: Task, model: Path, tmp_path: Path) -> None:
     """The policy's own start model teaches, and reads the answer first; what the policy reads stays as it is. Its rows
     are longer than the policy's longest."""
