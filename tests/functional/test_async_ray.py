@@ -1,5 +1,5 @@
-"""An asynchronous run as a user starts it, under Ray, with a pool of its own for the engine: interrupted, then resumed
-to the end of the data with dynamic sampling."""
+"""An asynchronous run as a user starts it: the command, Ray, two tensor-parallel policy ranks, a pool of its own for
+the engine; interrupted, then resumed to the end of the data with dynamic sampling."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
     recipe["data"] = {"train": {"data_path": str(data)}}
     recipe["checkpointing"] = {"save_period": 1, "metric_name": None}
     recipe["policy"]["generation"]["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
-    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 2}
+    recipe["policy"]["megatron_cfg"] |= {"tensor_model_parallel_size": 2}
+    recipe["logger"] |= {"tensorboard_enabled": True}
+    # Every process of the run gets MARK, by which the test finds it.
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 3}
     return recipe
 
 
@@ -54,13 +57,22 @@ def page_of(folder: Path) -> dict[str, Any]:
     return data_of((folder / "page.html").read_text())
 
 
+def check_files(run: Run, newest: str) -> None:
+    assert list((run.logs / "tensorboard").glob("events.*"))
+    workers = {path.name for path in (run.logs / "workers").glob("*.log")}
+    assert workers >= {"policy-0.log", "policy-1.log", "engine-0.log", "environment-math.log"}
+    profiles = {path.name: path.read_text() for path in (run.logs / "profile" / "step_000002").iterdir()}
+    assert all("Backward" in profiles[f"policy-{rank}.json"] for rank in (0, 1))
+    assert len(list((run.checkpoints / newest / "policy").glob("rng-*.pt"))) == 2
+
+
 def test_interrupted_and_resumed_it_trains_on_every_prompt_once(
     tmp_path: Path, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGINT goes to the whole process group, as from a terminal."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
-    process = start_command("train", tmp_path, recipe)
+    process = start_command("train", tmp_path, recipe, "logger.profile_steps=[2]")
     assert process.stdout is not None
     try:
         seen: list[str] = []
@@ -86,6 +98,7 @@ def test_interrupted_and_resumed_it_trains_on_every_prompt_once(
     assert_one_message(stopped, 130, "interrupted; every process that it started has ended", f"{newest}; `--resume`")
     assert err.count("\n") <= 3
     assert marked(f"{MARK}={mark}") == [] and not {path for path in files if path.exists()}
+    check_files(stopped, newest)
     ledger = tmp_path / "checkpoints" / "ledger.jsonl"
     killed = audit(read_ledger(ledger))
     assert not killed.flaws and killed.steps >= 3
@@ -94,7 +107,7 @@ def test_interrupted_and_resumed_it_trains_on_every_prompt_once(
         assert page["state"]["end"].startswith("not over") and page["state"]["steps"] >= 3
         assert page["runs"][0]["curves"]["train/reward"][0][:3] == [1, 2, 3]
         devices = page["ledger"]["devices"]
-        assert sorted(devices) == ["engine-0", "policy-0"]
+        assert sorted(devices) == ["engine-0", "policy-0", "policy-1"]
         assert all(sum(seconds.values()) == pytest.approx(page["ledger"]["wall"]) for seconds in devices.values())
         assert {"1", "2"} <= page["samples"]["train"].keys()  # the third one may still be in the writer's hands
     assert last["state"]["steps"] >= live["state"]["steps"]
@@ -113,5 +126,5 @@ def test_interrupted_and_resumed_it_trains_on_every_prompt_once(
     dropped = sum(row["buffer/dropped_too_old_finished"] + row["buffer/dropped_too_old_under_way"] for row in rows)
     assert dropped == sum(row["num_surplus_prompts"] for row in rows)
     assert all(row["grad_norm"] > 0 and row["refit/checked"] > 0 and row["zero_advantage_rate"] < 1 for row in rows)
-    assert "1 x vLLM TP 1 float32, with devices of their own" in run.out and "1 policy rank" in run.out
+    assert "1 x vLLM TP 1 float32, with devices of their own" in run.out and "2 policy ranks" in run.out
     assert json.loads((run.logs / "summary.json").read_text())["end"] == "the data has ended"

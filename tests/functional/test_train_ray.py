@@ -1,4 +1,5 @@
-"""Whole GRPO runs as a user starts them: the command, Ray, two tensor-parallel policy ranks, one engine."""
+"""Whole synchronous GRPO runs as a user starts them: the command, Ray, two tensor-parallel policy ranks, one engine
+beside them. `make test` runs the asynchronous one of test_async_ray.py."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ from tests.functional.runs import (
     shared_files,
     start_command,
 )
+
+pytestmark = pytest.mark.every_state
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,6 @@ def _check_output(run: Run) -> None:
     assert run.err == ""
 
 
-@pytest.mark.every_state  # test_async_ray.py interrupts a run too
 def test_ctrl_c(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
     """Send SIGINT in the middle of a run to the whole process group, as a terminal does."""
     process = start_command("train", tmp_path, recipe, "grpo.max_num_steps=100000", "checkpointing.save_period=2")
