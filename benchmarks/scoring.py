@@ -95,6 +95,9 @@ def scored(cluster: RayCluster, url: str, samples: int, keys: dict[str, Any]) ->
             scorer.submit(uid, "task", [{"url": url}], [ref.ref], [ref.generation_index])
     scores: dict[str, list[Score]] = {uid: [] for uid in refs}
     while sum(map(len, scores.values())) < samples:
+        scorer.send()
+        if not scorer.awaited():
+            scorer.send(hold=False)
         for ready in cluster.ready(scorer.awaited(), 600.0, "rewards"):
             scorer.take(ready)
         while (request := scorer.next()) is not None:

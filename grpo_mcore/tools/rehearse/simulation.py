@@ -266,8 +266,9 @@ def _simulate(case: Case, folder: Path) -> Outcome:
             code, flaws = -1, [f"it has not ended after {LONGEST_S:.0f} virtual seconds"]
             break
         flaws = [*broken_laws(world, config, code), *idle_engines(world.engines, case.prompts)]
-        # A second worker that stands still is noticed when the first is given up, in a wait of its own.
-        waits = 1 if sum(fault.kind in STALLS for fault in faults.happened) <= 1 else 2
+        # A second worker that stands still is noticed when engines are to leave a refit, when ranks are to close it, or
+        # when somebody asks for its health: each is a wait of its own.
+        waits = 1 if sum(fault.kind in STALLS for fault in faults.happened) <= 1 else 3
         overdue = [late for cluster in clusters for late in cluster.overdue]
         flaws += [text for seconds, text in overdue if seconds > waits * GIVEN_UP_S]
         flaws += _unforced(faults, code, errors, clock.now(), stops)
