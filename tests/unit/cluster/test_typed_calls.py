@@ -8,11 +8,11 @@ from pathlib import Path
 import mypy.api
 import pytest
 
+pytestmark = pytest.mark.slow  # runs mypy
+
 ROOT = Path(__file__).resolve().parents[3]
 CALLS = """
 from grpo_mcore.rollout.workers import Worker, remote_call
-
-pytestmark = pytest.mark.slow  # runs mypy
 
 class Rank:
     def train(self, loss: str, steps: int = 1) -> float:
