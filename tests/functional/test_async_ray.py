@@ -66,6 +66,7 @@ def check_files(run: Run, newest: str) -> None:
     assert len(list((run.checkpoints / newest / "policy").glob("rng-*.pt"))) == 2
 
 
+@pytest.mark.timeout(400)  # 95 s on two free cores
 def test_interrupted_and_resumed_it_trains_on_every_prompt_once(
     tmp_path: Path, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
