@@ -33,7 +33,7 @@ CREDENTIALS = (
 """Variables that hold credentials, for messages. The machine's own role is used where they are not set."""
 
 Version = Mapping[str, str]
-"""What tells one state of an object from another: S3 and Azure compare its e_tag, Google its version."""
+"""Marks of an object's state, which change when it is written: S3 and Azure compare its e_tag, Google its version."""
 
 Moved = Callable[[int], None]
 """Gets the bytes of each piece that was sent or received. What it raises ends the transfer."""
@@ -91,6 +91,7 @@ class RemoteStore:
                 try:
                     return _version(obstore.put(self._store, name, data, mode=dict(version)))
                 except (NotImplementedError, obstore.exceptions.GenericError) as error:
+                    # obstore has no class of its own for a server's 501.
                     if not isinstance(error, NotImplementedError) and "501 Not Implemented" not in str(error):
                         raise
                     return _version(obstore.put(self._store, name, data))

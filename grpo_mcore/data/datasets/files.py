@@ -17,7 +17,7 @@ from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
 def question_and_answer(row: Row, *, question: str, answer: str) -> Row:
     """Convert a question (text or a conversation) and its answer. The row's other fields are kept; a field
     `ground_truth` may replace the answer. An answer that is a list or an object is the ground truth and no message."""
-    messages = as_messages(_question(row, question), question)
+    messages = as_messages(_wanted(row, question), question)
     extra = _other_fields(row, question, answer) | _tools(row, "tools")
     truth = field_of(row, answer)
     if isinstance(truth, list | dict):
@@ -29,8 +29,9 @@ def question_and_answer(row: Row, *, question: str, answer: str) -> Row:
     return {**extra, "messages": messages}
 
 
-def _question(row: Row, key: str) -> Any:
-    """Return the question. Raises DataError without one, and says how the row's own layout is read, if it is known."""
+def _wanted(row: Row, key: str) -> Any:
+    """Return the field that makes a row one of this layout. Raises DataError without it, and says how the row's own
+    layout is read, if that is known."""
     if field_of(row, key) is not None:
         return field_of(row, key)
     error = missing(row, key)
@@ -47,8 +48,10 @@ def _layout(row: Row) -> str | None:
     if chat := next((key for key in ("messages", "conversations", "conversation") if _is_chat(row.get(key))), None):
         other = "" if chat == "messages" else f", chat_key: {chat}"
         return f"{chat!r} is a whole conversation: dataset_name: openai_format{other}"
-    if known := next((key for key in ("question", "problem", "prompt", "query", "instruction") if row.get(key)), None):
-        return f"If {known!r} is the question: input_key: {known}"
+    if known := next(
+        (key for key in ("input", "question", "problem", "prompt", "query", "instruction") if row.get(key)), None
+    ):
+        return f"If {known!r} is the question: dataset_name: ResponseDataset, input_key: {known}"
     return None
 
 
@@ -65,7 +68,7 @@ def openai_row(
     row: Row, *, chat: str, tools: str = "tools", system_key: str | None = None, system_prompt: str | None = None
 ) -> Row:
     """Convert a whole conversation and the tools that it may call."""
-    value = required(row, chat)
+    value = _wanted(row, chat)
     if isinstance(value, str) and not value.lstrip().startswith("["):
         raise DataError(f"{chat!r} must be a list of messages, got str")
     messages = conversation(as_json(value, chat, "messages"), chat)
@@ -78,7 +81,7 @@ def openai_row(
 def gym_task(row: Row) -> Row:
     """Convert a task of NeMo Gym, which its agent gets unchanged. The messages only measure the prompt; a task may
     leave them to the environment."""
-    params = required(row, "responses_create_params")
+    params = _wanted(row, "responses_create_params")
     if not isinstance(params, dict):
         raise DataError(f"'responses_create_params' must be an object, got {type(params).__name__}")
     asked = params.get("input")

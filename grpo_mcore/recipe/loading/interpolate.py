@@ -103,9 +103,9 @@ def _named(values: dict[str, Any]) -> dict[str, Any]:
     def part(values: dict[str, Any]) -> dict[str, Any]:
         kept = {}
         for name, value in values.items():
-            found = part(value) if isinstance(value, dict) and name not in names else value
-            if name in names or name in sections or any(_interpolated(found)) or (found and isinstance(found, dict)):
-                kept[name] = found
+            inner = part(value) if isinstance(value, dict) and name not in names else value
+            if name in names or name in sections or any(_interpolated(inner)) or (inner and isinstance(inner, dict)):
+                kept[name] = inner
         return kept
 
     return part(values)

@@ -12,7 +12,6 @@ from typing import Any
 import grpo_mcore
 from grpo_mcore.formats import newer_format
 from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, joined, nearest_hint
-from grpo_mcore.recipe.loading.interpolate import resolve_tree, variables_of
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
 from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file, parse_text
 from grpo_mcore.recipe.master import MasterConfig
@@ -67,6 +66,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         tree = merge(tree, _load(preset_file, files, (file,)))
     tree = apply_overrides(tree, [word for word in overrides if not word.startswith(PRESET)], problems)
     texts = [*(each.read_text(encoding="utf-8") for each in files), *overrides]
+    # Here, because OmegaConf takes a quarter of the time of importing this package.
+    from grpo_mcore.recipe.loading.interpolate import resolve_tree, variables_of
+
     variables = variables_of(tree, MasterConfig.model_fields, texts)
     tree = resolve_tree(tree, _with_defaults, nearest_key, problems)
     for variable in variables:

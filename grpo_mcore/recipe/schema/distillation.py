@@ -23,9 +23,9 @@ class TeacherConfig(Section):
     """How a teacher's ranks are laid out and what one of their passes holds."""
 
     backend: TeacherBackend = "megatron"
-    """What computes the teacher's passes. megatron: ranks like the policy's, for every loss. vllm: vLLM engines, as
-    many as fit its devices (on CPU 1 beside the policy), which score the sampled tokens: no divergence, top_k or
-    top_p."""
+    """Program that computes a teacher's log-probs. megatron: ranks like the policy's, for every loss. vllm: vLLM
+    engines, as many as fit its devices (on CPU 1 beside the policy), which score the sampled tokens: no divergence,
+    top_k or top_p."""
     tensor_model_parallel_size: Positive | None = None
     """Tensor-parallel size. null: the policy's; of a vllm teacher, that of policy.generation.vllm_cfg."""
     pipeline_model_parallel_size: Positive | None = None

@@ -280,13 +280,15 @@ SHAREGPT = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
         ({"conversations": SHAREGPT}, "dataset_name: openai_format, chat_key: conversations"),
         ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, "dataset_name: BinaryPreferenceDataset"),
         ({"responses_create_params": {"input": "1+1="}}, "dataset_name: NemoGymDataset"),
-        ({"question": "1+1=", "answer": "2"}, "input_key: question"),
+        ({"question": "1+1=", "answer": "2"}, "dataset_name: ResponseDataset, input_key: question"),
     ],
 )
 def test_rows_of_another_layout_say_how_they_are_read(write_jsonl, row, key):
     path = write_jsonl("a.jsonl", [json.dumps(row)])
-    with pytest.raises(DataError, match=f"no 'input' in it; it has .*{key}$"):
-        load_response_dataset({"data_path": path})
+    for name, field in (("ResponseDataset", "input"), ("openai_format", "chat"), ("NemoGymDataset", "responses")):
+        if name == "ResponseDataset" or name not in key or "chat_key" in key:
+            with pytest.raises(DataError, match=f"no '{field}.*' in it; it has .*{key}$"):
+                load_response_dataset({"data_path": path, "dataset_name": name, "chat_key": "chat"})
     if "Preference" not in key:
         keys = dict(pair.split(": ") for pair in key.split(", "))
         if "input_key" in keys:

@@ -24,7 +24,8 @@ from tests.functional.preload import preload
 pytestmark = pytest.mark.slow  # exhaustive, on vLLM
 
 STEPS = 4
-"""Of each sample: before the first batch, while the queue fills, when it is full, and the last."""
+"""Moments of a sample at which something happens: before the first batch, while the queue fills, when it is full, at
+the last batch."""
 
 
 @pytest.fixture(scope="module", params=["SecondRunnerExecutor", "QueueExecutor"])

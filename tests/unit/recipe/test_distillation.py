@@ -157,7 +157,8 @@ def test_what_does_not_fit_is_named(
 
 
 def test_a_teacher_on_engines_is_laid_out_as_the_policys_engines_are() -> None:
-    """As many as its devices hold, on CPU one beside the policy; Megatron's ranks share no copy with them."""
+    """There are as many engines as its devices hold, and on CPU one. A Megatron teacher of the same model is a copy of
+    its own."""
     section = engines(gpu_memory_utilization=0.8)
     section["teacher_model_by_agent_name"] = {"it": "big", "other": "big", "too": "big"}
     section["non_colocated_teachers"]["teacher_overrides"] = {"other": {"backend": "megatron"}}
