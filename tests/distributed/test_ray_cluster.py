@@ -67,6 +67,13 @@ def second(cluster: RayCluster):
     return cluster.spawn("second", Abacus, 0, cluster.store, cpus=0.1, env={"OMP_NUM_THREADS": "3"})
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Path]:
+    """Yield the file for which workers wait; it is there at the end, so that a test that fails holds no other up."""
+    yield tmp_path / "gate"
+    (tmp_path / "gate").touch()
+
+
 @pytest.mark.parametrize("law", CONTRACT, ids=lambda law: law.__name__)
 def test_it_keeps_the_contract(law, cluster, monkeypatch):
     workers, spawn = [], cluster.spawn
@@ -158,13 +165,13 @@ def test_parcels_of_a_stream_go_from_worker_to_worker_and_none_is_lost(cluster, 
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_lists_of_parcels_that_are_there_come_as_one(cluster, abacus, second, tmp_path, fails):
+def test_lists_of_parcels_that_are_there_come_as_one(cluster, abacus, second, gate, fails):
     """None is lost where the stream fails behind them: the error comes with the next call."""
     sizes = [*range(1, 40), *([0] if fails else [])]
-    stream = abacus.stream("lists_together", sizes, str(tmp_path / "gate"))
+    stream = abacus.stream("lists_together", sizes, str(gate))
     parcels, calls = next(stream), 1
     assert [parcel.label for parcel in parcels] == [(1, 0), (1, 1)]
-    (tmp_path / "gate").touch()
+    gate.touch()
     abacus.call("add", 0).result()  # by then all of them have been sent
     with pytest.raises(WorkerFailed, match="KeyError: 'beads'") if fails else contextlib.nullcontext():
         while cluster.ready([stream], 30.0, "lists") and (more := next(stream, None)) is not None:
@@ -204,17 +211,17 @@ def test_a_reference_in_a_stream_is_rejected_because_ray_may_lose_it(abacus):
     assert abacus.call("stored_list", 1).result().size == 1  # a call may return a reference
 
 
-def test_items_of_a_stream_come_while_it_runs(abacus, tmp_path):
-    stream = abacus.stream("count_behind", 4, str(tmp_path / "gate"))
+def test_items_of_a_stream_come_while_it_runs(abacus, gate):
+    stream = abacus.stream("count_behind", 4, str(gate))
     assert next(stream) == 0
-    (tmp_path / "gate").touch()
+    gate.touch()
     assert list(stream) == [1, 2, 3]
     with pytest.raises(StopIteration):
         next(stream)
 
 
-def test_those_that_have_something_are_ready(cluster, abacus, second, tmp_path):
-    slow, stream = abacus.call("nap_in_the_middle", str(tmp_path / "gate")), second.stream("count", 3)
+def test_those_that_have_something_are_ready(cluster, abacus, second, gate):
+    slow, stream = abacus.call("nap_in_the_middle", str(gate)), second.stream("count", 3)
     waiting, got = [slow, stream], []
     while waiting:
         thing = cluster.ready(waiting, 20, "the race")[0]
@@ -226,7 +233,7 @@ def test_those_that_have_something_are_ready(cluster, abacus, second, tmp_path):
             got.append(next(stream))
         except StopIteration:
             waiting.remove(stream)
-            (tmp_path / "gate").touch()
+            gate.touch()
     assert got == [0, 1, 2, "awake"]
 
 
@@ -255,13 +262,13 @@ def test_a_stream_that_fails_gives_its_items_first(abacus):
         next(stream)
 
 
-def test_an_exceeded_deadline_names_the_worker_the_call_and_the_line(abacus, tmp_path):
-    pending = abacus.call("nap_in_the_middle", str(tmp_path / "gate"), timeout_s=0.5, what="the nap")
+def test_an_exceeded_deadline_names_the_worker_the_call_and_the_line(abacus, gate):
+    pending = abacus.call("nap_in_the_middle", str(gate), timeout_s=0.5, what="the nap")
     with pytest.raises(DeadlineExceeded) as caught:
         pending.result()
     assert (caught.value.what, caught.value.whom, caught.value.seconds) == ("the nap", "abacus", 0.5)
     assert re.search(r'ray_workers.py", line \d+ in nap_in_the_middle', str(caught.value))
-    (tmp_path / "gate").touch()
+    gate.touch()
     assert abacus.call("add", 0).result() == 13  # the late call did not harm the worker
 
 
@@ -288,13 +295,13 @@ def test_streams_and_calls_run_concurrently(cluster, tmp_path):
 
 
 def test_what_workers_do_is_told_on_demand_and_kept_when_a_call_is_late(
-    cluster, abacus, second, tmp_path, monkeypatch, package_log
+    cluster, abacus, second, gate, monkeypatch, package_log
 ):
     monkeypatch.setattr(ray_cluster, "INSPECT_S", 0.5)
     monkeypatch.setattr(ray_cluster, "INSPECT_AT", 0.0)
     cluster._next_inspection = 0.0
     second.place()  # its process is up
-    gate, kept = tmp_path / "gate", cluster.log_dir / "inspection_0.txt"
+    kept = cluster.log_dir / "inspection_0.txt"
     nap = abacus.call("nap_in_the_middle", str(gate), what="a nap")
     deadline = time.monotonic() + 60
     while not kept.exists() and time.monotonic() < deadline:
@@ -304,7 +311,7 @@ def test_what_workers_do_is_told_on_demand_and_kept_when_a_call_is_late(
     for told in (asked, kept.read_text()):
         assert told is not None and f"the driver (process {os.getpid()}) is at" in told
         assert "the driver waits for abacus: a nap, for " in told
-        assert re.search(r"(?m)^  abacus is at \S+/ray_workers.py:\d+ in wait_at$", told), told
+        assert re.search(r"(?m)^  abacus is at \S+:\d+ in \w+$", told) and " in wait_at\n" in told, told
         assert re.search(r"(?m)^  second runs no Python of its own$", told), told
     assert "inspection.py" not in kept.read_text()
     assert "abacus: a nap has taken" in kept.read_text()
@@ -314,16 +321,15 @@ def test_what_workers_do_is_told_on_demand_and_kept_when_a_call_is_late(
     assert f"what each process does: {kept}" in package_log.text
 
 
-def test_a_late_item_and_a_late_group_are_named(cluster, abacus, second, tmp_path):
-    gate = str(tmp_path / "gate")
-    stream = abacus.stream("count_behind", 2, gate, timeout_s=2.0)
+def test_a_late_item_and_a_late_group_are_named(cluster, abacus, second, gate):
+    stream = abacus.stream("count_behind", 2, str(gate), timeout_s=2.0)
     assert next(stream) == 0
     with pytest.raises(DeadlineExceeded, match="count_behind: no answer from abacus within 2 s"):
         next(stream)
-    things = [abacus.call("nap_in_the_middle", gate), second.call("nap_in_the_middle", gate)]
+    things = [abacus.call("nap_in_the_middle", str(gate)), second.call("nap_in_the_middle", str(gate))]
     with pytest.raises(DeadlineExceeded, match="the crowd: no answer from abacus, second within 0.2 s"):
         cluster.ready(things, 0.2, "the crowd")
-    Path(gate).touch()
+    gate.touch()
     gather(cluster, things, timeout_s=20, what="the crowd")
 
 
@@ -348,21 +354,21 @@ def test_a_failing_constructor_fails_ready_and_every_call(cluster):
     cluster.stop([bad])
 
 
-def test_spawn_does_not_wait_and_calls_wait_for_the_constructor(cluster, tmp_path):
-    slow = cluster.spawn("slow", Abacus, 5, None, str(tmp_path / "gate"), cpus=0.1)
+def test_spawn_does_not_wait_and_calls_wait_for_the_constructor(cluster, gate):
+    slow = cluster.spawn("slow", Abacus, 5, None, str(gate), cpus=0.1)
     call = slow.call("add", 1)
-    (tmp_path / "gate").touch()
+    gate.touch()
     assert call.result() == 6
     cluster.stop([slow])
 
 
-def test_concurrent_calls_share_one_object(cluster, tmp_path):
+def test_concurrent_calls_share_one_object(cluster, gate):
     pair = cluster.spawn("pair", Abacus, 5, None, cpus=0.1, concurrency=2)
     pair.ready().result()  # an actor's start has its own, long deadline
-    nap, count = pair.call("nap_in_the_middle", str(tmp_path / "gate")), pair.call("add", 1)
+    nap, count = pair.call("nap_in_the_middle", str(gate)), pair.call("add", 1)
     assert cluster.ready([nap, count], 60, "the quick one") == [count]
     assert cluster.ready([count, nap], 60, "both", patient=True) == [count]
-    (tmp_path / "gate").touch()
+    gate.touch()
     assert (count.result(), nap.result()) == (6, "awake")
     cluster.stop([pair])
 
@@ -382,20 +388,20 @@ def test_a_group_forms_a_process_group(cluster, ranks):
     assert call_all(cluster, ranks, Rank.all_reduce)() == [3.0, 3.0]
 
 
-def test_the_failing_rank_is_named_and_the_others_are_not_waited_for(cluster, ranks, tmp_path):
+def test_the_failing_rank_is_named_and_the_others_are_not_waited_for(cluster, ranks, gate):
     with pytest.raises(WorkerFailed, match="rank-1: act failed: .* rank 1 has had enough") as caught:
-        call_all(cluster, ranks, Rank.act, grace_s=0.3)(1, str(tmp_path / "gate"))
+        call_all(cluster, ranks, Rank.act, grace_s=0.3)(1, str(gate))
     assert caught.value.__notes__ == ["rank-0 was still at work on act 0.3 s later"]
-    (tmp_path / "gate").touch()
+    gate.touch()
     assert call_all(cluster, ranks, Rank.act)(9) == [0, 1]
 
 
-def test_a_deadline_names_the_rank_that_is_missing(cluster, ranks, tmp_path):
+def test_a_deadline_names_the_rank_that_is_missing(cluster, ranks, gate):
     act = [remote_call(rank, Rank.act, what="the act") for rank in ranks]
-    calls = [act[0](9, str(tmp_path / "gate")), act[1](9)]
+    calls = [act[0](9, str(gate)), act[1](9)]
     with pytest.raises(DeadlineExceeded, match="the act: no answer from rank-0 within 2 s"):
         gather(cluster, calls, timeout_s=2.0, what="the act")
-    (tmp_path / "gate").touch()
+    gate.touch()
     assert call_all(cluster, ranks, Rank.act)(9) == [0, 1]
 
 
