@@ -63,9 +63,9 @@ def _ranks(policy: PolicyLayout, ranks: int) -> Iterator[Finding]:
     if ranks % copy or not ranks:
         yield Finding(
             (Key.TENSOR, Key.PIPELINE, Key.CONTEXT, "cluster.gpus_per_node", "cluster.num_nodes"),
-            f"one copy of the policy needs TP {tensor} x PP {pipeline} x CP {policy.context} = {copy} ranks, and "
-            f"{ranks} is not a multiple of that; the policy has cluster.num_nodes x gpus_per_node ranks, less those of "
-            "engines with their own devices",
+            f"one copy of the model needs TP {tensor} x PP {pipeline} x CP {policy.context} = {copy} ranks, and "
+            f"{ranks} is not a multiple of that; there are cluster.num_nodes x gpus_per_node ranks, less those that "
+            "engines or teachers have to themselves",
         )
     elif ranks // pipeline % (policy.expert * policy.expert_tensor):
         yield Finding(

@@ -117,7 +117,8 @@ def _layouts(config: RecipeSections) -> Iterator[Finding]:
     for alias in () if unfit else dict.fromkeys(teacher_copies(config).values()):
         for finding in teacher_findings(config, alias):
             keys = (_place(config, alias), f"{_AT}teacher_model_by_agent_name.{alias}")
-            yield Finding(keys, f"the teacher {alias}: {finding.message}")
+            whose = "the teacher" if alias == "teacher" else f"the teacher {alias}"  # as a section `teacher` is called
+            yield Finding(keys, f"{whose}: {finding.message}")
 
 
 def _place(config: RecipeSections, alias: str, name: str = "") -> str:

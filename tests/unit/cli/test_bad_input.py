@@ -104,9 +104,9 @@ def refuse(
         ),
         (
             "policy.megatron_cfg.tensor_model_parallel_size=4",
-            "policy.megatron_cfg.tensor_model_parallel_size: one copy of the policy needs TP 4 x PP 1 x CP 1 = 4 "
-            "ranks, and 2 is not a multiple of that; the policy has cluster.num_nodes x gpus_per_node ranks, less "
-            "those of engines with their own devices",
+            "policy.megatron_cfg.tensor_model_parallel_size: one copy of the model needs TP 4 x PP 1 x CP 1 = 4 "
+            "ranks, and 2 is not a multiple of that; there are cluster.num_nodes x gpus_per_node ranks, less "
+            "those that engines or teachers have to themselves",
         ),
     ],
 )

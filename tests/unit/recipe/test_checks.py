@@ -109,15 +109,15 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         (
             ["policy.megatron_cfg.tensor_model_parallel_size=2"],
             [
-                "policy.megatron_cfg.tensor_model_parallel_size: one copy of the policy needs "
-                "TP 2 x PP 1 x CP 1 = 2 ranks, and 1 is not a multiple of that; the policy has cluster.num_nodes x "
-                "gpus_per_node ranks, less those of engines with their own devices"
+                "policy.megatron_cfg.tensor_model_parallel_size: one copy of the model needs "
+                "TP 2 x PP 1 x CP 1 = 2 ranks, and 1 is not a multiple of that; there are cluster.num_nodes x "
+                "gpus_per_node ranks, less those that engines or teachers have to themselves"
             ],
         ),
         (
             ["policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.gpus_per_node=3"],
             [
-                "policy.megatron_cfg.pipeline_model_parallel_size: one copy of the policy needs "
+                "policy.megatron_cfg.pipeline_model_parallel_size: one copy of the model needs "
                 "TP 1 x PP 2 x CP 1 = 2 ranks, and 3 is not a multiple of that"
             ],
         ),
@@ -142,7 +142,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         (
             ["policy.megatron_cfg.context_parallel_size=2"],
             [
-                "policy.megatron_cfg.context_parallel_size: one copy of the policy needs TP 1 x PP 1 x CP 2 = "
+                "policy.megatron_cfg.context_parallel_size: one copy of the model needs TP 1 x PP 1 x CP 2 = "
                 "2 ranks, and 1 is not a multiple of that"
             ],
         ),

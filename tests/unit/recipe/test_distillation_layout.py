@@ -128,7 +128,7 @@ def test_what_became_of_every_key_is_said(tmp_path: Path) -> None:
         (["+teacher.megatron_cfg.sequence_paralell=true"], ["is no key of policy.megatron_cfg; nearest: sequence_par"]),
         (
             ["teacher.megatron_cfg.tensor_model_parallel_size=3"],
-            ["teacher: the teacher teacher: ", "8 is not a multiple"],
+            ["teacher: the teacher: one copy of the model needs TP 3", "8 is not a multiple"],
         ),
         (["teacher.megatron_cfg.sequence_parallel=3"], ["valid boolean, got 3"]),
         (["+teacher.is_vlm=true"], ["teacher.is_vlm: a key of NeMo RL; images, audio and video are not supported"]),
