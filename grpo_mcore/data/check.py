@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, rows_of_file, table_options
+from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, needs_answer, rows_of_file, table_options
+from grpo_mcore.data.datasets.files import settings_for
 from grpo_mcore.data.datasets.jsonl import is_json, is_list, parse
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, name_of, setting
 from grpo_mcore.data.datasets.source import Source, open_source
@@ -23,7 +24,7 @@ from grpo_mcore.recipe import FILE_DATASETS, DatasetEntry, MasterConfig, dataset
 from grpo_mcore.rollout.datum import DatumSpec
 
 _REPEATED_LINES = 5  # line numbers that are named for a repeated prompt
-_NAMED = 5  # rows that are named for each kind of problem
+_NAMED = 5  # things said for each kind of problem, and rows that are named for each
 _FIELDS = 20
 _LONGEST_SAMPLE = 3000  # characters
 _REWARDS = ("reward", "chosen_reward", "rejected_reward")
@@ -44,8 +45,9 @@ class CheckReport:
     """Rows of a table, or lines that are not blank."""
     usable_rows: int = 0
     fields: Counter[str] = field(default_factory=Counter)
-    problems: dict[str, list[str]] = field(default_factory=dict)
-    """The first rows with each kind of problem; `counts` has the number of all."""
+    problems: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Kind of problem -> what is said of a row -> the first rows of which it is said. `counts` has the number of all.
+    """
     counts: Counter[str] = field(default_factory=Counter)
     lengths: Histogram = field(default_factory=Histogram)
     """Tokens of the prompts, or of whole conversations where answers are trained on."""
@@ -65,11 +67,12 @@ class CheckReport:
         """Whether a run can use every row."""
         return self.rows > 0 and self.usable_rows == self.rows
 
-    def add_problem(self, kind: str, where: str) -> None:
+    def add_problem(self, kind: str, number: int, details: str) -> None:
         self.counts[kind] += 1
-        named = self.problems.setdefault(kind, [])
-        if len(named) < _NAMED:
-            named.append(where)
+        said = self.problems.setdefault(kind, {})
+        if details in said or len(said) < _NAMED:
+            rows = said.setdefault(details, [])
+            rows += [number] if len(rows) < _NAMED else []
 
     def __str__(self) -> str:
         lines = [f"{self.file}: {self.rows:,} rows, {self.usable_rows:,} usable"]
@@ -90,8 +93,11 @@ class CheckReport:
             lines += ["    " + line for line in rewards.lines()]
         for kind, count in self.counts.most_common():
             lines.append(f"cannot be used, {count:,} rows: {kind}")
-            lines += [f"    {where}" for where in self.problems[kind]]
-            if count > len(self.problems[kind]):
+            said = self.problems[kind]
+            for details, numbers in said.items():
+                named = f"{self.unit}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+                lines.append(f"    {named}{', ...' if len(numbers) == _NAMED < count else ''}: {details}")
+            if len(said) == _NAMED < count:
                 lines.append("    ...")
         if not self.rows:
             lines.append("cannot be used: it has no rows")
@@ -146,7 +152,7 @@ def check_file(
             prompt, answer, shown = check(row, number)
         except Unusable as problem:
             kind, details = problem.args
-            report.add_problem(kind, f"{unit} {number}: {details}")
+            report.add_problem(kind, number, details)
         else:
             report.usable_rows += 1
             seen[prompt].append((number, answer))
@@ -159,7 +165,7 @@ def check_file(
         for (number, _), why in zip(infos, problems, strict=True):
             if why is not None:
                 report.usable_rows -= 1
-                report.add_problem("no answer could be right", f"{unit} {number}: {why}")
+                report.add_problem("no answer could be right", number, why)
     repeated = [rows for rows in seen.values() if len(rows) > 1]  # in the order of their first lines
     report.repeated = sum(len(rows) - 1 for rows in repeated)
     report.with_other_answers = sum(len({answer for _, answer in rows}) > 1 for rows in repeated)
@@ -187,7 +193,9 @@ class _RowCheck:
         entry, name, place = _entry(path, config, first)
         self.env_name: str | None = setting(entry, "env_name")
         self._pairs = name == "BinaryPreferenceDataset"
-        self._trains_on_answers = self._pairs or (name == "openai_format" if config is None else not runs_grpo(config))
+        answered = name == "openai_format" and "ground_truth" not in first
+        self._trains_on_answers = self._pairs or (answered if config is None else not runs_grpo(config))
+        self._needs_answer = self._trains_on_answers or needs_answer(entry)
         self._rows: list[Row] = [{}]
         self._numbers = [0]
         self._data = MappedDataset(
@@ -200,7 +208,12 @@ class _RowCheck:
         self._is_gym_task = name == "NemoGymDataset"
         if self._is_gym_task:
             self._data.processor = find_processor("nemo_gym_data_processor")
-        report.read_as = f"{place}: {name}"
+        guessed = (
+            [f"{key}: {value}" for key, value in entry.items() if key.endswith("_key")]
+            if isinstance(entry, dict)
+            else []
+        )
+        report.read_as = f"{place}: {', '.join([name, *guessed])}"
         self._tokenizer = None
         if config is None:
             return
@@ -234,6 +247,8 @@ class _RowCheck:
             prompt, answers = (_prompt_and_answers if self._trains_on_answers else _prompt_and_truth)(chat)
         if not self._is_gym_task and not any(_text(message["content"]).strip() for message in prompt):
             raise Unusable("no question", "the prompt is blank")
+        if not self._needs_answer and answers == [None]:
+            answers = []
         if not all(_text(answer).strip() for answer in answers):
             raise Unusable("no answer", "blank, or not there")
         data = []
@@ -246,7 +261,9 @@ class _RowCheck:
                 raise Unusable("too long", f"{length:,} tokens; the limit is {self._report.limit:,}")
         if not self._pairs and not self._trains_on_answers and not self._is_gym_task:
             fields = {name: value for name, value in chat.items() if name != "messages"}
-            self.info = data[0]["extra_env_info"] if data else {**fields, "ground_truth": answers[0]}
+            self.info = (
+                data[0]["extra_env_info"] if data else {**fields, "ground_truth": answers[0] if answers else None}
+            )
         asked = chat["gym_task"] if self._is_gym_task else [prompt, chat.get("tools")]
         return _hash(asked), _hash(answers), lambda: _shown(prompt, answers, data)
 
@@ -288,7 +305,8 @@ def _entry(path: Path, config: MasterConfig | None, first: Row) -> tuple[Entry, 
     named = [(place, entry) for place, entry in entries if _is_file(path, entry.data_path)]
     pairs = not named and {"chosen", "rejected"} <= first.keys()
     if pairs or not entries:
-        return {"data_path": str(path)}, _kind(first, pairs), "by the fields of its first row"
+        keys = {"dataset_name": "ResponseDataset", "data_path": str(path)} | settings_for(first)
+        return keys, keys["dataset_name"], "by the fields of its first row"
     files = [(place, entry) for place, entry in entries if dataset_by_name(entry.dataset_name) in FILE_DATASETS]
     place, entry = (named or files or entries)[0]
     name = dataset_by_name(entry.dataset_name)
@@ -299,14 +317,6 @@ def _entry(path: Path, config: MasterConfig | None, first: Row) -> tuple[Entry, 
         )
     whole = {key: value for key, value in _WHOLE_FILE.items() if setting(entry, key) is not None}
     return entry.model_copy(update={**whole, "data_path": str(path)}), str(name), place
-
-
-def _kind(first: Row, pairs: bool) -> str:
-    if "messages" in first:
-        return "openai_format"
-    if "responses_create_params" in first:
-        return "NemoGymDataset"
-    return "BinaryPreferenceDataset" if pairs else "ResponseDataset"
 
 
 def _is_file(path: Path, named: str | None) -> bool:

@@ -10,6 +10,7 @@ from grpo_mcore.data.datasets.registry import (
     ResponseDataset,
     load_preference_dataset,
     load_response_dataset,
+    needs_answer,
     rows_of_file,
     table_options,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -13,19 +14,59 @@ from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
 from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
 
+QUESTIONS = ("instruction", "input", "question", "problem", "prompt", "query")
+"""Fields under which published data have their questions: the first that a row has is meant."""
+ANSWERS = (
+    *("output", "reward_model.ground_truth", "answer", "final_answer", "expected_answer", "label", "target"),
+    *("solution", "response", "completion"),
+)
+"""The same for the answers."""
 
-def question_and_answer(row: Row, *, question: str, answer: str) -> Row:
+
+def settings_for(row: Row) -> dict[str, str]:
+    """Return the keys of a dataset's entry that read a row with such fields, as far as they differ from the defaults;
+    {} if its layout is not known."""
+    if isinstance(row.get("responses_create_params"), dict):
+        return {"dataset_name": "NemoGymDataset"}
+    question = next((key for key in QUESTIONS if row.get(key)), None)
+    if {"chosen", "rejected"} <= set(row):
+        if question is None and not _is_chat(row["chosen"]):
+            return {}
+        key = {} if question in (None, "prompt") else {"prompt_key": str(question)}
+        return {"dataset_name": "BinaryPreferenceDataset", **key}
+    if chat := next((key for key in ("messages", "conversations", "conversation") if _is_chat(row.get(key))), None):
+        return {"dataset_name": "openai_format", **({} if chat == "messages" else {"chat_key": chat})}
+    if question is None:
+        return {}
+    answer = None if "ground_truth" in row else next((key for key in ANSWERS if field_of(row, key) is not None), None)
+    keys = ({} if question == "input" else {"input_key": question}) | (
+        {} if answer in (None, "output") else {"output_key": str(answer)}
+    )
+    return {"dataset_name": "ResponseDataset", **keys}
+
+
+def question_and_answer(row: Row, *, question: str, answer: str, needs_answer: bool = True) -> Row:
     """Convert a question (text or a conversation) and its answer. The row's other fields are kept; a field
     `ground_truth` may replace the answer. An answer that is a list or an object is the ground truth and no message."""
     messages = as_messages(_wanted(row, question), question)
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{question!r} ends with an answer of the assistant, so it is no question; a whole conversation is read "
+            f"with dataset_name: openai_format, chat_key: {question}"
+        )
     extra = _other_fields(row, question, answer) | _tools(row, "tools")
     truth = field_of(row, answer)
     if isinstance(truth, list | dict):
         extra.setdefault("ground_truth", truth)
     elif truth is not None:
         messages.append(assistant(str(truth)))
-    elif row.get("ground_truth") is None:  # GRPO needs no answer beside it
-        raise missing(row, answer)
+    elif row.get("ground_truth") is None and needs_answer:
+        if "output_key" in settings_for(row):
+            _wanted(row, answer)
+        raise DataError(
+            f"{missing(row, answer)}. output_key names the field of the answer; for rewards that need none: "
+            "processor: chat_data_processor"
+        )
     return {**extra, "messages": messages}
 
 
@@ -35,24 +76,11 @@ def _wanted(row: Row, key: str) -> Any:
     if field_of(row, key) is not None:
         return field_of(row, key)
     error = missing(row, key)
-    if key not in row and (how := _layout(row)):
-        raise DataError(f"{error}. {how}")
-    raise error
-
-
-def _layout(row: Row) -> str | None:
-    if isinstance(row.get("responses_create_params"), dict):
-        return "This is a task of NeMo Gym: dataset_name: NemoGymDataset"
-    if {"chosen", "rejected"} <= set(row):
-        return "These are pairs of answers, which `grpo-mcore dpo` takes: dataset_name: BinaryPreferenceDataset"
-    if chat := next((key for key in ("messages", "conversations", "conversation") if _is_chat(row.get(key))), None):
-        other = "" if chat == "messages" else f", chat_key: {chat}"
-        return f"{chat!r} is a whole conversation: dataset_name: openai_format{other}"
-    if known := next(
-        (key for key in ("input", "question", "problem", "prompt", "query", "instruction") if row.get(key)), None
-    ):
-        return f"If {known!r} is the question: dataset_name: ResponseDataset, input_key: {known}"
-    return None
+    if key in row or not (keys := settings_for(row)):
+        raise error
+    how = ", ".join(f"{name}: {value}" for name, value in keys.items())
+    pairs = "; pairs of answers are for `grpo-mcore dpo`" if {"chosen", "rejected"} <= set(row) else ""
+    raise DataError(f"{error}. Read it with {how}{pairs}")
 
 
 def _is_chat(value: Any) -> bool:
@@ -96,13 +124,27 @@ def gym_task(row: Row) -> Row:
 
 
 def preference_pair(row: Row, *, prompt: str, chosen: str, rejected: str) -> Row:
-    """Convert a prompt with a better and a worse answer, each text or a list of messages."""
+    """Convert a prompt with a better and a worse answer, each text or a list of messages. Where the answers are whole
+    conversations, the prompt is what they have in common at their start."""
+    better = as_messages(required(row, chosen), chosen, role="assistant")
+    worse = as_messages(required(row, rejected), rejected, role="assistant")
+    if better[0]["role"] != "assistant" or worse[0]["role"] != "assistant":
+        both = takewhile(lambda pair: pair[0] == pair[1], zip(better[:-1], worse[:-1], strict=False))
+        asked = [message for message, _ in both]
+        if not asked:
+            raise DataError(f"{chosen!r} and {rejected!r} must be answers, or conversations that begin alike")
+        given = field_of(row, prompt)
+        if given is not None and as_messages(given, prompt)[-1]["content"] != asked[-1]["content"]:
+            raise DataError(f"{chosen!r} and {rejected!r} begin with another prompt than {prompt!r}")
+        better, worse = better[len(asked) :], worse[len(asked) :]
+    else:
+        asked = as_messages(_wanted(row, prompt), prompt)
     return {
         **_other_fields(row, prompt, chosen, rejected),
         **_tools(row, "tools"),
-        "messages": as_messages(required(row, prompt), prompt),
-        "chosen": as_messages(required(row, chosen), chosen, role="assistant"),
-        "rejected": as_messages(required(row, rejected), rejected, role="assistant"),
+        "messages": asked,
+        "chosen": better,
+        "rejected": worse,
     }
 
 

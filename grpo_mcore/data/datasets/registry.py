@@ -16,7 +16,7 @@ from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, Publ
 from grpo_mcore.data.datasets.rows import Rows
 from grpo_mcore.data.datasets.source import Table, open_source, plain
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec, check_uids
-from grpo_mcore.data.processors import find_processor
+from grpo_mcore.data.processors import PROCESSORS, find_processor
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import FILE_DATASETS, PREFERENCE_DATASETS, dataset_by_name, unknown_dataset
 
@@ -148,7 +148,14 @@ def rows_of_file(entry: Entry, name: str) -> ToChat:
         keys = {part: setting(entry, f"{part}_key", part) for part in ("prompt", "chosen", "rejected")}
         return partial(preference_pair, **keys)
     keys = {"question": setting(entry, "input_key", "input"), "answer": setting(entry, "output_key", "output")}
-    return partial(question_and_answer, **keys)
+    return partial(question_and_answer, **keys, needs_answer=needs_answer(entry))
+
+
+def needs_answer(entry: Entry) -> bool:
+    """Return whether the rows of an entry must have an answer: for all processors but `chat_data_processor` and those
+    of one's own, which say it themselves."""
+    named = setting(entry, "processor")
+    return named is None or (isinstance(named, str) and named in PROCESSORS and named != "chat_data_processor")
 
 
 class FileDataset(MappedDataset):

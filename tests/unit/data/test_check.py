@@ -97,15 +97,17 @@ def test_rows_that_cannot_be_used(check: Check, bad: Any, kind: str, said: str) 
     report = check([row(), bad, "", row("1+2=")])
     assert (report.rows, report.usable_rows, report.usable) == (3, 2, False)
     assert report.counts == {kind: 1}
-    (named,) = report.problems[kind]
-    assert named.startswith("line 2: ") and said in named and "line 2" not in named[8:]
-    assert f"cannot be used, 1 rows: {kind}" in str(report)
+    ((details, numbers),) = report.problems[kind].items()
+    assert numbers == [2] and said in details and "line 2" not in details
+    assert f"cannot be used, 1 rows: {kind}\n    line 2: {details}" in str(report)
 
 
 def test_many_bad_rows_are_counted_and_the_first_are_named(check: Check) -> None:
     report = check([row(answer="")] * 50)
-    assert report.counts == {"no answer": 50} and len(report.problems["no answer"]) == 5 and not report.samples
-    assert "..." in str(report)
+    assert report.counts == {"no answer": 50} and not report.samples
+    assert "\n    lines 1, 2, 3, 4, 5, ...: blank, or not there" in str(report)
+    report = check([{f"field{number}": "1"} for number in range(9)])
+    assert len(report.problems["no conversation can be made of it"]) == 5 and str(report).endswith("\n    ...")
 
 
 def test_the_limit_is_that_of_a_run(check: Check, recipe: Path, tokenizer_folder: Path) -> None:
@@ -175,6 +177,33 @@ def test_the_entry_of_the_file_is_used(recipe: Path) -> None:
     assert check_file(Path("other.jsonl"), config).counts == {"no conversation can be made of it": 1}
 
 
+@pytest.mark.parametrize(
+    ("first", "read_as"),
+    [
+        (
+            {"problem": "1+1=", "expected_answer": "2"},
+            "ResponseDataset, input_key: problem, output_key: expected_answer",
+        ),
+        ({"messages": [{"role": "user", "content": "1+1="}], "ground_truth": "2"}, "openai_format"),
+        ({"q": "1+1="}, "ResponseDataset"),
+    ],
+)
+def test_without_a_recipe_the_keys_are_those_of_the_first_row(check: Check, first: Any, read_as: str) -> None:
+    check([first])
+    report = check_file(Path("rows.jsonl"))
+    assert report.read_as == f"by the fields of its first row: {read_as}" and report.usable == ("q" not in first)
+
+
+def test_prompts_alone_are_usable_where_no_answer_is_needed(check: Check) -> None:
+    said = "output_key names the field of the answer; for rewards that need none: processor: chat_data_processor"
+    assert said in str(check([{"input": "1+1="}]))
+    assert check([{"input": "1+1="}], "++data.train.processor=chat_data_processor").usable
+    asked = {"messages": [{"role": "user", "content": "1+1="}]}
+    room = "++data.train.dataset_name=openai_format"
+    assert check([asked], room).counts == {"no answer": 1}
+    assert check([asked], room, "++data.train.processor=chat_data_processor").usable
+
+
 def test_the_prompt_file_is_part_of_what_the_model_sees(check: Check) -> None:
     Path("p.txt").write_text("3={}")
     report = check([row()], "++data.train.prompt_file=p.txt")
@@ -183,14 +212,14 @@ def test_the_prompt_file_is_part_of_what_the_model_sees(check: Check) -> None:
 
 def test_a_processor_that_fails_is_a_finding(check: Check) -> None:
     report = check([row()], f"++data.train.processor={__name__}:broken")
-    assert report.problems == {"the processor fails": ["line 1: KeyError: 'no_such_field'"]}
+    assert report.problems == {"the processor fails": {"KeyError: 'no_such_field'": [1]}}
 
 
 def test_a_template_that_raises_is_a_finding(check: Check) -> None:
     Path("t.jinja").write_text("{{ raise_exception('no') }}")
     report = check([row()], "++policy.tokenizer.chat_template=t.jinja")
     (said,) = report.problems["the processor rejects it"]
-    assert "line 1: the chat template rejects it" in said and said.endswith("no")
+    assert "the chat template rejects it" in said and said.endswith("no")
 
 
 def test_datasets_without_a_file_and_missing_files(check: Check, recipe: Path) -> None:

@@ -278,25 +278,76 @@ SHAREGPT = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
         ({"messages": CHAT}, "dataset_name: openai_format"),
         ({"conversations": CHAT}, "dataset_name: openai_format, chat_key: conversations"),
         ({"conversations": SHAREGPT}, "dataset_name: openai_format, chat_key: conversations"),
-        ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, "dataset_name: BinaryPreferenceDataset"),
         ({"responses_create_params": {"input": "1+1="}}, "dataset_name: NemoGymDataset"),
-        ({"question": "1+1=", "answer": "2"}, "dataset_name: ResponseDataset, input_key: question"),
+        ({"question": "1+1=", "answer": "2"}, "dataset_name: ResponseDataset, input_key: question, output_key: answer"),
+        ({"input": "1+1=", "label": "2"}, "dataset_name: ResponseDataset, output_key: label"),
+        ({"instruction": "1+1=", "input": "", "output": "2"}, "dataset_name: ResponseDataset, input_key: instruction"),
+        (
+            {"prompt": CHAT[:1], "reward_model": {"style": "rule", "ground_truth": "2"}},
+            "dataset_name: ResponseDataset, input_key: prompt, output_key: reward_model.ground_truth",
+        ),
     ],
 )
 def test_rows_of_another_layout_say_how_they_are_read(write_jsonl, row, key):
     path = write_jsonl("a.jsonl", [json.dumps(row)])
-    for name, field in (("ResponseDataset", "input"), ("openai_format", "chat"), ("NemoGymDataset", "responses")):
-        if name == "ResponseDataset" or name not in key or "chat_key" in key:
-            with pytest.raises(DataError, match=f"no '{field}.*' in it; it has .*{key}$"):
-                load_response_dataset({"data_path": path, "dataset_name": name, "chat_key": "chat"})
-    if "Preference" not in key:
-        keys = dict(pair.split(": ") for pair in key.split(", "))
-        if "input_key" in keys:
-            keys["output_key"] = "answer"
-        assert (
-            load_response_dataset({"data_path": path, **keys}).dataset[0]["messages"]
-            == CHAT[: 1 if "Gym" in key else 2]
-        )
+    entry = {"data_path": path, "chat_key": "chat"}
+    for name in ("ResponseDataset", "openai_format", "NemoGymDataset"):
+        if name not in key or "chat_key" in key or ("_key" in key and row.get("input") != ""):
+            with pytest.raises(DataError, match=rf"no '.*' in it; it has .*\. Read it with {key}$"):
+                load_response_dataset({**entry, "dataset_name": name})
+    read = load_response_dataset({"data_path": path, **dict(pair.split(": ") for pair in key.split(", "))})
+    assert read.dataset[0]["messages"] == CHAT[: 1 if "Gym" in key else 2]
+
+
+def test_pairs_say_who_reads_them(write_jsonl):
+    path = write_jsonl("a.jsonl", ['{"question": "1+1=", "chosen": "2", "rejected": "3"}'])
+    keys = "Read it with dataset_name: BinaryPreferenceDataset, prompt_key: question; pairs of answers are for"
+    for load in (load_response_dataset, load_preference_dataset):
+        with pytest.raises(DataError, match=keys):
+            load({"data_path": path})
+    assert load_preference_dataset({"data_path": path, "prompt_key": "question"}).dataset[0]["messages"] == CHAT[:1]
+
+
+@pytest.mark.parametrize("prompt", [None, "1+1=", CHAT[:1]])
+def test_pairs_of_whole_conversations_have_their_common_start_as_prompt(write_jsonl, prompt):
+    """Otherwise the question would stand in the text twice."""
+    before = [{"role": "system", "content": "add"}]
+    row = {"prompt": prompt, "chosen": [*before, *CHAT], "rejected": [*before, CHAT[0], {**CHAT[1], "content": "3"}]}
+    path = write_jsonl("a.jsonl", [json.dumps({key: value for key, value in row.items() if value})])
+    (read,) = load_preference_dataset({"data_path": path}).dataset
+    assert read["messages"] == [*before, CHAT[0]]
+    assert (read["chosen"], read["rejected"]) == (CHAT[1:], [{**CHAT[1], "content": "3"}])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "2+2=", "chosen": CHAT, "rejected": CHAT}, "begin with another prompt than 'prompt'"),
+        ({"chosen": CHAT, "rejected": [{**CHAT[0], "content": "x"}, CHAT[1]]}, "or conversations that begin alike"),
+        (
+            {"chosen": "Human: 1+1= Assistant: 2", "rejected": "3"},
+            r"no 'prompt' in it; it has \['chosen', 'rejected'\]$",
+        ),
+    ],
+)
+def test_pairs_without_a_common_prompt_are_refused(write_jsonl, row, message):
+    with pytest.raises(DataError, match=message):
+        load_preference_dataset({"data_path": write_jsonl("a.jsonl", [json.dumps(row)])})
+
+
+def test_a_question_does_not_end_with_an_answer(write_jsonl):
+    path = write_jsonl("a.jsonl", [json.dumps({"messages": CHAT, "answer": "2"})])
+    with pytest.raises(DataError, match="'messages' ends with an answer of the assistant.*chat_key: messages"):
+        load_response_dataset({"data_path": path, "input_key": "messages", "output_key": "answer"})
+
+
+def test_prompts_alone_are_for_rewards_that_need_no_answer(write_jsonl):
+    path = write_jsonl("a.jsonl", ['{"prompt": "1+1="}'])
+    keys = {"data_path": path, "input_key": "prompt"}
+    with pytest.raises(DataError, match="no 'output' in it.* for rewards that need none: processor: chat_data_process"):
+        load_response_dataset(keys)
+    for processor in ("chat_data_processor", "grpo_mcore.data.processors:chat_data_processor"):
+        assert load_response_dataset({**keys, "processor": processor}).dataset[0]["messages"] == CHAT[:1]
 
 
 def test_text_that_is_not_utf8_is_an_error(tmp_path):
