@@ -7,6 +7,7 @@ compare the two): a response that is nothing but a number, or that ends with its
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
@@ -92,8 +93,9 @@ def shorten(text: str) -> str:
 
 def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:
     """Return a prompt's truths: several where it has a list, of which an answer must be one. Of GSM8K's solutions the
-    part behind "####" is the truth. Raises ValueError where a prompt has none, or one that no answer can be."""
-    truth = metadata.get("ground_truth")
+    part behind "####" is the truth, of Skywork-OR1's, JSON of a list, the one that is in it. Raises ValueError where a
+    prompt has none, or one that no answer can be."""
+    truth = _out_of_a_list(metadata.get("ground_truth"))
     if truth is None:
         raise ValueError(
             f"the {environment} environment needs 'ground_truth' in extra_env_info, got {sorted(metadata)}; "
@@ -111,6 +113,18 @@ def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:
     if not several:
         raise ValueError("the ground truth is an empty list, which no answer can match")
     return [str(one).rpartition("####")[2].strip() for one in several]
+
+
+def _out_of_a_list(truth: Any) -> Any:
+    """Return the text in JSON of a list with one text, and everything else as it is: whether an answer must be one of
+    several or all of them, JSON does not say."""
+    if not isinstance(truth, str) or not truth.startswith('["'):
+        return truth
+    try:
+        inside = json.loads(truth)
+    except ValueError:
+        return truth
+    return inside[0] if len(inside) == 1 and isinstance(inside[0], str) else truth
 
 
 def _is_missing(value: Any) -> bool:

@@ -18,7 +18,7 @@ QUESTIONS = ("instruction", "input", "question", "problem", "prompt", "query")
 """Fields under which published data have their questions: the first that a row has is meant."""
 ANSWERS = (
     *("output", "reward_model.ground_truth", "answer", "final_answer", "expected_answer", "label", "target"),
-    *("solution", "response", "completion"),
+    *("solution", "response", "completion", "verification_info.ground_truth"),
 )
 """The same for the answers."""
 

@@ -7,6 +7,7 @@ disk until they are read.
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -116,17 +117,26 @@ def joined(sources: Sequence[Source]) -> Source:
 
 
 def field_of(row: dict[str, Any], key: str) -> Any:
-    """Return the value of a field, None where there is none. Dots lead into records and lists, unless a field has
-    that very name: `reward_model.ground_truth`, `answers.0`."""
+    """Return the value of a field, None where there is none. Dots lead into records and lists, also those that are JSON
+    text, unless a field has that very name: `reward_model.ground_truth`, `answers.0`."""
     if key in row:
         return row[key]
     value: Any = row
     for part in key.split("."):
+        if isinstance(value, str) and value[:1] in ("{", "["):
+            value = _from_json(value)
         if isinstance(value, dict):
             value = value.get(part)
         else:
             value = value[int(part)] if isinstance(value, list) and part.isdigit() and int(part) < len(value) else None
     return value
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def required(row: dict[str, Any], key: str) -> Any:

@@ -10,7 +10,8 @@ These shapes are split, also behind `not` and joined by `and`:
     assert abs(EXPRESSION - NUMBER) < NUMBER, <=
     assert math.isclose(EXPRESSION, NUMBER, rel_tol=NUMBER, abs_tol=NUMBER)
 
-at the top level of a test, or in a function such as `def check(candidate)` that the test's last line calls. Any other
+at the top level of a test, or in a function that the test's last line calls, such as `def check(candidate)` and
+`def test_sum()`. Any other
 assertion runs as it is, in the program's process.
 """
 
@@ -73,7 +74,8 @@ class _Splitter:
             function, argument = check
             self.add([one for one in statements[:-1] if one is not function])
             self.run_rest()
-            self.steps.append(("scope", ast.unparse(argument), function.args.args[0].arg))
+            name = function.args.args[0].arg if function.args.args else "_"
+            self.steps.append(("scope", ast.unparse(argument), name))
             self.add(function.body)
         self.run_rest()
         return self.steps, self.conditions
@@ -96,23 +98,23 @@ class _Splitter:
 
 
 def _checker(statements: list[ast.stmt]) -> tuple[ast.FunctionDef, ast.expr] | None:
-    """Return the function of one argument that the last statement calls, and that argument. None where there is no such
-    function whose body could be moved to the top level."""
+    """Return the function of at most one argument that the last statement calls, and that argument (None where there is
+    none). None where there is no such function whose body could be moved to the top level."""
     match statements[-1:]:
-        case [ast.Expr(ast.Call(ast.Name(name), [argument], []))]:
+        case [ast.Expr(ast.Call(ast.Name(name), [] | [_] as arguments, []))]:
             named = [one for one in statements if isinstance(one, ast.FunctionDef) and one.name == name]
             uses = sum(isinstance(node, ast.Name) and node.id == name for one in statements for node in ast.walk(one))
-            if len(named) == uses == 1 and _can_be_inlined(named[0]):
-                return named[0], argument
+            if len(named) == uses == 1 and _can_be_inlined(named[0], len(arguments)):
+                return named[0], arguments[0] if arguments else ast.Constant(None)
     return None
 
 
-def _can_be_inlined(function: ast.FunctionDef) -> bool:
+def _can_be_inlined(function: ast.FunctionDef, arguments: int) -> bool:
     given = function.args
-    only_one = len(given.args) == 1 and not (given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg)
+    plain = len(given.args) == arguments and not (given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg)
     needs_function = (ast.Return, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
     inside = [node for statement in function.body for node in ast.walk(statement)]
-    return only_one and not function.decorator_list and not any(isinstance(node, needs_function) for node in inside)
+    return plain and not function.decorator_list and not any(isinstance(node, needs_function) for node in inside)
 
 
 Part = tuple[str, ast.expr, Condition]

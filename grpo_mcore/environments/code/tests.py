@@ -2,13 +2,17 @@
 
 The first of these fields that a prompt's `extra_env_info` has is read:
 
-tests                    [{"input", "output"} | {"call", "args", "output"} | {"assert"}, ...]; also as a JSON string
+tests                    [{"input", "output", "fn_name"?} | {"call", "args", "output"} | {"assert"}, ...], or as
+                         input_output has them (DeepCoder); also as a JSON string
 input_output             {"inputs": [...], "outputs": [...], "fn_name"?}, or that as a JSON string (APPS, TACO)
 public_test_cases,       [{"input", "output", "testtype": "stdin" | "functional"}], as JSON strings, with the
 private_test_cases       function's name in `metadata` {"func_name"} (LiveCodeBench; the private ones also packed)
 test_list                ["assert ...", ...], with test_setup_code, test_imports, challenge_test_list (MBPP)
 test, entry_point        code that defines check(candidate) (HumanEval); the head of `prompt` comes before an answer,
                          and all of it before one that does not define the function itself
+test                     functions test_...() that import the program from `solution` (KodCode)
+verification_info        {"test_cases": as in tests} (SYNTHETIC-1)
+ground_truth             as in tests (Eurus-2, and what else comes by `output_key: reward_model.ground_truth`)
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, TypeGuard
 
 _WORDS = re.compile(r"\s+|\S+")
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?")
@@ -131,12 +135,12 @@ Row = Mapping[str, Any]
 def read_tests(row: Row) -> list[CodeTest]:
     """Return at least one test. Raises CodeTestError that says what is missing or wrong."""
     for field, reader in _READERS.items():
-        if row.get(field) is not None:
+        if row.get(field) is not None and (field != "ground_truth" or _may_hold_tests(row[field])):
             try:
                 tests = list(reader(row))
             except CodeTestError:
                 raise
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, SyntaxError) as error:
                 raise CodeTestError(
                     f"the tests in {field!r} cannot be read: {type(error).__name__}: {error}"
                 ) from error
@@ -148,40 +152,60 @@ def read_tests(row: Row) -> list[CodeTest]:
     )
 
 
-def _native(row: Row) -> Iterator[CodeTest]:
-    for number, test in enumerate(_parsed(row["tests"])):
+def _may_hold_tests(truth: Any) -> bool:
+    """Return whether a truth is more than an answer."""
+    return isinstance(truth, Mapping | list) or (isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["))
+
+
+def _cases(content: Any, field: str) -> Iterator[CodeTest]:
+    """Read a list of tests, a mapping that has one as `test_cases`, or inputs and outputs as APPS has them."""
+    content = _parsed(content)
+    if isinstance(content, Mapping) and "test_cases" in content:
+        content = _parsed(content["test_cases"])
+    if isinstance(content, Mapping):
+        yield from _inputs_and_outputs(content)
+        return
+    for number, test in enumerate(content):
         kind = next((kind for kind in ("call", "assert", "input") if kind in test), None)
         if kind == "call":
             yield CallTest(test["call"], list(test["args"]), (test["output"],))
         elif kind == "assert":
             yield AssertTest(test["assert"])
+        elif kind == "input" and test.get("fn_name"):
+            yield _call(test["fn_name"], test["input"], test["output"])
         elif kind == "input":
-            yield StdinTest(_lines(test["input"]), _lines(test["output"]))
+            yield _case_of_live_code_bench(test, (test.get("metadata") or {}).get("func_name"), field)
         else:
-            raise CodeTestError(f"test {number} of 'tests' has none of input, call, assert: {sorted(test)}")
+            raise CodeTestError(f"test {number} of {field!r} has none of input, call, assert: {sorted(test)}")
 
 
-def _apps(row: Row) -> Iterator[CodeTest]:
-    content = _parsed(row["input_output"])
+def _inputs_and_outputs(content: Mapping[str, Any]) -> Iterator[CodeTest]:
     for given, expected in zip(content["inputs"], content["outputs"], strict=True):
         if content.get("fn_name"):
-            wrapped = expected[:1] if isinstance(expected, list) else []  # many results are in a list, but not all
-            yield CallTest(content["fn_name"], list(given), (expected, *wrapped))
+            yield _call(content["fn_name"], given, expected)
         else:
             yield StdinTest(_lines(given), _lines(expected))
+
+
+def _call(function: str, args: Any, expected: Any) -> CallTest:
+    wrapped = expected[:1] if isinstance(expected, list) else []  # many results are in a list, but not all
+    return CallTest(function, list(args), (expected, *wrapped))
 
 
 def _live_code_bench(row: Row) -> Iterator[CodeTest]:
     function = (_parsed(row.get("metadata")) or {}).get("func_name")
     for field in ("public_test_cases", "private_test_cases"):
         for test in _parsed(row.get(field)) or []:
-            if test.get("testtype", "stdin") == "functional":
-                if not function:
-                    raise CodeTestError(f"{field}: a functional test needs func_name in 'metadata'")
-                args = [json.loads(line) for line in test["input"].splitlines() if line.strip()]
-                yield CallTest(function, args, (json.loads(test["output"]),))
-            else:
-                yield StdinTest(test["input"], test["output"])
+            yield _case_of_live_code_bench(test, function, field)
+
+
+def _case_of_live_code_bench(test: Mapping[str, Any], function: str | None, field: str) -> CodeTest:
+    if test.get("testtype", "stdin") != "functional":
+        return StdinTest(_lines(test["input"]), _lines(test["output"]))
+    if not function:
+        raise CodeTestError(f"{field}: a functional test needs func_name in 'metadata'")
+    args = [json.loads(line) for line in test["input"].splitlines() if line.strip()]
+    return CallTest(function, args, (json.loads(test["output"]),))
 
 
 def _mbpp(row: Row) -> Iterator[CodeTest]:
@@ -191,16 +215,43 @@ def _mbpp(row: Row) -> Iterator[CodeTest]:
 
 
 def _human_eval(row: Row) -> Iterator[CodeTest]:
+    if "entry_point" not in row:
+        yield from _pytest(row["test"])
+        return
     name = row["entry_point"]
     yield AssertTest(f"{row['test']}\ncheck({name})\n", before=row.get("prompt") or "", defines=name)
 
 
+def _pytest(code: str) -> Iterator[CodeTest]:
+    """Read functions test_...(): a test each, without the import of the program, whose names are there."""
+    given = [node for node in ast.parse(code).body if not _imports(node, "pytest")]
+    needs_pytest = any(isinstance(node, ast.Name) and node.id == "pytest" for one in given for node in ast.walk(one))
+    renamed = any(alias.asname for node in given if _imports(node, "solution") for alias in node.names)
+    given = [node for node in given if not _imports(node, "solution")]
+    tests = [node for node in given if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
+    if needs_pytest or renamed or any(test.args.args or test.decorator_list for test in tests):
+        raise CodeTestError("'test' needs pytest (fixtures, marks, raises) or renames what it imports")
+    if not tests:
+        raise CodeTestError("'test' has no function test_...(), and the row no 'entry_point' that it could check")
+    for test in tests:
+        module = ast.Module([node for node in given if node not in tests or node is test], [])
+        yield AssertTest(f"{ast.unparse(module)}\n{test.name}()\n")
+
+
+def _imports(node: ast.stmt, module: str) -> TypeGuard[ast.Import | ast.ImportFrom]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names] == [module]
+    return isinstance(node, ast.ImportFrom) and node.module == module
+
+
 _READERS: dict[str, Callable[[Row], Iterator[CodeTest]]] = {
-    "tests": _native,
-    "input_output": _apps,
+    "tests": lambda row: _cases(row["tests"], "tests"),
+    "input_output": lambda row: _inputs_and_outputs(_parsed(row["input_output"])),
     "public_test_cases": _live_code_bench,
     "test_list": _mbpp,
     "test": _human_eval,
+    "verification_info": lambda row: _cases(row["verification_info"], "verification_info"),
+    "ground_truth": lambda row: _cases(row["ground_truth"], "ground_truth"),
 }
 
 

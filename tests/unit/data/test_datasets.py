@@ -283,6 +283,10 @@ SHAREGPT = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
         ({"input": "1+1=", "label": "2"}, "dataset_name: ResponseDataset, output_key: label"),
         ({"instruction": "1+1=", "input": "", "output": "2"}, "dataset_name: ResponseDataset, input_key: instruction"),
         (
+            {"prompt": "1+1=", "verification_info": '{"ground_truth": "2"}'},
+            "dataset_name: ResponseDataset, input_key: prompt, output_key: verification_info.ground_truth",
+        ),
+        (
             {"prompt": CHAT[:1], "reward_model": {"style": "rule", "ground_truth": "2"}},
             "dataset_name: ResponseDataset, input_key: prompt, output_key: reward_model.ground_truth",
         ),

@@ -84,6 +84,10 @@ def test_calls_and_assertions(env: CodeEnvironment) -> None:
     assert judge(env, "    return a + b", **human_eval)[0] == 1.0
     assert judge(env, ADD, **human_eval)[0] == 1.0
     assert judge(env, "    return a", **human_eval)[0] == 0.0
+    one, two = "def test_1():\n    assert add(1, 2) == 3\n", "def test_2():\n    assert add(1, 0)\n"
+    kod_code = {"test": f"from solution import add\n{one}{two}"}
+    assert judge(env, ADD, **kod_code)[0] == 1.0
+    assert judge(env, ADD.replace("+", "*"), **kod_code)[0] == 0.0
 
 
 @pytest.mark.parametrize(

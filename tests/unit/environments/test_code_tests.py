@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.environments.code.asserts import split_test
 from grpo_mcore.environments.code.tests import (
     AssertTest,
     CallTest,
@@ -81,6 +82,43 @@ def test_the_packed_tests_of_live_code_bench() -> None:
             read_tests(row | {"private_test_cases": wrong})
 
 
+@pytest.mark.parametrize("field", ["tests", "verification_info", "ground_truth"])
+def test_the_forms_of_collections(field: str) -> None:
+    """DeepCoder, Eurus-2 and SYNTHETIC-1 write theirs under different names."""
+    pairs = {"inputs": ["1\n"], "outputs": ["2\n"]}
+    cases = [
+        {"type": "stdin_stdout", "input": "1\n", "output": "2\n"},
+        {"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]},
+        {"testtype": "functional", "input": "1\n2", "output": "3", "metadata": {"func_name": "add"}},
+    ]
+    read = [StdinTest("1\n", "2\n"), CallTest("add", [1, 2], ([3], 3)), CallTest("add", [1, 2], (3,))]
+    assert read_tests({field: json.dumps(pairs)}) == read[:1]
+    assert read_tests({field: cases}) == read_tests({field: json.dumps({"test_cases": cases})}) == read
+
+
+def test_functions_of_pytest() -> None:
+    code = """
+import pytest
+from solution import add, subtract
+BIG = 10
+def test_add():
+    a = BIG
+    assert add(a, 1) == 11
+    assert add(0, 0) == 0
+def test_subtract():
+    assert subtract(BIG, 1) == 9
+"""
+    first, second = read_tests({"test": code, "question": "?"})
+    assert first == AssertTest(
+        "BIG = 10\n\ndef test_add():\n    a = BIG\n    assert add(a, 1) == 11\n    assert add(0, 0) == 0\ntest_add()\n"
+    )
+    assert isinstance(second, AssertTest) and second.code.endswith("test_subtract()\n") and "add(a" not in second.code
+    split = split_test(first.code)
+    assert split is not None and split.steps == (
+        ("run", "BIG = 10"), ("scope", "None", "_"), ("run", "a = BIG"), ("value", "add(a, 1)"), ("value", "add(0, 0)"),
+    )  # fmt: skip
+
+
 def test_mbpp() -> None:
     row = {
         "text": "?", "code": ADD, "task_id": 1, "test_setup_code": "import math", "challenge_test_list": ["assert 3"],
@@ -117,7 +155,14 @@ def test_human_eval() -> None:
         ({"tests": [{"input": ""}]}, "the tests in 'tests' cannot be read: KeyError: 'output'"),
         ({"tests": [3]}, "the tests in 'tests' cannot be read: TypeError"),
         ({"input_output": {"inputs": ["1"], "outputs": []}}, "'input_output' cannot be read: ValueError"),
-        ({"test": "def check(c): pass"}, "the tests in 'test' cannot be read: KeyError: 'entry_point'"),
+        ({"test": "def check(c): pass"}, r"'test' has no function test_...\(\), and the row no 'entry_point'"),
+        ({"test": "import pytest\ndef test_a(): pytest.raises(ValueError, f)"}, "'test' needs pytest"),
+        ({"test": "def test_a(tmp_path): pass"}, "'test' needs pytest"),
+        ({"test": "from solution import f as g\ndef test_a(): assert g()"}, "or renames what it imports"),
+        ({"test": "def test_a(:"}, "the tests in 'test' cannot be read: SyntaxError"),
+        ({"ground_truth": "3"}, r"needs tests in one of tests, .*; the prompt has \['ground_truth'\]"),
+        ({"ground_truth": "[1"}, r"not JSON: '\[1'"),
+        ({"verification_info": '{"ground_truth": "5"}'}, "'verification_info' cannot be read: KeyError: 'inputs'"),
     ],
 )
 def test_rows_without_tests_say_so(row: dict[str, Any], message: str) -> None:

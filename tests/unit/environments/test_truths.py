@@ -8,6 +8,7 @@ import pytest
 
 from grpo_mcore.environments import create_env_class
 from grpo_mcore.environments.truths import truth_problems
+from grpo_mcore.environments.verifiers import ground_truths
 
 pytestmark = pytest.mark.slow  # processes of verifiers
 
@@ -44,6 +45,12 @@ def test_what_people_write_as_truths() -> None:
 def test_a_truth_that_no_answer_reaches(verifier: str, truth: Any, why: str) -> None:
     [problem] = truth_problems(verifier, [{"ground_truth": truth}], "math", timeout_s=0.5)
     assert problem is not None and why in problem
+
+
+def test_a_truth_in_json_of_a_list() -> None:
+    assert ground_truths({"ground_truth": '["36"]'}, "math") == ["36"]  # Skywork-OR1
+    for other in ('["36", "37"]', '["36"', '["]'):
+        assert ground_truths({"ground_truth": other}, "math") == [other]
 
 
 def test_a_verifier_of_ones_own_is_not_asked() -> None:
