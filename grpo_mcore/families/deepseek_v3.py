@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from grpo_mcore.families.dense import Layer, decoder_params, dense_shape, rope_settings
+from grpo_mcore.families.dense import Layer, decoder_params, dense_shape, rope_settings, yarn_shape
 from grpo_mcore.families.experts import expert_params, sigmoid_experts
 from grpo_mcore.families.spec import (
     EngineForm,
@@ -52,18 +52,11 @@ def _yarn(config: dict[str, Any]) -> YarnShape | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind != "yarn" or bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+    if kind != "yarn" or not rope.get("truncate", True):
         raise FamilyError(
-            f"config.json: RoPE scaling {rope} is not supported for {config['model_type']} models; YaRN is"
+            f"config.json: RoPE scaling {rope} is not supported for {config['model_type']} models; YaRN that rounds is"
         )
-    return YarnShape(
-        factor=float(rope["factor"]),
-        original_positions=rope["original_max_position_embeddings"],
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        mscale=float(rope.get("mscale") or 1.0),
-        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
-    )
+    return yarn_shape(rope)
 
 
 def params(shape: ModelShape) -> tuple[Param, ...]:

@@ -4,6 +4,7 @@ nothing else."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.families.spec import (
@@ -17,6 +18,7 @@ from grpo_mcore.families.spec import (
     Param,
     Split,
     Stage,
+    YarnShape,
     require,
 )
 
@@ -51,7 +53,9 @@ def dense_shape(
         )
     heads = config["num_attention_heads"]
     # Latent attention has its own scaling (YaRN), and one head size for queries and keys.
-    theta, scaling = _rope(config) if latent is None else (float(rope_settings(config)["rope_theta"]), None)
+    rope = _Rope(float(rope_settings(config)["rope_theta"])) if latent is not None else _rope(config)
+    if rope.yarn and fraction != 1.0:
+        raise FamilyError(f"config.json: YaRN with partial_rotary_factor {fraction} is not supported; only with 1")
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return ModelShape(
         family=family,
@@ -64,14 +68,15 @@ def dense_shape(
         vocab_size=config["vocab_size"],
         max_positions=config.get("max_position_embeddings", 32768),
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling_factor=scaling,
+        rope_theta=rope.theta,
+        rope_scaling_factor=rope.llama3_factor,
         tied_embeddings=config.get("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         rotary_fraction=fraction,
         experts=experts,
         latent=latent,
+        yarn=rope.yarn,
     )
 
 
@@ -84,16 +89,50 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     return rope | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, float | None]:
-    """(theta, Llama 3 scaling factor or None)."""
+@dataclass(frozen=True)
+class _Rope:
+    theta: float
+    llama3_factor: float | None = None
+    yarn: YarnShape | None = None
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The only values with which Megatron-Core scales as Llama 3 does."""
+
+
+def _rope(config: dict[str, Any]) -> _Rope:
     rope = rope_settings(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta, kind = float(rope["rope_theta"]), rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return float(rope["rope_theta"]), None
-    built_in = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and all(rope.get(key) == value for key, value in built_in.items()):
-        return float(rope["rope_theta"]), float(rope["factor"])
-    raise FamilyError(f"config.json: RoPE scaling {rope} is not supported; plain RoPE or Llama 3's scaling is")
+        return _Rope(theta)
+    if kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items()):
+        return _Rope(theta, llama3_factor=float(rope["factor"]))
+    if kind == "yarn" and not (rope.get("mscale") or rope.get("mscale_all_dim")):
+        return _Rope(theta, yarn=yarn_shape(rope))
+    raise FamilyError(
+        f"config.json: RoPE scaling {rope} is not supported; known are plain RoPE, YaRN without mscale, and Llama 3's "
+        f"scaling with {', '.join(f'{key} {value}' for key, value in _LLAMA3.items())}"
+    )
+
+
+def yarn_shape(rope: dict[str, Any]) -> YarnShape:
+    """Read a YarnShape from rotary settings. Raises FamilyError for those that Megatron-Core's has not."""
+    if rope.get("attention_factor") is not None or bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+        raise FamilyError(
+            f"config.json: RoPE scaling {rope}: YaRN with attention_factor, or with one of mscale and mscale_all_dim "
+            "alone, is not supported"
+        )
+    if wanting := [key for key in ("factor", "original_max_position_embeddings") if not rope.get(key)]:
+        raise FamilyError(f"config.json: RoPE scaling {rope}: YaRN needs {' and '.join(wanting)}")
+    return YarnShape(
+        factor=float(rope["factor"]),
+        original_positions=rope["original_max_position_embeddings"],
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        mscale=float(rope.get("mscale") or 1.0),
+        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+        truncate=bool(rope.get("truncate", True)),
+    )
 
 
 class Layer:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from grpo_mcore.families.dense import Layer, attention_params, decoder_params, dense_shape, rope_settings
+from grpo_mcore.families.dense import Layer, attention_params, decoder_params, dense_shape, rope_settings, yarn_shape
 from grpo_mcore.families.experts import expert_count
 from grpo_mcore.families.spec import (
     ExpertShape,
@@ -15,7 +15,6 @@ from grpo_mcore.families.spec import (
     ModelShape,
     Param,
     Split,
-    YarnShape,
     require,
 )
 
@@ -43,14 +42,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
         windows=tuple(0 if layer % 2 else config["sliding_window"] for layer in layers),
         biases=True,
         sinks=True,
-        yarn=YarnShape(
-            factor=float(rope["factor"]),
-            original_positions=rope["original_max_position_embeddings"],
-            beta_fast=float(rope.get("beta_fast") or 32),
-            beta_slow=float(rope.get("beta_slow") or 1),
-            mscale=1.0,
-            mscale_all_dim=0.0,
-        ),
+        yarn=yarn_shape(rope),
     )
 
 

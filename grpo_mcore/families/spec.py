@@ -50,14 +50,16 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class YarnShape:
-    """YaRN scaling of rotary frequencies (arXiv 2309.00071), named as in the Hugging Face config."""
+    """YaRN scaling of rotary frequencies (arXiv 2309.00071), named as in the Hugging Face config. `truncate`: the range
+    of dimensions between those that are scaled and those that are not is rounded to whole ones."""
 
     factor: float
     original_positions: int
     beta_fast: float
     beta_slow: float
-    mscale: float
-    mscale_all_dim: float
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True)

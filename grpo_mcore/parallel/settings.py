@@ -101,7 +101,7 @@ def transformer_config(
         config.yarn_original_max_position_embeddings = yarn.original_positions
         config.yarn_beta_fast, config.yarn_beta_slow = yarn.beta_fast, yarn.beta_slow
         config.yarn_mscale, config.yarn_mscale_all_dim = yarn.mscale, yarn.mscale_all_dim
-        config.yarn_correction_range_round_to_int = False
+        config.yarn_correction_range_round_to_int = yarn.truncate
     return config
 
 

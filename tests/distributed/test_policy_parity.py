@@ -18,8 +18,9 @@ from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, layout_named
 from tests.distributed.policy_cases import LAYOUTS, MOE_LAYOUTS
 from tests.unit.algorithms.training_step.step_cases import config
 
-DENSE = {
-    "qwen2": {"tie_word_embeddings": False},
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+DENSE: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": False, "rope_parameters": YARN},
     "qwen3": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from grpo_mcore.families import (
     shape_of,
 )
 from grpo_mcore.families.known import known_configs
+from grpo_mcore.families.spec import YarnShape
 
 QWEN3 = {
     "model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -191,6 +193,20 @@ def test_a_sparse_config_of_a_vision_model_has_the_values_of_transformers() -> N
         shape_of(sparse | {"tie_word_embeddings": False})
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_yarn_is_read_in_both_forms() -> None:
+    expected = YarnShape(4.0, 32768, 32.0, 1.0)
+    old = {"type" if key == "rope_type" else key: value for key, value in YARN.items()}
+    for form in ({"rope_parameters": YARN}, {"rope_parameters": None, "rope_scaling": old}):
+        assert shape_of(QWEN3 | form).yarn == expected
+    assert shape_of(QWEN3 | {"rope_parameters": YARN | {"truncate": False}}).yarn == replace(expected, truncate=False)
+    glm = known_configs()["GLM-4.5-Air"]  # turns half of each head
+    with pytest.raises(FamilyError, match="YaRN with partial_rotary_factor 0.5"):
+        shape_of(glm | {"rope_parameters": {"partial_rotary_factor": 0.5} | YARN})
+
+
 def test_the_27m_model_has_its_parameters() -> None:
     assert parameter_count(shape_of(QWEN3)) == 27_272_704
 
@@ -201,7 +217,17 @@ def test_the_27m_model_has_its_parameters() -> None:
         ({"model_type": "bert"}, "model_type 'bert' is not supported; choose one of"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen3 models; only silu"),
         ({"use_sliding_window": True}, "use_sliding_window True .*; only False"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            "RoPE scaling .* is not supported; known are plain",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings 8192"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "YaRN needs original_max_position_embeddings"),
+        ({"rope_parameters": YARN | {"attention_factor": 1.2}}, "YaRN with attention_factor, or with one of mscale"),
+        (
+            {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+            "known are plain RoPE, YaRN without mscale",
+        ),
         ({"attention_bias": True}, "attention_bias"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for qwen3 models; only 1"),
         ({"layer_types": ["sliding_attention"] * 8}, "layer_types sliding_attention are not supported"),
