@@ -21,7 +21,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "words",
         nargs="*",
         metavar="MODEL|CHECKPOINT",
-        help="folders, names on the hub, or checkpoints; none: the recipe's",
+        help="folders, names on the hub, or checkpoints, also by their address in an object store; none: the recipe's",
     )
     parser.add_argument(
         "--config", metavar="RECIPE", help="a recipe with section eval, or any training recipe; default: that of the "
@@ -45,11 +45,13 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, and print the table."""
     from grpo_mcore.tools.evaluation import evaluate
     from grpo_mcore.tools.export import find_checkpoint, is_checkpoint
+    from grpo_mcore.tools.mirrored import is_address, local_checkpoint
 
     recipe = args.config or "eval"
-    if args.config is None and len(args.models) == 1 and is_checkpoint(Path(args.models[0])):
-        recipe = str(find_checkpoint(Path(args.models[0])).folder / "config.yaml")
-    report = evaluate(load_recipe(recipe, args.overrides).config, args.models)
+    models = [str(local_checkpoint(word)) if is_address(word) else word for word in args.models]
+    if args.config is None and len(models) == 1 and is_checkpoint(Path(models[0])):
+        recipe = str(find_checkpoint(Path(models[0])).folder / "config.yaml")
+    report = evaluate(load_recipe(recipe, args.overrides).config, models)
     print(
         "\n".join(["", *report.table, "", f"report: {report.folder}/report.md, samples: {report.folder}/samples.jsonl"])
     )

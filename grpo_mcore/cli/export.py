@@ -17,7 +17,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "Runs in one process on the CPU; no engine, no Ray, no GPU.",
     )
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="a folder step_N, or a run's checkpoint_dir for its newest"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a folder step_N, or a run's checkpoint_dir for its newest; or the address of one in an object store",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the folder to write; must be new")
     parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapters, in the format of PEFT")
@@ -30,9 +32,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Export, and print what was written."""
     from grpo_mcore.tools.export import export
+    from grpo_mcore.tools.mirrored import local_checkpoint
 
     began = time.perf_counter()
-    folder = export(args.checkpoint, args.output, model=args.model, adapter=args.adapter)
+    folder = export(local_checkpoint(args.checkpoint), args.output, model=args.model, adapter=args.adapter)
     size = sum(path.stat().st_size for path in args.output.iterdir())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from grpo_mcore.text import escaped
 
@@ -18,15 +17,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         prog="grpo-mcore ledger",
         description="Audit a run: every prompt is used exactly once, no sample is too old.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder of checkpoints, or its ledger.jsonl")
+    parser.add_argument(
+        "run", metavar="RUN", help="the run's folder of checkpoints, its ledger.jsonl, or an address of its mirror"
+    )
     return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what became of the prompts, and each flaw. Return 1 if there is a flaw, else 0."""
-    from grpo_mcore.observe import LEDGER_FILE, LedgerError, audit, read_ledger
+    from grpo_mcore.observe import LedgerError, audit, read_ledger
+    from grpo_mcore.tools.mirrored import local_ledger
 
-    path = args.run / LEDGER_FILE if args.run.is_dir() else args.run
+    path = local_ledger(args.run)
     if not path.is_file():
         print(f"grpo-mcore ledger: there is no {path}; give the folder of a run's checkpoints", file=sys.stderr)
         return 1

@@ -18,17 +18,23 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "settings differ, the curves of all, and the rest of the first.",
     )
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="a run's log folder (exp_NNN), a folder that holds it, or the address of a run's copy in an object store",
     )
-    parser.add_argument(
-        "--compare", type=Path, metavar="RUN", action="append", default=[], help="another run, as a further RUN"
-    )
+    parser.add_argument("--compare", metavar="RUN", action="append", default=[], help="another run, as a further RUN")
     parser.add_argument(
         "--group-by",
         metavar="KEY[,KEY]",
         help="runs with equal values of these keys of the recipe share a curve: their mean, with a band around it",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the log folder")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in the log folder; here if that is in an object store",
+    )
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a Chrome trace for Perfetto instead of a page"
     )
@@ -42,13 +48,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page or the trace, and say where. Return 1 if there is no run."""
+    from grpo_mcore.tools.mirrored import is_address, local_run
     from grpo_mcore.tools.report.comparison import runs_by
     from grpo_mcore.tools.report.page import build_page, write_shards
     from grpo_mcore.tools.report.run_files import NoRun, read_run
     from grpo_mcore.tools.report.trace import chrome_trace
 
     try:
-        shown, *others = runs = [read_run(folder) for folder in [*args.runs, *args.compare]]
+        shown, *others = runs = [read_run(local_run(place)) for place in [*args.runs, *args.compare]]
         places = [run.folder.resolve() for run in runs]
         if twice := next((place for place in places if places.count(place) > 1), None):
             raise NoRun(f"two of the runs are {twice}; name the log folder (exp_NNN) of another run")
@@ -61,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         args.trace.write_text(chrome_trace(shown.events, sorted(shown.folder.glob("profile/*/*.json"))))
         print(f"{args.trace}: open it in Perfetto or chrome://tracing")
         return 0
-    output = args.output or shown.folder / "report.html"
+    output = args.output or (Path() if is_address(args.runs[0]) else shown.folder) / "report.html"
     beside = None
     if args.all_samples:
         beside = f"{output.stem}_samples"

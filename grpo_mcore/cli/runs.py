@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -17,7 +16,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         description="List every run below a folder, best first: its state, step, score, hours, and the settings in "
         "which the runs differ. `grpo-mcore report RUN RUN ...` draws them.",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder with runs anywhere below it")
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        help="a folder with runs anywhere below it, or an address in an object store with mirrors of runs below it",
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     return parser.parse_args(list(words))
 
@@ -26,11 +29,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the table. Return 1 if there is no run."""
     from rich.console import Console
 
+    from grpo_mcore.tools.mirrored import local_run
     from grpo_mcore.tools.report.comparison import standings, table
     from grpo_mcore.tools.report.run_files import NoRun, find_runs, read_run
 
     try:
-        lines = standings([read_run(folder) for folder in find_runs(args.folder)])
+        lines = standings([read_run(folder) for folder in find_runs(local_run(args.folder, samples=False))])
     except NoRun as error:
         print(f"grpo-mcore runs: {error}", file=sys.stderr)
         return 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -15,7 +14,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         description="Show a run in the terminal: progress, curves, devices, alarms, newest samples. Ctrl-C leaves it; "
         "the run goes on.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a run's log folder (exp_NNN), a folder that holds it, or the address of its copy in an object store",
+    )
     parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two looks (2)")
     parser.add_argument("--once", action="store_true", help="show it once and end")
     return parser.parse_args(list(words))
@@ -25,12 +28,14 @@ def run(args: argparse.Namespace) -> int:
     """Show the run until it is over or the user leaves. Return 1 if there is none."""
     from rich.console import Console
 
+    from grpo_mcore.tools.mirrored import is_address, local_run
     from grpo_mcore.tools.report.run_files import NoRun
     from grpo_mcore.tools.report.watch import watch
 
     console = Console()
     try:
-        watch(args.run, console, args.interval, once=args.once or not console.is_terminal)
+        once = args.once or not console.is_terminal or is_address(args.run)  # a copy changes with each checkpoint only
+        watch(local_run(args.run), console, args.interval, once=once)
     except NoRun as error:
         print(f"grpo-mcore watch: {error}", file=sys.stderr)
         return 1

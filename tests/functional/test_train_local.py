@@ -374,6 +374,28 @@ def test_the_mirror_holds_what_the_folder_holds(mirrored: dict[str, Any], resume
     assert "AWS_" not in run.out + run.err and "mirror" not in json.loads((run.logs / "summary.json").read_text())
 
 
+def test_a_run_is_read_by_the_address_of_its_mirror(
+    mirrored: dict[str, Any],
+    resumed: tuple[Run, Inside],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, address = resumed[0], mirrored["checkpointing"]["mirror"]
+    for source, output in ((address, "there"), (f"{run.checkpoints}", "here")):
+        assert main(["export", source, "--output", str(tmp_path / output)]) == 0
+    weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("there", "here")]
+    assert weights[0] == weights[1]
+    assert main(["ledger", address]) == 0
+    assert main(["watch", address]) == 0
+    assert main(["runs", address]) == 0
+    assert main(["report", address, "--output", str(tmp_path / "page.html")]) == 0
+    shown = capsys.readouterr().out
+    assert "4 steps; resumes: 1" in shown and "step 4 of 4" in shown and "half/exp_001" in shown
+    assert "half/exp_001" in (tmp_path / "page.html").read_text()
+
+
 def test_a_mirror_that_cannot_be_written_is_refused(recipe: dict[str, Any], bucket: str, tmp_path: Path) -> None:
     refused = run_here("train", tmp_path, recipe, "--check", "checkpointing.mirror=s3://no-such-bucket/run")
     assert_one_message(refused, 1, "cannot write probe-", "s3://no-such-bucket/run: there is no such bucket; make it")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from grpo_mcore.algorithms.checkpointing.lease import Lease, dead_holder
-from grpo_mcore.algorithms.checkpointing.mirror import INFO, Mirror
+from grpo_mcore.algorithms.checkpointing.mirror import INFO, Mirror, fetch_step, whole_steps
 from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.file_digests import (
     DIGESTS,
@@ -194,7 +194,7 @@ class CheckpointManager:
             if trains:
                 store.probe()
                 self.mirror.lease.refuse_other()
-            self._mirrored = self.mirror.steps()
+            self._mirrored = whole_steps(store)
         except StoreError as error:
             if self.latest() is None and (trains or resume is True or resume == AUTO):
                 raise
@@ -228,7 +228,7 @@ class CheckpointManager:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
         try:
-            if (problem := self.mirror.fetch(step, tmp) or damage(tmp)) is None:
+            if (problem := fetch_step(self.mirror.store, step, tmp) or damage(tmp)) is None:
                 os.replace(tmp, self.folder / f"step_{step}")
                 sync_folder(self.folder)
                 self.mirror.fetch_ledger(self.folder / LEDGER_FILE)

@@ -137,6 +137,40 @@ class MirrorLease:
             raise StoreError(f"{self._store.address}/{LEASE} is no lease of a run ({error}); delete it") from None
 
 
+def whole_steps(store: RemoteStore) -> list[int]:
+    """Return the steps that are whole in the store, in order."""
+    return [step for step, names in _folders(store).items() if DIGESTS in names]
+
+
+def _folders(store: RemoteStore) -> dict[int, dict[str, tuple[int, float]]]:
+    """Return the objects of each step in the store, whole or not."""
+    numbers = (name.removeprefix("step_") for name in store.folders() if name.startswith("step_"))
+    return {step: store.objects(f"step_{step}") for step in sorted(int(n) for n in numbers if n.isdigit())}
+
+
+def fetch_step(store: RemoteStore, step: int, folder: Path) -> str | None:
+    """Write a checkpoint of the store to an empty folder, `digests.json` last. Return what is wrong with it, if
+    anything is missing; the contents are not compared."""
+    there = store.objects(f"step_{step}")
+    if (read := store.read(f"step_{step}/{DIGESTS}")) is None:
+        return f"{DIGESTS} is missing"
+    try:
+        files = {name: int(saved["bytes"]) for name, saved in json.loads(read[0])["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{DIGESTS} cannot be read: {type(error).__name__}: {error}"
+    for name, size in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{DIGESTS} names {name!r}, which is no file of a checkpoint"
+        if name not in there:
+            return f"{name} is missing"
+        if there[name][0] != size:
+            return f"{name} has {there[name][0]:,} bytes, {size:,} were saved"
+    logger.info("fetching step_%d (%.2f GB) from %s", step, sum(files.values()) / GB, store.address)
+    store.download({f"step_{step}/{name}": (folder / name, size) for name, size in files.items()}, _ignore)
+    (folder / DIGESTS).write_bytes(read[0])
+    return None
+
+
 class Mirror:
     """Copies a run's published checkpoints to a store, and deletes there what keep_top_k leaves out."""
 
@@ -167,38 +201,7 @@ class Mirror:
         self._now: int | None = None  # the step that is being uploaded
         self._thread = clock.thread("mirror")
 
-    def steps(self) -> list[int]:
-        """Return the steps that are whole in the store."""
-        return [step for step, names in self._folders().items() if DIGESTS in names]
-
-    def _folders(self) -> dict[int, dict[str, tuple[int, float]]]:
-        """Return the objects of each step in the store, whole or not."""
-        numbers = (name.removeprefix("step_") for name in self.store.folders() if name.startswith("step_"))
-        return {step: self.store.objects(f"step_{step}") for step in sorted(int(n) for n in numbers if n.isdigit())}
-
     # Reading
-
-    def fetch(self, step: int, folder: Path) -> str | None:
-        """Write a checkpoint of the store to an empty folder, `digests.json` last. Return what is wrong with it, if
-        anything is missing; the contents are not compared."""
-        there = self.store.objects(f"step_{step}")
-        if (read := self.store.read(f"step_{step}/{DIGESTS}")) is None:
-            return f"{DIGESTS} is missing"
-        try:
-            files = {name: int(saved["bytes"]) for name, saved in json.loads(read[0])["files"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{DIGESTS} cannot be read: {type(error).__name__}: {error}"
-        for name, size in files.items():
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                return f"{DIGESTS} names {name!r}, which is no file of a checkpoint"
-            if name not in there:
-                return f"{name} is missing"
-            if there[name][0] != size:
-                return f"{name} has {there[name][0]:,} bytes, {size:,} were saved"
-        logger.info("fetching step_%d (%.2f GB) from %s", step, sum(files.values()) / GB, self.store.address)
-        self.store.download({f"step_{step}/{name}": (folder / name, size) for name, size in files.items()}, _ignore)
-        (folder / DIGESTS).write_bytes(read[0])
-        return None
 
     def fetch_ledger(self, path: Path) -> None:
         """Write the ledger of the store to a file. What that holds is kept beside it, unless the store's begins with
@@ -340,7 +343,7 @@ class Mirror:
         if self.lease.held:
             return
         self.lease.take()
-        for step, names in self._folders().items():
+        for step, names in _folders(self.store).items():
             if DIGESTS in names and step > self.resumed:
                 marker = self.store.read(f"step_{step}/{DIGESTS}")
                 self.store.write(f"step_{step}/{ABANDONED}", b"" if marker is None else marker[0])
