@@ -49,7 +49,7 @@ def question_and_answer(row: Row, *, question: str, answer: str, needs_answer: b
     """Convert a question (text or a conversation) and its answer. The row's other fields are kept; a field
     `ground_truth` may replace the answer. An answer that is a list or an object is the ground truth and no message."""
     messages = as_messages(_wanted(row, question), question)
-    if messages[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         raise DataError(
             f"{question!r} ends with an answer of the assistant, so it is no question; a whole conversation is read "
             f"with dataset_name: openai_format, chat_key: {question}"

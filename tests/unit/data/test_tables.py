@@ -55,8 +55,8 @@ def test_check_and_run_read_the_same(table: Callable[..., dict[str, Any]], name:
     report = check_file(Path(entry["data_path"]))
     data = build_task_data([entry], [], tokenizer, 32).train
     assert (report.rows, report.usable_rows, data.excluded.count) == (41, 40, 1)
-    place = {"a.json": "object"}.get(name, "row")
-    assert report.problems == {"no conversation can be made of it": [f"{place} 40: 'input' is null"]}
+    assert report.unit == {"a.json": "object"}.get(name, "row")
+    assert report.problems == {"no conversation can be made of it": {"'input' is null": [40]}}
     assert data.excluded.reasons == {"'input' is null": 1}
 
 
