@@ -21,6 +21,7 @@ from grpo_mcore.data.interfaces import (
     TrainOn,
     uid_text,
 )
+from grpo_mcore.data.turn_tokens import marks_of_a_question
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import CustomCode, MasterConfig
 from grpo_mcore.rollout.chat_form import chat_form
@@ -157,6 +158,7 @@ def _answered_log(
     An answer begins where a generation would begin. With `all`, earlier answers are trained on as the template shows
     them once later turns follow: Qwen3 and DeepSeek leave out their thoughts then.
     """
+    _refuse_templated(messages, tokenizer, uid)
     form = chat_form(tokenizer)
     prompt = form.messages(messages[:first])
     messages = [*prompt, *form.messages(messages[first:])]
@@ -243,6 +245,7 @@ def _prompt_datum(
     if truth is None and not chat:
         raise RowError(uid, f"neither an answer ({spec.output_key!r}) nor a 'ground_truth' to check against")
     messages = _with_task_prompts(prompt, spec)
+    _refuse_templated(messages, tokenizer, uid)
     text = _render(tokenizer, messages, uid, row, add_generation_prompt=True)
     log = _tokenise([("user", text)], tokenizer)
     length = len(log[0]["token_ids"])
@@ -311,6 +314,18 @@ def _with_task_prompts(messages: list[dict[str, Any]], spec: TaskDataSpec) -> li
     if spec.system_prompt is not None and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": spec.system_prompt})
     return messages
+
+
+def _refuse_templated(messages: Chat, tokenizer: Any, uid: str) -> None:
+    """Text that has the chat template's form already would get it twice, without a word."""
+    marks = marks_of_a_question(tokenizer)
+    for message in messages:
+        if mark := next((mark for mark in marks if mark in str(message.get("content"))), None):
+            raise RowError(
+                uid,
+                f"the {message['role']}'s text has {mark}, which the chat template writes around messages; give the "
+                "text without it, as messages",
+            )
 
 
 def _render(

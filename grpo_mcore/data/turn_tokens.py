@@ -7,6 +7,7 @@ an answer and the next generation: the answer's end, the environment's message, 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.data.interfaces import DataError
@@ -33,6 +34,24 @@ def first_mark(text: str, tokenizer: Any) -> str | None:
     marks = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
     places = [(text.index(mark), -len(mark), mark) for mark in marks if mark and mark in text]
     return min(places)[2] if places else None
+
+
+def marks_of_a_question(tokenizer: Any) -> tuple[str, ...]:
+    """Return the special tokens that the chat template writes around a question: role markers and ends of turns, not
+    the beginning of the text, which may be HTML (<s>). None where it refuses a question alone."""
+    return _marks_of_a_question(tokenizer, str(getattr(tokenizer, "chat_template", None)))
+
+
+@lru_cache(maxsize=4)
+def _marks_of_a_question(tokenizer: Any, chat_template: str) -> tuple[str, ...]:
+    asked = [{"role": "user", "content": _QUESTION}]
+    try:
+        text = tokenizer.apply_chat_template(asked, tokenize=False)
+    except Exception:  # a template is code of the model's author
+        return ()
+    added = (token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special)
+    special = {*getattr(tokenizer, "all_special_tokens", ()), *added} - {getattr(tokenizer, "bos_token", None)}
+    return tuple(sorted(mark for mark in special if mark and mark in text))
 
 
 class TurnTemplate:

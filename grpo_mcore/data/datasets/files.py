@@ -61,7 +61,7 @@ def question_and_answer(row: Row, *, question: str, answer: str, needs_answer: b
     elif truth is not None:
         messages.append(assistant(str(truth)))
     elif row.get("ground_truth") is None and needs_answer:
-        if "output_key" in settings_for(row):
+        if answer in row or "output_key" in settings_for(row):
             _wanted(row, answer)
         raise DataError(
             f"{missing(row, answer)}. output_key names the field of the answer; for rewards that need none: "

@@ -46,6 +46,17 @@ def test_a_ground_truth_wins_over_the_answer(tokenizer):
     assert datum["extra_env_info"]["ground_truth"] == "082"
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_text_in_the_templates_form_is_refused(tokenizer, role):
+    """It would get the template twice, without a word."""
+    messages = [{"role": "system", "content": "add"}, *ROW["messages"]]
+    templated = [{**one, "content": "<user>37"} if one["role"] == role else one for one in messages]
+    for processor in (sft_processor, *([] if role == "assistant" else [math_hf_data_processor])):
+        processor({**ROW, "messages": messages[1:]}, TaskDataSpec(), tokenizer, None, 0)
+        with pytest.raises(RowError, match=f"the {role}'s text has <user>, which the chat template writes"):
+            processor({**ROW, "messages": templated}, TaskDataSpec(), tokenizer, None, 0)
+
+
 @pytest.mark.parametrize(("limit", "multiplier"), [(10, 1.0), (9, 0.0), (3, 0.0), (None, 1.0)])
 def test_a_prompt_that_is_too_long_is_marked_and_not_truncated(tokenizer, limit, multiplier):
     datum = math_hf_data_processor(ROW, TaskDataSpec(), tokenizer, limit, 0)

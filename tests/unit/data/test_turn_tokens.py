@@ -9,7 +9,7 @@ import pytest
 
 from grpo_mcore.data import DataError
 from grpo_mcore.data.arithmetic import CHAT_TEMPLATE
-from grpo_mcore.data.turn_tokens import TurnTemplate
+from grpo_mcore.data.turn_tokens import TurnTemplate, marks_of_a_question
 from tests.unit.rollout.test_turn_end import GEMMA, GLM, GPT_OSS
 from tests.unit.rollout.test_turn_end import tokenizer_of as published
 
@@ -209,3 +209,17 @@ def test_the_token_that_ended_a_turn_is_not_doubled(template: str, role: str, st
     tokenizer = published(template, "<|return|>" if template is GPT_OSS else "<eos>")
     turn = TurnTemplate(tokenizer).turn("2", role, stop_token=tokenizer.convert_tokens_to_ids(stop))
     assert "".join(tokenizer.convert_ids_to_tokens(turn.token_ids.tolist())) == rest
+
+
+@pytest.mark.parametrize(
+    ("template", "marks"),
+    [
+        (GLM, ("<|user|>",)),
+        (GPT_OSS, ("<|end|>", "<|start|>")),
+        (GEMMA, ("<end_of_turn>", "<|user|>")),
+        ("{{ raise_exception('no question alone') }}", ()),
+    ],
+)
+def test_the_marks_around_a_question(template: str, marks: tuple[str, ...]) -> None:
+    """Neither the beginning of the text nor what begins an answer is one: both may be in data."""
+    assert set(marks_of_a_question(published(template))) == set(marks)
