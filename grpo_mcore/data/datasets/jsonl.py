@@ -125,7 +125,10 @@ def parse(text: bytes, where: str, kind: type = dict) -> Any:
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: half a surrogate pair in a text, such as \\ud800") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno}); one JSON object a line") from error
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""  # of a file that is one list
+        raise DataError(
+            f"{where}: not JSON ({error.msg}, {line}column {error.colno}); one JSON object a line"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not usable JSON ({error})") from error
     if not isinstance(value, kind):
