@@ -46,8 +46,8 @@ def settings_for(row: Row) -> dict[str, str]:
 
 
 def question_and_answer(row: Row, *, question: str, answer: str, needs_answer: bool = True) -> Row:
-    """Convert a question (text or a conversation) and its answer. The row's other fields are kept; a field
-    `ground_truth` may replace the answer. An answer that is a list or an object is the ground truth and no message."""
+    """Convert a question (text or a conversation) and its answer (text or messages). The row's other fields are kept; a
+    field `ground_truth` may replace the answer. Another list or an object is the ground truth and no message."""
     messages = as_messages(_wanted(row, question), question)
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         raise DataError(
@@ -56,7 +56,9 @@ def question_and_answer(row: Row, *, question: str, answer: str, needs_answer: b
         )
     extra = _other_fields(row, question, answer) | _tools(row, "tools")
     truth = field_of(row, answer)
-    if isinstance(truth, list | dict):
+    if _is_chat(truth):  # TRL's `completion`
+        messages += as_messages(truth, answer)
+    elif isinstance(truth, list | dict):
         extra.setdefault("ground_truth", truth)
     elif truth is not None:
         messages.append(assistant(str(truth)))

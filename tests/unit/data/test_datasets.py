@@ -281,6 +281,10 @@ SHAREGPT = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
         ({"responses_create_params": {"input": "1+1="}}, "dataset_name: NemoGymDataset"),
         ({"question": "1+1=", "answer": "2"}, "dataset_name: ResponseDataset, input_key: question, output_key: answer"),
         ({"input": "1+1=", "label": "2"}, "dataset_name: ResponseDataset, output_key: label"),
+        (
+            {"prompt": CHAT[:1], "completion": CHAT[1:]},
+            "dataset_name: ResponseDataset, input_key: prompt, output_key: completion",
+        ),
         ({"instruction": "1+1=", "input": "", "output": "2"}, "dataset_name: ResponseDataset, input_key: instruction"),
         (
             {"prompt": "1+1=", "verification_info": '{"ground_truth": "2"}'},
