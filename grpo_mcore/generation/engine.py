@@ -396,9 +396,10 @@ class Engine:
         rank, of the checked copies}. Their own waiting has the refit's deadline."""
         if not self._refit_open:
             raise EngineError(f"{self.name}: nothing to stage, no refit is open")
-        reports = self._refit_step("wait")
+        began, reports = time.monotonic(), self._refit_step("wait")
         while any(report["busy"] for report in reports):
-            time.sleep(POLL_S)
+            # Each look takes time from the threads that copy: one in a long refit may come a little later.
+            time.sleep(max(POLL_S, (time.monotonic() - began) / 32))
             reports = self._refit_step("wait")
         sums = {f"{self.name} rank {rank}": report["sums"] for rank, report in enumerate(reports)}
         return {"seconds": max(report["seconds"] for report in reports), "sums": sums}

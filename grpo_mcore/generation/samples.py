@@ -45,6 +45,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling, max_model_le
         # cheaper.
         detokenize=bool(stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # nobody else has them; a deep copy is a tenth of the time of adding a request
     )
 
 

@@ -77,3 +77,17 @@ def test_no_norm_is_left_to_a_kernel_that_cuts(dtype: torch.dtype, rounds: bool,
     x, weight = torch.ones(2, 4, dtype=dtype), torch.ones(4, dtype=dtype)
     assert takes_norm(x, weight, None, rounds) == takes
     assert not takes_norm(x, weight, 2, rounds) and not takes_norm(x, weight.double(), None, rounds)
+
+
+@pytest.mark.slow  # imports vLLM
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_refit_knows_which_layers_vllm_has_packed(dtype: torch.dtype) -> None:
+    """vLLM drops the plain weight of those; on which processors it packs bfloat16 is its own affair."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    from grpo_mcore.refit.engine_weights import computes_with_plain_weight
+
+    layer = torch.nn.Linear(64, 128, bias=False).to(dtype).requires_grad_(False)
+    assert not computes_with_plain_weight(layer)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert computes_with_plain_weight(layer) == (layer.weight.numel() > 0)
