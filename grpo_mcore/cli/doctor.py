@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.recipe import MasterConfig, environment_class, load_recipe
@@ -70,17 +70,22 @@ def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:
             environment_class(name, section)[0] == "code" and section.get("sandbox") != TRUST
             for name, section in config.env.items()
         ),
-        gpu_packages=_gpu_packages(config),
+        **_of_the_model(config),
     )
 
 
-def _gpu_packages(config: MasterConfig) -> tuple[str, ...]:
-    """Return the optional packages that have fused GPU kernels for the recipe's model."""
+def _of_the_model(config: MasterConfig) -> dict[str, Any]:
+    """Return what follows from the recipe's model: the optional packages that have fused GPU kernels for it, and the
+    bytes of a checkpoint, with float32 weights and both moments of Adam for what is trained."""
+    from grpo_mcore.families import parameter_count
     from grpo_mcore.tools.plan.plan import plan_shape
 
     try:
         shape = plan_shape(config)
-        mixers = [mixer for mixer in (shape.mamba, shape.delta) if mixer is not None]
     except ValueError:  # a model that is not here, and not known by its name
-        mixers = []
-    return "transformer_engine.pytorch", *(name for mixer in mixers for name in mixer.gpu_packages)
+        return {"gpu_packages": ("transformer_engine.pytorch",)}
+    mixers = [mixer for mixer in (shape.mamba, shape.delta) if mixer is not None]
+    trained = config.checkpointing.save_optimizer and not config.policy.megatron_cfg.peft.enabled
+    each = {"bfloat16": 2, "float32": 4}[config.policy.precision] + 12 * trained
+    packages = ("transformer_engine.pytorch", *(name for mixer in mixers for name in mixer.gpu_packages))
+    return {"gpu_packages": packages, "checkpoint_bytes": parameter_count(shape) * each}

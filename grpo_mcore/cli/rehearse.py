@@ -14,7 +14,9 @@ from grpo_mcore.recipe import MasterConfig, load_recipe, recipe_name
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps to rehearse; default: 10")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps to rehearse; default: 10, or as many as the recipe has, if fewer"
+    )
     parser.add_argument("--config-json", metavar="PATH", help="the model's Hugging Face config.json")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="of the run; default: results/rehearse/RECIPE")
     parser.add_argument(
@@ -54,9 +56,10 @@ def run(args: argparse.Namespace) -> int:
         words = [f"{key}={value}" for key, value in setting.items()]
         return load_recipe(args.recipe, [*args.overrides, *words]).config
 
+    steps = args.steps or min(10, load({}).grpo.max_num_steps)
     recording = None if args.recorded is None else read_recording(args.recorded)
     if args.sweep:
-        rehearsed = list(rehearse_all(sweep_settings(args.sweep), load, folder, args.steps, recording))
+        rehearsed = list(rehearse_all(sweep_settings(args.sweep), load, folder, steps, recording))
         if args.json:
             rows = [
                 {**setting, **(plain(run) if isinstance(run, Rehearsal) else {"error": run})}
@@ -69,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     config = load({})
     faults = [named_fault(words) for words in args.kill or ()]
     if args.faults is not None:
-        faults = recipe_faults(config, args.faults, args.steps)
+        faults = recipe_faults(config, args.faults, steps)
     for fault in faults:
         print(f"will happen: {fault}", file=sys.stderr)
     if args.folder is None:  # the last rehearsal's; a folder that is named may hold anything
         shutil.rmtree(folder, ignore_errors=True)
-    rehearsal = rehearse(config, folder, args.steps, faults=faults, config_json=args.config_json, recording=recording)
+    rehearsal = rehearse(config, folder, steps, faults=faults, config_json=args.config_json, recording=recording)
     print(json.dumps(plain(rehearsal), indent=2) if args.json else rehearsal_text(rehearsal))
     return 0

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -68,6 +68,7 @@ class Needs:
     model: str | None = None
     shm_bytes: int = 2 * GB
     disk_bytes: int = 10 * GB
+    checkpoint_bytes: int = 0  # of one; 0: not known
     ports: tuple[int, ...] = ()
     sandbox: bool = False  # the recipe runs programs that the model writes
     gpu_packages: tuple[str, ...] = ()  # optional packages that have fused kernels for the recipe's model
@@ -108,7 +109,9 @@ def checks_of(needs: Needs) -> dict[str, Check]:
         "GPU kernels": lambda: gpu_kernels(needs.gpu_packages if _on_gpu(needs) else ()),
         "/dev/shm": lambda: shared_memory(needs.shm_bytes),
         **{what: partial(folder, what, path) for what, path in folders.items()},
-        "disk": lambda: disk([*folders.values()], needs.disk_bytes),
+        "disk": lambda: disk(
+            [*folders.values()], needs.disk_bytes, {folders.get("checkpoints"): needs.checkpoint_bytes}
+        ),
         "ports": lambda: ports(needs.ports or (() if "RAY_ADDRESS" in os.environ else RAY_PORTS)),
         "open files": open_files,
         "sandbox": lambda: sandbox(needs.sandbox),
@@ -310,14 +313,17 @@ def clock(offset: float, uncertainty: float, of: str) -> CheckResult:
     return CheckResult("clock", "ok", f"{of} agrees within {abs(offset) + uncertainty:.2f} s")
 
 
-def disk(folders: Sequence[str], needed: int) -> Iterator[CheckResult]:
-    """Check the space for checkpoints and logs, and in the temporary folder for Ray's logs and spilled objects."""
+def disk(folders: Sequence[str], needed: int, checkpoints: Mapping[str | None, int]) -> Iterator[CheckResult]:
+    """Check the space for checkpoints and logs, and in the temporary folder for Ray's logs and spilled objects.
+    `checkpoints`: bytes of a checkpoint by the folder that gets them."""
     for path in dict.fromkeys([*folders, tempfile.gettempdir()]):
         place = Path(path).absolute()
         usage = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists()))
-        wanted = needed if path in folders else 2 * GB
-        saw = f"{path}: {usage.free / GB:.1f} of {usage.total / GB:.1f} GB free"
-        remedy = f"make room for {wanted / GB:.0f} GB, or take another folder"
+        one = checkpoints.get(path, 0)
+        wanted = max(needed, one) if path in folders else 2 * GB
+        saw = f"{path}: {usage.free / GB:,.1f} of {usage.total / GB:,.1f} GB free"
+        saw += f", for {usage.free // one} checkpoints of {one / GB:,.1f} GB" if one else ""
+        remedy = f"make room for {wanted / GB:,.0f} GB, or take another folder"
         yield judged("disk", saw, usage.free < wanted and remedy)
 
 

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from grpo_mcore.cli.doctor import needs_of
 from grpo_mcore.processes import free_port
+from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.doctor import Needs, checks, examine, nodes
 from grpo_mcore.tools.doctor.checks import CheckResult, Gpu, checks_of
 
@@ -129,6 +131,15 @@ def test_a_log_folder_on_a_full_disk(tmp_path: Path) -> None:
             [f for f in look("disk", Needs(folders={"logs": str(folder)}, disk_bytes=10**9)) if str(folder) in f.saw],
             "0.0 of 0.0 GB free",
         )
+
+
+def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path) -> None:
+    """Kimi-K2's, of 1.03e12 parameters in bfloat16 with Adam's state in float32."""
+    needs = needs_of(load_recipe("grpo-kimi-k2-64n8g", [f"checkpointing.checkpoint_dir={tmp_path}"]).config)
+    (found,) = (each for each in look("disk", needs) if str(tmp_path) in each.saw)
+    assert "for 0 checkpoints of 14,369.7 GB" in found.saw and "make room for 14,370 GB" in found.advice
+    found, _ = checks.disk([str(tmp_path)], 1, {str(tmp_path): 1000})
+    assert found.state == "ok"
 
 
 def test_a_good_folder_is_left_as_it_was(tmp_path: Path) -> None:
