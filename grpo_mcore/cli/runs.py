@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from grpo_mcore.tools.mirrored import local_run
-    from grpo_mcore.tools.report.comparison import standings, table
+    from grpo_mcore.tools.report.comparison import WIDE, standings, table
     from grpo_mcore.tools.report.run_files import NoRun, find_runs, read_run
 
     try:
@@ -41,5 +41,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
         return 0
-    Console(width=None if sys.stdout.isatty() else 200).print(table(lines))
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table(lines))
     return 0

@@ -113,7 +113,7 @@ def _last_line(output: Path) -> str:
 def _show(runs: Sequence[SweepRun], folder: Path) -> None:
     from rich.console import Console
 
-    from grpo_mcore.tools.report.comparison import standings, table
+    from grpo_mcore.tools.report.comparison import WIDE, standings, table
     from grpo_mcore.tools.report.page import build_page
     from grpo_mcore.tools.sweep import by_setting
 
@@ -121,7 +121,7 @@ def _show(runs: Sequence[SweepRun], folder: Path) -> None:
     if not (written := [files for group in settings.values() for files in group]):
         print(f"no run has written anything yet; `grpo-mcore runs {folder}` shows the table later")
         return
-    Console(width=None if sys.stdout.isatty() else 200).print(table(standings(written)))
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table(standings(written)))
     page = folder / "report.html"
     page.write_text(build_page(written[0], written[1:], settings=settings))
     print(f"{page}: open it in a browser")

@@ -156,13 +156,16 @@ def planned(config: MasterConfig) -> tuple[int, str, tuple[str, ...]]:
         memory_gb = 64 * math.ceil(1.25 * needed / 2**30 / 64) or DEFAULT_MEMORY
         memory_gb = max(memory_gb, LEAST_MEMORY)
         if needed:
-            notes.append(f"launch.memory_gb_per_node={memory_gb}: plan predicts {needed / 2**30:,.0f} GiB")
+            notes.append(f"launch.memory_gb_per_node={memory_gb} is taken: plan predicts {needed / 2**30:,.0f} GiB")
     start = launch.save_before_end_s + config.cluster.start_timeout_s
     if limit is None:
         hours = math.ceil((1.5 * run_s + start) / 3600) if run_s else LONGEST // 3600
         hours = max(min(hours, LONGEST // 3600), math.ceil((start + 1800) / 3600))
         limit = f"{hours:02d}:00:00"
-        notes.append(f"launch.time_limit={limit}" + (f": plan predicts {run_s / 3600:,.1f} h" if run_s else ""))
+        jobs = math.ceil(run_s / max(1, seconds(limit) - start))
+        after = f", in about {jobs} jobs, each of which goes on from the one before" if jobs > 1 else ""
+        why = f": plan predicts {run_s / 3600:,.1f} h for all steps{after}" if run_s else ""
+        notes.append(f"launch.time_limit={limit} is taken{why}")
     resumes = launch.max_restarts + 1 if config.checkpointing.enabled else 1
     given = resumes * max(0, seconds(limit) - start)
     if run_s > given:

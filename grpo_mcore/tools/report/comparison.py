@@ -17,7 +17,7 @@ from grpo_mcore.recipe.errors import joined
 from grpo_mcore.text import escaped as printable
 from grpo_mcore.tools.report.run_files import RunFiles, duration
 
-PLACES = ("logger.log_dir", "logger.run_name", "checkpointing.checkpoint_dir")
+PLACES = ("logger.log_dir", "logger.run_name", "checkpointing.checkpoint_dir", "checkpointing.mirror")
 """Keys in which any two runs differ."""
 LAST = 0.1
 """Share of the training steps, the last ones, over which a metric of training is averaged."""
@@ -62,6 +62,10 @@ def names(runs: Sequence[RunFiles]) -> list[str]:
             for folder in parts:
                 folder.pop(end)
     return ["/".join(folder) for folder in parts]
+
+
+WIDE = 1000
+"""Columns for a table in a file or a pipe, so that each run is one line there."""
 
 
 def table(lines: Sequence[Standing]) -> Table:
