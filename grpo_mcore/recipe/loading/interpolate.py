@@ -57,7 +57,7 @@ LONGEST = 100_000
 _REFERENCE = re.compile(r"\$\{ *(\.*)([\w.\-]+) *\}")
 """An interpolation of another key: dots of a relative one, and the key."""
 
-_BUILT = re.compile(r"[\w.\-\]]\$\{|\}[\w.\-\[]")
+_BUILT = re.compile(r"[\w.\-\]{]\$\{|\}[\w.\-\[]")
 """Where an interpolation may be a part of a key, which is not known before its value."""
 
 
@@ -88,27 +88,18 @@ def resolve_tree(tree: Node, complete: Complete, nearest: Nearest, problems: lis
     interpolations too. `nearest` returns the known key that an unknown one most likely means."""
     tree = _without_bad_syntax(tree, problems)
     tree = _without_bombs(tree, tree, {}, problems)
-    config = OmegaConf.create(_named(complete(tree.plain())))
+    config = OmegaConf.create(_needed(complete(tree.plain())))
     return _resolved(tree, config, nearest, problems)
 
 
-def _named(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what the interpolations among the values may name, and themselves: giving OmegaConf all values would take
-    half of the time of loading a recipe. A value is kept if any interpolation has its key's last name."""
-    texts = list(_interpolated(values))
-    if any(map(_BUILT.search, texts)):
+def _needed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections that have an interpolation or are named in one: OmegaConf would take a third of the time of
+    loading a recipe over the others."""
+    texts = {section: " ".join(_interpolated(value)) for section, value in values.items()}
+    text = " ".join(texts.values())
+    if _BUILT.search(text):
         return values
-    sections, names = (set(re.findall(rf"[\w\-]+{end}", " ".join(texts))) for end in (r"(?=\.)", r"(?![\w\-.])"))
-
-    def part(values: dict[str, Any]) -> dict[str, Any]:
-        kept = {}
-        for name, value in values.items():
-            inner = part(value) if isinstance(value, dict) and name not in names else value
-            if name in names or name in sections or any(_interpolated(inner)) or (inner and isinstance(inner, dict)):
-                kept[name] = inner
-        return kept
-
-    return part(values)
+    return {section: value for section, value in values.items() if texts[section] or section in text}
 
 
 def _interpolated(value: Any) -> Iterator[str]:

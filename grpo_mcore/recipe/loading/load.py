@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def leaves(value: Any, path: str = "") -> list[str]:
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a recipe, completed by those that an interpolation of a key gives that the recipe does not
     set, or sets to null: the interpolation that null stands for, else the key's default."""
-    complete = _filled(values, plain_defaults())
+    complete = _filled(values, deepcopy(plain_defaults()))
     for key in NULL_MEANS:
         *sections, name = key.split(".")
         section: Any = complete

@@ -79,10 +79,13 @@ class Node:
         """Return the node at a dotted path, or None."""
         node = self
         for part in path.split(".") if path else ():
-            child = dict(node.children()).get(part)
-            if child is None:
+            value = node.value
+            if isinstance(value, dict) and part in value:
+                node = value[part]
+            elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+                node = value[int(part)]
+            else:
                 return None
-            node = child
         return node
 
     def plain(self) -> Any:

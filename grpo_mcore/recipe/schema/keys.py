@@ -45,8 +45,9 @@ def field_at(key: str) -> FieldInfo | None:
     return known_keys().get(".".join("*" if part.isdecimal() else part for part in key.split(".")))
 
 
+@cache
 def plain_defaults(section: type[Section] = RecipeSections) -> dict[str, Any]:
-    """Return the default of every key that has one, as nested dicts."""
+    """Return the default of every key that has one, as nested dicts, the same ones each time."""
     defaults = {}
     for name, field in section.model_fields.items():
         inner, is_list = section_of(field.annotation)

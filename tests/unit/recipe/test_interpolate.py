@@ -91,6 +91,12 @@ def test_errors(text: str, message: str) -> None:
     assert problem.message.startswith(f"'{text}': ") and message in problem.message
 
 
+def test_the_section_of_a_key_may_come_from_another_key() -> None:
+    tree = Node.of({"where": "a", "a": {"n": 6}, "text": "${${where}.n}"}, "r.yaml:1")
+    problems: list[Problem] = []
+    assert resolve_tree(tree, lambda values: values, lambda key: None, problems).plain()["text"] == 6 and not problems
+
+
 def test_a_reference_keeps_its_own_source_and_follows_overrides(load) -> None:
     text = MINIMAL + "sft: {seed: '${grpo.seed}'}\ngrpo: {seed: 3}\n"
     recipe = load(text, "grpo.seed=8")
