@@ -1,4 +1,5 @@
-"""Ranks without Ray: processes that import torch and Megatron-Core once, then join one mesh after another."""
+"""Ranks without Ray: processes that start with torch in memory, import Megatron-Core once, then join one mesh after
+another."""
 
 from __future__ import annotations
 
@@ -26,6 +27,15 @@ class RankFailed(RuntimeError):
     """A rank raised or did not answer; the message has its traceback."""
 
 
+SHARED_IMPORTS = (
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "torch._dynamo",
+)
+"""What Megatron-Core imports of torch: 4 of the 5 s of a rank's imports. A server imports them once, and each rank is
+forked from it. Megatron-Core itself each rank imports for its platform (`prepare_megatron`)."""
 STACK_S = 5.0
 """Seconds that a silent rank has to write down where it is."""
 
@@ -93,10 +103,11 @@ class _Rank:
     """One process of the pool."""
 
     def __init__(self) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(list(SHARED_IMPORTS))
         self.stacks = tempfile.NamedTemporaryFile(prefix="rank-", suffix=".stacks")  # noqa: SIM115, held until `end`
         self.pipe, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(os.getpid(), there, self.stacks.name))
+        self.process = context.Process(target=_serve, args=(dict(os.environ), there, self.stacks.name))
         self.process.start()
         there.close()
 
@@ -123,8 +134,9 @@ class _Rank:
         self.stacks.close()
 
 
-def _serve(parent: int, pipe: Connection, stacks: str) -> None:
-    processes.die_with_parent(parent)
+def _serve(environment: dict[str, str], pipe: Connection, stacks: str) -> None:
+    processes.die_with_parent(os.getppid())  # the server, which ends with the process that has the pool
+    os.environ.update(environment)  # the server may have started before a variable was set
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("a"), all_threads=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")  # Megatron-Core's warnings, on which no reader can act; errors are returned as text
