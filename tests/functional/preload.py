@@ -15,6 +15,7 @@ import warnings
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.parallel.mesh import prepare_megatron
 from grpo_mcore.parallel.platform import Platform
+from tests.functional.rank_server import CONTEXT
 
 _MODULES = (
     "grpo_mcore.algorithms.training_step.policy_worker",
@@ -36,6 +37,8 @@ def preload() -> None:
         warnings.simplefilter("ignore")
         for module in _MODULES:
             importlib.import_module(module)
+        multiproc_executor = importlib.import_module("vllm.v1.executor.multiproc_executor")
+    multiproc_executor.get_mp_context = lambda: CONTEXT  # type: ignore[attr-defined]
     gc.freeze()
     gc.enable()
     gc.freeze = gc.unfreeze = lambda: None  # vLLM would freeze policies too, and unfreeze all

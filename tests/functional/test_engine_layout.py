@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.layout import EngineLayout
+from tests.functional.rank_server import CONTEXT
 
 PADDING = -1.0
 ROUTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # as in published configs of DeepSeek-V3
@@ -106,10 +106,9 @@ def test_the_declared_slices_are_those_that_vllm_loads(
         folders.append(str(tmp_path / name))
         layers = {} if family == "nemotron_h" else {"num_hidden_layers": 2 * pipeline}
         make_tiny_model(family, Path(folders[-1]), **layers | overrides)
-    spawn = multiprocessing.get_context("spawn")
     port = free_port()
     ranks = [
-        spawn.Process(target=load_in_vllm, args=(rank, tensor, pipeline, port, folders, str(tmp_path)))
+        CONTEXT.Process(target=load_in_vllm, args=(rank, tensor, pipeline, port, folders, str(tmp_path)))
         for rank in range(tensor * pipeline)
     ]
     for process in ranks:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from grpo_mcore.families import params_of
@@ -21,13 +18,14 @@ from tests.functional.engine_cases import (
     request,
     worst_difference,
 )
+from tests.functional.rank_server import ranks
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, tensor_parallel_size: int) -> None:
     """With two ranks, each is a process of its own, which finds the backend by the package's entry point."""
     make_model(tmp_path, tie_word_embeddings=True)
-    before = children()
+    before = ranks()
     engine = Engine(config(tmp_path, load_format="dummy", tensor_parallel_size=tensor_parallel_size))
     policy = Policy(tmp_path)
     try:
@@ -53,16 +51,5 @@ def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, te
     finally:
         policy.close()
         engine.shutdown()
-    assert children() == before
+    assert ranks() == before
     assert not list(Path("/dev/shm").glob(f"*{policy.run_id}*"))
-
-
-def children() -> set[int]:
-    """Processes of this one, but for the resource tracker that Python's multiprocessing keeps, and the dead."""
-    multiprocessing.active_children()
-    alive = set()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie too: it has ended, and its parent has yet to ask
-            if "resource_tracker" not in " ".join(child.cmdline()):
-                alive.add(child.pid)
-    return alive

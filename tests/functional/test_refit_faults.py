@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -20,6 +19,7 @@ from grpo_mcore.refit.refit import Refit, RefitState
 from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional.engine_cases import Policy, config, generate, load_reference, make_model, request
+from tests.functional.rank_server import CONTEXT, ranks
 from tests.unit.refit.shards import Handle, ShardedModel
 
 DEADLINE_S = 60.0
@@ -30,10 +30,8 @@ class PolicyProcess:
 
     def __init__(self, folder: Path, rank: int, dies_in: int | None) -> None:
         self.name = f"policy-{rank}"
-        self._pipe, there = multiprocessing.get_context("spawn").Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(there, str(folder), rank, dies_in), daemon=True
-        )
+        self._pipe, there = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=serve, args=(there, str(folder), rank, dies_in), daemon=True)
         self._process.start()
         there.close()
 
@@ -99,15 +97,15 @@ class Killer:
 
 
 def start_engine(folder: Path) -> tuple[Engine, list[psutil.Process]]:
-    before = {child.pid for child in psutil.Process().children()}
+    before = ranks()
     engine = Engine(config(folder, tensor_parallel_size=2))
-    ranks = [child for child in psutil.Process().children() if child.pid not in before and is_rank(child)]
-    assert len(ranks) == 2
-    return engine, ranks
+    started = sorted(ranks() - before)
+    assert len(started) == 2
+    return engine, [psutil.Process(pid) for pid in started]
 
 
 def test_a_policy_rank_or_an_engine_rank_is_killed(tmp_path: Path, policy: Policy) -> None:
-    engine, ranks = start_engine(tmp_path)
+    engine, processes = start_engine(tmp_path)
     try:
         old = generate(engine, [request(1), request(2)])
         one = Handle("policy-0", policy.handles[0].target)
@@ -121,18 +119,18 @@ def test_a_policy_rank_or_an_engine_rank_is_killed(tmp_path: Path, policy: Polic
             assert engine.weight_version == 0 and generate(engine, [request(1), request(2)]) == old
         policy.refit(engine, 1)
         message = r"commit_refit .* failed on engine-0: engine-0: rank 1 of 2 has died \(exit code -9\)"
-        check_lost_engine(engine, Killer(engine, ranks[1], "commit_refit"), policy, message)
+        check_lost_engine(engine, Killer(engine, processes[1], "commit_refit"), policy, message)
     finally:
         engine.shutdown()
 
 
 def test_an_engine_rank_is_killed_while_it_stages(tmp_path: Path, policy: Policy) -> None:
-    engine, ranks = start_engine(tmp_path)
+    engine, processes = start_engine(tmp_path)
     try:
         samples = engine.generate([request(number) for number in range(4)], Sampling(max_new_tokens=100))
         next(samples)
         message = r"engine-0: rank 0 of 2 has died \(exit code -9\)|engine-0 rank 0 (has died|left)"
-        check_lost_engine(engine, Killer(engine, ranks[0], "stage_refit"), policy, message)
+        check_lost_engine(engine, Killer(engine, processes[0], "stage_refit"), policy, message)
         with pytest.raises(EngineError, match="rank 0 of 2 has died"):
             list(samples)
     finally:
@@ -151,7 +149,3 @@ def check_lost_engine(engine: Engine, killer: Killer, policy: Policy, message: s
     assert "abort_refit" in " ".join(caught.value.__notes__), "nobody is there to go back"
     with pytest.raises(RefitError, match="start_refit .* failed on engine-0"):
         policy.refit(engine, 3)
-
-
-def is_rank(process: psutil.Process) -> bool:
-    return "resource_tracker" not in " ".join(process.cmdline())

@@ -1,0 +1,14 @@
+"""Imports of the process from which ranks are forked (`rank_server`), left out of every garbage collection."""
+
+import gc
+
+gc.disable()
+import transformers.models.auto.modeling_auto  # noqa: E402, F401
+import vllm.v1.engine.llm_engine  # noqa: E402, F401
+import vllm.v1.executor.multiproc_executor  # noqa: E402, F401
+import vllm.v1.worker.cpu_worker  # noqa: E402, F401
+
+import grpo_mcore.refit.vllm_backend  # noqa: E402, F401
+
+gc.freeze()
+gc.enable()
