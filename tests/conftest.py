@@ -47,10 +47,11 @@ hypothesis.settings.load_profile("shared machine")
 
 FOLDERS = ("unit", "distributed", "functional", "chaos", "gpu")
 LONGEST = (
-    "test_engine_nodes.py", "test_async_ray.py", "test_train_local.py", "test_on_policy_distillation.py",
-    "test_async_local.py", "test_refit_pairs.py", "test_engine_layout.py",
+    "test_async_ray.py", "test_train_local.py", "test_engine_nodes.py", "test_async_local.py", "test_refit_pairs.py",
+    "test_on_policy_distillation.py", "test_engine_families.py",
 )  # fmt: skip
-"""Files that take longest. They begin first in their folder, so that no worker is alone with one at the end."""
+"""Files that take longest. They begin first in their folder, so that no worker is alone with one at the end, and in
+this order: one of many processes, which mostly wait for each other, and one of a single process in turn."""
 HERE = Path(__file__).parent
 
 
@@ -83,7 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=f"takes minutes, or other programs: pytest {option}"))
-    items.sort(key=lambda item: (FOLDERS.index(_folder(item)), item.path.name not in LONGEST))
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (FOLDERS.index(_folder(item)), rank.get(item.path.name, len(rank))))
 
 
 @pytest.hookimpl(optionalhook=True)

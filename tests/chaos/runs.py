@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from grpo_mcore.algorithms.run_control.supervise import supervise
 from grpo_mcore.cli import train
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from tests.chaos.kills import Kill, Reaper
+from tests.functional.runs import Task, grpo_recipe
 
 PLAN, LOG = "kills.json", "killed.txt"
 
@@ -39,3 +41,11 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def recipe_of(task: Task, model: Path, steps: int, **cluster: Any) -> dict[str, Any]:
+    recipe = grpo_recipe(task, model)
+    recipe["grpo"] |= {"max_num_steps": steps}
+    recipe["checkpointing"] = {"save_period": 1, "metric_name": None, "keep_top_k": 2, "is_async": True}
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 1, "max_restarts": 2, "retry_wait_s": 0.1, **cluster}
+    return recipe

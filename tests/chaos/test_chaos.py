@@ -16,8 +16,8 @@ import pytest
 
 from grpo_mcore.observe import audit, read_ledger, read_metrics
 from tests.chaos.kills import DRIVER, GCS, RAYLET, Kill
-from tests.chaos.runs import LOG, write_plan
-from tests.functional.runs import TIME_DEPENDENT, Run, Task, grpo_recipe, run_here, write_recipe
+from tests.chaos.runs import LOG, recipe_of, write_plan
+from tests.functional.runs import TIME_DEPENDENT, Run, Task, run_here, write_recipe
 
 DEADLINE_S = 2400.0
 """Seconds for a whole campaign, on a busy machine. A hang is a failure."""
@@ -46,14 +46,6 @@ DRIVER_STATES = [("stage_refit", "commit_refit", "generate_refs", "advance"), ("
 CASES = sum(map(len, [*CAMPAIGNS.values(), *DRIVER_STATES])) + 1
 PATIENCE_S = 40.0
 """Deadline in seconds of a call to an engine that hangs."""
-
-
-def recipe_of(task: Task, model: Path, steps: int, **cluster: Any) -> dict[str, Any]:
-    recipe = grpo_recipe(task, model)
-    recipe["grpo"] |= {"max_num_steps": steps}
-    recipe["checkpointing"] = {"save_period": 1, "metric_name": None, "keep_top_k": 2, "is_async": True}
-    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 1, "max_restarts": 2, "retry_wait_s": 0.1, **cluster}
-    return recipe
 
 
 def survive(folder: Path, recipe: dict[str, Any], kills: list[Kill]) -> Run:

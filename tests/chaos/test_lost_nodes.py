@@ -17,7 +17,7 @@ import pytest
 from grpo_mcore.cluster.ray_node import ENDED_BY_ITSELF
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.processes import free_port
-from tests.chaos.test_chaos import recipe_of
+from tests.chaos.runs import recipe_of
 from tests.functional.runs import Task, write_recipe
 
 STEPS = 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_mcore.cluster import Rendezvous
 from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig, EngineError
@@ -241,3 +243,24 @@ def check_spans(reference: torch.nn.Module, samples: list[Trajectory], weights: 
                     )
                     span = found[max(0, start - sample.prompt_length) : end - sample.prompt_length]
                     assert not len(span) or span.abs().max() < 1e-4, f"tokens {start}:{end} are not of version {of}"
+
+
+class PolicyRank(Policy):
+    """A tensor-parallel rank of the tests' policy in a process of its own; `change` draws what the driver's draws."""
+
+    def __init__(self, rendezvous: Rendezvous, folder: str) -> None:
+        self.reference = load_reference(Path(folder))
+        self.shape = shape_of(read_hf_config(folder))
+        self.size = rendezvous.world_size
+        self.sender = RefitSender(self.source(rendezvous.rank), rendezvous.rank, run_id=f"ray.{os.getppid()}")
+
+    def open_refit(self, *arguments: Any) -> dict[str, Any]:
+        return self.sender.open_refit(*arguments)
+
+    def send_refit(self, *checked: Any) -> dict[str, Any]:
+        return self.sender.send_refit(*checked)
+
+    def offload(self) -> None: ...
+
+    def shutdown(self) -> None:
+        self.sender.close_refit()

@@ -30,9 +30,8 @@ from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional import engine_cases
-from tests.functional.engine_cases import CONTEXT, Policy, make_model, request, wait_until, worst_difference
+from tests.functional.engine_cases import CONTEXT, Policy, PolicyRank, make_model, request, wait_until, worst_difference
 from tests.functional.runs import Task, grpo_recipe, run_command, write_recipe
-from tests.functional.test_refit_under_ray import PolicyRank
 
 GIB = 2**30
 DEADLINE_S = 150.0

@@ -6,6 +6,7 @@ These tests ask the package index and run only on request: pytest --registry tes
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_dockerfile import PINS
-
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETUP = (ROOT / "scripts/setup_gpu.sh").read_text()
+PINS = {"TRANSFORMER_ENGINE": re.findall(r"^TRANSFORMER_ENGINE=(\S+)$", SETUP, flags=re.M)[0]}
 PACKAGES = {"RAY": "ray[default]", "TRANSFORMER_ENGINE": "transformer-engine"}  # else the name of the pin
 
 pytestmark = [pytest.mark.registry, pytest.mark.timeout(900)]

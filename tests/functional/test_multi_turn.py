@@ -24,8 +24,8 @@ from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 from tests.functional import engine_cases
 from tests.functional.engine_cases import Policy, load_reference
+from tests.functional.recorded_runs import looking_inside
 from tests.functional.runs import Run, run_here
-from tests.functional.test_train_local import looking_inside
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CONTEXT, TURNS = 512, 4

@@ -21,15 +21,14 @@ from grpo_mcore.algorithms.setup import start_engines, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.weight_sync.refit_settings import RefitSettings
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
-from grpo_mcore.cluster import Rendezvous, WorkerFailed
+from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.refit.plan import RefitError
-from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
-from tests.functional.engine_cases import CONTEXT, Policy, check_spans, load_reference, make_model, request
+from tests.functional.engine_cases import CONTEXT, Policy, PolicyRank, check_spans, make_model, request
 from tests.functional.runs import write_recipe
 
 pytestmark = pytest.mark.every_state
@@ -37,27 +36,6 @@ pytestmark = pytest.mark.every_state
 GIB = 2**30
 LONG = Sampling(max_new_tokens=120)
 DEADLINE_S = 120.0
-
-
-class PolicyRank(Policy):
-    """A tensor-parallel rank of the tests' policy in a process of its own; `change` draws what the driver's draws."""
-
-    def __init__(self, rendezvous: Rendezvous, folder: str) -> None:
-        self.reference = load_reference(Path(folder))
-        self.shape = shape_of(read_hf_config(folder))
-        self.size = rendezvous.world_size
-        self.sender = RefitSender(self.source(rendezvous.rank), rendezvous.rank, run_id=f"ray.{os.getppid()}")
-
-    def open_refit(self, *arguments: Any) -> dict[str, Any]:
-        return self.sender.open_refit(*arguments)
-
-    def send_refit(self, *checked: Any) -> dict[str, Any]:
-        return self.sender.send_refit(*checked)
-
-    def offload(self) -> None: ...
-
-    def shutdown(self) -> None:
-        self.sender.close_refit()
 
 
 class Paced:

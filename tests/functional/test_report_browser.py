@@ -12,7 +12,7 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.tools.report import page as report_page
-from tests.unit.tools.test_report import write_run
+from tests.unit.tools.report_pages import write_run
 
 pytestmark = pytest.mark.browser
 

@@ -16,7 +16,7 @@ import pytest
 from grpo_mcore.cli.main import main
 from grpo_mcore.data.arithmetic import make_base_config
 from tests.functional.runs import Run, Task
-from tests.unit.recipe.test_spec_recipes import DPO_TEMPLATE, GRPO_TEMPLATE, GYM_GRPO, SFT_TEMPLATE
+from tests.unit.recipe.spec_templates import DPO_TEMPLATE, GRPO_TEMPLATE, GYM_GRPO, SFT_TEMPLATE
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ import re
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.observe.spans import EventFile
 from grpo_mcore.recipe import load_recipe
+from tests.functional.recorded_runs import Inside, looking_inside
 from tests.functional.runs import (
     Run,
     Task,
@@ -39,41 +38,7 @@ from tests.functional.runs import (
     run_command,
     run_here,
 )
-from tests.unit.tools.test_report import assert_trace_format
-
-
-@dataclass
-class Inside:
-    """Record of a run in this process. `samples`: (weight version, prompt, generation) -> tokens, log-probs.
-    `optimizer_steps`: the metrics of each."""
-
-    samples: dict[tuple[int, str, int], tuple[list[int], list[float]]] = field(default_factory=dict)
-    optimizer_steps: list[dict[str, float]] = field(default_factory=list)
-
-
-@contextmanager
-def looking_inside() -> Iterator[Inside]:
-    inside, generate, train_step = Inside(), EngineWorker.generate_together, PolicyWorker.train_step
-
-    @functools.wraps(generate)  # a call goes by the name of the method
-    def recorded_generate(self: EngineWorker, *args: Any) -> Iterator[Any]:
-        for trajectories in generate(self, *args):
-            for trajectory in trajectories:
-                turn = trajectory.turns[-1]
-                key = (trajectory.weight_version, trajectory.uid, trajectory.generation_index)
-                inside.samples[key] = (turn.token_ids.tolist(), turn.logprobs.tolist())
-            yield trajectories
-
-    @functools.wraps(train_step)
-    def recorded_train_step(self: PolicyWorker, *args: Any, **options: Any) -> Any:
-        report = train_step(self, *args, **options)
-        inside.optimizer_steps.append(report.metrics)
-        return report
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineWorker, "generate_together", recorded_generate)
-        patch.setattr(PolicyWorker, "train_step", recorded_train_step)
-        yield inside
+from tests.unit.tools.report_pages import assert_trace_format
 
 
 @pytest.fixture(scope="module")

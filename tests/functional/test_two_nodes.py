@@ -17,9 +17,8 @@ from grpo_mcore.refit.plan import plan_refit
 from grpo_mcore.refit.refit import EngineNodes, refit
 from grpo_mcore.refit.sender import RefitSender
 from tests.functional.two_nodes import ADDRESSES, nodes, why_not, workers
-from tests.unit.refit.shards import index
-from tests.unit.refit.test_sender import SHAPE, Source
-from tests.unit.refit.test_wire import Node
+from tests.unit.refit.engine_nodes import Node
+from tests.unit.refit.shards import SHAPE, Source, index
 
 REASON = why_not()
 PORT = 29400

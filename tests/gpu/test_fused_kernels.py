@@ -11,9 +11,8 @@ import torch
 from grpo_mcore.families import MambaShape
 from grpo_mcore.imports import NOT_INSTALLED, why_not_imported
 from grpo_mcore.parallel.platform import Platform
-from tests.unit.parallel import test_delta, test_mamba
-from tests.unit.parallel.kernel_stand_ins import KERNELS
-from tests.unit.parallel.test_fused_kernels import largest_error, values_and_gradients
+from tests.unit.parallel import delta_cases, mamba_cases
+from tests.unit.parallel.kernel_stand_ins import KERNELS, largest_error, values_and_gradients
 
 MAMBA = MambaShape(heads=8, head_dim=64, groups=2, state_size=64, kernel=4, chunk=16)
 LIMIT = 3e-2
@@ -35,16 +34,16 @@ def test_stand_ins_have_the_kernels_signatures(name: str) -> None:
 @pytest.mark.skipif(not Platform.detect().mamba_kernels, reason="mamba_ssm or causal_conv1d is not installed")
 def test_a_mamba_mixer(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fused = (
-        test_mamba.small_mixer(monkeypatch, torch.bfloat16, MAMBA, fused=fused).cuda() for fused in (False, True)
+        mamba_cases.small_mixer(monkeypatch, torch.bfloat16, MAMBA, fused=fused).cuda() for fused in (False, True)
     )
-    row = torch.randn(sum(test_mamba.LENGTHS), sum(MAMBA.projected_parts)).bfloat16().cuda()
-    expected = values_and_gradients(test_mamba.run, plain, row)
-    assert largest_error(values_and_gradients(test_mamba.run, fused, row), expected) < LIMIT
+    row = torch.randn(sum(mamba_cases.LENGTHS), sum(MAMBA.projected_parts)).bfloat16().cuda()
+    expected = values_and_gradients(mamba_cases.run, plain, row)
+    assert largest_error(values_and_gradients(mamba_cases.run, fused, row), expected) < LIMIT
 
 
 @pytest.mark.skipif(not Platform.detect().delta_kernels, reason="fla or causal_conv1d is not installed")
 def test_a_delta_mixer(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, fused = (test_delta.small_mixer(monkeypatch, torch.bfloat16, fused=fused).cuda() for fused in (False, True))
-    row = test_delta.projected_row().bfloat16().cuda()
-    expected = values_and_gradients(test_delta.run, plain, row)
-    assert largest_error(values_and_gradients(test_delta.run, fused, row), expected) < LIMIT
+    plain, fused = (delta_cases.small_mixer(monkeypatch, torch.bfloat16, fused=fused).cuda() for fused in (False, True))
+    row = delta_cases.projected_row().bfloat16().cuda()
+    expected = values_and_gradients(delta_cases.run, plain, row)
+    assert largest_error(values_and_gradients(delta_cases.run, fused, row), expected) < LIMIT

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SETUP = (ROOT / "scripts/setup_gpu.sh").read_text()
-PINS = {"TRANSFORMER_ENGINE": re.findall(r"^TRANSFORMER_ENGINE=(\S+)$", SETUP, flags=re.M)[0]}
 CPU, GPU = (
     dict(re.findall(r"^([a-z0-9-]+)==(\S+) --hash=", (ROOT / f"requirements/{name}.lock").read_text(), flags=re.M))
     for name in ("cpu", "gpu")

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "grpo_mcore"
+from tests.checkout import PACKAGE, ROOT, python_files
 
 PURE = {"rollout", "recipe", "observe", "batching", "objective", "families", "layout"}
 WORKSHOPS = {"generation", "environments", "cluster", "data", "refit", "parallel"}
@@ -37,10 +36,6 @@ FORBIDDEN = {
     "tools/launch": {"torch", "ray", "megatron", "vllm", "transformers"},  # it writes text, often on a laptop
     "algorithms": {"ray", "torch.cuda"},
 }
-
-
-def python_files(*folders: str) -> list[Path]:
-    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
 
 
 def room_of(file: Path) -> str:
@@ -240,6 +235,18 @@ def test_folders_of_tests_are_packages() -> None:
     """Else two test files of one name would be taken for one module."""
     folders = sorted({file.parent for file in python_files("tests")})
     report([str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()])
+
+
+def test_what_tests_share_is_no_test_itself() -> None:
+    """It is a module named by its topic."""
+    report(
+        [
+            f"{file.relative_to(ROOT)}:{line} imports {name}"
+            for file in python_files("tests")
+            for line, name in imports(file)
+            if re.match(r"tests\.(\w+\.)*test_\w+", name)
+        ]
+    )
 
 
 def test_no_paths_of_one_machine() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.algorithms import run
-from tests.unit.algorithms.checkpointing.test_checkpoints import manager
+from tests.unit.algorithms.checkpointing.saving import manager
 
 
 def test_scripts_find_it_under_its_former_name() -> None:

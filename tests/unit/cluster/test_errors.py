@@ -23,7 +23,7 @@ from grpo_mcore.cluster import (
 )
 from grpo_mcore.cluster.ray_actor import RemoteFailure
 from grpo_mcore.refit.plan import RefitError
-from tests.unit.test_house import PACKAGE, python_files
+from tests.checkout import PACKAGE, python_files
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from grpo_mcore.data.processors import (
     math_hf_data_processor,
     sft_processor,
 )
-from tests.unit.rollout.test_turn_end import GLM, GPT_OSS, tokenizer_of
+from tests.unit.rollout.published_templates import GLM, GPT_OSS, tokenizer_of
 
 ROW = {
     "messages": [{"role": "user", "content": "37+45="}, {"role": "assistant", "content": "082"}],

@@ -19,6 +19,7 @@ from grpo_mcore.data.answers import _say_thoughts_left_out
 from grpo_mcore.data.processors import math_hf_data_processor, sft_processor
 from grpo_mcore.data.turn_tokens import TurnTemplate, answer_end
 from grpo_mcore.rollout.chat_form import ChatForm, chat_form
+from tests.unit.rollout.published_templates import GPT_OSS_TOOLS
 
 TURN = "<|im_start|>{{ m.role }}\n"
 LAST_QUESTION = (
@@ -88,24 +89,6 @@ GLM = (
     "{% elif m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-GPT_OSS = (
-    "{% set ns = namespace(call=none) %}{% for m in messages %}{% if m.role == 'assistant' and 'tool_calls' in m %}"
-    "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
-    "{% set later = namespace(final=false) %}{% for o in messages[loop.index:] %}{% if o.role == 'assistant' and "
-    "'tool_calls' not in o %}{% set later.final = true %}{% endif %}{% endfor %}"
-    "{% if (m.content or m.thinking) and not later.final %}"
-    "<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>{% endif %}"
-    "{% set c = m.tool_calls[0].function %}<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json"
-    "<|message|>{{ c.arguments|tojson }}<|call|>{% set ns.call = c.name %}"
-    "{% elif m.role == 'assistant' %}{% if loop.last and not add_generation_prompt %}{% if 'thinking' in m %}"
-    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
-    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>{% else %}"
-    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% set ns.call = none %}{% endif %}"
-    "{% elif m.role == 'tool' %}{% if ns.call is none %}{{ raise_exception('no call before') }}{% endif %}"
-    "<|start|>functions.{{ ns.call }} to=assistant<|channel|>commentary<|message|>{{ m.content|tojson }}<|end|>"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 LLAMA_TURN = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
 LLAMA_PROMPT = "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
@@ -217,7 +200,7 @@ CASES: dict[str, tuple[str, str, list[str], list[str], list[str]]] = {
     "GLM-4.5": (GLM, "<eos>", ["\n<think></think>\ntwo<|user|>"],
                 ["\n<think></think>\ntwo<|user|>", "\n<think></think>\nthree<|user|>"],
                 ["\n<think></think>\nthree<|user|>"]),
-    "gpt-oss": (GPT_OSS, "<|return|>", ["<|channel|>final<|message|>two<|return|>"],
+    "gpt-oss": (GPT_OSS_TOOLS, "<|return|>", ["<|channel|>final<|message|>two<|return|>"],
                 ["<|channel|>final<|message|>two<|end|>", "<|channel|>final<|message|>three<|return|>"],
                 ["<|channel|>final<|message|>three<|return|>"]),
     "Llama 3": (LLAMA3, "<|eot_id|>", ["two<|eot_id|>"], ["two<|eot_id|>", "three<|eot_id|>"], ["three<|eot_id|>"]),

@@ -10,8 +10,8 @@ import pytest
 from grpo_mcore.data import DataError
 from grpo_mcore.data.arithmetic import CHAT_TEMPLATE
 from grpo_mcore.data.turn_tokens import TurnTemplate, marks_of_a_question
-from tests.unit.rollout.test_turn_end import GEMMA, GLM, GPT_OSS
-from tests.unit.rollout.test_turn_end import tokenizer_of as published
+from tests.unit.rollout.published_templates import GEMMA, GLM, GPT_OSS
+from tests.unit.rollout.published_templates import tokenizer_of as published
 
 CHATML = """\
 {%- if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}

@@ -18,7 +18,7 @@ from grpo_mcore.environments.dapo import dapo_math_verify
 from grpo_mcore.environments.gym_result import GymFailure, read_result
 from grpo_mcore.environments.multiple_choice import english_choice, multilingual_choice
 from tests.fuzz import JSON, TEXTS, examples
-from tests.unit.environments.test_gym_result import TWO, result
+from tests.unit.environments.gym_results import TWO, result
 
 ANSWERS = st.builds(
     lambda parts: "".join(parts),

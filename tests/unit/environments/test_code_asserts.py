@@ -13,8 +13,8 @@ from grpo_mcore.environments.code.asserts import split_test
 from grpo_mcore.environments.code.environment import CodeEnvironment
 from grpo_mcore.environments.sandbox.program import evaluate, plain
 from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST
+from tests.unit.environments.code_answers import judge
 from tests.unit.environments.sandbox_here import needs_sandbox
-from tests.unit.environments.test_code_environment import judge
 
 pytestmark = pytest.mark.slow  # a sandbox for each answer
 

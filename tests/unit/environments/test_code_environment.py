@@ -15,15 +15,13 @@ from grpo_mcore.environments.code.environment import CodeEnvConfig, CodeEnvironm
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.sandbox import command as sandbox_command
 from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST, SandboxError
+from tests.unit.environments.code_answers import judge, said
 from tests.unit.environments.sandbox_here import needs_sandbox
 
 pytestmark = pytest.mark.slow  # a sandbox for each answer
 
 SECTION = {"num_workers": 2, "cpu_limit_s": 5.0, "output_limit_mb": 0.1, "stop_strings": ["</code>"]}
 KINDS = [TRUST, pytest.param(BUBBLEWRAP, marks=needs_sandbox)]
-SUM = [{"input": f"{n}\n{n + 1}\n", "output": f"{2 * n + 1}\n"} for n in range(3)]
-CORRECT = "print(int(input()) + int(input()))"
-ADD = "def add(a, b):\n    return a + b"
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -34,13 +32,9 @@ def env(request: pytest.FixtureRequest) -> Iterator[CodeEnvironment]:
     env.shutdown()
 
 
-def said(*programs: str) -> list[list[dict[str, Any]]]:
-    return [[{"role": "assistant", "content": f"So:\n```python\n{program}\n```\nDone."}] for program in programs]
-
-
-def judge(env: CodeEnvironment, program: str, **row: Any) -> tuple[float | None, str]:
-    result = env.step(said(program), [row])
-    return result.rewards[0], result.reasons[0]
+SUM = [{"input": f"{n}\n{n + 1}\n", "output": f"{2 * n + 1}\n"} for n in range(3)]
+CORRECT = "print(int(input()) + int(input()))"
+ADD = "def add(a, b):\n    return a + b"
 
 
 def test_a_batch(env: CodeEnvironment) -> None:

@@ -17,7 +17,7 @@ from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.generation import Engine, EngineError
 from grpo_mcore.generation.worker_calls import has_only_registered_tensors
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
-from tests.functional import test_engine_refit as with_a_model
+from tests.functional.engine_callers import CALLERS
 from tests.functional.engine_cases import CONTEXT
 from tests.functional.preload import preload
 
@@ -149,19 +149,10 @@ def test_tokens_are_of_the_weights_that_computed_them(
             assert engine.health()["requests"] == 0
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        with_a_model.test_samples_come_as_they_finish,
-        with_a_model.test_samples_that_nobody_wants_any_more_are_given_up,
-        with_a_model.test_requests_join_an_open_stream,
-        with_a_model.test_several_callers_share_the_steps,
-    ],
-    ids=lambda test: test.__name__,
-)
-def test_callers_notice_no_queue(engine: Engine, test: Callable[[Engine], None]) -> None:
+@pytest.mark.parametrize("promise", CALLERS, ids=lambda promise: promise.__name__)
+def test_callers_notice_no_queue(engine: Engine, promise: Callable[[Engine], None]) -> None:
     """What holds with a model, whose engine has no queue here."""
-    test(engine)
+    promise(engine)
 
 
 def test_a_new_request_reads_no_keys_of_older_weights(engine: Engine, between: Callable[..., None]) -> None:

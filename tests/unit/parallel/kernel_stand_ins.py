@@ -1,4 +1,4 @@
-"""Stand-ins for the kernels of `causal_conv1d`, `mamba_ssm` and `fla`, which need a GPU.
+"""Stand-ins for the kernels of `causal_conv1d`, `mamba_ssm` and `fla`, which need a GPU, and what compares two mixers.
 
 Each has the signature of the real one (causal_conv1d 1.7.0, mamba_ssm 2.3.0, fla 0.6.0; tests/gpu compares them),
 refuses what that refuses, and computes from exactly its arguments, token by token in float64.
@@ -6,13 +6,14 @@ refuses what that refuses, and computes from exactly its arguments, token by tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
-from tests.unit.parallel import test_delta, test_mamba
+from tests.unit.parallel import delta_cases, mamba_cases
 
 
 def causal_conv1d_fn(
@@ -76,7 +77,7 @@ def mamba_chunk_scan_combined(
     every_head = (t.repeat_interleave(heads // B.size(2), 2) for t in (B, C))
     inputs = [t[0] for t in (x, dt, *every_head)]
     parts = zip(*(t.split(lengths_of(seq_idx, length)) for t in inputs), strict=True)
-    y = torch.cat([test_mamba.recurrence(part, step, A, b, c) for part, step, b, c in parts])[None]
+    y = torch.cat([mamba_cases.recurrence(part, step, A, b, c) for part, step, b, c in parts])[None]
     if D is not None:
         assert D.shape in ((heads,), (heads, size))
         y = y + (D[:, None] if D.dim() == 1 else D).double() * x.double()
@@ -118,14 +119,14 @@ def chunk_gated_delta_rule(
     assert batch == 1 and k.shape == q.shape and v.shape[:2] == (1, length) and heads % keys == 0
     assert g.shape == beta.shape == (1, length, heads)
     q, k, v, g, beta = (t[0].double() for t in (q, k, v, g, beta))
-    q, k = (test_delta.unit(t) if use_qk_l2norm_in_kernel else t for t in (q, k))
+    q, k = (delta_cases.unit(t) if use_qk_l2norm_in_kernel else t for t in (q, k))
     q = q * (size**-0.5 if scale is None else scale)
     beta = beta.sigmoid() if use_beta_sigmoid_in_kernel else beta
     ends = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
     assert cu_seqlens is None or (cu_seqlens.dtype == torch.int64 and ends[-1] == length)
     assert cu_seqlens_cpu is None or (cu_seqlens_cpu.dtype == torch.int64 and cu_seqlens_cpu.tolist() == ends)
     inputs, spans = (q, k, v, g, beta), zip(ends, ends[1:], strict=False)
-    out = torch.cat([test_delta.recurrence(*(t[a:b] for t in inputs)) for a, b in spans])
+    out = torch.cat([delta_cases.recurrence(*(t[a:b] for t in inputs)) for a, b in spans])
     return out[None].to(dtype), None
 
 
@@ -134,3 +135,15 @@ KERNELS = {
     "mamba_ssm.ops.triton.ssd_combined": mamba_chunk_scan_combined,
     "fla.ops.gated_delta_rule": chunk_gated_delta_rule,
 }
+
+
+def values_and_gradients(run: Callable[[Any, Tensor], Tensor], mixer: torch.nn.Module, row: Tensor) -> list[Tensor]:
+    """Return the mixer's output for a row, and the gradients of the row and of the mixer's parameters."""
+    row = row.clone().requires_grad_()
+    out = run(mixer, row)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out.device)
+    return [out, *torch.autograd.grad((out * weights).sum(), [row, *mixer.parameters()])]
+
+
+def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    return max(mamba_cases.relative_error(one, other) for one, other in zip(found, expected, strict=True))

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.unit.parallel import test_delta, test_mamba
-from tests.unit.parallel.kernel_stand_ins import KERNELS
+from tests.unit.parallel import delta_cases, mamba_cases
+from tests.unit.parallel.kernel_stand_ins import KERNELS, largest_error, values_and_gradients
 
 LIMITS = pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 
@@ -38,31 +37,19 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @LIMITS
 def test_a_mamba_mixer(monkeypatch: pytest.MonkeyPatch, stand_ins: list[str], dtype: torch.dtype, limit: float) -> None:
-    plain, fused = (test_mamba.small_mixer(monkeypatch, dtype, fused=fused) for fused in (False, True))
-    row = torch.randn(sum(test_mamba.LENGTHS), sum(test_mamba.SHAPE.projected_parts)).to(dtype)
-    expected = values_and_gradients(test_mamba.run, plain, row)
+    plain, fused = (mamba_cases.small_mixer(monkeypatch, dtype, fused=fused) for fused in (False, True))
+    row = torch.randn(sum(mamba_cases.LENGTHS), sum(mamba_cases.SHAPE.projected_parts)).to(dtype)
+    expected = values_and_gradients(mamba_cases.run, plain, row)
     assert not stand_ins
-    assert largest_error(values_and_gradients(test_mamba.run, fused, row), expected) < limit
+    assert largest_error(values_and_gradients(mamba_cases.run, fused, row), expected) < limit
     assert stand_ins == ["causal_conv1d_fn", "mamba_chunk_scan_combined"]
 
 
 @LIMITS
 def test_a_delta_mixer(monkeypatch: pytest.MonkeyPatch, stand_ins: list[str], dtype: torch.dtype, limit: float) -> None:
-    plain, fused = (test_delta.small_mixer(monkeypatch, dtype, fused=fused) for fused in (False, True))
-    row = test_delta.projected_row().to(dtype)
-    expected = values_and_gradients(test_delta.run, plain, row)
+    plain, fused = (delta_cases.small_mixer(monkeypatch, dtype, fused=fused) for fused in (False, True))
+    row = delta_cases.projected_row().to(dtype)
+    expected = values_and_gradients(delta_cases.run, plain, row)
     assert not stand_ins
-    assert largest_error(values_and_gradients(test_delta.run, fused, row), expected) < limit
+    assert largest_error(values_and_gradients(delta_cases.run, fused, row), expected) < limit
     assert stand_ins == ["causal_conv1d_fn", "chunk_gated_delta_rule"]
-
-
-def values_and_gradients(run: Callable[[Any, Tensor], Tensor], mixer: torch.nn.Module, row: Tensor) -> list[Tensor]:
-    """Return the mixer's output for a row, and the gradients of the row and of the mixer's parameters."""
-    row = row.clone().requires_grad_()
-    out = run(mixer, row)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out.device)
-    return [out, *torch.autograd.grad((out * weights).sum(), [row, *mixer.parameters()])]
-
-
-def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max(test_mamba.relative_error(one, other) for one, other in zip(found, expected, strict=True))

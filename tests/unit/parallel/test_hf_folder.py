@@ -279,7 +279,7 @@ def test_transformers_stops_where_the_answers_that_trained_stop(single: Path, tm
     """Where the chat template ends an answer with another token than the tokenizer's end of sequence."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tests.unit.rollout.test_turn_end import GEMMA, GLM, tokenizer_of
+    from tests.unit.rollout.published_templates import GEMMA, GLM, tokenizer_of
 
     for name, template, ends in (("gemma", GEMMA, ["<end_of_turn>"]), ("glm", GLM, ["<|user|>", "<|observation|>"])):
         tokenizer_of(template).save_pretrained(single)

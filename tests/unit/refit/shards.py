@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.families import Box, ModelShape, Param, local_shape, params_of, pieces
+from grpo_mcore.families import Box, ModelShape, Param, local_shape, params_of, pieces, shape_of
 
 
 class ShardedModel:
@@ -84,3 +84,26 @@ class Answer:
         if self._error:
             raise self._error
         return self._value
+
+
+SHAPE = shape_of({
+    "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "intermediate_size": 24, "vocab_size": 29, "tie_word_embeddings": False,
+})  # fmt: skip
+TENSORS = [tensor for param in params_of(SHAPE) if not param.copy for tensor in param.hf]
+
+
+def random_weights(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in TENSORS}
+
+
+class Source:
+    """A source whose weights change between refits."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.weights = random_weights(0)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return ShardedModel(self.weights, SHAPE, self.rank, self.size).parameters()

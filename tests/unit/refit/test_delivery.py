@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.delivery import Deliveries, bytes_to, engine_ranks, readers_by_node
 from grpo_mcore.refit.plan import RefitError
-from tests.unit.refit.test_plan import index, plan_of
-from tests.unit.refit.whole_split import PADDING, Case, in_the_engine, on_the_policy, random_case
-
-
-def random_nodes(case: Case, seed: int) -> tuple[list[list[int]], list[int]]:
-    """(the nodes of each engine, the node of each policy rank): engines in one node or over several, which may share
-    nodes; policy ranks on those nodes, on others, or on none of them."""
-    pick = random.Random(seed)
-    span = pick.choice([size for size in (1, 2, 4) if case.engine.ranks % size == 0])
-    count = pick.randint(1, 3)
-    engines = [[engine * span + place for place in range(span)] for engine in range(count)]
-    if span == 1 and pick.random() < 0.5:
-        engines = [[engine // 2] for engine in range(count)]  # two on a node
-    nodes = 1 + max(node for places in engines for node in places)
-    world = case.trainer.world_size
-    node_of_rank = [] if pick.random() < 0.3 else [pick.randint(-1, nodes - 1) for _ in range(world)]
-    return engines, node_of_rank
+from tests.unit.refit.whole_split import (
+    PADDING,
+    in_the_engine,
+    index,
+    on_the_policy,
+    plan_of,
+    random_case,
+    random_nodes,
+)
 
 
 @pytest.mark.parametrize("seed", range(60))

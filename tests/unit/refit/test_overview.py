@@ -12,8 +12,7 @@ from grpo_mcore.families import shape_of
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.delivery import bytes_to
 from grpo_mcore.refit.overview import Overview, draw
-from tests.unit.refit.test_plan import QWEN
-from tests.unit.refit.whole_split import make_shape, with_experts
+from tests.unit.refit.whole_split import QWEN, make_shape, with_experts
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 

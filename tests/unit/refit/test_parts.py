@@ -8,9 +8,7 @@ from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.delivery import Deliveries, readers_by_node
 from grpo_mcore.refit.parts import Arrival, Fill, Load, Part, parts_of
 from grpo_mcore.refit.plan import GIB, RefitPlan, plan_refit
-from tests.unit.refit.test_delivery import random_nodes
-from tests.unit.refit.test_plan import plan_of
-from tests.unit.refit.whole_split import make_shape, random_case, with_experts
+from tests.unit.refit.whole_split import make_shape, plan_of, random_case, random_nodes, with_experts
 
 
 @pytest.mark.parametrize("seed", range(30))

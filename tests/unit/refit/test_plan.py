@@ -17,29 +17,17 @@ from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.plan import GIB, RefitError, RefitPlan, count_refit, plan_model_refit, plan_refit
 from tests.unit.refit.whole_split import (
     PADDING,
+    QWEN,
     Case,
     Weights,
     in_the_engine,
+    index,
     make_shape,
     on_the_policy,
+    plan_of,
     random_case,
     with_experts,
 )
-
-QWEN = {
-    "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
-    "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
-}  # fmt: skip
-
-
-def plan_of(case: Case, buffer_bytes: int = GIB) -> RefitPlan:
-    return plan_refit(
-        case.params, case.shape, case.trainer, case.engine, dtype="int32", buffer_bytes=buffer_bytes, alignment=8
-    )
-
-
-def index(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
 
 
 def carry_out(plan: RefitPlan, case: Case) -> list[Weights]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mcore.families import params_of, shape_of
+from grpo_mcore.families import params_of
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.board import Seat
 from grpo_mcore.refit.buffer import attach_buffer, block_view
@@ -12,29 +12,7 @@ from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_refit
 from grpo_mcore.refit.proof import checksum, first_difference, is_checked
 from grpo_mcore.refit.sender import RefitSender
-from tests.unit.refit.shards import ShardedModel, index
-
-SHAPE = shape_of({
-    "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "intermediate_size": 24, "vocab_size": 29, "tie_word_embeddings": False,
-})  # fmt: skip
-TENSORS = [tensor for param in params_of(SHAPE) if not param.copy for tensor in param.hf]
-
-
-def random_weights(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in TENSORS}
-
-
-class Source:
-    """A source whose weights change between refits."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.weights = random_weights(0)
-
-    def parameters(self) -> dict[str, Tensor]:
-        return ShardedModel(self.weights, SHAPE, self.rank, self.size).parameters()
+from tests.unit.refit.shards import SHAPE, Source, index, random_weights
 
 
 def plan(size: int = 1, dtype: str = "float32", engine: int = 1) -> RefitPlan:

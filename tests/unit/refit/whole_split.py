@@ -12,6 +12,7 @@ import numpy as np
 
 from grpo_mcore.families import HfTensor, ModelShape, Param, Split, Stage, params_of
 from grpo_mcore.layout import EngineLayout, PolicyLayout
+from grpo_mcore.refit.plan import GIB, RefitPlan, plan_refit
 
 Weights = dict[str, np.ndarray]
 PADDING = -1
@@ -207,3 +208,34 @@ def _vllm(param: Param, shape: ModelShape, tensors: list[np.ndarray], rank: int,
             return heads.reshape(-1, *tensors[0].shape[1:])
         case _:
             return _megatron(param, shape, tensors, rank, size)
+
+
+QWEN = {
+    "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def plan_of(case: Case, buffer_bytes: int = GIB) -> RefitPlan:
+    return plan_refit(
+        case.params, case.shape, case.trainer, case.engine, dtype="int32", buffer_bytes=buffer_bytes, alignment=8
+    )
+
+
+def index(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in box)
+
+
+def random_nodes(case: Case, seed: int) -> tuple[list[list[int]], list[int]]:
+    """(the nodes of each engine, the node of each policy rank): engines in one node or over several, which may share
+    nodes; policy ranks on those nodes, on others, or on none of them."""
+    pick = random.Random(seed)
+    span = pick.choice([size for size in (1, 2, 4) if case.engine.ranks % size == 0])
+    count = pick.randint(1, 3)
+    engines = [[engine * span + place for place in range(span)] for engine in range(count)]
+    if span == 1 and pick.random() < 0.5:
+        engines = [[engine // 2] for engine in range(count)]  # two on a node
+    nodes = 1 + max(node for places in engines for node in places)
+    world = case.trainer.world_size
+    node_of_rank = [] if pick.random() < 0.3 else [pick.randint(-1, nodes - 1) for _ in range(world)]
+    return engines, node_of_rank

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
-from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.pass_rates import MOST_VALUES, PassRates, PromptRecord, rewards_by_column, row_uid
-from grpo_mcore.rollout.trajectory import Score
-
-
-def group(uid: str, rewards: list[float | None], solved_at: float | None = None, **row: Any) -> Group:
-    prompt: Any = {"uid": uid, "task_name": "sums", "extra_env_info": row}
-    return Group(prompt, (), tuple(Score(reward, None, "", 0.0, solved_at=solved_at) for reward in rewards))
+from tests.unit.rollout.scored_groups import group
 
 
 @pytest.mark.parametrize(

@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from grpo_mcore.rollout.turn_end import end_length, said_already, turn_ends
+from tests.unit.rollout.published_templates import GEMMA, GLM, GPT_OSS, tokenizer_of
 
 EOS, MARKS = 7, frozenset({6, 7, 8})
 
-WORDS = [
-    "<eos>",
-    "<end_of_turn>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-    "<|start|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-]
-GEMMA = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-GLM = (
-    "{% for m in messages %}"
-    "{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% elif m.role == 'tool' %}<|observation|>\n{{ m.content }}"
-    "{% elif m.role == 'assistant' %}<|assistant|>\n<think></think>\n{{ m.content }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-GPT_OSS = (
-    "{% for m in messages %}<|start|>{{ m.role }} {{ m.content }}"
-    "{% if loop.last and m.role == 'assistant' %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant {% endif %}"
-)
 ONLY_EARLIER = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' and not loop.last %}<eos>{% endif %}{% endfor %}"
 )
@@ -44,19 +17,6 @@ REFUSES = "{{ raise_exception('a system message first') }}"
 OLD_LLAMA = (
     "{% for m in messages %}{{ ' ' + m.content + ' ' }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
-
-
-def tokenizer_of(template: str, eos: str = "<eos>") -> Any:
-    """Return a tokenizer of letters, in which WORDS are tokens as published ones are: added, and not in a list of
-    special tokens."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = {chr(code): code - 32 for code in range(32, 127)} | {"\n": 95, "?": 31}
-    base = Tokenizer(models.WordLevel(letters, unk_token="?"))
-    base.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    base.add_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS])
-    return PreTrainedTokenizerFast(tokenizer_object=base, eos_token=eos, chat_template=template)
 
 
 @pytest.mark.parametrize(

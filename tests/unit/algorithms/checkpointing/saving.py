@@ -1,4 +1,4 @@
-"""A checkpoint written at once, by the steps that a run takes in the background."""
+"""Checkpoints written at once, by the steps that a run takes in the background."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
     recipe_text,
     write_driver_files,
 )
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
 
 
 def save_now(
@@ -28,3 +28,22 @@ def save_now(
         write_driver_files(tmp, snapshot, recipe_text(recipe))
         save_policy(policy_folder(tmp))
         return checkpoints.publish(step)
+
+
+RECIPE = MasterConfig.model_validate({"policy": {"model_name": "m"}, "data": {"train": {"data_path": "x.jsonl"}}})
+
+
+def manager(folder: Path, **config: object) -> CheckpointManager:
+    return CheckpointManager(CheckpointingConfig(checkpoint_dir=str(folder), **config))
+
+
+def write_policy(folder: str) -> None:
+    Path(folder).mkdir()
+    (Path(folder) / "weights").write_bytes(b"1234")
+
+
+def save(checkpoints: CheckpointManager, step: int, **metrics: float) -> Path:
+    named = {name.replace("_", ":", 1): value for name, value in metrics.items()}
+    return save_now(
+        checkpoints, step, write_policy, RunSnapshot({"current_step": step}, {"place": step}, named), RECIPE
+    )

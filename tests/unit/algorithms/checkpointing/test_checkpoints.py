@@ -25,27 +25,9 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
     RunSnapshot,
 )
 from grpo_mcore.cluster import WorkerFailed
-from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
-from tests.unit.algorithms.checkpointing.saving import save_now
+from tests.unit.algorithms.checkpointing.saving import RECIPE, manager, save, save_now, write_policy
 
-RECIPE = MasterConfig.model_validate({"policy": {"model_name": "m"}, "data": {"train": {"data_path": "x.jsonl"}}})
 NOTHING = RunSnapshot({}, {}, {})
-
-
-def manager(folder: Path, **config: object) -> CheckpointManager:
-    return CheckpointManager(CheckpointingConfig(checkpoint_dir=str(folder), **config))
-
-
-def write_policy(folder: str) -> None:
-    Path(folder).mkdir()
-    (Path(folder) / "weights").write_bytes(b"1234")
-
-
-def save(checkpoints: CheckpointManager, step: int, **metrics: float) -> Path:
-    named = {name.replace("_", ":", 1): value for name, value in metrics.items()}
-    return save_now(
-        checkpoints, step, write_policy, RunSnapshot({"current_step": step}, {"place": step}, named), RECIPE
-    )
 
 
 def kept(folder: Path) -> list[str]:

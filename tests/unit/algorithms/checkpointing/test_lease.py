@@ -17,8 +17,7 @@ import pytest
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, ResumeError, RunSnapshot
 from grpo_mcore.algorithms.checkpointing.lease import LEASE_FILE, FolderInUse, Holder, Lease, LeaseLost
-from tests.unit.algorithms.checkpointing.saving import save_now
-from tests.unit.algorithms.checkpointing.test_checkpoints import RECIPE, manager, write_policy
+from tests.unit.algorithms.checkpointing.saving import RECIPE, manager, save_now, write_policy
 
 HOLD = "import sys, pathlib, time; from grpo_mcore.algorithms.checkpointing.lease import Lease; "
 HOLD += "lease = Lease(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(100)"

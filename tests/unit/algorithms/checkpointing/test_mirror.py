@@ -21,7 +21,7 @@ from grpo_mcore.algorithms.checkpointing.mirror import LEASE, Mirror, MirrorLeas
 from grpo_mcore.object_store import RemoteStore, StoreError, _advice
 from grpo_mcore.recipe import CheckpointingConfig
 from tests.clocks import StandingClock
-from tests.unit.algorithms.checkpointing.test_checkpoints import save
+from tests.unit.algorithms.checkpointing.saving import save
 
 
 class Store(RemoteStore):

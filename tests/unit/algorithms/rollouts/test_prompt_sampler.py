@@ -11,7 +11,7 @@ from grpo_mcore.algorithms.rollouts.prompt_sampler import PromptSampler, Sampler
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.recipe import SamplerConfig
 from grpo_mcore.rollout.pass_rates import PassRates, PromptRecord
-from tests.unit.rollout.test_pass_rates import group
+from tests.unit.rollout.scored_groups import group
 
 LEVELS = {"easy": [1, 1], "medium": [1, 0], "hard": [0, 0]}
 

@@ -18,10 +18,7 @@ from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.fuzz import JSON, TEXTS, examples
-from tests.unit.generation.chat.test_endpoint import HEADERS, connect
-from tests.unit.generation.chat.test_prompt import tokenizer
-
-__all__ = ["tokenizer"]
+from tests.unit.generation.chat.endpoints import HEADERS, connect
 
 CONFIG = ChatConfig("policy", (Sampling(8),))
 

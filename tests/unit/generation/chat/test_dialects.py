@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from grpo_mcore.generation.chat.dialects import DialectError, of_messages, of_responses
 from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.generation.chat.engine_chat import Reply
-from tests.unit.generation.chat.test_endpoint import Engines
+from tests.unit.generation.chat.endpoints import Engines
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 WHOLE = {"role": "assistant", "reasoning_content": "so", "content": "I add.", "tool_calls": [CALL]}

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.sliding_puzzle.make_model import CHARACTERS, WORDS, make_tokenizer
-from grpo_mcore.data import load_tokenizer
 from grpo_mcore.generation.chat.prompt import ChatPrompts
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.trajectory import Sampling
-from tests.unit.data.test_sft_templates import GPT_OSS
-from tests.unit.rollout.test_turn_end import GEMMA, GLM, tokenizer_of
+from tests.unit.rollout.published_templates import GEMMA, GLM, GPT_OSS_TOOLS, tokenizer_of
 
 CONFIG = ChatConfig("policy", (Sampling(8),))
 # Strips the reasoning of earlier answers, as templates of reasoning models do.
@@ -25,13 +21,6 @@ THINKING = (
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder, CHARACTERS, WORDS)
-    return load_tokenizer(str(folder))
 
 
 def prompts(tokenizer: Any, template: str | None = None, vocab_size: int = 64) -> ChatPrompts:
@@ -82,7 +71,7 @@ def test_reasoning_that_the_template_strips_is_kept(tokenizer: Any) -> None:
 @pytest.mark.parametrize("ended", [True, False])
 def test_an_answer_is_kept_where_the_template_requires_its_calls(ended: bool) -> None:
     """gpt-oss's template refuses a tool's message that no call came before."""
-    tokenizer = tokenizer_of(GPT_OSS, "<|return|>")
+    tokenizer = tokenizer_of(GPT_OSS_TOOLS, "<|return|>")
     sampling = Sampling(8, stop_token_ids=(tokenizer.convert_tokens_to_ids("<|call|>"),))
     prompts = ChatPrompts(tokenizer, ChatConfig("policy", (sampling,)), len(tokenizer))
     asked = ids(tokenizer, "<|start|>user<|message|>ab<|end|><|start|>assistant")

@@ -18,8 +18,8 @@ from grpo_mcore.tools.launch import LaunchSpec, launch_spec, nemo_run, validatio
 from grpo_mcore.tools.launch.kubernetes import documents, manifest
 from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check, check_file
 from grpo_mcore.tools.launch.slurm import BODY, any_command_script, sbatch_script
+from tests.unit.tools.launch.jobs import CLAIM, DISAGGREGATED, H100, IMAGE, ROOT, TWO_NODES
 
-ROOT = Path(__file__).resolve().parents[4]
 GOLDEN = Path(__file__).parent / "golden"
 ALL = sorted(
     str(file.relative_to(ROOT)) for file in (ROOT / "recipes").rglob("*.yaml") if file.parent.name != "presets"
@@ -28,21 +28,6 @@ RECIPES = [
     f"recipes/{name}.yaml"
     for name in ("eval", "grpo-arithmetic-cpu", "grpo-code-cpu", "grpo-llama3.1-8B-2n8g", "sft", "variants/async")
 ]
-IMAGE = "launch.container=ghcr.io/your-org/grpo-mcore:0.1.0"
-CLAIM = "launch.k8s.volume_claim=grpo-runs"
-# The manifests in launchers/k8s are for a cluster of H100 nodes with RDMA and gang scheduling.
-H100 = (
-    IMAGE, CLAIM, "launch.k8s.scheduler=kueue", "launch.k8s.queue=training", "launch.k8s.rdma_resource=rdma/ib",
-    "launch.k8s.rdma_count=8", "launch.cpus_per_node=96", "launch.memory_gb_per_node=1024", "launch.k8s.shm_gb=256",
-    "launch.k8s.secrets={HF_TOKEN: huggingface/token, WANDB_API_KEY: wandb/key}",
-    "launch.k8s.node_selector={nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}",
-)  # fmt: skip
-TWO_NODES = "recipes/grpo-llama3.1-8B-2n8g.yaml"
-# Two nodes train, a third generates.
-DISAGGREGATED = (
-    "launch.name=grpo-3n8g-disaggregated", "cluster.num_nodes=3",
-    "policy.generation.colocated={enabled: false, resources: {num_nodes: 1}}",
-)  # fmt: skip
 SHIPPED = ("../ray.sub", "slurm/grpo_2n8g.sh", "k8s/grpo-2n8g.yaml", "k8s/grpo-3n8g-disaggregated.yaml")
 BODY_HERE = "# (the body is grpo_mcore/tools/launch/slurm_body.sh)\n"
 

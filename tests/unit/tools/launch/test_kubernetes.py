@@ -16,7 +16,7 @@ from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.launch import launch_spec
 from grpo_mcore.tools.launch.kubernetes import documents
 from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check
-from tests.unit.tools.launch.test_golden import DISAGGREGATED, H100, ROOT, TWO_NODES
+from tests.unit.tools.launch.jobs import DISAGGREGATED, H100, ROOT, TWO_NODES
 
 Job = dict[str, Any]
 

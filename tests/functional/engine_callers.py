@@ -1,0 +1,96 @@
+"""What the callers of one engine may rely on, whether it has a queue of batches or not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from grpo_mcore.generation import Engine
+from grpo_mcore.rollout.trajectory import Sampling, Trajectory
+from tests.functional.engine_cases import (
+    CONTEXT,
+    generate,
+    request,
+)
+
+
+def samples_come_as_they_finish(engine: Engine) -> None:
+    short, long = request(1, length=CONTEXT - 1), request(3)
+    samples = engine.generate([long, short], Sampling(max_new_tokens=100))
+    assert next(samples).uid == short.uid
+    assert engine.health()["requests"] == 1
+    samples.close()  # the caller wants no more
+    assert engine.health()["requests"] == 0
+    assert len(generate(engine, [short, long])) == 2
+
+
+def samples_that_nobody_wants_any_more_are_given_up(engine: Engine) -> None:
+    asked = [request(number, 0 if number % 2 else CONTEXT - 4) for number in range(6)]
+    samples = engine.generate(asked, Sampling(max_new_tokens=100))
+    first = next(samples).uid
+    unwanted = {one.uid for one in asked[1::2]} - {first}
+    engine.give_up(unwanted)
+    assert {first, *(sample.uid for sample in samples)} == {one.uid for one in asked} - unwanted
+    assert engine.health()["requests"] == 0
+    engine.give_up(unwanted)  # nothing of them is left
+    assert len(generate(engine, asked)) == 6
+
+
+def requests_join_an_open_stream(engine: Engine) -> None:
+    """They generate what they generate alone; a stream that has ended takes none."""
+    long, short, wrong = request(3), request(1, length=CONTEXT - 1), request(2, seed=-1)
+    sampling = Sampling(max_new_tokens=100)
+    alone = generate(engine, [long, request(4)], max_new_tokens=100)
+    assert not engine.join("open", [long], sampling), "there is no such stream"
+    stream = engine.generate_together([short, long], sampling, "open")
+    assert [sample.uid for sample in next(stream)] == [short.uid]
+    with pytest.raises(ValueError, match="seed -1"):
+        engine.join("open", [request(5), wrong], sampling)
+    assert engine.health()["requests"] == 1
+    assert engine.join("open", [request(4)], sampling) and engine.health()["requests"] == 2
+    samples = {sample.uid: sample for few in stream for sample in few}
+    assert samples.keys() == alone.keys()
+    assert all(torch.equal(samples[uid].token_ids(), alone[uid].token_ids()) for uid in alone)
+    assert not engine.join("open", [long], sampling) and engine.health()["requests"] == 0
+
+
+def several_callers_share_the_steps(engine: Engine) -> None:
+    groups = [[request(10 * caller + number) for number in range(6)] for caller in range(4)]
+    alone = generate(engine, [asked for group in groups for asked in group])
+    long = request(3)
+    first = engine.generate([request(1, length=CONTEXT - 1), long], Sampling(max_new_tokens=100))
+    next(first)
+    assert engine.health()["requests"] == 1
+    found: list[dict[str, Trajectory]] = [{} for _ in groups]
+    threads = [
+        threading.Thread(target=lambda own=own, group=group: own.update(generate(engine, group)))
+        for own, group in zip(found, groups, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    for own, group in zip(found, groups, strict=True):
+        assert own.keys() == {asked.uid for asked in group}, "each its own, though the requests came together"
+        for uid, sample in own.items():
+            assert torch.equal(sample.token_ids(), alone[uid].token_ids())
+            assert torch.allclose(sample.logprobs(), alone[uid].logprobs(), atol=1e-6)
+    again = engine.generate([long], Sampling(max_new_tokens=100))
+    same = next(again), next(first)  # the other's steps have finished it
+    assert torch.equal(same[0].token_ids(), same[1].token_ids())
+    first = engine.generate([request(1, length=CONTEXT - 1), long], Sampling(max_new_tokens=100))
+    second = engine.generate([request(2, length=CONTEXT - 1), long], Sampling(max_new_tokens=100))
+    next(first), next(second)
+    first.close()
+    assert engine.health()["requests"] == 1, "a caller ends its own requests only"
+    assert next(second).uid == long.uid
+
+
+CALLERS = (
+    samples_come_as_they_finish,
+    samples_that_nobody_wants_any_more_are_given_up,
+    requests_join_an_open_stream,
+    several_callers_share_the_steps,
+)
