@@ -119,7 +119,7 @@ def chunk_gated_delta_rule(
     assert batch == 1 and k.shape == q.shape and v.shape[:2] == (1, length) and heads % keys == 0
     assert g.shape == beta.shape == (1, length, heads)
     q, k, v, g, beta = (t[0].double() for t in (q, k, v, g, beta))
-    q, k = (delta_cases.unit(t) if use_qk_l2norm_in_kernel else t for t in (q, k))
+    q, k = (delta_cases.delta_module.unit(t) if use_qk_l2norm_in_kernel else t for t in (q, k))
     q = q * (size**-0.5 if scale is None else scale)
     beta = beta.sigmoid() if use_beta_sigmoid_in_kernel else beta
     ends = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
