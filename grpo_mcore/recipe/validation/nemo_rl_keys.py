@@ -31,6 +31,11 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
     for path, entry in tables["values"].items():
         _replace_value(tree, path, entry, notes)
     _split_tokens_of_experts(tree, notes)
+    for path, entry in tables["refused_values"].items():
+        for section, name in _places(tree, path.split(".")):
+            if section.value[name].plain() in entry["values"]:
+                node = section.value.pop(name)
+                problems.append(Problem(node.source, node.key, f"{in_yaml(node.plain())}: {entry['why']}"))
     for path, entry in tables["dropped_while"].items():
         nodes = [tree.find(key) for key in entry["key"]]
         values = [None if node is None else node.value for node in nodes]

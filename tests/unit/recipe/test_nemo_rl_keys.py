@@ -221,7 +221,8 @@ def test_a_transport_is_dropped_with_a_note_and_variables_may_be_numbers(load) -
 
 def test_other_engines_are_rejected(problems) -> None:
     assert problems(MINIMAL, "policy.generation.backend=sglang", "policy.generation.sglang_cfg={x: 1}") == [
-        "command line: policy.generation.backend: expected 'vllm', got 'sglang'"
+        "command line: policy.generation.backend: 'sglang': engines are vLLM; generation by Megatron-Core or SGLang is "
+        "not supported"
     ]
 
 
@@ -236,7 +237,7 @@ def test_no_key_is_in_the_schema_too() -> None:
 def test_every_other_key_exists() -> None:
     free = ("policy.generation.vllm_kwargs.", "policy.tokenizer.chat_template_kwargs.")  # of any keys
     ours = [entry["to"] for entry in TABLES["mapped"].values() if not entry["to"].startswith(free)]
-    values = [key.removesuffix(".*") for key in TABLES["values"]]
+    values = [key.removesuffix(".*") for table in ("values", "refused_values") for key in TABLES[table]]
     assert [key for key in [*ours, *values] if field_at(key) is None] == []
     whiles = TABLES["dropped_while"]
     theirs = [*whiles, *(key for entry in whiles.values() for key in entry["key"])]
