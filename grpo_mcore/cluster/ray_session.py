@@ -48,8 +48,11 @@ WATCH_NODE_S, ASK_S = 5.0, 10.0
 TOKEN_PATH, TOKEN = "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 """Variables in which Ray looks for the token that its processes ask for."""
 
-MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
-"""Variable in which Ray looks for how often its memory monitor looks at the machine; 0: never."""
+SETTINGS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0"}
+"""Variables for a Ray that is started here; the environment's values win. Ray's memory monitor is off, as in the job
+scripts of Slurm and Kubernetes: at 95 % of the machine's memory it would kill a worker, mostly one that holds a model.
+Ray starts no workers in advance: one for each core, of which no run takes any, since its workers have an environment of
+their own."""
 
 SHORTEST_SECRET = 6
 """Characters. A shorter value is not looked for in logs: it would be found everywhere."""
@@ -90,8 +93,9 @@ class RaySession:
             return
         self.started_here = True
         self.reaper = OrphanReaper(_short_folder())
+        settings = {name: value for name, value in SETTINGS.items() if name not in os.environ}
         try:
-            with only_allowed(added={**self.reaper.variables, **_token(self.reaper.folder), **_memory_monitor()}):
+            with only_allowed(added={**self.reaper.variables, **_token(self.reaper.folder), **settings}):
                 AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
                 self._start(start_timeout_s, num_cpus, num_gpus)
         except BaseException:
@@ -326,12 +330,6 @@ def _token(folder: Path) -> dict[str, str]:
     path = folder / "token"
     path.write_text(secrets.token_hex(32))
     return {TOKEN_PATH: str(path)}
-
-
-def _memory_monitor() -> dict[str, str]:
-    """Return the variable that switches Ray's memory monitor off, as the job scripts of Slurm and Kubernetes do. At
-    95 % of the machine's memory it would kill a worker, mostly one that holds a model. The environment's value wins."""
-    return {} if MEMORY_MONITOR in os.environ else {MEMORY_MONITOR: "0"}
 
 
 def _short_folder() -> Path:

@@ -431,11 +431,11 @@ def test_a_request_that_cannot_be_met_fails_at_once(cluster):
         cluster.spawn("huge", Abacus, cpus=64)
 
 
-def test_rays_memory_monitor_is_off(cluster):
+def test_rays_memory_monitor_is_off_and_no_worker_starts_in_advance(cluster):
     """As in the job scripts: it would kill workers that hold a model."""
     (raylet,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
-    assert raylet.environ()["RAY_memory_monitor_refresh_ms"] == "0"
-    assert "RAY_memory_monitor_refresh_ms" not in os.environ
+    for name in ("RAY_memory_monitor_refresh_ms", "RAY_prestart_worker_first_driver"):
+        assert raylet.environ()[name] == "0" and name not in os.environ
 
 
 def test_waiting_for_occupied_resources_has_a_deadline(cluster, monkeypatch):
