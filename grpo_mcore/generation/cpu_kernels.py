@@ -13,6 +13,8 @@
 - The files of Qwen3.5 and of Gemma 3's vision models import image processors that need torchvision, which text does
   without; transformers has the same in PIL. Superfluous once vLLM imports them only for images.
 - Ranks of one engine that wait for each other's messages sleep instead of asking in a loop.
+- Small products get rows of zeros, so that oneDNN meets few numbers of rows: it compiles a kernel for each, which takes
+  longer than the product.
 """
 
 from __future__ import annotations
@@ -44,6 +46,32 @@ def register_cpu_kernels() -> None:
     _replace_gated_delta_net()
     _do_without_torchvision()
     _wait_without_spinning()
+    _round_rows()
+
+
+def rounded_rows(rows: int) -> int:
+    """Return the next number with at most four significant binary digits: at most an eighth more rows."""
+    step = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // step) * step
+
+
+def _round_rows(largest: int = 1 << 20) -> None:
+    """Let vLLM's products by weights of at most `largest` elements have a rounded number of rows. A row's result does
+    not depend on the others. oneDNN takes 1.5 ms to compile a kernel for a new number of rows, and the number of tokens
+    of a step is new most of the time."""
+    from vllm import _custom_ops as ops
+
+    original = ops.onednn_mm
+
+    def onednn_mm(handler: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.numel() // handler.k
+        more = rounded_rows(rows) - rows
+        if not more or handler.n * handler.k > largest:
+            return original(handler, x, bias)
+        padded = torch.nn.functional.pad(x.reshape(rows, handler.k), (0, 0, 0, more))
+        return original(handler, padded, bias)[:rows].view(*x.shape[:-1], handler.n)
+
+    ops.onednn_mm = onednn_mm
 
 
 def _wait_without_spinning(seconds: float = 0.001) -> None:

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mcore.generation.cpu_kernels import PROVIDER, register_cpu_kernels, rounds_to_bfloat16, takes_norm
+from grpo_mcore.generation.cpu_kernels import (
+    PROVIDER,
+    register_cpu_kernels,
+    rounded_rows,
+    rounds_to_bfloat16,
+    takes_norm,
+)
 
 EPSILON = 1e-6
 
@@ -91,3 +97,21 @@ def test_a_refit_knows_which_layers_vllm_has_packed(dtype: torch.dtype) -> None:
     assert not computes_with_plain_weight(layer)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     assert computes_with_plain_weight(layer) == (layer.weight.numel() > 0)
+
+
+@pytest.mark.slow  # imports vLLM
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 96)])
+def test_rounded_rows_change_no_bit_of_a_product(bias: torch.Tensor | None) -> None:
+    register_cpu_kernels()
+    from vllm import _custom_ops as ops
+
+    draw = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(96, 64, generator=draw), torch.randn(150, 64, generator=draw)
+    product = ops.create_onednn_mm(weight.t(), 32)
+    expected = torch.empty(150, 96)
+    torch.ops._C.onednn_mm(expected, x, bias, product.handler_tensor)  # vLLM's kernel, with all rows
+    for rows in range(1, 150):
+        assert torch.equal(ops.onednn_mm(product, x[:rows], bias), expected[:rows])
+        assert rows <= rounded_rows(rows) <= rows * 9 / 8
+    assert len({rounded_rows(rows) for rows in range(1, 2049)}) == 72
+    assert ops.onednn_mm(product, x[:20].view(4, 5, 64), bias).shape == (4, 5, 96)
