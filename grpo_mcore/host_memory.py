@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -49,8 +48,6 @@ class HostCopies:
         self.nbytes, self._pinned = end, pinned and end > 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if traced else 0)
         pages = mmap.mmap(-1, max(1, end), flags=flags)
-        with suppress(OSError):  # a kernel without huge pages: small ones do, but each costs a fault
-            pages.madvise(mmap.MADV_HUGEPAGE)
         self._flat = torch.frombuffer(pages, dtype=torch.uint8)
         if self._pinned:
             pages.madvise(mmap.MADV_DONTFORK)

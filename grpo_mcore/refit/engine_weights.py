@@ -26,7 +26,6 @@ from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.platforms import current_platform
 
 from grpo_mcore.families import Box
-from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.layout import WHOLE
 from grpo_mcore.refit.derived_weights import DerivedWeights
 from grpo_mcore.refit.exchange import Exchange, exchange_attributes, exchange_parameters, shadow_of
@@ -83,8 +82,6 @@ class EngineWeights:
         self._has_head = any(type(module) is ParallelLMHead for module in model.modules())
         self._targets = self._find_targets(part)
         self._layers = self._find_layers()
-        if device.type == "cpu" and not in_place:
-            self._take_room()
 
     @property
     def parameters(self) -> int:
@@ -131,18 +128,6 @@ class EngineWeights:
                 _check_method(name, module)
             targets[name] = target
         return targets
-
-    def _take_room(self) -> None:
-        """Take one block of memory for all parameters that the model keeps as they come: in huge pages, as the faults
-        of small ones take longer than the copies. What vLLM packs is freed one by one."""
-        kept = [
-            target
-            for target in self._targets.values()
-            if not (target.transient or any(_holds_experts(module) for module, _ in target.used_by))
-        ]
-        room = HostCopies([torch.empty(one.shape, dtype=one.dtype, device="meta") for one in kept], pinned=False)
-        for target, tensor in zip(kept, room.tensors, strict=True):
-            target.tensor = tensor
 
     def _find_layers(self) -> dict[str, list[Target]]:
         """Return, for each target's name, all targets of its module: a bias is packed with its weight."""
@@ -272,10 +257,6 @@ class EngineWeights:
             raise
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod)
 
 
 def computes_with_plain_weight(module: nn.Module) -> bool:

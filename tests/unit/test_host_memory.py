@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import os
-import re
-from pathlib import Path
 
 import psutil
 import pytest
@@ -95,17 +92,3 @@ def test_a_failure_of_the_driver_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: (_ for _ in ()).throw(RuntimeError(str(status))))
     with pytest.raises(RuntimeError, match="1"):
         host_memory.pin(torch.zeros(4))
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
-def test_the_memory_asks_for_huge_pages() -> None:
-    """The faults of small pages take longer than the copies into them."""
-    (copy,) = HostCopies([torch.empty(2**22, device="meta")], pinned=False).tensors
-    maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
-    (flags,) = (
-        after.partition("\n")[0]
-        for before, after in itertools.pairwise(maps)
-        for start, end in re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", before, re.MULTILINE)
-        if int(start, 16) <= copy.data_ptr() < int(end, 16)
-    )
-    assert "hg" in flags.split()
