@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from grpo_mcore import __version__
+
 ROOT = Path(__file__).resolve().parents[4]
-IMAGE = "launch.container=ghcr.io/your-org/grpo-mcore:0.1.0"
+IMAGE = f"launch.container=ghcr.io/your-org/grpo-mcore:{__version__}"
 CLAIM = "launch.k8s.volume_claim=grpo-runs"
 # The manifests in launchers/k8s are for a cluster of H100 nodes with RDMA and gang scheduling.
 H100 = (
