@@ -245,7 +245,6 @@ def _prompt_datum(
     if truth is None and not chat:
         raise RowError(uid, f"neither an answer ({spec.output_key!r}) nor a 'ground_truth' to check against")
     messages = _with_task_prompts(prompt, spec)
-    _refuse_templated(messages, tokenizer, uid)
     text = _render(tokenizer, messages, uid, row, add_generation_prompt=True)
     log = _tokenise([("user", text)], tokenizer)
     length = len(log[0]["token_ids"])
@@ -332,6 +331,7 @@ def _render(
     tokenizer: Any, messages: list[dict[str, Any]], uid: str, row: dict[str, Any], *, add_generation_prompt: bool
 ) -> str:
     """Return the messages in the form that the chat template takes, as it writes them, with the row's `tools`."""
+    _refuse_templated(messages, tokenizer, uid)
     shown = chat_form(tokenizer).messages(messages)
     return _shown(tokenizer, shown, uid, row, add_generation_prompt=add_generation_prompt)
 

@@ -34,8 +34,8 @@ SHARED_IMPORTS = (
     "torch.utils.tensorboard",
     "torch._dynamo",
 )
-"""What Megatron-Core imports of torch: 4 of the 5 s of a rank's imports. A server imports them once, and each rank is
-forked from it. Megatron-Core itself each rank imports for its platform (`prepare_megatron`)."""
+"""Modules of torch that Megatron-Core imports, 4 of the 5 s of a rank's imports. A server imports them once, and each
+rank is forked from it. Megatron-Core is imported by each rank, for its platform (`prepare_megatron`)."""
 STACK_S = 5.0
 """Seconds that a silent rank has to write down where it is."""
 

@@ -1,4 +1,4 @@
-"""What the callers of one engine may rely on, whether it has a queue of batches or not."""
+"""Promises to the callers of one engine, checked with and without a queue of batches."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_a_checkpoint_is_fetched_by_its_address(bucket: str, tmp_path: Path, mon
 
 
 def test_logs_are_fetched_by_their_address(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has changed is fetched again, of one run or of all below an address."""
+    """Files that have changed are fetched again, of one run and of all runs below an address."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def files(folder: Path) -> dict[str, str]:

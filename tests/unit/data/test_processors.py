@@ -257,6 +257,8 @@ def test_a_hint_is_for_the_teacher_alone(tokenizer) -> None:
         question = text_of(other, tokenizer)[0]
         told = tokenizer.decode(datum["teacher_prompt"])
         assert told == question.replace(ROW["messages"][0]["content"], f"{ROW['messages'][0]['content']} (9+9)")
+        with pytest.raises(RowError, match="the user's text has <user>"):
+            processor(HINTED | {"why": "<user>9+9"}, spec, tokenizer, 64, 0)
 
 
 @pytest.mark.parametrize("row", [{}, {"why": ""}, {"why": 3}])
