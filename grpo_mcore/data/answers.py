@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.turn_tokens import answer_end, first_mark
+from grpo_mcore.rollout.turn_end import turn_ends
 
 Chat = Sequence[dict[str, Any]]
 Render = Callable[[Chat, bool], str]
@@ -38,6 +39,9 @@ def trained_spans(
     asked = next((i for i, message in enumerate(messages) if message["role"] not in ("assistant", "system")), None)
     if len(answers) > 1 and asked is not None:  # a greeting is no answer
         answers = [index for index in answers if index > asked] or answers
+    behind = turn_ends(tokenizer).behind
+    if (mark := first_mark(behind, tokenizer)) is not None and behind.partition(mark)[2].strip():
+        raise DataError(f"the chat template begins another turn behind the last answer: {behind!r}")
     if answers[0] == 0:
         raise DataError("it begins with an answer, so there is no prompt to answer")
     shown = messages[: answers[-1] + 1]
@@ -75,7 +79,10 @@ class _Conversation:
         it, what ends an answer elsewhere."""
         text = self._render(messages, False)
         end = answer_end(self._tokenizer, "tool" if messages[-1].get("tool_calls") else "user")
-        return text if text.endswith(end) or text.rstrip().endswith(self._special) else text + end
+        if text.endswith(end) or text.rstrip().endswith(self._special):
+            return text
+        behind = turn_ends(self._tokenizer).behind  # it may be text, without a special token
+        return text + (end.removeprefix(behind) if text.endswith(behind) else end)
 
     def _start(self, index: int, after: int) -> int:
         try:

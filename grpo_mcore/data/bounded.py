@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
 import signal
 import threading
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.data.interfaces import DataError
+
+log = logging.getLogger(__name__)
 
 RENDER_S = 60.0
 """Time in which a conversation must be rendered. Templates take milliseconds; a machine may be slow."""
@@ -63,11 +66,15 @@ def in_memory(more_bytes: int = RENDER_BYTES) -> Iterator[None]:
 
 
 def try_template(tokenizer: Any, name: str) -> None:
-    """Render a short conversation. Raises DataError where that takes too long or too much memory; what else a template
+    """Render a short conversation. Raises DataError where that takes too long or too much memory, and where it shows
+    nothing of the question; what else a template
     refuses is said where its text is needed."""
+    asked = [{"role": "user", "content": "question"}]
     try:
         with in_time(), in_memory():
-            tokenizer.apply_chat_template([{"role": "user", "content": "question"}], tokenize=False)
+            shown = tokenizer.apply_chat_template(asked, tokenize=False)
+            prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+            whole = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": "answer"}], tokenize=False)
     except (TemplateTime, MemoryError) as error:
         why = str(error) or f"it takes more than {RENDER_BYTES >> 30} GiB"
         raise DataError(
@@ -75,3 +82,14 @@ def try_template(tokenizer: Any, name: str) -> None:
         ) from error
     except Exception:  # it may want other messages
         return
+    if not all(isinstance(text, str) for text in (shown, prompt, whole)):
+        return
+    header = whole.removeprefix(prompt).partition("answer")[0].strip()
+    if shown == prompt and whole.startswith(prompt) and header:
+        log.warning(
+            "the chat template of %r has no generation prompt: the policy has to write %r before each answer",
+            name,
+            header,
+        )
+    if "question" not in shown:
+        raise DataError(f"the chat template of {name!r} does not show a question; set policy.tokenizer.chat_template")

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, needs_answer, rows_of_file, table_options
+from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, needs_answer, rows_of_file, table_options, unseen
 from grpo_mcore.data.datasets.files import settings_for
 from grpo_mcore.data.datasets.jsonl import is_json, is_list, parse
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, name_of, setting
@@ -44,6 +44,8 @@ class CheckReport:
     rows: int = 0
     """Rows of a table, or lines that are not blank."""
     usable_rows: int = 0
+    unseen: str | None = None
+    """What is said of a text of the first row that the model does not see."""
     fields: Counter[str] = field(default_factory=Counter)
     problems: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Kind of problem -> what is said of a row -> the first rows of which it is said. `counts` has the number of all.
@@ -81,6 +83,8 @@ class CheckReport:
         shown = [f"{name} {count:,}" for name, count in self.fields.most_common(_FIELDS)]
         if shown:
             lines.append("fields: " + ", ".join(shown) + (", ..." if len(self.fields) > _FIELDS else ""))
+        if self.unseen:
+            lines.append(f"note: {self.unseen}")
         lines += self._length_lines()
         if self.repeated:
             lines.append(
@@ -214,6 +218,7 @@ class _RowCheck:
             else []
         )
         report.read_as = f"{place}: {', '.join([name, *guessed])}"
+        report.unseen = unseen(entry, name, first)
         self._tokenizer = None
         if config is None:
             return

@@ -316,14 +316,22 @@ def _with_task_prompts(messages: list[dict[str, Any]], spec: TaskDataSpec) -> li
 
 
 def _refuse_templated(messages: Chat, tokenizer: Any, uid: str) -> None:
-    """Text that has the chat template's form already would get it twice, without a word."""
+    """Text that has the chat template's form already would get it twice, and a token that ends a text would stand in
+    its middle, without a word."""
     marks = marks_of_a_question(tokenizer)
+    ends = {tokenizer.eos_token, tokenizer.pad_token} - {*marks, getattr(tokenizer, "bos_token", None), None}
     for message in messages:
-        if mark := next((mark for mark in marks if mark in str(message.get("content"))), None):
+        text = str(message.get("content"))
+        if mark := next((mark for mark in marks if mark in text), None):
             raise RowError(
                 uid,
                 f"the {message['role']}'s text has {mark}, which the chat template writes around messages; give the "
                 "text without it, as messages",
+            )
+        if mark := next((mark for mark in ends if mark in text), None):
+            raise RowError(
+                uid,
+                f"the {message['role']}'s text has {mark}, by which the tokenizer ends a text; leave it out",
             )
 
 
@@ -336,7 +344,15 @@ def _render(
     return _shown(tokenizer, shown, uid, row, add_generation_prompt=add_generation_prompt)
 
 
+_ROLES = ("system", "user", "assistant", "tool")
+
+
 def _shown(tokenizer: Any, messages: Chat, uid: str, row: dict[str, Any], *, add_generation_prompt: bool) -> str:
+    for role in {message["role"] for message in messages} - {*_ROLES}:
+        if role not in str(tokenizer.chat_template):  # many templates write any role down, though no model knows it
+            raise RowError(
+                uid, f"the role {role!r} is neither one of {', '.join(_ROLES)} nor named in the chat template"
+            )
     tools = {"tools": row["tools"]} if row.get("tools") else {}
     try:
         with in_time():

@@ -41,7 +41,12 @@ def load_tokenizer(
         tokenizer.chat_template = template_text(chat_template)
     if tokenizer.chat_template is None:
         raise DataError(f"the tokenizer {name!r} has no chat template; set policy.tokenizer.chat_template")
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")  # of a file that Windows wrote
     try_template(tokenizer, name)
+    for key in chat_template_kwargs or ():
+        if key not in str(tokenizer.chat_template):
+            logger.warning("policy.tokenizer.chat_template_kwargs.%s: the chat template does not use it", key)
     if chat_template_kwargs:
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **chat_template_kwargs)
     return tokenizer

@@ -36,6 +36,13 @@ def first_mark(text: str, tokenizer: Any) -> str | None:
     return min(places)[2] if places else None
 
 
+def special_texts(tokenizer: Any) -> tuple[str, ...]:
+    """Return the texts of the special tokens. Others that were added to the vocabulary, such as <think> of Qwen 3, are
+    ordinary text that a model may be shown and may write."""
+    added = (token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special)
+    return tuple(mark for mark in {*getattr(tokenizer, "all_special_tokens", ()), *added} if mark)
+
+
 def marks_of_a_question(tokenizer: Any) -> tuple[str, ...]:
     """Return the special tokens that the chat template writes around a question: role markers and ends of turns, not
     the beginning of the text, which may be HTML (<s>). None where it refuses a question alone."""
@@ -49,8 +56,7 @@ def _marks_of_a_question(tokenizer: Any, chat_template: str) -> tuple[str, ...]:
         text = tokenizer.apply_chat_template(asked, tokenize=False)
     except Exception:  # a template is code of the model's author
         return ()
-    added = (token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special)
-    special = {*getattr(tokenizer, "all_special_tokens", ()), *added} - {getattr(tokenizer, "bos_token", None)}
+    special = {*special_texts(tokenizer)} - {getattr(tokenizer, "bos_token", None)}
     return tuple(sorted(mark for mark in special if mark and mark in text))
 
 
@@ -65,18 +71,25 @@ class TurnTemplate:
         _check(self._render(_message("user", _REPLY)))
         self._has_tool_role = self._supports_tool_role()
         self._marks = marks_of(tokenizer)
+        self._special = special_texts(tokenizer)
         self._last = self._ids(self._after_answer(self._render()))
 
     def turn(self, text: str, role: str = "user", stop_token: int | None = None) -> Turn:
         """Return the environment's message `text` as a turn, with everything that the template puts around it. The
         end of the answer before is not repeated where the policy has generated it.
 
-        The role `tool` becomes `user` where the template lacks it. `stop_token` is the token that ended the generated
+        The text of a special token in it stays text: what an environment says, a policy can influence. The role `tool`
+        becomes `user` where the template lacks it. `stop_token` is the token that ended the generated
         turn before, if any. `Turn.text` has the answer's end marker even where that turn's tokens hold it.
         """
         role = "tool" if role == "tool" and self._has_tool_role else "user"
-        between = self._after_answer(self._render(_message(role, text)))
-        ids = self._ids(between)
+        if any(mark in text for mark in self._special):
+            before, _, after = self._after_answer(self._render(_message(role, _REPLY))).partition(_REPLY)
+            between = before + text + after
+            ids = [*self._ids(before), *self._ids(text, special=False), *self._ids(after)]
+        else:
+            between = self._after_answer(self._render(_message(role, text)))
+            ids = self._ids(between)
         said = said_already(ids, self._last, stop_token, self._marks, self._tokenizer.eos_token_id)
         import torch  # heavy, and not needed where rows are only checked
 
@@ -109,8 +122,10 @@ class TurnTemplate:
             return False
         return True
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _ids(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text; without `special`, those of its characters alone."""
+        options = {} if special else {"split_special_tokens": True}
+        return list(self._tokenizer(text, add_special_tokens=False, **options)["input_ids"])
 
 
 def _check(rendered: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_mcore.environments.config import EnvConfig
@@ -33,7 +35,7 @@ class EnvironmentReturn(NamedTuple):
     rewards: list[float | None]
     terminateds: list[bool]
     answers: list[str | None]
-    reasons: list[str]
+    reasons: list[str] | None = None
     seconds: list[float] | None = None
     rewards_by_name: list[dict[str, float]] | None = None
     tracebacks: Sequence[str | None] | None = None
@@ -204,30 +206,34 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         return {}
 
 
-OPTIONAL_FIELDS = ("seconds", "rewards_by_name", "tracebacks", "failures")
+OPTIONAL_FIELDS = ("reasons", "seconds", "rewards_by_name", "tracebacks", "failures")
 
 
 def _rows(result: EnvironmentReturn, count: int) -> list[dict[str, Any]]:
     """Return, for each of `count` conversations, its entry of every field. Raises ValueError for a field that is no
     list of as many: which entry is whose is then unknown."""
     columns: dict[str, list[Any]] = {}
+    if not hasattr(result, "rewards"):
+        hint = "; `step` is called without await, so it must not be async" if inspect.isawaitable(result) else ""
+        raise TypeError(f"step returned {type(result).__name__}; an EnvironmentReturn is needed{hint}")
     for field in EnvironmentReturn._fields:
         values: Any = getattr(result, field, None)
         if values is None and field in OPTIONAL_FIELDS:
             values = [None] * count
         if hasattr(values, "tolist"):  # an array or a tensor
             values = values.tolist()
-        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
             raise ValueError(f"step returned {field} of type {type(values).__name__}; a list is needed")
-        columns[field] = list(values)
+        columns[field] = list(islice(values, count + 1))  # an iterator may have no end
         if len(columns[field]) != count:
-            raise ValueError(f"step returned {len(columns[field])} {field} for {count} conversations")
+            told = f"more than {count}" if len(columns[field]) > count else len(columns[field])
+            raise ValueError(f"step returned {told} {field} for {count} conversations")
     return [{field: values[index] for field, values in columns.items()} for index in range(count)]
 
 
 def _finite(field: str, value: Any) -> float:
     """Return a number; also of numpy or a tensor of one element."""
-    if isinstance(value, str | bytes) or not math.isfinite(value):
+    if isinstance(value, str | bytes | list) or not math.isfinite(value):
         raise ValueError(f"{field} with {value!r:.80}, which is not a finite number")
     return float(value)
 

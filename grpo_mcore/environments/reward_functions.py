@@ -187,6 +187,8 @@ def number_of(value: Any, is_trl: bool) -> float | None:
     """Return what a function returned as a number; None where it does not apply. Raises TypeError and ValueError.
     `is_trl`: its values are in a list of one."""
     one = _only_one(value) if is_trl else value
+    if isinstance(one, str | bytes):
+        raise TypeError(f"it returned {one!r:.80}, which is text and no number")
     return None if one is None else float(one)
 
 

@@ -55,9 +55,7 @@ def read_hf_config(folder: str | Path, overrides: Mapping[str, Any] = MappingPro
     FamilyError if it is missing, or for an override of a key that it does not have."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise FamilyError(
-            f"policy.model_name: {folder} holds no config.json; give a Hugging Face folder, or a name of the hub"
-        )
+        raise FamilyError(f"policy.model_name: {folder} holds no config.json; {_instead_of(Path(folder))}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -67,6 +65,20 @@ def read_hf_config(folder: str | Path, overrides: Mapping[str, Any] = MappingPro
     if not isinstance(config, dict):
         raise FamilyError(f"policy.model_name: {path} must hold an object, got {type(config).__name__}")
     return with_overrides(config, overrides)
+
+
+def _instead_of(folder: Path) -> str:
+    """Return what to give instead of a folder without a config.json."""
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        return "it is an adapter: merge it into its base model first (peft: merge_and_unload), and give that folder"
+    if snapshots := sorted(folder.glob("snapshots/*/config.json")):
+        return f"it is a model of the hub's cache; give {snapshots[0].parent}"
+    if next(folder.glob("*.gguf"), None) is not None:
+        return "its weights are GGUF, which is not read; give the Hugging Face folder that they were made of"
+    if (folder / "latest_checkpointed_iteration.txt").is_file():
+        return "it is a checkpoint of Megatron; convert it to Hugging Face's format first"
+    return "give a Hugging Face folder, or a name of the hub"
 
 
 def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,6 +195,13 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
     if family is None:
         raise FamilyError(f"model_type {config.get('model_type')!r} is not supported; choose one of {sorted(FAMILIES)}")
     text = config.get("text_config", config)
+    if wrong := [name for name in config.get("architectures") or () if "Classification" in str(name)]:
+        raise FamilyError(f"config.json: architectures: {wrong[0]} has no head for tokens, so it cannot be a policy")
+    if isinstance(text, dict) and _two_ropes(text):
+        raise FamilyError(
+            "config.json has rope_scaling and other rope_parameters: engines and policy would read one each; delete "
+            "the one that is not meant"
+        )
     for key in SIZES if isinstance(text, dict) else ():
         if key in text and (type(text[key]) is not int or text[key] < 1):
             raise FamilyError(f"config.json of a {config['model_type']} model: {key} is {text[key]!r}")
@@ -196,6 +215,16 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         raise FamilyError(
             f"config.json of a {config['model_type']} model has a value that cannot be meant: {error}"
         ) from error
+
+
+def _two_ropes(config: Mapping[str, Any]) -> bool:
+    """Return whether a config has rotary settings in both forms and they differ: transformers takes the older one."""
+    older, newer = config.get("rope_scaling"), config.get("rope_parameters")
+    if not isinstance(older, Mapping) or not isinstance(newer, Mapping) or not older:
+        return False
+    said = {"rope_type" if key == "type" else key: value for key, value in older.items()}
+    said |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+    return any(newer.get(key, "default" if key == "rope_type" else None) != value for key, value in said.items())
 
 
 @lru_cache(maxsize=8)  # DeepSeek-V3 has 45,000

@@ -138,8 +138,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file. Raises WeightsError."""
-    size = path.stat().st_size
     try:
+        size = path.stat().st_size  # of a cache, it may be a link to a file that is gone
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= size - 8:

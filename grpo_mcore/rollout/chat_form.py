@@ -4,6 +4,7 @@ brought into that form: for SFT and DPO, for prompts, and for the endpoint, so t
 Templates disagree about a message that calls tools: most want a call's arguments as an object, DeepSeek as JSON text;
 DeepSeek shows calls only beside a text that is null; Llama 3.1 allows one call a message. Llama 3 and Gemma 3 know no
 calls at all: there they become text of the message, and results messages of the user, as in a rollout of several turns.
+Gemma 2 knows no system prompt: it becomes the beginning of the first question.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 _NAME, _VALUE, _RESULT = "probe_name", "@@value@@", "@@result@@"
-_TEXT, _THOUGHT = "@@text@@", "@@thought@@"
+_TEXT, _THOUGHT, _SYSTEM = "@@text@@", "@@thought@@", "@@system@@"
 _QUESTION = {"role": "user", "content": "question"}
 
 
@@ -34,12 +35,16 @@ class ChatForm:
     """There is a role `tool`."""
     alternate: bool = False
     """Neighbouring messages of one role are joined."""
+    system: bool = True
+    """There is a role `system`. Without it, a system prompt stands in front of the first question."""
     thought: str = "reasoning_content"
     """The field of a message's thought: gpt-oss has `thinking`."""
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in this form. Arguments that are no JSON object stay as they are."""
         shown = [dict(message) for message in messages]
+        if not self.system and shown and shown[0].get("role") == "system":
+            shown = [*_joined([{**shown[0], "role": "user"}, *shown[1:2]]), *shown[2:]]
         if self.one_call:
             shown = _one_call_each(shown)
         shown = [self._message(message) for message in shown]
@@ -93,7 +98,9 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
     thought = next(
         (key for key in thoughts if shows(ChatForm(), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT)), None
     )
-    common: dict[str, Any] = {"alternate": alternate, "thought": thought or "reasoning_content"}
+    told = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
+    system = shows(ChatForm(), told, _SYSTEM) or not shows(ChatForm(system=False), told, _SYSTEM)
+    common: dict[str, Any] = {"alternate": alternate, "system": system, "thought": thought or "reasoning_content"}
     for json_arguments in (False, True):
         for null_text in (False, True):
             form = ChatForm(True, json_arguments, null_text, **common)

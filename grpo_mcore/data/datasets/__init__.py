@@ -13,5 +13,6 @@ from grpo_mcore.data.datasets.registry import (
     needs_answer,
     rows_of_file,
     table_options,
+    unseen,
 )
 from grpo_mcore.data.datasets.source import Source

@@ -6,11 +6,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from grpo_mcore.data.datasets.choices import LETTERS, lettered
 from grpo_mcore.data.datasets.mapped import Row, unusable
 from grpo_mcore.data.datasets.messages import assistant, user
 from grpo_mcore.data.interfaces import DataError
-
-LETTERS = "ABCDEFGHIJ"
 
 
 def math500(row: Row) -> Row:
@@ -42,11 +41,10 @@ def mmlu(row: Row) -> Row:
 
 
 def _choice(question: str, choices: Sequence[str], right: int) -> Row:
-    if not 0 <= right < len(choices) <= len(LETTERS):
-        raise DataError(f"choice {right} of {len(choices)}; there can be 1 to {len(LETTERS)} choices")
-    lines = [f"{letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
+    if not 0 <= right < len(choices):
+        raise DataError(f"choice {right} of {len(choices)}")
     truth = LETTERS[right]
-    return {"messages": [user("\n".join([question, "", *lines])), assistant(truth)], "ground_truth": truth}
+    return {"messages": [user(lettered(question, choices)), assistant(truth)], "ground_truth": truth}
 
 
 def human_eval(row: Row) -> Row:

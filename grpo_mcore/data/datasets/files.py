@@ -2,25 +2,62 @@
 
 from __future__ import annotations
 
+import math
 from itertools import takewhile
 from typing import Any
 
 import msgspec
 
+from grpo_mcore.data.datasets.choices import choices_of
 from grpo_mcore.data.datasets.mapped import Row
-from grpo_mcore.data.datasets.messages import as_json, as_messages, assistant, conversation, tools_of
+from grpo_mcore.data.datasets.messages import ChatMessage, as_json, as_messages, assistant, conversation, tools_of
 from grpo_mcore.data.datasets.source import field_of, missing, required
 from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
 from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
 
-QUESTIONS = ("instruction", "input", "question", "problem", "prompt", "query")
+QUESTIONS = (
+    *("instruction", "input", "question", "problem", "prompt", "query", "question_stem", "Question", "Problem"),
+    *("goal", "ctx"),
+)
 """Fields under which published data have their questions: the first that a row has is meant."""
 ANSWERS = (
     *("output", "reward_model.ground_truth", "answer", "final_answer", "expected_answer", "label", "target"),
-    *("solution", "response", "completion", "verification_info.ground_truth"),
+    *("solution", "response", "completion", "verification_info.ground_truth", "answerKey", "correct_answer", "correct"),
+    *(
+        "answer_idx",
+        "correct_option",
+        "cop",
+        "answers.text",
+        "answers",
+        "Answer",
+        "Correct Answer",
+        "extra_info.answer",
+    ),
 )
 """The same for the answers."""
+SYSTEMS = ("system", "system_prompt")
+"""The same for the system prompts."""
+CONTEXTS = ("context", "passage", "article")
+"""The same for texts that a question is about. They are shown where `context_key` names them."""
+
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA_MARKS = ("<image>", "<video>", "<audio>")
+_MEDIA_FILES = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".gif",
+    ".webp",
+    ".bmp",
+    ".mp4",
+    ".avi",
+    ".mov",
+    ".webm",
+    ".wav",
+    ".mp3",
+    ".flac",
+)
 
 
 def settings_for(row: Row) -> dict[str, str]:
@@ -38,17 +75,47 @@ def settings_for(row: Row) -> dict[str, str]:
         return {"dataset_name": "openai_format", **({} if chat == "messages" else {"chat_key": chat})}
     if question is None:
         return {}
-    answer = None if "ground_truth" in row else next((key for key in ANSWERS if field_of(row, key) is not None), None)
+    answer = None if "ground_truth" in row else next((key for key in ANSWERS if _answers(row, key)), None)
     keys = ({} if question == "input" else {"input_key": question}) | (
         {} if answer in (None, "output") else {"output_key": str(answer)}
     )
+    if context := next((key for key in CONTEXTS if _is_text(row.get(key))), None):
+        keys["context_key"] = context
     return {"dataset_name": "ResponseDataset", **keys}
 
 
-def question_and_answer(row: Row, *, question: str, answer: str, needs_answer: bool = True) -> Row:
+def unseen_context(row: Row, context_key: str | None, question: str) -> str | None:
+    """Return what to say of a row with a text that its question may be about and that is not shown; None without."""
+    name = next((key for key in CONTEXTS if _is_text(row.get(key))), None)
+    if name is None or context_key is not None or question == name:
+        return None
+    return f"{name!r} is not shown to the model; context_key: {name} puts it above the question"
+
+
+def _answers(row: Row, key: str) -> bool:
+    """Return whether a field may be the answer: KTO's `label` only says whether the completion is a good one."""
+    value = field_of(row, key)
+    return value is not None and not (key == "label" and isinstance(value, bool) and "completion" in row)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def question_and_answer(
+    row: Row,
+    *,
+    question: str,
+    answer: str,
+    needs_answer: bool = True,
+    choices: str | None = None,
+    context: str | None = None,
+    system: str | None = None,
+) -> Row:
     """Convert a question (text or a conversation) and its answer (text or messages). The row's other fields are kept; a
     field `ground_truth` may replace the answer. Another list or an object is the ground truth and no message."""
-    messages = as_messages(_wanted(row, question), question)
+    _refuse_media(row)
+    messages = _asked(row, question, context, system)
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         raise DataError(
             f"{question!r} ends with an answer of the assistant, so it is no question; a whole conversation is read "
@@ -56,6 +123,16 @@ def question_and_answer(row: Row, *, question: str, answer: str, needs_answer: b
         )
     extra = _other_fields(row, question, answer) | _tools(row, "tools")
     truth = field_of(row, answer)
+    if found := choices_of(row, choices, str(messages[-1]["content"]), truth):
+        if shown := found.shown_in(messages[-1]["content"]):
+            truth = found.letter(truth) if _is_index(truth) else truth
+        else:
+            messages[-1] = {**messages[-1], "content": found.under(messages[-1]["content"])}
+            truth = found.letter(truth) or truth
+        if extra.get("ground_truth") is not None and (not shown or _is_index(extra["ground_truth"])):
+            extra["ground_truth"] = found.letter(extra["ground_truth"]) or extra["ground_truth"]
+    if isinstance(truth, float) and not math.isfinite(truth):
+        raise DataError(f"{answer!r} is {truth}, which is no answer")
     if _is_chat(truth):  # TRL's `completion`
         messages += as_messages(truth, answer)
     elif isinstance(truth, list | dict):
@@ -70,6 +147,49 @@ def question_and_answer(row: Row, *, question: str, answer: str, needs_answer: b
             "processor: chat_data_processor"
         )
     return {**extra, "messages": messages}
+
+
+def _is_index(truth: Any) -> bool:
+    return isinstance(truth, int | float) and not isinstance(truth, bool)
+
+
+def _asked(row: Row, question: str, context: str | None = None, system: str | None = None) -> list[ChatMessage]:
+    """Return a question as messages, with the other fields of its row that belong to it: Alpaca's `input` below its
+    instruction, the text that it is about above it, and the system prompt."""
+    messages = as_messages(_wanted(row, question), question)
+    text = messages[-1]["content"]
+    if question == "instruction" and _is_text(row.get("input")):
+        text = f"{text}\n\n{row['input']}"
+    if context is not None and (about := field_of(row, context)) not in (None, "") and str(about) not in text:
+        text = f"{about}\n\n{text}"
+    messages[-1] = {**messages[-1], "content": text}
+    return _with_system(messages, row, system)
+
+
+def _with_system(
+    messages: list[ChatMessage], row: Row, key: str | None, default: str | None = None
+) -> list[ChatMessage]:
+    """Return the messages with the row's system prompt in front, unless they have one: of the field `key`, else of one
+    of SYSTEMS, else `default`."""
+    if messages[0]["role"] == "system":
+        return messages
+    said = field_of(row, key) if key else next((row[name] for name in SYSTEMS if _is_text(row.get(name))), None)
+    if said not in (None, "") and not isinstance(said, str):
+        raise DataError(f"{key!r} (system_key) must be text, got {type(said).__name__}")
+    return [{"role": "system", "content": said or default}, *messages] if said or default else messages
+
+
+def _refuse_media(row: Row) -> None:
+    """Refuse a row with an image, a video or sound in a field of its own: without it the question is another one."""
+    for name in _MEDIA:
+        value = row.get(name)
+        named = isinstance(value, str) and (
+            value.lower().endswith(_MEDIA_FILES)
+            or value.startswith("data:")
+            or any(mark in str(row) for mark in _MEDIA_MARKS)
+        )  # another text may be the name of a container's image
+        if value and (named or not isinstance(value, str | int | float)):
+            raise DataError(f"{name!r} has an image, video or sound, and only text is supported")
 
 
 def _wanted(row: Row, key: str) -> Any:
@@ -101,10 +221,9 @@ def openai_row(
     value = _wanted(row, chat)
     if isinstance(value, str) and not value.lstrip().startswith("["):
         raise DataError(f"{chat!r} must be a list of messages, got str")
+    _refuse_media(row)
     messages = conversation(as_json(value, chat, "messages"), chat)
-    system = (field_of(row, system_key) if system_key else None) or system_prompt
-    if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
+    messages = _with_system(messages, row, system_key, system_prompt)
     return {**_other_fields(row, chat, tools), "messages": messages, **_tools(row, tools)}
 
 
@@ -128,6 +247,7 @@ def gym_task(row: Row) -> Row:
 def preference_pair(row: Row, *, prompt: str, chosen: str, rejected: str) -> Row:
     """Convert a prompt with a better and a worse answer, each text or a list of messages. Where the answers are whole
     conversations, the prompt is what they have in common at their start."""
+    _refuse_media(row)
     better = as_messages(required(row, chosen), chosen, role="assistant")
     worse = as_messages(required(row, rejected), rejected, role="assistant")
     if better[0]["role"] != "assistant" or worse[0]["role"] != "assistant":
@@ -139,8 +259,9 @@ def preference_pair(row: Row, *, prompt: str, chosen: str, rejected: str) -> Row
         if given is not None and as_messages(given, prompt)[-1]["content"] != asked[-1]["content"]:
             raise DataError(f"{chosen!r} and {rejected!r} begin with another prompt than {prompt!r}")
         better, worse = better[len(asked) :], worse[len(asked) :]
+        asked = _with_system(asked, row, None)
     else:
-        asked = as_messages(_wanted(row, prompt), prompt)
+        asked = _asked(row, prompt)
     return {
         **_other_fields(row, prompt, chosen, rejected),
         **_tools(row, "tools"),

@@ -10,8 +10,14 @@ from grpo_mcore.data.interfaces import DataError
 ChatMessage = dict[str, Any]
 """{"role", "content"}, and fields such as `tool_calls` that a chat template may know."""
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""Roles of ShareGPT's messages, {"from": ..., "value": ...}, where they have other names."""
+ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "function_response", "observation", "tool_response"), "tool"),
+    "developer": "system",
+}
+"""Roles of messages that have other names in published data. The text of a `function_call` is the call, or a list of
+calls, as JSON."""
 
 
 def user(content: str) -> ChatMessage:
@@ -41,9 +47,14 @@ def conversation(messages: list[Any], key: str) -> list[ChatMessage]:
 def _message(message: Any, place: str) -> ChatMessage:
     if isinstance(message, dict) and "role" not in message and {"from", "value"} <= set(message):
         others = {key: value for key, value in message.items() if key not in ("from", "value")}
-        message = {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"], **others}
+        message = {"role": message["from"], "content": message["value"], **others}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{place} must have a role and a content, such as {{"role": "user", "content": "..."}}')
+    role = message["role"].strip().lower().replace("-", "_")
+    if role == "function_call":
+        calls = as_json(message.get("content"), f"{place}: the call", "calls", single=True)
+        message = {**message, "content": "", "tool_calls": calls}
+    message = {**message, "role": ROLES.get(role, message["role"])}
     calls = message.get("tool_calls")
     if message.get("content") is None and not calls:
         raise DataError(f"{place} has no content")
@@ -82,27 +93,33 @@ def _tool_call(call: Any, place: str) -> ChatMessage:
     except ValueError:
         parsed = arguments
     function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
-    return {"type": "function", **call, "function": function} if "function" in call else function
+    return {"type": "function", **(call if "function" in call else {}), "function": function}
 
 
-def as_json(value: Any, key: str, kind: str) -> Any:
-    """Return a list, which a file may hold as JSON text (a table's cells often do). `kind`: of what, for DataError."""
+def as_json(value: Any, key: str, kind: str, *, single: bool = False) -> Any:
+    """Return a list, which a file may hold as JSON text (a table's cells often do). `kind`: of what, for DataError.
+    With `single`, one object is a list of it."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except ValueError as error:
             raise DataError(f"{key!r} is text that is not JSON ({error})") from error
+    value = [value] if single and isinstance(value, dict) else value
     if value and not isinstance(value, list):
         raise DataError(f"{key!r} must be a list of {kind}, got {type(value).__name__}")
     return value
 
 
 def tools_of(value: Any, key: str) -> list[ChatMessage]:
-    """Return the tools that a conversation may call: a list of objects, each or all of which may be JSON text."""
+    """Return the tools that a conversation may call: a list of objects, each or all of which may be JSON text. A bare
+    function gets the form that chat templates expect, {"type": "function", "function": ...}."""
     tools = [as_object(tool, key) for tool in as_json(value, key, "tools") or ()]
     if wrong := [tool for tool in tools if not isinstance(tool, dict)]:
         raise DataError(f"{key!r} must be a list of tools, got a list with {type(wrong[0]).__name__}")
-    return tools
+    bare = [isinstance(tool.get("name"), str) and not {"type", "function"} & set(tool) for tool in tools]
+    return [
+        {"type": "function", "function": tool} if is_bare else tool for tool, is_bare in zip(tools, bare, strict=True)
+    ]
 
 
 def as_object(value: Any, key: str) -> Any:

@@ -6,11 +6,18 @@ DATASET_CLASSES.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from grpo_mcore.data.datasets.files import gym_task, openai_row, preference_pair, question_and_answer
+from grpo_mcore.data.datasets.files import (
+    gym_task,
+    openai_row,
+    preference_pair,
+    question_and_answer,
+    unseen_context,
+)
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_chat, hints, name_of, setting
 from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
 from grpo_mcore.data.datasets.rows import Rows
@@ -19,6 +26,8 @@ from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, Tas
 from grpo_mcore.data.processors import PROCESSORS, find_processor
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import FILE_DATASETS, PREFERENCE_DATASETS, dataset_by_name, unknown_dataset
+
+log = logging.getLogger(__name__)
 
 DEFAULT_PROCESSOR = "math_hf_data_processor"
 SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:SlidingPuzzleDataset"  # for dataset_name: SlidingPuzzle
@@ -148,7 +157,14 @@ def rows_of_file(entry: Entry, name: str) -> ToChat:
         keys = {part: setting(entry, f"{part}_key", part) for part in ("prompt", "chosen", "rejected")}
         return partial(preference_pair, **keys)
     keys = {"question": setting(entry, "input_key", "input"), "answer": setting(entry, "output_key", "output")}
-    return partial(question_and_answer, **keys, needs_answer=needs_answer(entry))
+    parts = {part: setting(entry, f"{part}_key") for part in ("choices", "context", "system")}
+    return partial(question_and_answer, **keys, **parts, needs_answer=needs_answer(entry))
+
+
+def unseen(entry: Entry, name: str, row: dict[str, Any]) -> str | None:
+    """Return what to say of a text of the row that an entry of this layout does not show; None if nothing."""
+    keys = setting(entry, "context_key"), setting(entry, "input_key", "input")
+    return unseen_context(row, *keys) if name == "ResponseDataset" else None
 
 
 def needs_answer(entry: Entry) -> bool:
@@ -171,6 +187,8 @@ class FileDataset(MappedDataset):
         to_chat = rows_of_file(entry, name)
         source = open_source(path, **table_options(entry))
         source.refuse_if_none_passes(partial(as_chat, to_chat))
+        if note := unseen(entry, name, source.rows[0]):
+            log.warning("%s: %s", path, note)
         super().__init__(entry, source, to_chat, task_name=name_of(path), default_processor=default_processor)
         if name == "NemoGymDataset":
             self.processor = find_processor("nemo_gym_data_processor")  # data.default is for other datasets

@@ -101,8 +101,16 @@ class DatasetEntry(Section):
     dataset uses its own field."""
     chat_key: str = "messages"
     """Field of a row that holds the messages. Only for openai_format."""
+    choices_key: str | None = None
+    """Field of a row that holds the choices of its question, which are shown below it as `A) ...`; the truth becomes
+    the right one's letter. null: `choices`, `options` or another usual field, where a row has it and the question does
+    not show them; none: they are not shown. Only for ResponseDataset."""
+    context_key: str | None = None
+    """Field of a row that holds the text that its question is about, which is shown above it. Only for
+    ResponseDataset."""
     system_key: str | None = None
-    """Field of a row that holds its system prompt. Only for openai_format."""
+    """Field of a row that holds its system prompt. null: `system` or `system_prompt`, where a row has it. Only for
+    ResponseDataset and openai_format."""
     system_prompt: str | None = None
     """System prompt of rows without one. Only for openai_format."""
     tool_key: str | None = "tools"

@@ -31,6 +31,7 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
     for path, entry in tables["values"].items():
         _replace_value(tree, path, entry, notes)
     _split_tokens_of_experts(tree, notes)
+    _without_truncation(tree, notes)
     for path, entry in tables["refused_values"].items():
         for section, name in _places(tree, path.split(".")):
             if section.value[name].plain() in entry["values"]:
@@ -108,6 +109,16 @@ def _split_tokens_of_experts(tree: Node, notes: list[Problem]) -> None:
         notes.append(Problem(split.source, split.key, "false is true: experts under tensor parallelism need it"))
 
 
+def _without_truncation(tree: Node, notes: list[Problem]) -> None:
+    """Drop the type of truncated importance sampling where the recipe sets its bound to null: it is off there."""
+    bound, by_age = (tree.find(f"loss_fn.truncated_importance_sampling_ratio{end}") for end in ("", "_by_age"))
+    if bound is None or bound.value is not None or (by_age is not None and by_age.value is not None):
+        return
+    for end in ("type", "ratio_min"):
+        for section, name in _places(tree, ["loss_fn", f"truncated_importance_sampling_{end}"]):
+            _note(notes, section.value.pop(name), "dropped: truncated_importance_sampling_ratio is null")
+
+
 def _instead(table: str, entry: Any, value: Any) -> str | None:
     """Return what to use instead of a key with this value, or None if the key can be dropped."""
     if table == "dropped":
@@ -168,6 +179,9 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
         message = f"expected {', '.join(SAMPLERS)}, got {in_yaml(name.plain())}; custom samplers are not supported"
         problems.append(Problem(name.source, name.key, message))
         return Node(rest, tree.source, tree.key, tree.replaces)
+    in_order = theirs.pop("force_in_order", None)  # of older recipes, which have no sampler
+    if in_order is not None and in_order.value is False and "sampler" not in section.value:
+        name = Node("windowed", in_order.source, in_order.key)
     freshest = sampler.pop("sample_freshest_first", None)
     order = "freshest_first" if freshest is not None and freshest.value is True else SAMPLERS[name.value]
     ours = {
@@ -179,8 +193,10 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
     mapped = {
         "max_lookahead_versions": "max_trajectory_age_steps",
         "max_staleness_versions": "max_trajectory_age_steps",
+        "max_weight_staleness_versions": "max_trajectory_age_steps",
         "max_inflight_prompts": "max_groups_in_flight",
         "recompute_kv_cache_after_weight_updates": "recompute_kv_cache_after_weight_updates",
+        "refit_invalidate_kv_cache": "recompute_kv_cache_after_weight_updates",
     }
     for key, node in (sampler | theirs).items():
         if key in mapped:
@@ -190,8 +206,11 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
             _note(notes, node, "dropped: lost engines, environments and samples are handled as docs/faults.md says")
     grpo = tree.find("grpo") or Node({}, section.source, "grpo")
     there = grpo.value.get("async_grpo")
-    if there is not None and there.value:
-        problems.append(Problem(section.source, "async_rl", f"contradicts grpo.async_grpo ({there.source})"))
+    for key, node in there.children() if there is not None else ():
+        if key in ours and ours[key].plain() != node.plain():
+            message = f"contradicts {node.key} = {in_yaml(node.plain())} ({node.source})"
+            problems.append(Problem(ours[key].source, ours[key].key, message))
+        ours.setdefault(key, node)
     there = Node(ours, section.source, "grpo.async_grpo")
     rest["grpo"] = Node({**grpo.value, "async_grpo": there}, grpo.source, grpo.key, grpo.replaces)
     loss = rest.get("loss_fn") or Node({}, section.source, "loss_fn")
@@ -216,7 +235,9 @@ def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
     env = tree.find("env")
     if env is None or not env.is_mapping:
         return tree
-    sections = dict(env.value)
+    older = {"penguin": GYM, "should_use_penguin": "should_use_nemo_gym"}  # its name before it was published
+    older["should_log_penguin_responses"] = "should_log_nemo_gym_responses"
+    sections = {older.get(name, name): node for name, node in env.value.items()}
     use = sections.pop("should_use_nemo_gym", None)
     sections.pop("should_log_nemo_gym_responses", None)
     mask = sections.pop("should_mask_flagged_samples", None)

@@ -20,6 +20,21 @@ def test_a_template_that_wants_all_memory_is_refused_at_once(tmp_path):
         load_tokenizer(str(tmp_path), "{{ 'a' * 10**10 }}")
 
 
+def test_a_template_that_shows_no_question_is_refused_and_one_without_a_header_is_said(tmp_path, package_log):
+    make_tokenizer(tmp_path)
+    with pytest.raises(DataError, match="does not show a question; set policy.tokenizer.chat_template"):
+        load_tokenizer(str(tmp_path), "{{ '' }}")
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    header = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    load_tokenizer(str(tmp_path), plain + header, {"add_generation_prompt_": True})
+    (key,) = package_log.messages
+    assert "chat_template_kwargs.add_generation_prompt_: the chat template does not use it" in key
+    assert load_tokenizer(str(tmp_path), f"\ufeff{plain}").chat_template == plain
+    assert (
+        "has no generation prompt: the policy has to write '<assistant>' before each answer" in package_log.messages[-1]
+    )
+
+
 def test_a_template_without_an_end_is_stopped(tmp_path, monkeypatch):
     make_tokenizer(tmp_path)
     monkeypatch.setattr(bounded, "RENDER_S", 0.5)

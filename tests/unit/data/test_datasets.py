@@ -108,6 +108,27 @@ def test_openai_format_with_tools(write_jsonl):
         assert row["messages"][2:] == messages[2:]
 
 
+def test_roles_and_tools_of_published_conversations(write_jsonl):
+    """LLaMA-Factory's, glaive's and Gemini's roles, a system prompt and tools in fields of their own."""
+    call = json.dumps({"name": "add", "arguments": {"a": 1}})
+    turns = [("human", "1+1="), ("function-call", call), ("observation", "2"), ("gpt", "2"), ("model", "3")]
+    said = [{"from": role, "value": text} for role, text in turns]
+    row = {"conversations": said, "system": "add", "tools": [{"name": "add", "parameters": {}}]}
+    path = write_jsonl("chat.jsonl", [row, {"conversations": [{"role": "developer", "content": "sum"}, *said[:1]]}])
+    entry = {"dataset_name": "openai_format", "data_path": path, "chat_key": "conversations"}
+    first, second = load_response_dataset(entry).dataset
+    assert [
+        message["role"] for message in first["messages"]
+    ] == "system user assistant tool assistant assistant".split()
+    assert first["messages"][2] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    }
+    assert first["tools"] == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert second["messages"][0] == {"role": "system", "content": "sum"}
+
+
 def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):
     def tool(name, **properties):
         return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
@@ -135,6 +156,8 @@ def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
             "has a part that is not text; images, audio and video are not supported",
         ),
+        ({"messages": [{"from": "function_call", "value": "f()"}]}, 'the call" is text that is not JSON'),
+        ({"messages": ONE, "images": ["a.png"]}, "'images' has an image, video or sound"),
         ({"messages": ONE, "tools": "{"}, "'tools' is text that is not JSON"),
         ({"messages": ONE, "tools": {"a": 1}}, "'tools' must be a list of tools, got dict"),
         ({"messages": ONE, "tools": [1]}, "'tools' must be a list of tools, got a list with int"),

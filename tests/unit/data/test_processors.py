@@ -57,6 +57,19 @@ def test_text_in_the_templates_form_is_refused(tokenizer, role):
             processor({**ROW, "messages": templated}, TaskDataSpec(), tokenizer, None, 0)
 
 
+@pytest.mark.parametrize("processor", [sft_processor, math_hf_data_processor])
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": "37<eos>"}, "the user's text has <eos>, "),
+        ({"role": "critic", "content": "37"}, "the role 'critic' is neither one of system, user, assistant, tool nor"),
+    ],
+)
+def test_an_end_of_text_and_a_role_that_no_template_knows_are_refused(tokenizer, processor, message, said):
+    with pytest.raises(RowError, match=said):
+        processor({**ROW, "messages": [message, *ROW["messages"]]}, TaskDataSpec(), tokenizer, None, 0)
+
+
 @pytest.mark.parametrize(("limit", "multiplier"), [(10, 1.0), (9, 0.0), (3, 0.0), (None, 1.0)])
 def test_a_prompt_that_is_too_long_is_marked_and_not_truncated(tokenizer, limit, multiplier):
     datum = math_hf_data_processor(ROW, TaskDataSpec(), tokenizer, limit, 0)

@@ -177,7 +177,7 @@ def trained(template: str, eos: str, messages: list[dict[str, Any]], train_on: A
     whole = "".join(there.decode(message["token_ids"]) for message in datum["message_log"])
     rendered = there.apply_chat_template(chat_form(there).messages(messages), tokenize=False)
     assert whole.startswith(rendered)
-    assert whole.removeprefix(rendered) in ("", answer_end(there))
+    assert whole.removeprefix(rendered) in ("", answer_end(there), eos)
     return [there.decode(message["token_ids"]) for message in datum["message_log"] if message["token_loss_mask"].any()]
 
 
@@ -251,6 +251,29 @@ def test_what_ends_an_answer(name: str, end: str) -> None:
 def test_a_template_without_any_mark_gets_the_eos_token() -> None:
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     assert answer_end(tokenizer(plain, "<eos>")) == "\n<eos>"
+
+
+def test_an_end_in_plain_text_is_not_said_twice() -> None:
+    turns = "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}</turn>\n{% endfor %}"
+    assert trained(turns, "<eos>", TWO, "last")[0].endswith("three</turn>\n<eos>")
+
+
+def test_a_template_that_always_begins_another_answer_is_refused() -> None:
+    """It would be trained on."""
+    always = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}<|assistant|>"
+    with pytest.raises(DataError, match="the chat template begins another turn behind the last answer: '<eos><.assi"):
+        trained(always, "<eos>", TWO)
+
+
+def test_a_system_prompt_goes_into_the_question_where_a_template_knows_none() -> None:
+    """Gemma 2 refuses it, others do not show it."""
+    messages = [{"role": "system", "content": "Be brief."}, *TWO]
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    turns = "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    for template in (refuses + turns, turns):
+        shown = chat_form(tokenizer(template, "<eos>")).messages(messages)
+        assert shown == [{"role": "user", "content": f"Be brief.\n\n{TWO[0]['content']}"}, *TWO[1:]]
+    assert chat_form(tokenizer(QWEN3, "<|im_end|>")).messages(messages) == messages
 
 
 @pytest.mark.parametrize(

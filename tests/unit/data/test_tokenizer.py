@@ -83,12 +83,13 @@ def test_settings_of_generation_that_are_no_object_are_refused(tmp_path: Path, c
 def test_a_template_may_lie_in_a_file_or_be_one_of_several(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     question = [{"role": "user", "content": "1"}]
-    (tmp_path / "chat_template.jinja").write_text("{{ 'of the file' }}")
-    assert load_tokenizer(str(tmp_path)).apply_chat_template(question, tokenize=False) == "of the file"
+    (tmp_path / "chat_template.jinja").write_text("{{ 'of the file ' + messages[0].content }}")
+    assert load_tokenizer(str(tmp_path)).apply_chat_template(question, tokenize=False) == "of the file 1"
     (tmp_path / "chat_template.jinja").unlink()
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    named = [{"name": "default", "template": "{{ 'default' }}"}, {"name": "tool_use", "template": "{{ 'tools' }}"}]
+    named = [{"name": "default", "template": "{{ 'default ' + messages[0].content }}"}]
+    named.append({"name": "tool_use", "template": "{{ 'tools' }}"})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
     tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.apply_chat_template(question, tokenize=False) == "default"
+    assert tokenizer.apply_chat_template(question, tokenize=False) == "default 1"
     assert tokenizer.apply_chat_template(question, tokenize=False, tools=[{"type": "function"}]) == "tools"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -107,6 +108,18 @@ def test_a_field_of_another_length_is_refused_with_its_name(field: str) -> None:
         advance(Careless([GOOD] * 3, **{field: [GOOD[field]] * 2}))
     with pytest.raises(ValueError, match=f"step returned {field} of type"):
         advance(Careless([GOOD] * 3, **{field: 5}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"answers": itertools.repeat(None)}, "step returned more than 2 answers for 2 conversations"),
+        ({"rewards": {0.0, 1.0}}, "step returned rewards of type set; a list is needed"),
+    ],
+)
+def test_iterators_without_an_end_and_sets_are_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        advance(Careless([GOOD] * 2, **changes), 2)
 
 
 def test_what_a_return_leaves_out_has_a_default() -> None:

@@ -230,6 +230,9 @@ def test_the_27m_model_has_its_parameters() -> None:
         ),
         ({"attention_bias": True}, "attention_bias"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for qwen3 models; only 1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_scaling and other rope_parameters"),
+        ({"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e4}, "has rope_scaling and other rope_parameters"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "has no head for tokens, so it cannot be a policy"),
         ({"layer_types": ["sliding_attention"] * 8}, "layer_types sliding_attention are not supported"),
     ],
 )
@@ -261,6 +264,23 @@ def test_values_that_cannot_be_meant_are_one_message(family: str) -> None:
         wrong = inner | {key: "64"}
         with pytest.raises(FamilyError, match=f"{key} is '64'"):
             shape_of({**config, "text_config": wrong} if "text_config" in config else wrong)
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("adapter_config.json", "it is an adapter: merge it into its base model first"),
+        ("snapshots/abc/config.json", "a model of the hub's cache; give .*/snapshots/abc"),
+        ("q4.gguf", "its weights are GGUF, which is not read"),
+        ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron; convert it"),
+        ("notes.txt", "give a Hugging Face folder, or a name of the hub"),
+    ],
+)
+def test_a_folder_of_another_form_says_what_to_give(tmp_path: Path, file: str, why: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(FamilyError, match=f"holds no config.json; .*{why}"):
+        read_hf_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,10 @@ REFUSED: dict[str, Callable[[Path], object]] = {
     r"no whole safetensors file: its header has 0 bytes, the file 0": lambda folder: (
         folder / "model-00001-of-00002.safetensors"
     ).write_bytes(b""),
+    r"is no whole safetensors file: \[Errno 2\] No such file": lambda folder: (
+        (folder / "model-00001-of-00002.safetensors").unlink(),
+        (folder / "model-00001-of-00002.safetensors").symlink_to("gone"),
+    ),
     "index.json is no index: KeyError": lambda folder: (folder / INDEX).write_text("{}"),
     "says that a.weight is in model-00001-of-00002.safetensors, but it is not there": lambda folder: index_of(
         folder, lambda names: names.update({"a.weight": "model-00001-of-00002.safetensors"})

@@ -40,6 +40,12 @@ def test_the_switch_assigns_datasets_to_the_gym() -> None:
     assert again == config
 
 
+def test_the_older_name_of_the_gym_is_read() -> None:
+    env = {"penguin": {"head_server_url": "http://10.0.0.1:1"}, "should_use_penguin": True}
+    config = MasterConfig.model_validate(recipe(env={**env, "should_log_penguin_responses": False}))
+    assert list(config.env) == ["nemo_gym"] and config.data.train[0].env_name == "nemo_gym"
+
+
 def test_reward_penalties_become_keys_of_the_gym() -> None:
     penalties = {"penalize_empty_final_answer": True}
     config = MasterConfig.model_validate(recipe(reward_penalties=penalties, grpo__invalid_tool_call_advantage=-5.0))

@@ -200,8 +200,25 @@ def test_the_asynchronous_controllers_section_is_used(load, sampler: str, order:
 
 
 def test_the_asynchronous_controllers_section_beside_ours_is_refused(problems) -> None:
-    words = ("async_rl={sampler: {name: in_order}}", "grpo.async_grpo={enabled: true}")
-    assert any("async_rl: contradicts grpo.async_grpo" in line for line in problems(MINIMAL, *words))
+    words = ("async_rl={max_weight_staleness_versions: 2}", "grpo.async_grpo={max_trajectory_age_steps: 1}")
+    said = "async_rl.max_weight_staleness_versions: contradicts grpo.async_grpo.max_trajectory_age_steps = 1"
+    assert any(said in line for line in problems(MINIMAL, *words))
+
+
+def test_an_older_asynchronous_section_that_says_the_same_is_used(load) -> None:
+    section = (
+        "async_rl={batch_selection_strategy: staleness_window, max_weight_staleness_versions: 2, force_in_order: false}"
+    )
+    recipe = load(MINIMAL, section, "grpo.async_grpo={enabled: true, max_trajectory_age_steps: 2}")
+    ours = recipe.config.grpo.async_grpo
+    assert (ours.enabled, ours.max_trajectory_age_steps, ours.group_order) == (True, 2, "oldest_first")
+
+
+def test_truncation_without_a_bound_is_off(load) -> None:
+    off = "loss_fn={truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio: null, "
+    recipe = load(MINIMAL, off + "truncated_importance_sampling_ratio_min: 0.2}")
+    assert recipe.config.loss_fn.truncated_importance_sampling_type is None
+    assert any("dropped: truncated_importance_sampling_ratio is null" in str(note) for note in recipe.imported)
 
 
 def test_a_transport_is_dropped_with_a_note_and_variables_may_be_numbers(load) -> None:
@@ -221,8 +238,8 @@ def test_a_transport_is_dropped_with_a_note_and_variables_may_be_numbers(load) -
 
 def test_other_engines_are_rejected(problems) -> None:
     assert problems(MINIMAL, "policy.generation.backend=sglang", "policy.generation.sglang_cfg={x: 1}") == [
-        "command line: policy.generation.backend: 'sglang': engines are vLLM; generation by Megatron-Core or SGLang is "
-        "not supported"
+        "command line: policy.generation.backend: 'sglang': engines are vLLM; generation by Megatron-Core, SGLang, "
+        "Dynamo or TensorRT-LLM is not supported"
     ]
 
 

@@ -1,0 +1,129 @@
+"""Rows whose question has parts in fields of their own, in the layouts of published data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_mcore.data import DataError
+from grpo_mcore.data.datasets.files import question_and_answer, settings_for
+
+Row = dict[str, Any]
+SHOWN = "Which?\n\nA) red\nB) blue"
+
+
+def read(row: Row, **keys: str) -> tuple[str, Any]:
+    """Return (the text of the question, the truth), read with the keys that are found by the row's fields."""
+    found = settings_for(row)
+    names = {"question": found.get("input_key", "input"), "answer": found.get("output_key", "output")}
+    chat = question_and_answer(row, **(names | keys))
+    return chat["messages"][-2]["content"], chat["messages"][-1]["content"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Which?", "choices": ["red", "blue"], "answer": 1},  # MMLU
+        {"question": "Which?", "options": ["red", "blue"], "answer": "B", "answer_index": 1},  # MMLU-Pro, RACE
+        {"question": "Which?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "B"},  # ARC
+        {"question": "Which?", "choices": {"text": ["red", "blue"], "label": ["1", "2"]}, "answerKey": "2"},
+        {"question_stem": "Which?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "B"},
+        {"question": "Which?", "options": {"A": "red", "B": "blue"}, "answer": "blue", "answer_idx": "B"},  # MedQA
+        {"question": "Which?", "options": [{"key": "A", "value": "red"}, {"key": "B", "value": "blue"}], "answer": "B"},
+        {"question": "Which?", "options": ["A)red", "B)blue"], "correct": "B"},  # AQuA-RAT
+        {"question": "Which?", "options": ["A. red", "B. blue"], "answer": "(B)"},
+        {"question": "Which?", "options": ["red", "blue"], "answer": "B. blue"},
+        {"question": "Which?", "choices": "['red', 'blue']", "answer": "blue"},
+        {"question": "Which?", "choices": '["red", "blue"]', "answer": 1.0},
+        {"question": "Which?", "opa": "red", "opb": "blue", "cop": 1},  # MedMCQA
+        {"goal": "Which?", "sol1": "red", "sol2": "blue", "label": 1},  # PIQA
+        {"question": "Which?", "option1": "red", "option2": "blue", "answer": "2"},  # Winogrande
+        {"Question": "Which?", "A": "red", "B": "blue", "Answer": "B", "Subject": "x"},
+        {"ctx": "Which?", "endings": ["red", "blue"], "label": "1"},  # HellaSwag
+    ],
+)
+def test_choices_are_shown_and_the_truth_is_a_letter(row: Row) -> None:
+    assert read(row) == (SHOWN, "B")
+
+
+def test_wrong_answers_are_choices_in_an_order_of_the_question() -> None:
+    row = {"question": "Which?", "correct_answer": "blue", **{f"distractor{i}": f"c{i}" for i in (3, 1, 2)}}
+    text, letter = read(row)
+    assert (text, letter) == read(row) and f"{letter}) blue" in text and text.count("\n") == 5
+    assert read({"Question": "Which?", "Correct Answer": "blue", "Incorrect Answer 1": "red"})[0].count(") ") == 2
+
+
+def test_choices_that_the_question_shows_stay_as_they_are() -> None:
+    row = {"question": "Which?\nA) red\nB) blue", "options": ["red", "blue"], "answer": "B"}
+    assert read(row) == (row["question"], "B") and read(row | {"answer": 1})[1] == "B"
+    assert read({"question": "Which of a and b?", "options": ["a", "b"], "answer": 1})[0].endswith("\n\nA) a\nB) b")
+    row["question"] = "Which?"
+    assert read(row, choices="none") == ("Which?", "B")
+    assert read(row | {"options": 5, "c": ["red", "blue"]}, choices="c") == (SHOWN, "B")
+    assert read(row | {"answer": "Blue, like the sky."})[1] == "Blue, like the sky."  # an answer to train on
+    assert question_and_answer(row | {"ground_truth": 0}, question="question", answer="none")["ground_truth"] == "A"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"answer": "E"}, "the answer 'E' is none of its 2 choices (A, B)"),
+        ({"answer": 2}, "the answer 2 is none"),
+        ({"answer": "1", "choices": ["1", "2"]}, "the answer '1' could be several of its 2 choices"),
+        ({"answer": 2, "choices": [2, 3, 4]}, "the answer 2 could be several"),
+        ({"answer": "B", "choices": [str(i) for i in range(11)]}, "11 choices"),
+        ({"answer": float("nan"), "choices": None}, "'answer' is nan, which is no answer"),
+    ],
+)
+def test_answers_that_no_choice_is_are_refused(more: Row, said: str) -> None:
+    with pytest.raises(DataError) as error:
+        read({"question": "Which?", "choices": ["red", "blue"], **more})
+    assert said in str(error.value)
+
+
+def test_a_choices_key_that_leads_to_none_is_refused() -> None:
+    with pytest.raises(DataError, match="'level' .choices_key. has no choices: expected a list"):
+        read({"question": "Which?", "level": 5, "answer": "2"}, choices="level")
+
+
+def test_lists_and_records_of_other_meanings_are_no_choices() -> None:
+    for options in ({"temperature": 1, "seed": 2}, ["alone"], [{"message": "a"}, {"message": "b"}], [["a"], ["b"]]):
+        assert read({"question": "Which?", "options": options, "answer": "2"}) == ("Which?", "2")
+
+
+def test_other_parts_of_a_question() -> None:
+    alpaca = {"instruction": "Translate.", "input": "Hello", "output": "Bonjour"}
+    assert read(alpaca) == ("Translate.\n\nHello", "Bonjour") and read(alpaca | {"input": ""})[0] == "Translate."
+    race = {"article": "A text.", "question": "Which?", "options": ["red", "blue"], "answer": "B"}
+    assert settings_for(race)["context_key"] == "article" and read(race)[0] == SHOWN
+    assert read(race, context="article") == (f"A text.\n\n{SHOWN}", "B")
+    orca = question_and_answer(
+        {"system_prompt": "Be brief.", "question": "q", "response": "a"}, question="question", answer="response"
+    )
+    assert orca["messages"][0] == {"role": "system", "content": "Be brief."} and len(orca["messages"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("media", "refused"),
+    [
+        ({"images": ["a.png"]}, True),
+        ({"image": {"bytes": b"", "path": "a.png"}}, True),
+        ({"image": "a.JPG"}, True),
+        ({"video": "data:video/mp4;base64,"}, True),
+        ({"images": []}, False),
+        ({"image": None}, False),
+        ({"image": "swebench/sweb.eval.x86_64:latest"}, False),  # of a container
+    ],
+)
+def test_rows_with_an_image_are_refused(media: Row, refused: bool) -> None:
+    row = {"question": "How many?", "answer": "3", **media}
+    if refused:
+        with pytest.raises(DataError, match="only text is supported"):
+            read(row)
+    else:
+        assert read(row) == ("How many?", "3")
+
+
+def test_the_label_of_a_judged_completion_is_no_answer() -> None:
+    assert settings_for({"prompt": "q", "completion": "a", "label": True})["output_key"] == "completion"
