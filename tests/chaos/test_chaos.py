@@ -72,7 +72,8 @@ def survive(folder: Path, recipe: dict[str, Any], kills: list[Kill]) -> Run:
     noticed = run.err.count("; it goes on ")
     hangs = sum(kill.hangs for kill in kills if kill.victim in (GCS, RAYLET))  # workers that have begun need neither
     assert lost - hangs <= noticed <= lost
-    assert found.restarts == len(kills) - lost
+    with_the_node = sum(kill.victim == RAYLET for kill in kills)  # an environment's death may be noticed first
+    assert len(kills) - lost <= found.restarts <= len(kills) - lost + with_the_node
     return run
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from grpo_mcore.observe import read_metrics
@@ -91,21 +91,22 @@ def _sample(row: Mapping[str, Any]) -> tuple[int, RecordedSample]:
 
 
 def measured(folder: Path) -> dict[str, float]:
-    """Return what a run folder, of a run or of a rehearsal, says about durations: median seconds a step of log-probs,
-    training and refit, and "decode": seconds in which an engine is asked for samples, for each token that was trained
-    on."""
+    """Return what a run folder, of a run or of a rehearsal, says about durations: mean seconds a step of log-probs,
+    training and refit, if there were any; "step": of all of it, "wait": for its samples; and "decode": seconds in which
+    an engine is asked for samples, for each token that was trained on."""
     rows = list(read_metrics(folder / "metrics.jsonl", "train"))[WARM_UP:]
     figures = {}
     for timer, name in PHASES.items():
         if values := [row[f"timing/{timer}"] for row in rows if row.get(f"timing/{timer}")]:
-            figures[name] = median(values)
+            figures[name] = fmean(values)
     by_engine: dict[str, list[tuple[float, float]]] = defaultdict(list)
     steps = {row["step"] for row in rows}
     for event in EventFile(folder):
         if event["what"] == "generate" and event["process"].startswith("engine") and event["step"] in steps:
             by_engine[event["process"]].append((event["start"], event["start"] + event["seconds"]))
-    busy = sum(map(_covered, by_engine.values()))
-    return figures | {"decode": busy / sum(row["tokens"] for row in rows)}
+    figures["step"] = fmean(row["timing/total"] for row in rows)
+    figures["wait"] = fmean(row.get("timing/generate", 0.0) for row in rows)
+    return figures | {"decode": sum(map(_covered, by_engine.values())) / sum(row["tokens"] for row in rows)}
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:

@@ -46,14 +46,26 @@ from grpo_mcore.tools.report.device_seconds import WAITS, device_seconds
 
 LATENCY_S = 0.001
 """Longest time of a message between driver and worker."""
-CALIBRATIONS, CALIBRATION_STEPS = 4, 8
-"""Rehearsals of a recorded run, and steps of each, by which its durations are found."""
+CALIBRATIONS, CALIBRATION_STEPS, MOST_CHANGE = 8, 16, 1.5
+"""Rehearsals of a recorded run, steps of each, by which its durations are found; most that one changes a factor."""
 DEATH_NOTICE_S = 5.0
 """Longest time until the driver hears of a death."""
+
+WAITING = 0.05
+"""Share of its step from which on a recorded run is said to wait for its engines."""
 
 
 class RehearsalError(ValueError):
     """A recipe that cannot be rehearsed; the message says why."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """A rehearsal of a recorded run. `factors`: of its durations, `given`: what it measured, `miss`: how far off."""
+
+    factors: dict[str, float]
+    given: dict[str, float]
+    miss: float
 
 
 @dataclass(frozen=True)
@@ -117,11 +129,16 @@ def planned_durations(config: MasterConfig, shape: ModelShape, mean_tokens: int 
 
 def calibration(recording: Recording, shape: ModelShape, folder: Path) -> dict[str, float]:
     """Return the factors of the planned durations with which a rehearsal of the recorded run takes as long as it did.
-    Raises RehearsalError."""
-    config = recording.config
+    How fast its engines are shows best in how long it waits for them; where it does not, in how long they are asked for
+    samples. Raises RehearsalError."""
+    config, wanted = recording.config, dict(recording.figures)
+    step, wait = wanted.pop("step"), wanted.pop("wait")
+    waits = wait > WAITING * step
+    if waits:
+        wanted["decode"] = wait
     steps = min(config.grpo.max_num_steps, CALIBRATION_STEPS)
-    tried: list[tuple[dict[str, float], dict[str, float]]] = []  # (factors, what a rehearsal with them measured)
-    factors = dict.fromkeys(recording.figures, 1.0)
+    tried: list[Try] = []
+    factors = dict.fromkeys(wanted, 1.0)
     for attempt in range(CALIBRATIONS):
         place = folder / f"calibration-{attempt}"
         modelled = modelled_recipe(config, place, steps)
@@ -130,9 +147,12 @@ def calibration(recording: Recording, shape: ModelShape, folder: Path) -> dict[s
         world = World(modelled, durations, clock, config.rehearse.seed, recording, shared_cores(config, clock))
         with open_rehearsal(modelled, shape, world, gpu=config.cluster.platform != "cpu") as run:
             grpo_train(**vars(run))
-        tried.append((factors, measured(run.logger.log_dir)))
-        factors = {name: better_factor(recording.figures[name], name, tried) for name in factors}
-    return factors
+        given = measured(run.logger.log_dir)
+        if waits:
+            given["decode"] = given["wait"]
+        tried.append(Try(factors, given, miss(wanted, given)))
+        factors = {name: better_factor(wanted[name], name, tried) for name in factors}
+    return min(tried, key=lambda one: one.miss).factors
 
 
 def shared_cores(config: MasterConfig, clock: VirtualClock) -> Cores | None:
@@ -140,18 +160,26 @@ def shared_cores(config: MasterConfig, clock: VirtualClock) -> Cores | None:
     return Cores(clock, available_cores()) if config.cluster.platform == "cpu" else None
 
 
-def better_factor(wanted: float, name: str, tried: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> float:
+def miss(wanted: Mapping[str, float], given: Mapping[str, float]) -> float:
+    """Return the largest relative error of what a rehearsal gave."""
+    return max(abs(given.get(name, 0.0) / value - 1) for name, value in wanted.items() if value)
+
+
+def better_factor(wanted: float, name: str, tried: Sequence[Try]) -> float:
     """Return the factor of a duration after those that were tried, with what each gave: in proportion first, then on
-    the line through the last two, for a part of what is measured depends on no factor."""
-    (factors, given), *_ = tried[::-1]
-    factor, now = factors[name], given.get(name)
-    if not now:
+    the line through the last two, for a part of what is measured depends on no factor. What one factor gives depends on
+    the others too, so it moves by at most MOST_CHANGE at a time from the second on."""
+    factor, now = tried[-1].factors[name], tried[-1].given.get(name)
+    if now is None:
         return factor
-    if len(tried) > 1:
-        before, gave = tried[-2][0][name], tried[-2][1].get(name, now)
-        if (gave - now) * (before - factor) > 0:
-            return max(factor / 10, factor + (wanted - now) * (before - factor) / (gave - now))
-    return factor * wanted / now
+    if now == 0:
+        return factor * MOST_CHANGE
+    if len(tried) == 1:
+        return factor * wanted / now
+    before, gave = tried[-2].factors[name], tried[-2].given.get(name, now)
+    rises = (gave - now) * (before - factor) > 0
+    better = factor + (wanted - now) * (before - factor) / (gave - now) if rises else factor * wanted / now
+    return min(max(better, factor / MOST_CHANGE), factor * MOST_CHANGE)
 
 
 @contextmanager

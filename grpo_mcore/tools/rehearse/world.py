@@ -118,6 +118,7 @@ class World:
     transfer: Transfer = field(default_factory=Transfer)
     mesh: Mesh | None = None  # of the policy that was started last
     engines: list[ModelledEngine] = field(default_factory=list)  # all that were ever started
+    _groups: dict[str, Sequence[RecordedSample]] = field(default_factory=dict)
     _lengths: dict[str, float] = field(default_factory=dict)
     _rates: dict[str, float] = field(default_factory=dict)
     _sketches: dict[str, str] = field(default_factory=dict)
@@ -147,9 +148,13 @@ class World:
         return self.slow.get(worker, 1.0)
 
     def recorded_sample(self, uid: str, index: int) -> RecordedSample:
-        """Return the recorded sample that comes again as this one: all of a prompt's are from one recorded prompt."""
+        """Return the recorded sample that comes again as this one: each prompt that is asked for takes the next of the
+        recorded ones, so that a rehearsal of the recorded setting has its samples, and in its order."""
         assert self.recorded is not None
-        return self.draw("sample", uid, index).choice(self.draw("prompt", uid).choice(self.recorded.groups))
+        if (group := self._groups.get(uid)) is None:
+            recorded = self.recorded.groups
+            group = self._groups[uid] = recorded[len(self._groups) % len(recorded)]
+        return group[index % len(group)]
 
     def answer_tokens(self, request: GenerationRequest) -> int:
         """Return how many tokens the model says in a turn, if nothing limits it."""

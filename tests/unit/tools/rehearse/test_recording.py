@@ -68,7 +68,7 @@ def test_samples_and_seconds_of_a_run_are_read(recorded: Path) -> None:
     assert all(len(sample.heard) == len(sample.said) - 1 for sample in samples)
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     assert sum(rewards) / len(rewards) == pytest.approx(sum(row["reward"] for row in rows) / 8)
-    assert recording.figures.keys() == TRUE.keys() and recording.figures == measured(recorded)
+    assert recording.figures.keys() == TRUE.keys() | {"step", "wait"} and recording.figures == measured(recorded)
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +77,19 @@ def factors(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def test_calibration_finds_the_durations_of_the_recorded_world(factors: dict[str, float]) -> None:
-    assert factors == {name: pytest.approx(factor, rel=0.2) for name, factor in TRUE.items()}
+    assert factors == {name: pytest.approx(factor, rel=0.05) for name, factor in TRUE.items()}
 
 
 def test_a_recording_predicts_other_settings(recorded: Path, factors: dict[str, float], tmp_path: Path) -> None:
     recording = read_recording(recorded)
     errors = []
     for changes in ({"age": 0}, {"age": 2}, {"engines": 1}, {"generations": 2}):
-        other = replace(RECORDED, seed=4, **changes)
+        other = replace(RECORDED, **changes)
         place = tmp_path / "-".join(changes) / str(other.age)
         truth = step_seconds(run(other, place / "truth", durations(other, TRUE)))
         predicted = step_seconds(run(other, place / "predicted", durations(other, factors), recording))
         errors.append(abs(predicted / truth - 1))
-    assert max(errors) <= 0.2 and median(errors) <= 0.1, errors
+    assert max(errors) <= 0.1 and median(errors) <= 0.05, errors
 
 
 def test_a_run_without_samples_predicts_nothing(recorded: Path, tmp_path: Path) -> None:
