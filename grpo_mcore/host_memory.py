@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap names since 3.13
+_LIBC = ctypes.CDLL(None)
 _ALIGNMENT = 64  # bytes; a multiple of every element size
 
 
@@ -24,6 +26,17 @@ def pin(flat: Tensor) -> None:
 def unpin(flat: Tensor) -> None:
     """Undo `pin`."""
     _check(torch.cuda.cudart().cudaHostUnregister(flat.data_ptr()))
+
+
+def lend(tensor: Tensor) -> bool:
+    """Let the machine take the memory of a host tensor, and with it the values, when it runs short of memory. Return
+    whether it can: not memory of a file or one that processes share.
+
+    Until then a write there is as fast as ever, where every page of fresh memory first costs a fault.
+    """
+    first, last = -(-tensor.data_ptr() // mmap.PAGESIZE), (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE
+    start, nbytes = first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE
+    return nbytes <= 0 or not _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_FREE)
 
 
 def _check(status: int) -> None:

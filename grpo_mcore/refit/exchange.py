@@ -33,21 +33,25 @@ class _Attribute(Exchange):
         self._value = old
 
 
-class _Swap(Exchange):
-    """Replaces the memory of a parameter: on CPU nothing else refers to it."""
+class Swap(Exchange):
+    """Replaces the memory of a parameter: on CPU nothing else refers to it. `value`: the new one, then the old one."""
+
+    def __init__(self, live: Tensor, value: Tensor) -> None:
+        self.key = id(live)
+        self._live, self.value = live, value
+
+    def run(self) -> None:
+        old = self._live.data
+        self._live.data = self.value
+        self.value = old
+
+
+class _Copy(Exchange):
+    """Exchanges the contents: CUDA graphs read the memory that they were captured with."""
 
     def __init__(self, live: Tensor, value: Tensor) -> None:
         self.key = id(live)
         self._live, self._value = live, value
-
-    def run(self) -> None:
-        old = self._live.data
-        self._live.data = self._value
-        self._value = old
-
-
-class _Copy(_Swap):
-    """Exchanges the contents: CUDA graphs read the memory that they were captured with."""
 
     def run(self) -> None:
         old = self._live.data.clone()
@@ -66,7 +70,7 @@ def shadow_of(module: nn.Module) -> nn.Module:
 
 def exchange_tensor(live: Tensor, value: Tensor) -> Exchange:
     """Return the exchange of `live`'s contents with `value`."""
-    return _Swap(live, value) if live.device.type == "cpu" else _Copy(live, value)
+    return Swap(live, value) if live.device.type == "cpu" else _Copy(live, value)
 
 
 def exchange_parameters(live: nn.Module, shadow: nn.Module) -> Iterator[Exchange]:

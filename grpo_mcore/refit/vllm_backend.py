@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -81,6 +82,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         self._mapped: Mapped | None = None
         self._adapters: EngineAdapters | None = None  # of an engine that serves adapters, from its first refit on
         self._weights: EngineWeights | EngineAdapters | None = None
+        self._spare: dict[str, Tensor] = {}  # memory of the weights before those in use, by parameter
         self._committed = False  # and not yet released: the old weights are still here
         self.in_session = False  # vLLM's worker waits for a finish
         self._taken = 0  # buckets
@@ -114,8 +116,9 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             self._weights = self._adapters
         else:
             self._weights = EngineWeights(
-                self.model, self._part, self.device, self.model_config.dtype, in_place=in_place
+                self.model, self._part, self.device, self.model_config.dtype, in_place=in_place, spare=self._spare
             )
+            self._spare = {}
         self.in_session = True
 
     def _has_room(self, part: Part) -> bool:
@@ -214,7 +217,10 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             self._adapters.put_to_use()
 
     def release(self) -> None:
-        """Free the old weights: the commit is final."""
+        """Free the old weights: the commit is final. On CPU their memory is kept for the next refit, as long as the
+        machine has enough."""
+        if self.device.type == "cpu" and isinstance(self._weights, EngineWeights):
+            self._spare = self._weights.old_memory()
         self._weights, self._committed = None, False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the key-value cache needs the staged weights' memory

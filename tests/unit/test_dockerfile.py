@@ -65,6 +65,20 @@ def test_the_script_says_its_steps_and_refuses_others() -> None:
     assert done.returncode == 1 and "the lock is for Python 3.12 and false is not that" in done.stderr
 
 
+@pytest.mark.parametrize("broken", ["transformer_engine.pytorch", "mamba_ssm", "fla"])
+def test_the_script_ends_with_an_import_of_every_extension(broken: str, tmp_path: Path) -> None:
+    """One that is installed and broken is named, and the others are imported all the same."""
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\ncase "$4" in "import {broken}") echo "OSError: undefined symbol"; exit 1;; esac\n')
+    python.chmod(0o755)
+    env = {**os.environ, "VENV": str(tmp_path)}
+    script = [str(ROOT / "scripts/setup_gpu.sh"), "imports"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 1 and done.stderr.strip().endswith(f"not importable: {broken}")
+    assert f"{broken}: OSError: undefined symbol" in done.stdout and "grpo_mcore.tools.launch" in done.stdout
+
+
 def test_what_compiled_kernels_need_is_locked() -> None:
     needed = {"torch", "transformers", "triton", "einops", "ninja", "packaging", "setuptools", "hatchling", "pybind11"}
     assert needed | {"nvidia-cuda-nvcc", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= GPU.keys()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
+import resource
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore import host_memory
-from grpo_mcore.host_memory import HostCopies
+from grpo_mcore.host_memory import HostCopies, lend
 
 
 @pytest.fixture
@@ -92,3 +95,18 @@ def test_a_failure_of_the_driver_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: (_ for _ in ()).throw(RuntimeError(str(status))))
     with pytest.raises(RuntimeError, match="1"):
         host_memory.pin(torch.zeros(4))
+
+
+def test_lent_memory_is_the_machines_until_it_is_written_again() -> None:
+    def of_the_machine() -> int:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("LazyFree"))
+
+    tensor, before = torch.ones(1 << 20), of_the_machine()
+    assert lend(tensor) and of_the_machine() - before >= tensor.nbytes - 2 * mmap.PAGESIZE
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    tensor.numpy().fill(2)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults < 100 < tensor.nbytes // mmap.PAGESIZE
+    assert lend(torch.ones(3)), "less than a page"
+    shared = torch.frombuffer(mmap.mmap(-1, 1 << 16), dtype=torch.uint8)
+    assert not lend(shared)

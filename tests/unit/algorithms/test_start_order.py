@@ -16,6 +16,7 @@ from grpo_mcore.algorithms.weight_sync import refit_step
 from grpo_mcore.cluster import WorkerDied
 from grpo_mcore.families import shape_of
 from grpo_mcore.families.known import known_configs
+from grpo_mcore.generation import EngineConfig
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MasterConfig, policy_layout
 from tests.clocks import StandingClock
@@ -37,6 +38,7 @@ class Node:
         self.store, self.call_timeout_s, self.address = None, 60.0, "here"
         self.clock = StandingClock()
         self.variables: dict[str, Any] = {}
+        self.engines: list[EngineConfig] = []
 
     def worker(self, name: str) -> Any:
         return SimpleNamespace(
@@ -46,8 +48,9 @@ class Node:
             call=lambda method, *_, **__: Answer(self.events, f"{name} {method}", name),
         )
 
-    def spawn(self, name: str, *_: Any, env: Any = None, **__: Any) -> Any:
+    def spawn(self, name: str, *arguments: Any, env: Any = None, **_: Any) -> Any:
         self.variables[name] = env
+        self.engines += [one for one in arguments if isinstance(one, EngineConfig)]
         self.events.append(f"spawn {name}")
         return self.worker(name)
 
@@ -128,6 +131,17 @@ def test_policy_and_engines_have_the_environment_variables_of_the_recipe() -> No
     start_policy_and_engines(recipe, node, model)  # type: ignore[arg-type]
     assert node.variables["policy"].items() >= {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}.items()
     assert node.variables["engine-0"]["B"] == "2" and "A" not in node.variables["engine-0"]
+
+
+@pytest.mark.parametrize(("peft", "loaded"), [({}, "dummy"), ({"enabled": True, "refit": "adapters"}, "auto")])
+def test_engines_load_no_weights_that_the_first_refit_brings(peft: dict[str, Any], loaded: str) -> None:
+    """60 GB from a shared disk, overwritten before the first request. Adapters alone come without the model's."""
+    recipe = config()
+    recipe.policy.megatron_cfg.peft = recipe.policy.megatron_cfg.peft.model_copy(update=peft)
+    node, shape = Node(), shape_of(next(iter(known_configs().values())))
+    model = Model("m", shape, policy_layout(recipe.policy.megatron_cfg, 1), Platform("cpu"))
+    start_policy_and_engines(recipe, node, model)  # type: ignore[arg-type]
+    assert [engine.load_format for engine in node.engines] == [loaded]
 
 
 @pytest.mark.parametrize("shared", [True, False])

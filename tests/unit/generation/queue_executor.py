@@ -1,7 +1,8 @@
 """vLLM's engine as GPUs run it, without a GPU: asynchronous scheduling over a queue of two batches.
 
-`engine` starts our Engine over vLLM's own engine core, whose executor is a `QueueExecutor`: it computes no model. A
-token tells the weights that computed it, and its log-prob tells the oldest weights whose keys and values it read.
+`engine` starts our Engine over vLLM's own engine core, whose executor is a `QueueExecutor`: it computes no model. Its
+weights are real: a refit brings them as bytes from a policy rank. All elements have one value, which no other refit
+brings. A token tells the weights that computed it, and its log-prob the oldest weights whose keys and values it read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +21,23 @@ import torch
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker
 
+from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig
-from grpo_mcore.generation.worker_calls import has_only_registered_tensors, refit_step
+from grpo_mcore.generation.worker_calls import refit_step
+from grpo_mcore.layout import EngineLayout, PolicyLayout
+from grpo_mcore.refit.plan import RefitPlan, plan_refit
+from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.refit.vllm_backend import RefitWeightEngine
+from tests.unit.refit.shards import Answer, ShardedModel
 
 FIRST_TOKEN = 20
-"""Token of weight version 0; that of version n is n further."""
+"""Token of weights of the value 0; that of the value n is n further."""
 BLOCK = 4
 """Tokens of a cache block."""
 LOST = -1
-"""Version of weights that are dropped, or partly replaced."""
+"""Value of weights that are dropped, or partly replaced."""
 
 
 @dataclass
@@ -39,30 +47,85 @@ class _Request:
     generated: int = 0
 
 
-@dataclass
-class _Weights:
-    """What the calls of a refit do to a version number."""
+class Policy:
+    """A policy rank, as a refit's driver calls it. `values`: that of its weights in the last refit to each version."""
 
-    version: int = 0
-    before: int = 0
-    coming: int = 0
-    calls: list[str] = field(default_factory=list)
-    in_place: bool = False
+    name = "policy-0"
 
-    def step(self, step: str, argument: Any) -> dict[str, Any]:
-        self.calls.append(step)
-        match step:
-            case "start":
-                self.coming, self.before = argument["version"], self.version
-                self.in_place = bool(argument.get("in_place"))
-                if self.in_place:
-                    self.version = LOST
-            case "finish":
-                self.before, self.version = self.version, self.coming
-            case "abort":
-                self.version = self.before
-        return {"digest": "plan", "in_place": self.in_place, "fallbacks": [], "dtype": "float32", "verify": "off",
-                "busy": False, "seconds": 0.0, "sums": {}, "parameters": 1, "buckets": 1}  # fmt: skip
+    def __init__(self, folder: str) -> None:
+        shape = shape_of(read_hf_config(folder))
+        self.plan = plan_refit(params_of(shape), shape, PolicyLayout(), EngineLayout(), dtype="float32",
+                               buffer_bytes=1 << 16)  # fmt: skip
+        assert len(self.plan.buckets) > 2, "more than the buffer's halves"
+        whole = {tensor.name: torch.zeros(tensor.shape) for param in params_of(shape) for tensor in param.hf}
+        self._held = ShardedModel(whole, shape, 0, 1).held
+        self.version, self.values = 0, {0: 0}
+        self.sender = MortalSender(self, 0, run_id="queue")
+
+    def train(self, version: int) -> None:
+        """Have other weights than ever before, for a refit to `version`."""
+        self.version, self.values[version] = version, 1 + max(self.values.values())
+        for tensor in self._held.values():
+            tensor.fill_(self.values[version])
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self._held
+
+    def call(self, method: str, *args: Any, **_: Any) -> Answer:
+        return Answer(getattr(self.sender, method), args)
+
+
+class MortalSender(RefitSender):
+    """Fails in bucket `fails_in`."""
+
+    fails_in: int | None = None
+
+    def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
+        if index == self.fails_in:
+            raise RuntimeError("out of luck")
+        return super().fill_bucket(index, *checked)
+
+
+class _Backend(RefitWeightEngine):
+    """That of an engine with one rank, for which no process group is made."""
+
+    _engine_rank, _engine_ranks = 0, 1  # type: ignore[assignment]
+    room = True  # for a second copy of the weights
+
+    def _has_room(self, part: Any) -> bool:
+        return self.room
+
+
+class Rank(Worker):
+    """vLLM's worker on GPU as far as a refit needs it. Its model has the plan's parameters, and no layers."""
+
+    def __init__(self, vllm_config: Any, plan: RefitPlan) -> None:
+        self.vllm_config, self.rank = vllm_config, 0
+        self.model = torch.nn.Module()
+        shapes: dict[str, list[int]] = {}
+        for read in (read for block in plan.blocks() for read in block.reads):
+            ends = [stop for _, stop in read.box]
+            shapes[read.param] = list(map(max, ends, shapes.get(read.param, ends)))
+        for path, shape in shapes.items():
+            *modules, name = path.split(".")
+            module = self.model
+            for part in modules:
+                if not hasattr(module, part):
+                    module.add_module(part, torch.nn.Module())
+                module = getattr(module, part)
+            module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
+        self.model_runner: Any = SimpleNamespace(model=self.model, reset_lora_state=lambda: None)
+        self.weight_transfer_engine: Any = _Backend(None, vllm_config, torch.device("cpu"), self.model)
+        self._weight_update_active = self._weight_update_is_draft = False
+
+    def value(self) -> int:
+        """Return the value that all weights have; LOST if they have several."""
+        values = {value.item() for weight in self.model.parameters() for value in weight.aminmax()}
+        return int(values.pop()) if len(values) == 1 else LOST
+
+    def lose_weights(self) -> None:
+        for weight in self.model.parameters():
+            weight.fill_(LOST)
 
 
 class _UnderWay(Future[Any]):
@@ -86,15 +149,15 @@ class QueueExecutor(Executor):
     def _init_executor(self) -> None:
         # vLLM's CPU platform turns this off; the scheduler and the queue are made after the executor.
         self.scheduler_config.async_scheduling = True
-        self.weights = _Weights()
+        self.policy = Policy(self.model_config.model)
+        self.rank = Rank(self.vllm_config, self.policy.plan)
         self.asleep = False
         self.levels: list[int] = []  # of the sleeps
-        self.only_registered_tensors = True
         self.threads: set[int] = set()  # that have called this executor
         self.under_way: set[Any] = set()
         self.launched = 0
         self._requests: dict[str, _Request] = {}
-        self._written: dict[int, list[int]] = {}  # weight version of each slot of a cache block
+        self._written: dict[int, list[int]] = {}  # value of the weights that wrote each slot of a cache block
         self._batch: ModelRunnerOutput | None = None
 
     def collective_rpc(
@@ -103,10 +166,8 @@ class QueueExecutor(Executor):
         self.threads.add(threading.get_ident())
         if method is refit_step:
             assert args[0] == "wait" or not self.under_way, f"{args[0]} of a refit while a batch reads the weights"
-            return [self.weights.step(*args)]
-        if method is has_only_registered_tensors:
-            return [self.only_registered_tensors]
-        assert isinstance(method, str), f"{method} has no answer here"
+        if callable(method):
+            return [method(self.rank, *args)]
         answers: dict[str, Callable[[], Any]] = {
             "get_kv_cache_spec": lambda: {
                 "layer": FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -125,12 +186,13 @@ class QueueExecutor(Executor):
         if asleep:
             self.levels.append(level)
             if level == 2:
-                self.weights.version = LOST
+                self.rank.lose_weights()
         self._written.clear()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         assert not self.asleep, "a batch was launched on an engine that sleeps"
-        assert self.weights.version != LOST, "a batch was launched without weights"
+        self._value = self.rank.value()
+        assert self._value != LOST, "a batch was launched with weights of several versions, or of none"
         self.threads.add(threading.get_ident())
         for request in scheduler_output.finished_req_ids:
             self._requests.pop(request, None)
@@ -149,7 +211,7 @@ class QueueExecutor(Executor):
         keys = [key for key in starts if key in scheduler_output.num_scheduled_tokens]
         rows = [self._compute(self._requests[key], starts[key], scheduler_output.num_scheduled_tokens[key])
                 for key in keys]  # fmt: skip
-        tokens = np.array([[FIRST_TOKEN + self.weights.version] for _ in rows], dtype=np.int64).reshape(-1, 1)
+        tokens = np.array([[FIRST_TOKEN + self._value] for _ in rows], dtype=np.int64).reshape(-1, 1)
         self._batch = ModelRunnerOutput(
             req_ids=keys,
             req_id_to_index={key: index for index, key in enumerate(keys)},
@@ -166,11 +228,11 @@ class QueueExecutor(Executor):
         return self._answer(None if rows else self._batch, non_block)
 
     def _compute(self, request: _Request, start: int, count: int) -> int | None:
-        """Write the keys and values of `count` tokens. Returns the oldest version that the last one read, or None if
-        more of the prompt is to come."""
+        """Write the keys and values of `count` tokens. Returns the value of the oldest weights of which the last one
+        read any, or None if more of the prompt is to come."""
         slots = [divmod(position, BLOCK) for position in range(start + count)]
         for block, slot in slots[start:]:
-            self._written.setdefault(request.blocks[block], [0] * BLOCK)[slot] = self.weights.version
+            self._written.setdefault(request.blocks[block], [0] * BLOCK)[slot] = self._value
         if start + count < request.prompt + request.generated:
             return None
         request.generated += 1
@@ -193,6 +255,8 @@ class QueueExecutor(Executor):
 
     def shutdown(self) -> None:
         self._requests.clear()
+        self.rank.weight_transfer_engine.shutdown()
+        self.policy.sender.close_refit()
 
 
 class SecondRunnerExecutor(QueueExecutor):

@@ -16,10 +16,13 @@ import torch
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.generation import Engine, EngineError
 from grpo_mcore.generation.worker_calls import has_only_registered_tensors
+from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.refit import Refit
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 from tests.functional.engine_callers import CALLERS
 from tests.functional.engine_cases import CONTEXT
 from tests.functional.preload import preload
+from tests.unit.refit.shards import Handle
 
 pytestmark = pytest.mark.slow  # exhaustive, on vLLM
 
@@ -74,12 +77,35 @@ def request(number: int, length: int = 9) -> GenerationRequest:
     return GenerationRequest(f"prompt-{number}", 0, (Turn("user", 2 + torch.arange(length) % 99),), seed=number)
 
 
-def refit(engine: Engine, recompute: bool = False, abort: bool = False, in_place: bool = False) -> None:
-    version = (engine.weight_version or executor_of(engine).weights.coming) + 1
-    engine.start_refit({"digest": "plan", "version": version, "in_place": in_place})
-    engine.stage_refit()
-    engine.commit_refit(version, recompute_kv=recompute)
-    engine.abort_refit() if abort else engine.finish_refit()
+def begin(engine: Engine, in_place: bool = False) -> Refit:
+    """Let the engine hold the next version's weights beside those in use, or in place of them."""
+    executor = executor_of(engine)
+    policy, version = executor.policy, engine.weight_version
+    policy.train((policy.version if version is None else version) + 1)
+    executor.rank.weight_transfer_engine.room = not in_place
+    begun = Refit([policy], [Handle(engine.name, engine)], policy.plan, policy.version, verify="full")
+    begun.stage()
+    return begun
+
+
+def refit(engine: Engine, recompute: bool = False, in_place: bool = False) -> None:
+    begin(engine, in_place).commit(recompute_kv=recompute)
+
+
+def take_back(engine: Engine, recompute: bool = False) -> None:
+    """As where another engine fails in its commit."""
+    begin(engine)
+    engine.commit_refit(executor_of(engine).policy.version, recompute)
+    engine.abort_refit()
+
+
+def abort(engine: Engine) -> None:
+    """The policy fails when the engine has taken some of the new weights."""
+    sender = executor_of(engine).policy.sender
+    sender.fails_in = len(executor_of(engine).policy.plan.buckets) - 1
+    with pytest.raises(RefitError, match="out of luck"):
+        begin(engine)
+    sender.fails_in = None
 
 
 def sleep(engine: Engine, refits: int = 1, keep_weights: bool = True) -> None:
@@ -90,16 +116,10 @@ def sleep(engine: Engine, refits: int = 1, keep_weights: bool = True) -> None:
     engine.prepare(engine.weight_version)
 
 
-def abort(engine: Engine) -> None:
-    engine.start_refit({"digest": "plan", "version": (engine.weight_version or 0) + 1, "in_place": False})
-    engine.stage_refit()
-    engine.abort_refit()
-
-
 ACTIONS: dict[str, Callable[[Engine], None]] = {
     "commit": refit,
     "commit and recompute": lambda engine: refit(engine, recompute=True),
-    "commit and abort": lambda engine: refit(engine, abort=True),
+    "commit and abort": take_back,
     "abort": abort,
     "sleep": lambda engine: sleep(engine, refits=0),
     "sleep and commit": sleep,
@@ -108,12 +128,13 @@ ACTIONS: dict[str, Callable[[Engine], None]] = {
 }
 
 
-def check_versions(sample: Trajectory) -> None:
-    """Each generated token is of the version that computed it."""
+def check_versions(engine: Engine, sample: Trajectory) -> None:
+    """Each generated token is of the version whose weights computed it."""
     from tests.unit.generation.queue_executor import FIRST_TOKEN
 
     computed = (sample.token_ids()[sample.prompt_length :] - FIRST_TOKEN).tolist()
-    stamped = [version for version, start, end in sample.weight_versions for _ in range(start, end)]
+    values = executor_of(engine).policy.values
+    stamped = [values[version] for version, start, end in sample.weight_versions for _ in range(start, end)]
     assert stamped[sample.prompt_length :] == computed, f"computed with {computed}, {sample.weight_versions}"
     assert len(stamped) == sample.length
 
@@ -144,7 +165,7 @@ def test_tokens_are_of_the_weights_that_computed_them(
             where = f"{first} before step {early}, {second} before step {late}"
             assert set(samples) >= {"prompt-0", "prompt-2"}, where
             for sample in samples.values():
-                check_versions(sample)
+                check_versions(engine, sample)
                 assert len(sample.turns[-1]) == STEPS, where
             assert engine.health()["requests"] == 0
 
@@ -171,21 +192,27 @@ def test_a_new_request_reads_no_keys_of_older_weights(engine: Engine, between: C
 
         between(act)
         (sample,) = engine.generate([request(0, 17)], Sampling(max_new_tokens=2 * STEPS))
-        check_versions(sample)
+        check_versions(engine, sample)
         assert len(later) == 1 and later[0].weight_versions[-1][0] == version
         logprobs = later[0].turns[-1].logprobs
-        assert logprobs is not None and (-logprobs == version).all(), f"keys and values of {-logprobs}, not {version}"
+        value = executor_of(engine).policy.values[version]
+        assert logprobs is not None and (-logprobs == value).all(), f"keys and values of {-logprobs}, not {value}"
 
 
 def test_no_request_reads_keys_of_a_refit_taken_back(engine: Engine) -> None:
     """The version of a refit that was taken back comes again, with other weights."""
-    version = (engine.weight_version or 0) + 1
-    engine.start_refit({"digest": "plan", "version": version})
-    engine.commit_refit(version)
-    number = engine._cache_number
-    engine.abort_refit()
+    version, number = (engine.weight_version or 0) + 1, engine._cache_number
+    take_back(engine)
     refit(engine)
-    assert engine.weight_version == version and engine._cache_number > number + 1
+    assert engine.weight_version == version and engine._cache_number > number + 2
+
+
+def test_new_weights_take_the_memory_of_those_before_the_last(engine: Engine) -> None:
+    places: list[set[int]] = []
+    for _ in range(4):
+        refit(engine)
+        places.append({weight.data_ptr() for weight in executor_of(engine).rank.model.parameters()})
+    assert places[0] == places[2] and places[1] == places[3] and places[0].isdisjoint(places[1])
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -196,13 +223,13 @@ def test_a_caller_that_stops_leaves_no_batch_to_a_refit(engine: Engine, in_place
     samples = engine.generate(
         [request(number, CONTEXT - 24 + 8 * number) for number in range(3)], Sampling(max_new_tokens=60)
     )
-    check_versions(next(samples))
+    check_versions(engine, next(samples))
     samples.close()
     assert core.batch_queue, "no batch was under way"
     refit(engine, in_place=in_place)
     assert not core.batch_queue and engine.health()["requests"] == 0
     assert engine._llm_engine.reset_prefix_cache(), "blocks of ended requests are still in use"
-    check_versions(*engine.generate([request(0)], Sampling(max_new_tokens=4)))
+    check_versions(engine, *engine.generate([request(0)], Sampling(max_new_tokens=4)))
 
 
 def test_a_refit_in_place_waits_for_the_batch_of_paused_requests(
@@ -222,7 +249,7 @@ def test_a_refit_in_place_waits_for_the_batch_of_paused_requests(
 
         between(act)
         for sample in engine.generate([request(number) for number in range(2)], Sampling(max_new_tokens=STEPS)):
-            check_versions(sample)
+            check_versions(engine, sample)
 
 
 def test_vllm_is_called_by_one_thread(engine: Engine) -> None:
@@ -240,7 +267,7 @@ def test_vllm_is_called_by_one_thread(engine: Engine) -> None:
     for thread in callers:
         thread.join()
     sleep(engine, keep_weights=False)
-    refit(engine, recompute=True, abort=True)
+    take_back(engine, recompute=True)
     assert len(executor.threads) == 1 and threading.get_ident() not in executor.threads
 
 
@@ -249,7 +276,7 @@ def test_a_dropped_stream_is_ended_by_a_collection_inside_a_call_of_vllm(engine:
     gc.disable()
     try:
         stream: Any = engine.generate([request(0, CONTEXT - 3), request(1)], Sampling(max_new_tokens=60))
-        check_versions(next(stream))
+        check_versions(engine, next(stream))
         circle = [stream]
         circle.append(circle)
         del stream, circle
@@ -268,7 +295,9 @@ def test_an_engine_that_sleeps_before_a_refit_drops_its_weights(engine: Engine) 
     """Instead of copying them to the host and back, unless the model has tensors that nobody would restore."""
     executor, version = executor_of(engine), engine.weight_version
     for only, keep, level in ((True, False, 2), (True, True, 1), (False, False, 1)):
-        engine._sleep_level, executor.only_registered_tensors = None, only
+        engine._sleep_level = None
+        if not only:
+            executor.rank.model.unregistered = torch.ones(2)
         engine.release(keep_weights=keep)
         assert executor.levels[-1] == level
         if level == 2:
@@ -277,8 +306,9 @@ def test_an_engine_that_sleeps_before_a_refit_drops_its_weights(engine: Engine) 
         refit(engine)
         assert engine.weight_version is not None
         engine.prepare(engine.weight_version)
-        check_versions(*engine.generate([request(0)], Sampling(max_new_tokens=2)))
-    engine._sleep_level, executor.only_registered_tensors = None, True
+        check_versions(engine, *engine.generate([request(0)], Sampling(max_new_tokens=2)))
+    del executor.rank.model.unregistered
+    engine._sleep_level = None
 
 
 def test_tensors_that_a_sleep_without_weights_would_lose() -> None:
