@@ -7,6 +7,7 @@ whose process is lost gives no reward at all, and no parts: the sample is exclud
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import defaultdict
@@ -35,6 +36,10 @@ from grpo_mcore.environments.verifiers import (
     verifier_modules,
 )
 from grpo_mcore.objective import CORRECT, pass_at_k
+
+logger = logging.getLogger(__name__)
+
+_LETTER = re.compile(r"[A-J]")  # of a choice
 
 
 class MathEnvConfig(AnswerConfig):
@@ -134,6 +139,13 @@ class MathEnvironment(EnvironmentInterface):
     @classmethod
     def check_truths(cls, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         section = MathEnvConfig.read(config)
+        truths = [str(row.get("ground_truth")) for row in rows]
+        if section.verifier == HF_MATH_VERIFY and truths and all(map(_LETTER.fullmatch, truths)):
+            logger.warning(
+                "the truths are letters of choices, and hf_math_verify reads no answer such as 'Answer: (%s)'; set "
+                "verifier_type: english_multichoice",
+                truths[0],
+            )
         return truth_problems(section.verifier, rows, "math", section.verify_timeout_s)
 
     def step(

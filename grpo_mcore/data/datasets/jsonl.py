@@ -17,7 +17,8 @@ from typing import IO, Any
 from grpo_mcore.data.interfaces import DataError
 
 _BOM = b"\xef\xbb\xbf"
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_GZIP = b"\x1f\x8b"
+SUFFIXES = tuple(name + packed for packed in ("", ".gz") for name in (".jsonl", ".json", ".ndjson", ".jsonlines"))
 
 Check = Callable[[dict[str, Any], str], object]
 """(row, "file:line"); raises DataError for a row that lacks a field."""
@@ -52,9 +53,14 @@ def is_list(path: Path) -> bool:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Open the file, decompressed into a temporary file where it is gzip: rows are read by their offset."""
-    if path.suffix != ".gz":
-        return path.open("rb")
+    """Open the file, decompressed into a temporary file where it is gzip, whatever its name: rows are read by their
+    offset."""
+    file = path.open("rb")
+    head = file.read(len(_GZIP))
+    file.seek(0)
+    if head != _GZIP:
+        return file
+    file.close()
     unpacked = tempfile.TemporaryFile()
     try:
         with gzip.open(path) as packed:

@@ -29,6 +29,7 @@ from grpo_mcore.recipe import nearest
 
 _FILE_TYPES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 _TRIED_ROWS = 1_000
+_REASON = 300  # characters of an error of `datasets`
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,18 @@ def plain(value: Any, *, nulls: bool = False) -> Any:
         return plain(value.tolist(), nulls=nulls)
     if isinstance(value, date | time):
         return value.isoformat()
+    if isinstance(value, bytes) and not not_text(value):
+        return value.decode()
     return str(value) if isinstance(value, Decimal | timedelta | UUID) else value
+
+
+def not_text(value: bytes) -> bool:
+    """Return whether bytes are no text: columns of text that another program wrote may be binary ones."""
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def joined(sources: Sequence[Source]) -> Source:
@@ -225,11 +237,16 @@ def load_table(
             name = split if split and split.isidentifier() else "train"  # a file is whatever split was asked for
             loaded = {name: rows["train"]}
         else:
+            if local:
+                _refuse_several_kinds(Path(path))
             loaded = datasets.load_dataset(path, subset, cache_dir=download_dir)
     except DataError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # `datasets` says what went wrong there
+            cause = cause.__cause__
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:_REASON]
         subset_text = f", subset {subset!r}" if subset else ""
         raise DataError(f"cannot load the dataset {path!r}{subset_text}: {reason}") from error
     table = _choose_split(loaded, split, path) if isinstance(loaded, dict) else loaded
@@ -238,12 +255,26 @@ def load_table(
     return table
 
 
+def _refuse_several_kinds(folder: Path) -> None:
+    """Refuse a folder with data files of several kinds, of which `datasets` reads one without a word, unless a dataset
+    card says which."""
+    card = folder / "README.md"
+    if card.is_file() and "data_files" in card.read_text(encoding="utf-8", errors="replace"):
+        return
+    kinds = {file.suffix: file.name for file in sorted(folder.iterdir()) if file.suffix in (".jsonl", *_FILE_TYPES)}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{folder} has files of several kinds ({', '.join(kinds.values())}); give one file, or one kind"
+        )
+
+
 def _csv_options(path: str, separator: str | None) -> dict[str, Any]:
     """Return how `datasets` reads a CSV file: each cell as the text that it holds (007, NA and 0.50 are no numbers or
     nulls), an empty one as null. Raises DataError for a header that names a column twice."""
     separator = separator or ("\t" if path.endswith(".tsv") else ",")
     with Path(path).open(encoding="utf-8-sig", newline="") as file:
         names = next(csv.reader(file, delimiter=separator), [])
+    names = [name or f"Unnamed: {at}" for at, name in enumerate(names)]  # as pandas reads its own index
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{path}: the column {twice[0]!r} occurs twice in its first line")
     from datasets import Features, Value

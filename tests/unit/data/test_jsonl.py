@@ -38,6 +38,7 @@ LINES = [json.dumps(row, ensure_ascii=False).encode() for row in ROWS]
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_rows_and_their_lines(tmp_path, name, data, numbers) -> None:
     assert read(tmp_path / name, data) == (ROWS, numbers)
+    assert read(tmp_path / name, gzip.compress(data)) == (ROWS, numbers)  # whatever its name
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(data))
     rows, lines = read_json(tmp_path / f"{name}.gz")
     assert (list(rows), list(lines), rows[1]) == (ROWS, numbers, ROWS[1])

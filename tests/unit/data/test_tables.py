@@ -108,6 +108,26 @@ def test_a_column_that_occurs_twice_is_refused(table: Callable[..., dict[str, An
         read(table("a.csv", b"input,output,output\n1,2,3\n"))
 
 
+def test_an_index_that_pandas_wrote_is_a_column_and_a_ragged_row_is_named(table: Callable[..., dict[str, Any]]) -> None:
+    (row,) = read(table("a.csv", b",input,output\n0,1+1=,2\n"))
+    assert row["Unnamed: 0"] == "0"
+    with pytest.raises(DataError, match="Expected 2 fields in line 3, saw 3"):
+        read(table("b.csv", b"input,output\n1,2\n1,2,3\n"))
+
+
+def test_a_folder_with_files_of_several_kinds_is_refused(table: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """`datasets` would read one kind of them, without a word."""
+    for number in (1, 2):
+        table(f"{number}.parquet", [{"input": str(number), "output": "2"}])
+    entry = {"data_path": str(tmp_path), "download_dir": str(tmp_path / "cache")}
+    assert len(read(entry)) == 2
+    (tmp_path / "a.jsonl").write_text('{"input": "1", "output": "2"}\n')
+    with pytest.raises(
+        DataError, match=r"has files of several kinds \(2.parquet, a.jsonl\); give one file, or one kind"
+    ):
+        read(entry)
+
+
 VERL = {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule", "ground_truth": "2"}}
 
 
@@ -162,6 +182,7 @@ def test_values_of_tables_are_as_in_json(table: Callable[..., dict[str, Any]]) -
         "lasted": timedelta(seconds=90),
         "price": Decimal("1.50"),
         "data": b"\x00\xff",
+        "text": b"caf\xc3\xa9",
         "large": 2**63 - 1,
         "nested": {"a": None, "b": [{"c": None, "d": 1}]},
         "empty": None,
@@ -169,7 +190,7 @@ def test_values_of_tables_are_as_in_json(table: Callable[..., dict[str, Any]]) -
     (row,) = read(table("a.parquet", [{"input": "1", "output": "2", **values}]))
     assert {key: row[key] for key in values} == {
         **values,
-        "day": "2026-01-02", "moment": "2026-01-02T03:00:00", "lasted": "0:01:30", "price": "1.50",
+        "text": "café", "day": "2026-01-02", "moment": "2026-01-02T03:00:00", "lasted": "0:01:30", "price": "1.50",
         "nested": {"b": [{"d": 1}]},
     }  # fmt: skip
 

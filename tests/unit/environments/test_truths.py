@@ -57,6 +57,16 @@ def test_a_verifier_of_ones_own_is_not_asked() -> None:
     assert problems("a.module:verifier", "5", '{"numbers": [1, 2]}') == [None] * 2
 
 
+def test_letters_of_choices_ask_for_their_own_verifier(package_log: pytest.LogCaptureFixture) -> None:
+    math = create_env_class("math")[0]
+    assert math.check_truths({}, [{"ground_truth": "A"}, {"ground_truth": "C"}]) == [None] * 2
+    assert "set verifier_type: english_multichoice" in package_log.text
+    package_log.clear()
+    math.check_truths({"verifier_type": "english_multichoice"}, [{"ground_truth": "A"}])
+    math.check_truths({}, [{"ground_truth": "A"}, {"ground_truth": "5"}])
+    assert not package_log.messages
+
+
 def test_each_environment_knows_its_truths() -> None:
     rules = {"components": {"a": {"type": "verifier", "verifier": "english_multichoice"}}}
     rows = [{"ground_truth": "A"}, {"ground_truth": "5"}]
