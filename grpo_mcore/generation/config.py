@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from grpo_mcore.generation.cpu_kernels import PRIORITY
@@ -132,6 +135,20 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
             "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "2",
         }
     return environment
+
+
+def engine_argument_names() -> frozenset[str]:
+    """Return the names of the arguments that the installed vLLM's EngineArgs takes; none without vLLM. They are read
+    from its source, because an import of vLLM takes ten seconds."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        return frozenset()
+    source = Path(package.origin).with_name("engine") / "arg_utils.py"
+    classes = (node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef))
+    fields = next(node.body for node in classes if node.name == "EngineArgs")
+    return frozenset(
+        node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    )
 
 
 def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, Any]:

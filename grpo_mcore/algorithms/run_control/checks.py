@@ -26,6 +26,7 @@ from grpo_mcore.families import (
     read_hf_config,
     shape_of,
 )
+from grpo_mcore.generation.config import engine_argument_names
 from grpo_mcore.layout import LayoutError, PolicyLayout
 from grpo_mcore.objective import LOSS_INPUTS, CustomPart, check_custom_objective
 from grpo_mcore.observe import check_custom_logger
@@ -47,6 +48,7 @@ from grpo_mcore.recipe import (
     unknown_validation_metric,
     world_size,
 )
+from grpo_mcore.recipe.errors import nearest_hint
 from grpo_mcore.rollout.datum import DatumSpec
 
 VERDICT_TIMEOUT_S = 600.0
@@ -195,6 +197,7 @@ def check_run(config: MasterConfig) -> Model:
     check_custom_code(config)
     model = check_model(config)
     check_vllm_build(gpu=model.gpu)
+    check_engine_arguments(config)
     shape = model.shape
     vllm = config.policy.generation.vllm_cfg
     for key, wanted in (
@@ -218,6 +221,19 @@ def check_vllm_build(*, gpu: bool) -> None:
             f"cluster.platform: engines on {where} need the package {wanted}, and this environment has {other}; use "
             f"the environment of {'scripts/setup_gpu.sh' if gpu else 'make setup'}, or the other platform"
         )
+
+
+def check_engine_arguments(config: MasterConfig) -> None:
+    """Raise SetupError for an argument in vllm_kwargs that the installed vLLM does not have."""
+    section = "on_policy_distillation.non_colocated_teachers"
+    given = {f"policy.generation.vllm_kwargs.{name}": name for name in config.policy.generation.vllm_kwargs}
+    for alias, policy in teacher_policies(config).items():
+        given |= {f"{section}: teacher {alias}: vllm_kwargs.{name}": name for name in policy.generation.vllm_kwargs}
+    if not given or not (known := engine_argument_names()):
+        return
+    for key, name in given.items():
+        if name not in known:
+            raise SetupError(f"{key}: vLLM's EngineArgs has no argument of this name{nearest_hint(name, known)}")
 
 
 def _is_installed(package: str) -> bool:

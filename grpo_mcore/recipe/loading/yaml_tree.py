@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined
+from grpo_mcore.recipe.errors import COMMAND_LINE, Problem, RecipeError, in_yaml, joined
 
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
@@ -207,6 +207,14 @@ class _Conversion:
                 self.problems.append(Problem(self._source_of(line), key, "a key must be a single word"))
                 continue
             name = str(key_node.value)
+            if node.flow_style and _lacks_space(key_node, value_node):
+                name, _, rest = name.partition(":")
+                if self._name == COMMAND_LINE:  # as Hydra reads it
+                    own[name] = parse_text(rest, joined(key, name), COMMAND_LINE)
+                    continue
+                message = f"{name}:{rest} is one word in YAML; write {name}: {rest}, with a space"
+                self.problems.append(Problem(self._source_of(line), joined(key, name), message))
+                continue
             child = self.convert(value_node, line, joined(key, name))
             if name == OVERRIDE_KEY:
                 if not isinstance(child.value, bool):
@@ -219,6 +227,12 @@ class _Conversion:
             else:
                 own[name] = child
         return Node({**inherited, **own}, source, key, replaces)
+
+
+def _lacks_space(key: yaml.ScalarNode, value: yaml.Node) -> bool:
+    """Return whether {name:value} was written, in which YAML sees a key without a value."""
+    nothing = isinstance(value, yaml.ScalarNode) and value.value == "" and value.style is None
+    return nothing and key.style is None and re.match(r"\w[\w.-]*:[^/]", key.value) is not None
 
 
 def _scalar(node: yaml.Node) -> Any:

@@ -140,4 +140,4 @@ class GenerationConfig(Section):
     vllm_cfg: VllmConfig = Field(default_factory=VllmConfig)
     """Settings of each engine."""
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further engine arguments, passed to vLLM unchanged."""
+    """Further engine arguments, passed to vLLM unchanged. What other keys set, or a run decides, is refused."""

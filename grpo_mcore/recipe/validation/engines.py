@@ -15,6 +15,39 @@ _COLOCATED = "policy.generation.colocated."
 _NODES, _GPUS = _COLOCATED + "resources.num_nodes", _COLOCATED + "resources.gpus_per_node"
 _VLLM = "policy.generation.vllm_cfg."
 _CHAT = _VLLM + "http_server_serving_chat_kwargs."
+_KWARGS = "policy.generation.vllm_kwargs"
+_HAVE_KEYS = {
+    "model": "policy.model_name",
+    "tokenizer": "policy.tokenizer.name",
+    "dtype": _VLLM + "precision",
+    "tensor_parallel_size": _VLLM + "tensor_parallel_size",
+    "pipeline_parallel_size": _VLLM + "pipeline_parallel_size",
+    "data_parallel_size": "policy.generation.num_engines",
+    "enable_expert_parallel": _VLLM + "expert_parallel_size",
+    "max_model_len": _VLLM + "max_model_len",
+    "load_format": _VLLM + "load_format",
+    "gpu_memory_utilization": _VLLM + "gpu_memory_utilization",
+    "kv_cache_dtype": _VLLM + "kv_cache_dtype",
+    "kv_cache_memory_bytes": _VLLM + "kv_cache_memory_gb",
+    "enforce_eager": _VLLM + "enforce_eager",
+    "enable_return_routed_experts": _VLLM + "enable_return_routed_experts",
+    "enable_lora": "policy.megatron_cfg.peft.refit",
+    "max_lora_rank": "policy.megatron_cfg.peft.dim",
+}
+"""Arguments of an engine that come from other keys of a recipe."""
+_DECIDED = {
+    "logprobs_mode": "training needs log-probs of the distribution that samples are drawn from",
+    "quantization": "a refit brings weights that are not quantized",
+    "weight_transfer_config": "refits have one of their own",
+    "enable_sleep_mode": "engines sleep when they share their devices with the policy",
+    "max_loras": "an engine has the policy's adapter, and no other",
+    "distributed_executor_backend": "the run starts the engine's ranks",
+    "nnodes": "the run places engines on nodes",
+    "node_rank": "the run places engines on nodes",
+    "master_addr": "the run places engines on nodes",
+    "master_port": "the run places engines on nodes",
+}
+"""Arguments of an engine that are no one's to choose, and why."""
 
 
 def check_pools(config: RecipeSections) -> Iterator[Finding]:
@@ -37,6 +70,15 @@ def check_pools(config: RecipeSections) -> Iterator[Finding]:
     elif not policy_pool(config).ranks:
         have, of = ("num_nodes", _NODES) if resources.num_nodes is not None else ("gpus_per_node", _GPUS)
         yield Finding((of, f"cluster.{have}"), f"takes all of cluster.{have} {cluster[have]}: none is left to train")
+
+
+def check_engine_arguments(config: RecipeSections) -> Iterator[Finding]:
+    """vllm_kwargs must not contradict what other keys say, or what a run needs: vLLM would take it without a word."""
+    for name in config.policy.generation.vllm_kwargs:
+        if (key := _HAVE_KEYS.get(name)) is not None:
+            yield Finding((f"{_KWARGS}.{name}",), f"is set by {key}; set it there")
+        elif (why := _DECIDED.get(name)) is not None:
+            yield Finding((f"{_KWARGS}.{name}",), f"cannot be chosen: {why}; remove it")
 
 
 def check_engine_experts(config: RecipeSections) -> Iterator[Finding]:

@@ -47,6 +47,7 @@ CHECKS = (
     engines.check_pools,
     layout.check_layout,
     engines.check_engine_experts,
+    engines.check_engine_arguments,
     engines.check_engine_stages,
     layout.check_router_replay,
     layout.check_shared_prefix,

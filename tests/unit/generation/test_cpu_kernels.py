@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
+from grpo_mcore.generation.config import engine_argument_names
 from grpo_mcore.generation.cpu_kernels import (
     PROVIDER,
     register_cpu_kernels,
@@ -115,3 +117,11 @@ def test_rounded_rows_change_no_bit_of_a_product(bias: torch.Tensor | None) -> N
         assert rows <= rounded_rows(rows) <= rows * 9 / 8
     assert len({rounded_rows(rows) for rows in range(1, 2049)}) == 72
     assert ops.onednn_mm(product, x[:20].view(4, 5, 64), bias).shape == (4, 5, 96)
+
+
+@pytest.mark.slow  # imports vLLM
+def test_the_names_of_arguments_are_those_of_the_class() -> None:
+    """They are read from its source, without an import."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert engine_argument_names() == {each.name for each in fields(EngineArgs)}

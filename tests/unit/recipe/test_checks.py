@@ -174,6 +174,14 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
             ],
         ),
         (
+            ["policy.generation.vllm_kwargs={tensor_parallel_size: 2, logprobs_mode: raw_logprobs, seed: 1}"],
+            [
+                "policy.generation.vllm_kwargs.tensor_parallel_size: is set by "
+                "policy.generation.vllm_cfg.tensor_parallel_size; set it there",
+                "policy.generation.vllm_kwargs.logprobs_mode: cannot be chosen: training needs log-probs of the",
+            ],
+        ),
+        (
             ["policy.generation.vllm_cfg.expert_parallel_size=4", "policy.generation.vllm_cfg.tensor_parallel_size=2"],
             [
                 "policy.generation.vllm_cfg.expert_parallel_size: 4 is neither 1 nor tensor_parallel_size = 2; experts "

@@ -24,6 +24,11 @@ def test_values_are_yaml(load) -> None:
     assert config.checkpointing.checkpoint_dir == "results/a b"
 
 
+def test_mappings_may_be_written_without_spaces_as_for_hydra(load) -> None:
+    kwargs = load(MINIMAL, "policy.generation.vllm_kwargs={max_num_seqs:8,hf_overrides:{a:1e-6,b:[1,x:y]}}").config
+    assert kwargs.policy.generation.vllm_kwargs == {"max_num_seqs": 8, "hf_overrides": {"a": 1e-6, "b": [1, "x:y"]}}
+
+
 def test_mappings_are_merged_and_free_keys_may_be_new(load) -> None:
     text = MINIMAL + "env: {math: {num_workers: 8}}\n"
     env = load(text, "env.math.stop_strings=[x]", "+env.code={num_workers: 2}", "data.train.env_name=math")

@@ -84,6 +84,13 @@ def test_a_key_given_twice_is_reported_with_both_lines(write) -> None:
     )
 
 
+def test_a_colon_without_a_space_is_reported(write) -> None:
+    with pytest.raises(RecipeError, match=r"r.yaml:2: a.b: b:1 is one word in YAML; write b: 1, with a space"):
+        parse_file(write("x: 1\na: {b:1}\n"), "r.yaml")
+    tree = parse_file(write('a: {b: , "c:1": , http://d: 2, e: f:g}'), "r.yaml")
+    assert tree.plain() == {"a": {"b": None, "c:1": None, "http://d": 2, "e": "f:g"}}
+
+
 def test_broken_yaml_has_its_line(write) -> None:
     with pytest.raises(RecipeError) as error:
         parse_file(write("grpo:\n  seed: [1\n  x: 2\n"), "r.yaml")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from grpo_mcore.algorithms.run_control import checks
-from grpo_mcore.algorithms.run_control.checks import SetupError, check_vllm_build
+from grpo_mcore.algorithms.run_control.checks import SetupError, check_engine_arguments, check_vllm_build
 from grpo_mcore.data.tiny_models import make_tiny_model
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import MasterConfig, load_recipe
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,11 @@ def test_engines_need_the_build_for_their_platform(
     else:
         with pytest.raises(SetupError, match=message):
             check_vllm_build(gpu=gpu)
+
+
+def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_recipe("grpo-arithmetic-cpu", ["policy.generation.vllm_kwargs={max_num_seq: 8}"]).config
+    with pytest.raises(SetupError, match="vllm_kwargs.max_num_seq: vLLM's EngineArgs has no .*; nearest: max_num_seqs"):
+        check_engine_arguments(config)
+    monkeypatch.setattr(checks, "engine_argument_names", frozenset)
+    check_engine_arguments(config)  # nothing to compare with
