@@ -15,7 +15,8 @@ from grpo_mcore.clock import REAL
 THREADS = 8
 """Files that are read at a time."""
 SMALL_BYTES = 1 << 20
-"""Files that hold less together are read one after the other: threads would take longer to start."""
+"""A file that holds less is read at once. Files that hold less together are read one after the other: threads would
+take longer to start."""
 
 READ_AGAIN_S = (1.0, 5.0)
 """Seconds to wait before each further attempt to read files on a disk that fails."""
@@ -38,16 +39,18 @@ def digest_of(data: bytes | memoryview) -> Digest:
 
 def digest_file(path: Path, sync: bool = False) -> Digest:
     """Return the digest of a file. `sync`: flush it to the disk first."""
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         if sync:
             os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        if (size := os.fstat(file.fileno()).st_size) < SMALL_BYTES:
+            return digest_of(file.read())
+        return size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_files(folder: Path, names: Iterable[str], sync: bool = False) -> dict[str, Digest]:
     """Return the digests of files by their paths inside `folder`."""
     names = list(names)
-    if len(names) < 2 or sum((folder / name).stat().st_size for name in names) < SMALL_BYTES:
+    if len(names) < 2 or sum(os.stat(folder / name).st_size for name in names) < SMALL_BYTES:
         return {name: digest_file(folder / name, sync) for name in names}
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: digest_file(folder / name, sync), names), strict=True))

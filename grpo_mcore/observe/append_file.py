@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +34,21 @@ class AppendFile:
         self._at_end = True  # the file ends where the pending text begins
         self._complained = False
 
+    def write_json(self, fields: Mapping[str, Any]) -> None:
+        """Append an object of JSON as a line."""
+        try:
+            line = msgspec.json.encode(fields)
+        except (TypeError, ValueError, OverflowError):  # half a surrogate pair, a number of numpy, a huge integer
+            line = json.dumps(fields).encode()
+        self._append(line)
+
     def write(self, line: str) -> None:
         """Append a line, given without its end."""
+        self._append(line.encode())
+
+    def _append(self, line: bytes) -> None:
         start, text = self._pending
-        self._pending = (start, text + line.encode() + b"\n")
+        self._pending = (start, text + line + b"\n")
         self.lines += 1
         try:
             self._flush()

@@ -76,7 +76,7 @@ class Ledger:
         """Append an entry, which survives the end of this process; on a full disk it is written later."""
         entry = {"event": event, **fields}
         for line in (entry,) if self.follow is None else self.follow(entry):
-            self._file.write(json.dumps(line))
+            self._file.write_json(line)
 
     @property
     def entries(self) -> int:

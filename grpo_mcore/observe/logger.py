@@ -116,7 +116,7 @@ class Logger:
             raise ValueError(f"{taken} cannot be names of metrics: the lines of {METRICS_FILE} use them")
         head = {"step": step, "prefix": prefix, "unix_time": round(self._clock.unix(), 3)}
         finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps(head | finite))
+        self._file.write_json(head | finite)
         named = {f"{prefix}/{name}" if prefix else name: v for name, v in values.items() if v is not None}
         for tracker in self._backends:
             tracker.call(f"step {step}", lambda backend: backend.log(named, step))

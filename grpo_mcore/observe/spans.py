@@ -82,7 +82,7 @@ class SpanFile:
         self._file.close()
 
     def _write(self, **fields: Any) -> None:
-        self._file.write(json.dumps(fields))
+        self._file.write_json(fields)
 
 
 def parts_of(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

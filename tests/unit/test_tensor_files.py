@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import resource
+from collections import Counter
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,15 @@ def test_what_rows_and_generators_hold_comes_back(tmp_path: Path) -> None:
         assert torch.equal(back["torch"], value["torch"]) and (back["numpy"][1] == value["numpy"][1]).all()
 
 
+def test_plain_values_are_read_back_without_torch_s_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"rows": [{"ids": torch.arange(3), "x": torch.zeros(2)}], "seen": {1, 2}, "count": Counter("aab")}
+    with monkeypatch.context() as patch:
+        patch.delattr(tensor_files, "_load")
+        tensor_files.save(value, tmp_path / "data.pt")
+    back = tensor_files.load(tmp_path / "data.pt")
+    assert torch.equal(back["rows"][0]["ids"], torch.arange(3)) and back["count"] == value["count"]
+
+
 def test_a_crafted_file_runs_nothing(tmp_path: Path) -> None:
     torch.save({"waiting": [Trap(tmp_path / "made")]}, tmp_path / "data.pt")
     with pytest.raises(tensor_files.UnsafeFile, match=r"data.pt is not read: it holds posix.mkdir"):
@@ -53,6 +63,8 @@ class Unlisted:
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"data.pt: .*Unlisted cannot be saved; use numbers"):
         tensor_files.save({"row": Unlisted()}, tmp_path / "data.pt")
+    with pytest.raises(TypeError, match=r"data.pt: .* cannot be saved"):
+        tensor_files.save({"row": 1 << 5000}, tmp_path / "data.pt")  # torch would not read it back
     assert not os.listdir(tmp_path)
 
 

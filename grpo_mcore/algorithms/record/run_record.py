@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import msgspec
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState, RunSnapshot, SavedPosition
 from grpo_mcore.algorithms.record.followed_run import FollowedRun
@@ -247,9 +247,9 @@ class RunRecord:
     def _write_pass_rates(self) -> None:
         """Write the pass rate of each prompt beside the ledger, for people: a checkpoint has its own copy."""
         path = self.ledger.path.with_name(PASS_RATES_FILE)
-        lines = [json.dumps({"uid": uid, **asdict(record)}) for uid, record in self.prompts.rates.prompts.items()]
+        records = ({"uid": uid, **vars(record)} for uid, record in self.prompts.rates.prompts.items())
         try:
-            path.with_suffix(".tmp").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            path.with_suffix(".tmp").write_bytes(msgspec.json.Encoder().encode_lines(records))
             path.with_suffix(".tmp").replace(path)
         except OSError as error:
             logger.warning("the pass rates cannot be written to %s: %s", path, error.strerror or error)

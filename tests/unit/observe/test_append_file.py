@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import resource
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_mcore.observe import Ledger, audit, read_ledger
@@ -104,3 +106,11 @@ def test_a_ledger_on_a_disk_that_fills_and_empties_has_no_flaw(tmp_path: Path) -
     ledger.close()
     found = audit(read_ledger(path))
     assert not found.flaws and found.steps == 8
+
+
+def test_every_object_becomes_a_line(tmp_path: Path) -> None:
+    rows = [{"a": 1, "b": [0.5, None, "é\n"]}, {"why": "broken \udcff text"}, {"x": np.float64(2)}, {"big": 1 << 70}]
+    file = AppendFile(tmp_path / "lines")
+    for row in rows:
+        file.write_json(row)
+    assert list(map(json.loads, (tmp_path / "lines").read_bytes().splitlines())) == rows
