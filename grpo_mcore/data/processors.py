@@ -162,9 +162,14 @@ def _answered_log(
     form = chat_form(tokenizer)
     prompt = form.messages(messages[:first])
     messages = [*prompt, *form.messages(messages[first:])]
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= len(prompt)]
-    if not answers:
+    said = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= len(prompt)]
+    if not said:
         raise RowError(uid, "it has no assistant message, so there is nothing to train on")
+    answers = [i for i in said if _is_trained(messages[i], uid)]
+    if not answers:
+        raise RowError(uid, f"all its answers are marked as context ({', '.join(_MARKS_OF_CONTEXT)})")
+    if blank := [i for i in answers if not (str(messages[i].get("content") or "").strip() or _says(messages[i]))]:
+        raise RowError(uid, f"message {blank[0]}, an answer that is trained on, is blank")
 
     def render(shown: Chat, add_generation_prompt: bool) -> str:
         return _shown(tokenizer, shown, uid, row, add_generation_prompt=add_generation_prompt)
@@ -187,6 +192,24 @@ def _answered_log(
     for turn in log:
         turn["token_loss_mask"] = torch.full_like(turn["token_ids"], turn["role"] == "assistant")
     return log
+
+
+_MARKS_OF_CONTEXT = ("weight", "loss", "train")
+"""Fields by which published data leave an answer out of the loss: OpenAI has weight 0, ms-swift loss, axolotl train."""
+
+
+def _is_trained(message: dict[str, Any], uid: str) -> bool:
+    for key in _MARKS_OF_CONTEXT:
+        if (mark := message.get(key)) not in (None, 0, 1):  # true and false among them
+            raise RowError(uid, f"an answer has {key} {mark!r:.40}; only 0 and 1 are supported")
+        if mark == 0 and mark is not None:
+            return False
+    return True
+
+
+def _says(message: dict[str, Any]) -> bool:
+    """Return whether a message without a text says something nevertheless."""
+    return any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
 
 
 PROCESSORS: dict[str, TaskDataProcessFnCallable] = {

@@ -23,7 +23,8 @@ CHOICE_FIELDS = ("choices", "options", "endings")
 NO_CHOICES = "none"
 """The choices_key of rows whose choices are not to be shown."""
 
-_COLUMN = re.compile(r"((?:op|option|choice|sol|ending)[ _]?)?([a-j]|\d)", re.IGNORECASE)
+_COLUMN = re.compile(r"((?:op|option|choice|sol|ending|ans|answer)[ _]?)?([a-j]|\d)", re.IGNORECASE)
+_IN_TEXT = re.compile(r"(?:^|[\s,;])\(?([A-Ja-j])\s*[).:]\s*")
 _WRONG = re.compile(r"(?:incorrect[ _]?answer|distractor)[ _]?\d", re.IGNORECASE)
 _OWN_LABEL = re.compile(r"\s*\(?([A-Ja-j])\s*[).:]\s*(?=\S)")
 _BARE_LABEL = re.compile(r"[\s(]*([A-Za-z]|\d{1,2})[\s).:]*")
@@ -89,13 +90,17 @@ def lettered(question: str, choices: Sequence[str]) -> str:
     return "\n".join([question, "", *lines])
 
 
-def choices_of(row: dict[str, Any], key: str | None, question: str, answer: Any) -> Choices | None:
+def choices_of(row: dict[str, Any], key: str | None, question_key: str, question: str, answer: Any) -> Choices | None:
     """Return a row's choices: under `key`, or where that is null under one of CHOICE_FIELDS or in columns such as
     `A` to `D`, `opa` to `opd`, `option1`, ..., or the right answer and the wrong ones of `distractor1`, ..., in an
     order that depends on the question alone. None without any. Raises DataError for a key that leads to none."""
     if key == NO_CHOICES:
         return None
-    for name in CHOICE_FIELDS if key is None else (key,):
+    beside = question_key.rpartition(".")[0]  # ARC's question is a record with its choices
+    usual = [*CHOICE_FIELDS, *(f"{beside}.{name}" for name in CHOICE_FIELDS if beside)]
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        usual.append("answers")  # ReClor's; elsewhere these are right answers
+    for name in usual if key is None else (key,):
         if found := _choices(field_of(row, name)):
             return found
     if key is not None:
@@ -127,9 +132,24 @@ def _choices(value: Any) -> Choices | None:
             return None
         texts = [one[text] for one in value]
         labels = [one[label] for one in value] if label else [*LETTERS[: len(texts)]]
+    elif isinstance(value, str):
+        texts, labels = _split(value), None
     else:
         texts, labels = value, None
     return _made(texts, labels)
+
+
+def _split(text: str) -> list[str]:
+    """Return the choices in a text such as `a) 38, b) 27, c) none`, or one a line; [] in another."""
+    begins, wanted = [], 0
+    for match in _IN_TEXT.finditer(text):
+        if match[1].upper() == LETTERS[wanted % len(LETTERS)]:
+            begins.append(match)
+            wanted += 1
+    if len(begins) > 1:
+        ends = [*(match.start() for match in begins[1:]), len(text)]
+        return [text[match.end() : end].strip(" \n\t,;") for match, end in zip(begins, ends, strict=True)]
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _columns(row: dict[str, Any]) -> Choices | None:

@@ -38,7 +38,7 @@ ANSWERS = (
 """The same for the answers."""
 SYSTEMS = ("system", "system_prompt")
 """The same for the system prompts."""
-CONTEXTS = ("context", "passage", "article")
+CONTEXTS = ("context", "passage", "article", "premise", "paragraph", "story", "document")
 """The same for texts that a question is about. They are shown where `context_key` names them."""
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -66,6 +66,8 @@ def settings_for(row: Row) -> dict[str, str]:
     if isinstance(row.get("responses_create_params"), dict):
         return {"dataset_name": "NemoGymDataset"}
     question = next((key for key in QUESTIONS if row.get(key)), None)
+    if question is not None and isinstance(row[question], dict):
+        question = next((f"{question}.{part}" for part in ("stem", "text") if part in row[question]), question)
     if {"chosen", "rejected"} <= set(row):
         if question is None and not _is_chat(row["chosen"]):
             return {}
@@ -123,7 +125,7 @@ def question_and_answer(
         )
     extra = _other_fields(row, question, answer) | _tools(row, "tools")
     truth = field_of(row, answer)
-    if found := choices_of(row, choices, str(messages[-1]["content"]), truth):
+    if found := choices_of(row, choices, question, str(messages[-1]["content"]), truth):
         if shown := found.shown_in(messages[-1]["content"]):
             truth = found.letter(truth) if _is_index(truth) else truth
         else:

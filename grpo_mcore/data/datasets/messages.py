@@ -54,7 +54,9 @@ def _message(message: Any, place: str) -> ChatMessage:
     if role == "function_call":
         calls = as_json(message.get("content"), f"{place}: the call", "calls", single=True)
         message = {**message, "content": "", "tool_calls": calls}
-    message = {**message, "role": ROLES.get(role, message["role"])}
+    message = {**message, "role": ROLES.get(role, role if role in ROLES.values() else message["role"])}
+    if message["role"] == "tool" and _is_value(message.get("content")):
+        message["content"] = json.dumps(message["content"], ensure_ascii=False)
     calls = message.get("tool_calls")
     if message.get("content") is None and not calls:
         raise DataError(f"{place} has no content")
@@ -64,6 +66,12 @@ def _message(message: Any, place: str) -> ChatMessage:
     clean = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     calls = [_tool_call(call, place) for call in calls or ()]
     return {**clean, "content": _text(message.get("content"), place), **({"tool_calls": calls} if calls else {})}
+
+
+def _is_value(content: Any) -> bool:
+    """Return whether a tool's result is a value, not text nor parts of it."""
+    parts = isinstance(content, list) and all(isinstance(one, str) or "type" in one for one in content if one)
+    return content is not None and not isinstance(content, str) and not parts
 
 
 def _text(content: Any, place: str) -> str:

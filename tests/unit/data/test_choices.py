@@ -40,9 +40,15 @@ def read(row: Row, **keys: str) -> tuple[str, Any]:
         {"goal": "Which?", "sol1": "red", "sol2": "blue", "label": 1},  # PIQA
         {"question": "Which?", "option1": "red", "option2": "blue", "answer": "2"},  # Winogrande
         {"Question": "Which?", "A": "red", "B": "blue", "Answer": "B", "Subject": "x"},
+        {"question": {"stem": "Which?", "choices": [{"text": "red", "label": "A"}, {"text": "blue", "label": "B"}]},
+         "answerKey": "B"},  # ARC and CommonsenseQA as files
+        {"question": "Which?", "answers": ["red", "blue"], "label": 1},  # ReClor
+        {"question": "Which?", "ans0": "red", "ans1": "blue", "label": 1},  # BBQ
+        {"question": "Which?", "options": "a ) red , b ) blue", "correct": "b"},  # MathQA
+        {"question": "Which?", "options": "red\nblue", "answer": "B"},
         {"ctx": "Which?", "endings": ["red", "blue"], "label": "1"},  # HellaSwag
     ],
-)
+)  # fmt: skip
 def test_choices_are_shown_and_the_truth_is_a_letter(row: Row) -> None:
     assert read(row) == (SHOWN, "B")
 
@@ -88,7 +94,15 @@ def test_a_choices_key_that_leads_to_none_is_refused() -> None:
 
 
 def test_lists_and_records_of_other_meanings_are_no_choices() -> None:
-    for options in ({"temperature": 1, "seed": 2}, ["alone"], [{"message": "a"}, {"message": "b"}], [["a"], ["b"]]):
+    aliases = {"question": "Which?", "answers": ["red", "the red one"], "answer": "red"}
+    assert read(aliases) == ("Which?", "red")
+    for options in (
+        {"temperature": 1, "seed": 2},
+        ["alone"],
+        [{"message": "a"}, {"message": "b"}],
+        [["a"], ["b"]],
+        "one or the other",
+    ):
         assert read({"question": "Which?", "options": options, "answer": "2"}) == ("Which?", "2")
 
 

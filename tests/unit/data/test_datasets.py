@@ -127,6 +127,13 @@ def test_roles_and_tools_of_published_conversations(write_jsonl):
     }
     assert first["tools"] == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     assert second["messages"][0] == {"role": "system", "content": "sum"}
+    results = [{"temp": 3}, [{"temp": 3}], 5, "5", [{"type": "text", "text": "5"}]]
+    said = [{"role": "User", "content": "1"}, *({"role": "tool", "content": result} for result in results)]
+    (row,) = load_response_dataset(
+        {"dataset_name": "openai_format", "data_path": write_jsonl("b.jsonl", [{"messages": said}])}
+    ).dataset
+    assert [message["content"] for message in row["messages"]] == ["1", '{"temp": 3}', '[{"temp": 3}]', "5", "5", "5"]
+    assert row["messages"][0]["role"] == "user"
 
 
 def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):

@@ -57,6 +57,26 @@ def test_text_in_the_templates_form_is_refused(tokenizer, role):
             processor({**ROW, "messages": templated}, TaskDataSpec(), tokenizer, None, 0)
 
 
+def test_answers_that_the_data_marks_as_context_are_not_trained_on(tokenizer):
+    def talk(**marks):
+        first = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", **marks}]
+        messages = [*first, {"role": "user", "content": "3"}, {"role": "assistant", "content": "4", "weight": 1}]
+        log = sft_processor({"messages": messages}, TaskDataSpec(), tokenizer, None, 0)["message_log"]
+        return [turn["content"][0] for turn in log if turn["token_loss_mask"].any()]
+
+    assert talk() == talk(weight=1) == talk(loss=True) == ["2", "4"]
+    assert talk(weight=0) == talk(loss=False) == talk(train=False) == ["4"]
+    with pytest.raises(RowError, match="an answer has weight 0.5; only 0 and 1 are supported"):
+        talk(weight=0.5)
+    for marks, why in (
+        ({"weight": 0}, "all its answers are marked as context"),
+        ({"content": " "}, "message 1.* is blank"),
+    ):
+        messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", **marks}]
+        with pytest.raises(RowError, match=why):
+            sft_processor({"messages": messages}, TaskDataSpec(), tokenizer, None, 0)
+
+
 @pytest.mark.parametrize("processor", [sft_processor, math_hf_data_processor])
 @pytest.mark.parametrize(
     ("message", "said"),
