@@ -18,6 +18,12 @@ _VALIDATION = {"val_data_path": "data_path", "val_split": "split"}
 _NAMES_DATASETS = set(_TRAIN) | set(_VALIDATION)
 # Keys of a dataset that the flat layout sets for all its datasets at once.
 _SHARED = set(DatasetEntry.model_fields) - {"dataset_name", "data_path", "task_name"}
+_NEVER_NULL = {
+    name
+    for name, field in DatasetEntry.model_fields.items()
+    if field.default_factory is None and field.default is not None
+}
+"""Keys of a dataset for which null means their default, as recipes of NeMo RL write it."""
 _TRAIN_ONLY = {"split_validation_size", "seed"}
 _GYM_FILES = {"train_jsonl_fpath": "train", "validation_jsonl_fpath": "validation"}
 
@@ -125,7 +131,9 @@ def _entries(node: Node, default: Node | None, train: bool, problems: list[Probl
         inherited = dict(default.children()) if default is not None and default.is_mapping else {}
         if not train:
             inherited = {name: child for name, child in inherited.items() if name not in _TRAIN_ONLY}
-        entries.append(Node({**inherited, **item.value}, item.source, item.key))
+        keys = {**inherited, **item.value}
+        kept = {name: child for name, child in keys.items() if child.value is not None or name not in _NEVER_NULL}
+        entries.append(Node(kept, item.source, item.key))
     return Node(entries, node.source, node.key)
 
 

@@ -136,6 +136,13 @@ def test_null_is_not_a_dataset(load) -> None:
     assert load(text).config.data.validation == []
 
 
+def test_null_is_the_default_of_a_key_that_cannot_be_null(load) -> None:
+    data = load(
+        "policy: {model_name: m}\ndata: {dataset_name: Squad, output_key: null, seed: null, split: null}\n"
+    ).config.data
+    assert (data.train[0].output_key, data.train[0].seed, data.train[0].split) == ("output", 42, None)
+
+
 def test_problems_name_the_key_as_it_was_written(problems) -> None:
     assert problems(FLAT.replace("question", "5").replace("p.txt", "[a]")) == [
         "r.yaml:6: data.input_key: expected text, got 5",

@@ -214,6 +214,13 @@ def test_an_older_asynchronous_section_that_says_the_same_is_used(load) -> None:
     assert (ours.enabled, ours.max_trajectory_age_steps, ours.group_order) == (True, 2, "oldest_first")
 
 
+def test_values_that_mean_what_is_done_anyway(load) -> None:
+    recipe = load(
+        MINIMAL, "policy.tokenizer.chat_template=default", "policy.megatron_cfg.optimizer.params_dtype=bfloat16"
+    )
+    assert recipe.config.policy.tokenizer.chat_template is None and len(recipe.imported) == 2
+
+
 def test_truncation_without_a_bound_is_off(load) -> None:
     off = "loss_fn={truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio: null, "
     recipe = load(MINIMAL, off + "truncated_importance_sampling_ratio_min: 0.2}")
