@@ -6,7 +6,6 @@ import errno
 import io
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from grpo_mcore import file_digests
 from grpo_mcore.algorithms.checkpointing import checkpoints as module
@@ -555,13 +553,3 @@ def test_a_run_that_goes_on_replaces_its_own_model_and_a_rollback_sets_the_newer
     with goes_back.held():
         there = set(kept(tmp_path))
     assert there == {"step_1", "hf_step_1", "abandoned_step_2", "abandoned_hf", "abandoned_hf_step_2", "in_use.json"}
-
-
-def test_a_recipe_reads_as_pyyaml_would_write_it() -> None:
-    odd = {
-        "words": {"a": "yes", "b": "2026-01-01", "c": "1e3", "d": "", "e": "a: b", "f": "two\nlines", "g": "/a/b-c.d"},
-        "numbers": {"a": 1e-6, "b": 1e16, "c": -0.5, "d": math.inf, "e": True, "f": None, "g": 10**20, "h": 2.0},
-        "on": {"deep": {"y": 1, "two words": {"x": []}, "empty": {}, "list": [1, {"a": [2.5, "no"]}]}},
-    }
-    for plain in (odd, RECIPE.model_dump(mode="json")):
-        assert module._yaml(plain, "") == yaml.safe_dump(plain, sort_keys=False)
