@@ -51,9 +51,9 @@ ROPE_SETTINGS = (
 
 
 def read_hf_config(folder: str | Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Read `config.json` of a local Hugging Face folder, with `overrides` (policy.hf_config_overrides). Raises
-    FamilyError if it is missing, or for an override of a key that it does not have."""
-    path = Path(folder) / "config.json"
+    """Read `config.json` of a local Hugging Face folder, or that file, with `overrides` (policy.hf_config_overrides).
+    Raises FamilyError if it is missing, or for an override of a key that it does not have."""
+    path = Path(folder) if Path(folder).is_file() else Path(folder) / "config.json"
     if not path.is_file():
         raise FamilyError(f"policy.model_name: {folder} holds no config.json; {_instead_of(Path(folder))}")
     try:

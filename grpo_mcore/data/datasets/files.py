@@ -41,6 +41,7 @@ SYSTEMS = ("system", "system_prompt")
 CONTEXTS = ("context", "passage", "article", "premise", "paragraph", "story", "document")
 """The same for texts that a question is about. They are shown where `context_key` names them."""
 
+_CHATS = ("messages", "conversations", "conversation")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_MARKS = ("<image>", "<video>", "<audio>")
 _MEDIA_FILES = (
@@ -69,11 +70,12 @@ def settings_for(row: Row) -> dict[str, str]:
     if question is not None and isinstance(row[question], dict):
         question = next((f"{question}.{part}" for part in ("stem", "text") if part in row[question]), question)
     if {"chosen", "rejected"} <= set(row):
+        question = question or next((key for key in _CHATS if _is_chat(row.get(key))), None)
         if question is None and not _is_chat(row["chosen"]):
             return {}
         key = {} if question in (None, "prompt") else {"prompt_key": str(question)}
         return {"dataset_name": "BinaryPreferenceDataset", **key}
-    if chat := next((key for key in ("messages", "conversations", "conversation") if _is_chat(row.get(key))), None):
+    if chat := next((key for key in _CHATS if _is_chat(row.get(key))), None):
         return {"dataset_name": "openai_format", **({} if chat == "messages" else {"chat_key": chat})}
     if question is None:
         return {}
@@ -246,8 +248,10 @@ def gym_task(row: Row) -> Row:
     return {"messages": messages, "gym_task": row, **({"tools": tools} if tools else {})}
 
 
-def preference_pair(row: Row, *, prompt: str, chosen: str, rejected: str) -> Row:
-    """Convert a prompt with a better and a worse answer, each text or a list of messages. Where the answers are whole
+def preference_pair(
+    row: Row, *, prompt: str, chosen: str, rejected: str, choices: str | None = None, context: str | None = None
+) -> Row:
+    """Convert a prompt with a better and a worse answer, each text or messages. Where the answers are whole
     conversations, the prompt is what they have in common at their start."""
     _refuse_media(row)
     better = as_messages(required(row, chosen), chosen, role="assistant")
@@ -263,7 +267,11 @@ def preference_pair(row: Row, *, prompt: str, chosen: str, rejected: str) -> Row
         better, worse = better[len(asked) :], worse[len(asked) :]
         asked = _with_system(asked, row, None)
     else:
-        asked = _asked(row, prompt)
+        asked = _asked(row, prompt, context)
+        if (found := choices_of(row, choices, prompt, asked[-1]["content"], None)) and not found.shown_in(
+            asked[-1]["content"]
+        ):
+            asked[-1] = {**asked[-1], "content": found.under(asked[-1]["content"])}
     return {
         **_other_fields(row, prompt, chosen, rejected),
         **_tools(row, "tools"),

@@ -32,6 +32,8 @@ def as_messages(value: Any, key: str, role: str = "user") -> list[ChatMessage]:
     """Return text as one message with that role, or a conversation. `key` is the field's name, for DataError."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
+    if isinstance(value, dict) and {"role", "from"} & set(value):  # one message
+        value = [value]
     if not isinstance(value, list):
         raise DataError(f"{key!r} must be text or a list of messages, got {type(value).__name__}")
     return conversation(value, key)

@@ -155,7 +155,8 @@ def rows_of_file(entry: Entry, name: str) -> ToChat:
         return gym_task
     if name == "BinaryPreferenceDataset":
         keys = {part: setting(entry, f"{part}_key", part) for part in ("prompt", "chosen", "rejected")}
-        return partial(preference_pair, **keys)
+        parts = {part: setting(entry, f"{part}_key") for part in ("choices", "context")}
+        return partial(preference_pair, **keys, **parts)
     keys = {"question": setting(entry, "input_key", "input"), "answer": setting(entry, "output_key", "output")}
     parts = {part: setting(entry, f"{part}_key") for part in ("choices", "context", "system")}
     return partial(question_and_answer, **keys, **parts, needs_answer=needs_answer(entry))
@@ -163,8 +164,10 @@ def rows_of_file(entry: Entry, name: str) -> ToChat:
 
 def unseen(entry: Entry, name: str, row: dict[str, Any]) -> str | None:
     """Return what to say of a text of the row that an entry of this layout does not show; None if nothing."""
-    keys = setting(entry, "context_key"), setting(entry, "input_key", "input")
-    return unseen_context(row, *keys) if name == "ResponseDataset" else None
+    question = {"ResponseDataset": "input", "BinaryPreferenceDataset": "prompt"}.get(name)
+    if question is None:
+        return None
+    return unseen_context(row, setting(entry, "context_key"), setting(entry, f"{question}_key", question))
 
 
 def needs_answer(entry: Entry) -> bool:

@@ -104,10 +104,10 @@ class DatasetEntry(Section):
     choices_key: str | None = None
     """Field of a row that holds the choices of its question, which are shown below it as `A) ...`; the truth becomes
     the right one's letter. null: `choices`, `options` or another usual field, where a row has it and the question does
-    not show them; none: they are not shown. Only for ResponseDataset."""
+    not show them; none: they are not shown. Only for ResponseDataset and BinaryPreferenceDataset."""
     context_key: str | None = None
     """Field of a row that holds the text that its question is about, which is shown above it. Only for
-    ResponseDataset."""
+    ResponseDataset and BinaryPreferenceDataset."""
     system_key: str | None = None
     """Field of a row that holds its system prompt. null: `system` or `system_prompt`, where a row has it. Only for
     ResponseDataset and openai_format."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -152,7 +151,7 @@ def plan_config(
         path = Path(config_json)
         if not path.is_file():
             raise PlanError(f"--config-json {path}: no such file")
-        return with_overrides(json.loads(path.read_text()), config.policy.hf_config_overrides)
+        return read_hf_config(path, config.policy.hf_config_overrides)
     if Path(name).is_dir():
         settings = read_hf_config(name, config.policy.hf_config_overrides)
         if any(Path(name).glob("*.safetensors")):  # a folder with its config.json alone can be planned too

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.data import DataError
-from grpo_mcore.data.datasets.files import question_and_answer, settings_for
+from grpo_mcore.data.datasets.files import preference_pair, question_and_answer, settings_for
 
 Row = dict[str, Any]
 SHOWN = "Which?\n\nA) red\nB) blue"
@@ -116,6 +116,17 @@ def test_other_parts_of_a_question() -> None:
         {"system_prompt": "Be brief.", "question": "q", "response": "a"}, question="question", answer="response"
     )
     assert orca["messages"][0] == {"role": "system", "content": "Be brief."} and len(orca["messages"]) == 3
+
+
+def test_pairs_show_their_choices_and_context_too() -> None:
+    row = {"question": "Which?", "options": ["red", "blue"], "passage": "A text.", "chosen": "A", "rejected": "B"}
+    keys = {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}
+    assert preference_pair(row, **keys, context="passage")["messages"][0]["content"] == f"A text.\n\n{SHOWN}"
+    answers = {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}  # LLaMA-Factory's
+    row = {"conversations": [{"from": "human", "value": "q"}], **answers}
+    assert settings_for(row) == {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "conversations"}
+    pair = preference_pair(row, **keys | {"prompt": "conversations"})
+    assert (pair["messages"][0]["content"], pair["chosen"][0]["content"]) == ("q", "chosen")
 
 
 @pytest.mark.parametrize(

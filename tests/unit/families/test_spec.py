@@ -289,5 +289,6 @@ def test_a_folder_of_another_form_says_what_to_give(tmp_path: Path, file: str, w
 )
 def test_a_config_that_is_no_object_is_refused_by_name(tmp_path: Path, content: str, why: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(FamilyError, match=f"config.json {why}"):
-        read_hf_config(tmp_path)
+    for there in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(FamilyError, match=f"config.json {why}"):
+            read_hf_config(there)
