@@ -36,6 +36,8 @@ FIRST_TOKEN = 20
 """Token of weights of the value 0; that of the value n is n further."""
 BLOCK = 4
 """Tokens of a cache block."""
+BUFFER_BYTES = 1 << 14
+"""Takes a part of the largest parameter at a time: weights are of two versions while a refit in place is under way."""
 LOST = -1
 """Value of weights that are dropped, or partly replaced."""
 
@@ -54,11 +56,13 @@ class Policy:
 
     def __init__(self, folder: str) -> None:
         shape = shape_of(read_hf_config(folder))
-        self.plan = plan_refit(params_of(shape), shape, PolicyLayout(), EngineLayout(), dtype="float32",
-                               buffer_bytes=1 << 16)  # fmt: skip
+        params = [param for param in params_of(shape) if param.megatron.endswith(("_layernorm.weight", "fc2.weight"))]
+        self.plan = plan_refit(
+            params, shape, PolicyLayout(), EngineLayout(), dtype="float32", buffer_bytes=BUFFER_BYTES
+        )
         assert len(self.plan.buckets) > 2, "more than the buffer's halves"
-        whole = {tensor.name: torch.zeros(tensor.shape) for param in params_of(shape) for tensor in param.hf}
-        self._held = ShardedModel(whole, shape, 0, 1).held
+        whole = {tensor.name: torch.zeros(tensor.shape) for param in params for tensor in param.hf}
+        self._held = ShardedModel(whole, shape, 0, 1, params).held
         self.version, self.values = 0, {0: 0}
         self.sender = MortalSender(self, 0, run_id="queue")
 
@@ -165,7 +169,8 @@ class QueueExecutor(Executor):
     ) -> Any:
         self.threads.add(threading.get_ident())
         if method is refit_step:
-            assert args[0] == "wait" or not self.under_way, f"{args[0]} of a refit while a batch reads the weights"
+            writes = args[0] in ("start", "finish") or self.rank.weight_transfer_engine._committed
+            assert not (writes and self.under_way), f"{args[0]} of a refit while a batch reads the weights"
         if callable(method):
             return [method(self.rank, *args)]
         answers: dict[str, Callable[[], Any]] = {
@@ -173,7 +178,7 @@ class QueueExecutor(Executor):
                 "layer": FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
             },
             "get_supported_kv_cache_layouts": lambda: ["NHD"],
-            "determine_available_memory": lambda: 2**20,
+            "determine_available_memory": lambda: 2**18,  # 1,024 blocks; vLLM goes over all in each reset
             "compile_or_warm_up_model": lambda: SimpleNamespace(language_model=0.0, encoder=0.0),
             "get_supported_tasks": lambda: ("generate",),
             "sleep": lambda: self._sleep(True, **(kwargs or {})),

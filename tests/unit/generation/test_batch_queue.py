@@ -149,25 +149,44 @@ def test_vllm_runs_two_batches(engine: Engine) -> None:
 def test_tokens_are_of_the_weights_that_computed_them(
     engine: Engine, between: Callable[..., None], first: str, second: str
 ) -> None:
-    """For every pair of actions, before every pair of steps."""
-    for early in range(STEPS):
-        for late in range(early, STEPS):
+    """For every pair of actions, before every pair of steps, and both before the one at which the queue is full."""
+    for early, late in [*itertools.combinations(range(STEPS), 2), (2, 2)]:
 
-            def act(step: int, early: int = early, late: int = late) -> None:
-                if step == early:
-                    ACTIONS[first](engine)
-                if step == late:
-                    ACTIONS[second](engine)
+        def act(step: int, early: int = early, late: int = late) -> None:
+            if step == early:
+                ACTIONS[first](engine)
+            if step == late:
+                ACTIONS[second](engine)
 
-            between(act)
-            requests = [request(number, 9 + number) for number in range(3)]
-            samples = {sample.uid: sample for sample in engine.generate(requests, Sampling(max_new_tokens=STEPS))}
-            where = f"{first} before step {early}, {second} before step {late}"
-            assert set(samples) >= {"prompt-0", "prompt-2"}, where
-            for sample in samples.values():
-                check_versions(engine, sample)
-                assert len(sample.turns[-1]) == STEPS, where
-            assert engine.health()["requests"] == 0
+        between(act)
+        requests = [request(number, 9 + number) for number in range(3)]
+        samples = {sample.uid: sample for sample in engine.generate(requests, Sampling(max_new_tokens=STEPS))}
+        where = f"{first} before step {early}, {second} before step {late}"
+        assert set(samples) >= {"prompt-0", "prompt-2"}, where
+        for sample in samples.values():
+            check_versions(engine, sample)
+            assert len(sample.turns[-1]) == STEPS, where
+        assert engine.health()["requests"] == 0
+
+
+@pytest.mark.parametrize("last", ["commit", "abort"])
+def test_samples_go_on_between_a_refits_beginning_and_its_end(
+    engine: Engine, between: Callable[..., None], last: str
+) -> None:
+    """So the queue is full again when the staged weights are put to use, or dropped."""
+    for early, late in itertools.combinations(range(STEPS + 1), 2):
+        begun: list[Refit] = []
+
+        def act(step: int, early: int = early, late: int = late, begun: list[Refit] = begun) -> None:
+            if step == early:
+                begun.append(begin(engine))
+            if step == late:
+                begun[0].commit() if last == "commit" else engine.abort_refit()
+
+        between(act)
+        for sample in engine.generate([request(number) for number in range(3)], Sampling(max_new_tokens=STEPS)):
+            check_versions(engine, sample)
+        assert engine.health()["state"] == "ready"
 
 
 @pytest.mark.parametrize("promise", CALLERS, ids=lambda promise: promise.__name__)
