@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what is not finished, then print the table and write the page. Return 0 if every run is finished, 75 if a run
     was stopped on request, else 1."""
+    from grpo_mcore.recipe.loading.load import presets_of
     from grpo_mcore.tools.sweep import claim_folder, state, sweep_runs
 
     folder = args.folder or Path("results/sweeps") / recipe_name(args.recipe)
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         command = [VERBS[args.algorithm], args.recipe, "--resume", "auto"]
     runs = sweep_runs(args.recipe, args.overrides, args.seeds, folder, args.algorithm)
+    if len(presets := [Path(name).name for name in presets_of(args.overrides)]) > 1:
+        print(f"each run has all presets, {', '.join(presets)}; preset={','.join(presets)} compares them")
     if not args.dry_run:
         claim_folder(folder, args.recipe, runs)
     failed = []

@@ -203,6 +203,8 @@ def _problem(error: Any, key: str, tree: Node, recipe: str) -> Problem:
 def _message(error: Any, key: str, written: str) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
+        if key in ("preset", "presets"):
+            return "unknown key; put presets on a recipe with --preset NAME, or with defaults: [RECIPE, presets/NAME]"
         near = nearest_key(key)
         if near and near.rpartition(".")[0] == key.rpartition(".")[0]:  # in this section: name it as it is written
             near = joined(written.rpartition(".")[0], near.rpartition(".")[2])

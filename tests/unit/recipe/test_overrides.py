@@ -56,6 +56,12 @@ def test_later_overrides_win_and_may_interpolate(load) -> None:
     assert config.sft.seed == 2
 
 
+def test_a_preset_is_no_key(problems) -> None:
+    assert problems(MINIMAL, "preset=gspo")[0].startswith(
+        "command line: preset: unknown key; put presets on a recipe with"
+    )
+
+
 def test_errors_are_collected(problems) -> None:
     assert problems(
         MINIMAL + "grpo: {seed: 1}\n",

@@ -98,3 +98,5 @@ def test_a_dry_run_prints_the_commands(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith(f"grpo-mcore launch slurm {DEMO} grpo.max_num_steps=3 ")
     assert not (tmp_path / "s").exists()
     assert main(["sweep", DEMO, *words, "--jobs", "k8s", "--algorithm", "sft"]) == 2
+    assert main(["sweep", DEMO, *words, "--preset", "gspo", "--preset", "async"]) == 0
+    assert "each run has all presets, gspo, async; preset=gspo,async compares them" in capsys.readouterr().out
