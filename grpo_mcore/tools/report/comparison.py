@@ -66,20 +66,43 @@ def names(runs: Sequence[RunFiles]) -> list[str]:
 
 WIDE = 1000
 """Columns for a table in a file or a pipe, so that each run is one line there."""
+MOST_KEYS, MOST_LETTERS = 8, 40
+"""Settings of a table for a terminal, and letters of each."""
 
 
 def table(lines: Sequence[Standing]) -> Table:
-    """Return standings as a table for a terminal."""
-    keys = list(lines[0].settings) if lines else []
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("run", "state", "step", "score", "of", "hours", *(key.rpartition(".")[2] for key in keys)):
+    """Return standings as a table for a terminal. Of many settings it has those with most values among the runs."""
+    every = list(lines[0].settings) if lines else []
+    kept = sorted(every, key=lambda key: -len({line.settings[key] for line in lines}))[:MOST_KEYS]
+    keys = [key for key in every if key in kept]
+    more = len(every) - len(keys)
+    caption = f"{more} further settings differ: `runs --json` and `report` have them" if more else None
+    shown = Table(box=None, header_style="bold", pad_edge=False, caption=caption, caption_justify="left")
+    for heading in ("run", "state", "step", "score", "of", "hours", *short_names(keys)):
         shown.add_column(heading, justify="right" if heading in ("step", "score", "hours") else "left", overflow="fold")
     for line in lines:
         step = str(line.step) if line.max_steps is None else f"{line.step}/{line.max_steps}"
         score = "" if line.score is None else f"{line.score:.4g}"
-        cells = [line.name, line.state, step, score, line.metric, f"{line.hours:.2f}", *line.settings.values()]
+        settings = (_shortened(line.settings[key]) for key in keys)
+        cells = [line.name, line.state, step, score, line.metric, f"{line.hours:.2f}", *settings]
         shown.add_row(*(escape(printable(cell)) for cell in cells))
     return shown
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """Return each key's last part, with as many parts before it as tell it from the others."""
+    short = []
+    for key in keys:
+        parts = key.split(".")
+        ends = (".".join(parts[-count:]) for count in range(1, len(parts)))
+        alone = (end for end in ends if sum(other == end or other.endswith(f".{end}") for other in keys) == 1)
+        short.append(next(alone, key))
+    return short
+
+
+def _shortened(text: str) -> str:
+    """Return a text, or its end where it is long: paths differ there."""
+    return text if len(text) <= MOST_LETTERS else "..." + text[3 - MOST_LETTERS :]
 
 
 def state_of(run: RunFiles) -> str:
@@ -156,7 +179,9 @@ def _hours(run: RunFiles) -> float:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the full key and value of everything in nested dicts that is not a dict."""
+    """Yield the full key and value of everything in nested dicts, and lists of dicts, that is not a dict."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _leaves(item, joined(path, str(name)))

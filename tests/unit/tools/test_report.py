@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.tools.report import page
 from grpo_mcore.tools.report.alarms import alarms
-from grpo_mcore.tools.report.comparison import standings
+from grpo_mcore.tools.report.comparison import WIDE, Standing, differing_settings, short_names, standings, table
 from grpo_mcore.tools.report.device_seconds import DeviceSeconds, covered, device_seconds, step_spans
 from grpo_mcore.tools.report.run_files import read_run
 from grpo_mcore.tools.report.watch import sparkline
@@ -221,6 +223,23 @@ def test_runs_without_validation_rank_by_their_last_rewards_or_losses(tmp_path: 
         ("validation/val_loss", 2.0), ("validation/val_loss", 3.0),
     ]  # fmt: skip
     assert [line.score for line in standings(runs)] == [1.0, pytest.approx((19 / 20 + 1) / 2)]
+
+
+def test_a_table_of_unlike_runs_stays_readable() -> None:
+    names = short_names(["grpo.seed", "sft.seed", "policy.generation.top_p", "top_p", "data.train.0.data_path"])
+    assert names == ["grpo.seed", "sft.seed", "generation.top_p", "top_p", "data_path"]
+    many = [{f"k{key}": key * run for key in range(1, 13)} for run in (0, 1)]
+    recipes = [{"grpo": many[run], "data": {"train": [{"p": "x", "q": run}]}} for run in (0, 1)]
+    settings = differing_settings(recipes)
+    assert "data.train.0.q" in settings[0] and "data.train.0.p" not in settings[0]
+    settings = [{"first": "/long" * 20 + f"/{n}"} | each for n, each in enumerate(settings)]
+    lines = [Standing(f"run{n}", "over", 1, 1, "reward", 1.0, True, 0.1, each) for n, each in enumerate(settings)]
+    console = Console(width=WIDE, record=True, file=io.StringIO())
+    console.print(table(lines))
+    text = console.export_text()
+    assert max(map(len, (line.rstrip() for line in text.splitlines()))) < 200
+    assert re.search(r"  \.\.\.[long/]{35}/0  ", text)
+    assert "6 further settings differ: `runs --json` and `report` have them" in text
 
 
 def test_a_page_of_several_runs_has_a_band_for_each_setting(six: Path, tmp_path: Path) -> None:
