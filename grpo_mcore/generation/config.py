@@ -138,14 +138,16 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
 
 
 def engine_argument_names() -> frozenset[str]:
-    """Return the names of the arguments that the installed vLLM's EngineArgs takes; none without vLLM. They are read
-    from its source, because an import of vLLM takes ten seconds."""
+    """Return the names of the arguments that the installed vLLM's EngineArgs takes; none without vLLM, or with one
+    whose source is laid out otherwise. They are read there, because an import of vLLM takes ten seconds."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
         return frozenset()
     source = Path(package.origin).with_name("engine") / "arg_utils.py"
-    classes = (node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef))
-    fields = next(node.body for node in classes if node.name == "EngineArgs")
+    if not source.is_file():
+        return frozenset()
+    classes = (node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
+    fields = next((node.body for node in classes if node.name == "EngineArgs"), [])
     return frozenset(
         node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     )

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+from grpo_mcore.generation.config import EngineConfig, engine_argument_names, engine_arguments, engine_environment
 
 
 def test_the_environment_is_a_pure_function_of_the_config() -> None:
@@ -50,3 +52,25 @@ def test_invalid_configurations() -> None:
         EngineConfig("model", name="engine-3", sleep_between_phases=True)
     with pytest.raises(ValueError, match="threads 0 must be at least 1"):
         EngineConfig("model", threads=0)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        (None, set()),
+        ("x = 1", set()),
+        ("class EngineArgs:\n    model: str\n    seed: int = 0\n    y = 2", {"model", "seed"}),
+    ],
+)
+def test_names_of_arguments_are_read_where_vllm_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, names: set[str]
+) -> None:
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").touch()
+    if source is not None:
+        (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(source)
+    spec = SimpleNamespace(origin=str(tmp_path / "vllm" / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
+    assert engine_argument_names() == names
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert engine_argument_names() == set()
