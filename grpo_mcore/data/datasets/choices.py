@@ -160,9 +160,9 @@ def _columns(row: dict[str, Any]) -> Choices | None:
             stems.setdefault((match[1] or "").lower(), {})[match[2].upper()] = name
     for columns in stems.values():
         for first in (LETTERS, "123456789", "0123456789"):
-            labels = [label for label in first if label in columns]
+            labels = sorted(columns)
             if len(labels) > 1 and labels == [*first[: len(labels)]]:
-                names = tuple(columns[label] for label in labels if row[columns[label]] not in (None, ""))
+                names = [columns[label] for label in labels if row[columns[label]] not in (None, "")]
                 return _made([row[name] for name in names], labels[: len(names)])
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import takewhile
 from typing import Any
 
@@ -71,7 +72,7 @@ def settings_for(row: Row) -> dict[str, str]:
         question = next((f"{question}.{part}" for part in ("stem", "text") if part in row[question]), question)
     if {"chosen", "rejected"} <= set(row):
         question = question or next((key for key in _CHATS if _is_chat(row.get(key))), None)
-        if question is None and not _is_chat(row["chosen"]):
+        if question is None and not _is_chat(_said(row["chosen"])):
             return {}
         key = {} if question in (None, "prompt") else {"prompt_key": str(question)}
         return {"dataset_name": "BinaryPreferenceDataset", **key}
@@ -254,8 +255,8 @@ def preference_pair(
     """Convert a prompt with a better and a worse answer, each text or messages. Where the answers are whole
     conversations, the prompt is what they have in common at their start."""
     _refuse_media(row)
-    better = as_messages(required(row, chosen), chosen, role="assistant")
-    worse = as_messages(required(row, rejected), rejected, role="assistant")
+    better = as_messages(_said(required(row, chosen)), chosen, role="assistant")
+    worse = as_messages(_said(required(row, rejected)), rejected, role="assistant")
     if better[0]["role"] != "assistant" or worse[0]["role"] != "assistant":
         both = takewhile(lambda pair: pair[0] == pair[1], zip(better[:-1], worse[:-1], strict=False))
         asked = [message for message, _ in both]
@@ -279,6 +280,14 @@ def preference_pair(
         "chosen": better,
         "rejected": worse,
     }
+
+
+def _said(value: Any) -> Any:
+    """Return a conversation as messages that is text in the form of HH-RLHF, "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+    if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
+        return value
+    parts = re.split(r"\n\n(Human|Assistant):", value)[1:]
+    return [{"role": role.lower(), "content": text.strip()} for role, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def _other_fields(row: Row, *used: str) -> Row:

@@ -277,6 +277,8 @@ def _csv_options(path: str, separator: str | None) -> dict[str, Any]:
     names = [name or f"Unnamed: {at}" for at, name in enumerate(names)]  # as pandas reads its own index
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{path}: the column {twice[0]!r} occurs twice in its first line")
+    if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), None)):
+        raise DataError(f"{path}: its first line has no {separator!r} but {other!r}; set separator: {other!r}")
     from datasets import Features, Value
 
     text = Features({name: Value("string") for name in names})

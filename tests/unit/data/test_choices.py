@@ -60,6 +60,13 @@ def test_wrong_answers_are_choices_in_an_order_of_the_question() -> None:
     assert read({"Question": "Which?", "Correct Answer": "blue", "Incorrect Answer 1": "red"})[0].count(") ") == 2
 
 
+@pytest.mark.parametrize("names", [("answer0", "answer1", "answer2"), ("A", "B", "C"), ("sol1", "sol2", "sol3")])
+def test_every_column_of_a_choice_is_shown(names: tuple[str, ...]) -> None:
+    row = {"question": "Which?", **dict(zip(names, ("red", "blue", "green"), strict=True)), "label": 2}
+    assert read(row) == (f"{SHOWN}\nC) green", "C")
+    assert read(row | {names[2]: None, "label": 1}) == (SHOWN, "B")
+
+
 def test_choices_that_the_question_shows_stay_as_they_are() -> None:
     row = {"question": "Which?\nA) red\nB) blue", "options": ["red", "blue"], "answer": "B"}
     assert read(row) == (row["question"], "B") and read(row | {"answer": 1})[1] == "B"
@@ -125,6 +132,10 @@ def test_pairs_show_their_choices_and_context_too() -> None:
     answers = {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}  # LLaMA-Factory's
     row = {"conversations": [{"from": "human", "value": "q"}], **answers}
     assert settings_for(row) == {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "conversations"}
+    text = "\n\nHuman: one\n\nAssistant: two\n\nHuman: three\n\nAssistant: "  # HH-RLHF
+    pair = preference_pair({"chosen": f"{text}four", "rejected": f"{text}five"}, **keys)
+    assert [message["content"] for message in pair["messages"]] == ["one", "two", "three"]
+    assert (pair["chosen"], pair["rejected"][0]["content"]) == ([{"role": "assistant", "content": "four"}], "five")
     pair = preference_pair(row, **keys | {"prompt": "conversations"})
     assert (pair["messages"][0]["content"], pair["chosen"][0]["content"]) == ("q", "chosen")
 

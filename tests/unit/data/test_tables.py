@@ -111,6 +111,8 @@ def test_a_column_that_occurs_twice_is_refused(table: Callable[..., dict[str, An
 def test_an_index_that_pandas_wrote_is_a_column_and_a_ragged_row_is_named(table: Callable[..., dict[str, Any]]) -> None:
     (row,) = read(table("a.csv", b",input,output\n0,1+1=,2\n"))
     assert row["Unnamed: 0"] == "0"
+    with pytest.raises(DataError, match="its first line has no ',' but ';'; set separator: ';'"):
+        read(table("c.csv", b"input;output\n1;2\n"))
     with pytest.raises(DataError, match="Expected 2 fields in line 3, saw 3"):
         read(table("b.csv", b"input,output\n1,2\n1,2,3\n"))
 
