@@ -67,8 +67,7 @@ def in_memory(more_bytes: int = RENDER_BYTES) -> Iterator[None]:
 
 def try_template(tokenizer: Any, name: str) -> None:
     """Render a short conversation. Raises DataError where that takes too long or too much memory, and where it shows
-    nothing of the question; what else a template
-    refuses is said where its text is needed."""
+    nothing of the question; what else a template refuses is said where its text is needed."""
     asked = [{"role": "user", "content": "question"}]
     try:
         with in_time(), in_memory():

@@ -111,7 +111,10 @@ def choices_of(row: dict[str, Any], key: str | None, question_key: str, question
         texts = [answer.strip(), *(row[name] for name in wrong)]
         random.Random(question).shuffle(texts)
         return _made(texts, None)
-    return _columns(row)
+    found = _columns(row)
+    if found is not None and isinstance(answer, str) and found.letter(answer) is None:
+        return None  # the columns are something else: the answer is none of them
+    return found
 
 
 def _choices(value: Any) -> Choices | None:

@@ -113,6 +113,11 @@ def test_lists_and_records_of_other_meanings_are_no_choices() -> None:
         assert read({"question": "Which?", "options": options, "answer": "2"}) == ("Which?", "2")
 
 
+def test_columns_that_the_answer_is_none_of_are_no_choices() -> None:
+    row = {"question": "Why?", "answer_a": "red", "answer_b": "blue", "answer": "for the light"}
+    assert read(row) == ("Why?", "for the light")
+
+
 def test_other_parts_of_a_question() -> None:
     alpaca = {"instruction": "Translate.", "input": "Hello", "output": "Bonjour"}
     assert read(alpaca) == ("Translate.\n\nHello", "Bonjour") and read(alpaca | {"input": ""})[0] == "Translate."
