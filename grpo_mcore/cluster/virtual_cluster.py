@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 import inspect
 import random
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -62,15 +61,17 @@ class _AtOnce(Executor):
 
 
 class VirtualClock:
-    """The event queue. `begin`: unix time at which it starts; `seed`: orders events of one time."""
+    """The event queue. `begin`: unix time at which it starts; `seed`: orders events of one time. `timer`: measures
+    `spent`; to ask the system for a thread's seconds can take longer than an event."""
 
-    def __init__(self, seed: int = 0, begin: float = 1_700_000_000.0) -> None:
+    def __init__(self, seed: int = 0, begin: float = 1_700_000_000.0, timer: Callable[[], float] | None = None) -> None:
         self._now, self._begin = 0.0, begin
         self._events: list[tuple[float, float, int, Callable[[], None]]] = []
         self._draw, self._count = random.Random(seed).random, 0
         self._circles, self._circled_at = 0, 0.0  # waits since then
+        self._timer = timer
         self.spent = 0.0
-        """Processor seconds that the events have taken: what is left of a process's time is the driver's."""
+        """Seconds that the events have taken, by the timer: what is left of a process's time is the driver's."""
 
     def now(self) -> float:
         return self._now
@@ -94,24 +95,30 @@ class VirtualClock:
 
     def run(self, until: Callable[[], bool], deadline: float) -> bool:
         """Let events happen until `until()` or the deadline, and return whether it was `until()`."""
-        began = time.thread_time()
+        if self._timer is None:
+            return self._run(until, deadline)
+        began = self._timer()
+        try:
+            return self._run(until, deadline)
+        finally:
+            self.spent += self._timer() - began
+
+    def _run(self, until: Callable[[], bool], deadline: float) -> bool:
         self._circles += 1
         if self._now > self._circled_at + CIRCLE_S:
             self._circles, self._circled_at = 0, self._now
         if self._circles > CIRCLES:
             raise RuntimeError(f"the driver goes round in circles: {CIRCLES:,} waits took less than {CIRCLE_S:g} s")
-        try:
-            while not until():
-                if not self._events or self._events[0][0] > deadline:
-                    if deadline == float("inf"):
-                        raise RuntimeError("the driver waits for ever, and nothing will happen any more")
-                    self._now = max(self._now, deadline) + LATE_S
-                    return False
-                self._now, _, _, event = heapq.heappop(self._events)
-                event()
-            return True
-        finally:
-            self.spent += time.thread_time() - began
+        events = self._events
+        while not until():
+            if not events or events[0][0] > deadline:
+                if deadline == float("inf"):
+                    raise RuntimeError("the driver waits for ever, and nothing will happen any more")
+                self._now = max(self._now, deadline) + LATE_S
+                return False
+            self._now, _, _, event = heapq.heappop(events)
+            event()
+        return True
 
 
 class _Wait:

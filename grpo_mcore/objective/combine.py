@@ -79,14 +79,18 @@ def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> CombinedMetrics:
             raise ValueError(f"metrics of two parts differ in: {', '.join(sorted(set(part) ^ set(names)))}")
     scalars = [name for name in names if _reduction(name) != "values"]
     lists = [name for name in names if _reduction(name) == "values"]
-    columns = [_column(part[name]) for part in parts for name in scalars]
+    count = len(parts) * len(scalars)
     values = [[_column(part[name]) for part in parts] for name in lists]
-    host = torch.cat([*columns, *(column for of_name in values for column in of_name)]).cpu()
+    if values or any(isinstance(part[name], Tensor) for part in parts for name in scalars):
+        columns = [_column(part[name]) for part in parts for name in scalars]
+        host = torch.cat([*columns, *(column for of_name in values for column in of_name)]).cpu()
+    else:
+        host = torch.tensor([part[name] for part in parts for name in scalars], dtype=torch.float64)
 
-    table = host[: len(columns)].reshape(len(parts), len(scalars))
+    table = host[:count].reshape(len(parts), len(scalars))
     reduced = {"sum": table.sum(0).tolist(), "min": table.amin(0).tolist(), "max": table.amax(0).tolist()}
     combined: CombinedMetrics = {name: reduced[_reduction(name)][i] for i, name in enumerate(scalars)}
-    rest = host[len(columns) :].split([sum(column.numel() for column in of_name) for of_name in values])
+    rest = host[count:].split([sum(column.numel() for column in of_name) for of_name in values])
     kept = {name: [v for v in row.tolist() if v != -math.inf] for name, row in zip(lists, rest, strict=True)}
     return {name: kept[name] if name in kept else combined[name] for name in names}
 

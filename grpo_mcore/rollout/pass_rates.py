@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.rollout.datum import DatumSpec
@@ -93,12 +93,12 @@ class PassRates:
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
         by_column = [[column, value, rate] for (column, value), rate in self._by_column.items()]
-        return {"prompts": {uid: asdict(record) for uid, record in self.prompts.items()}, "by_column": by_column}
+        return {"prompts": {uid: dict(vars(record)) for uid, record in self.prompts.items()}, "by_column": by_column}
 
 
 def row_uid(uid: str) -> str:
     """Return the uid without the number of the pass over the data."""
-    return re.sub(r"@\d+$", "", uid)
+    return re.sub(r"@\d+$", "", uid) if "@" in uid else uid
 
 
 def column_value(prompt: DatumSpec, column: str) -> str:

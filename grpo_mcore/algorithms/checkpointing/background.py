@@ -23,9 +23,9 @@ from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from grpo_mcore.file_digests import Digest
 from grpo_mcore.recipe import MasterConfig
 
-RETRY_S = (1.0, 5.0, 20.0)
+RETRY_S = (1.0, 5.0, 14.0)
 """Seconds to wait before each further attempt to write the last checkpoint of a run. A batch system ends a run about 30
-seconds after SIGTERM."""
+seconds after SIGTERM: the rest is for the step under way and for the writing."""
 
 
 @dataclass

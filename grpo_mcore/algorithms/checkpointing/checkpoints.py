@@ -17,6 +17,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypedDict
 
+import msgspec
+
 from grpo_mcore.algorithms.checkpointing.lease import Lease, dead_holder
 from grpo_mcore.algorithms.checkpointing.mirror import INFO, Mirror, fetch_step, whole_steps
 from grpo_mcore.clock import REAL, Clock
@@ -596,15 +598,19 @@ def write_driver_files(folder: Path, snapshot: RunSnapshot, config_yaml: str) ->
     info = {"format": FORMATS["checkpoint"], "save_state": snapshot.save_state, "metrics": snapshot.metrics}
     return {
         "data.pt": tensor_files.save(snapshot.data_state, folder / "data.pt"),
-        INFO: _write_text(folder / INFO, json.dumps(info, indent=1)),
-        "config.yaml": _write_text(folder / "config.yaml", config_yaml),
+        INFO: _write(folder / INFO, _json(info)),
+        "config.yaml": _write(folder / "config.yaml", config_yaml.encode()),
     }
 
 
-def _write_text(path: Path, text: str) -> Digest:
+def _json(value: Any) -> bytes:
+    """Return JSON for people too. A number that is none is null."""
+    return msgspec.json.format(msgspec.json.encode(value, enc_hook=float), indent=1)
+
+
+def _write(path: Path, data: bytes) -> Digest:
     """Write a file, flush it to the disk, and return its digest."""
-    data = text.encode()
-    with path.open("wb") as file:
+    with open(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -635,10 +641,7 @@ def write_digests(folder: Path, written: Mapping[str, Digest]) -> None:
     names = _names(folder)
     digests |= {name: digest_file(folder / name, sync=True) for name in names if name not in digests}
     files = {name: {"bytes": digests[name][0], "sha256": digests[name][1]} for name in names}
-    with (folder / DIGESTS).open("w") as file:
-        json.dump({"files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    _write(folder / DIGESTS, _json({"files": files}))
     for inner in {folder, *((folder / name).parent for name in names)}:
         sync_folder(inner)
 

@@ -190,12 +190,12 @@ class PolicyGroup:
     def offload(self) -> None:
         """Make room for the engines and the log-prob passes, if the group `offloads`."""
         if self.offloads:
-            self._all(PolicyWorker.offload, "moving the policy to the host")()
+            self._all(PolicyWorker.offload, "moving the weights to the host")()
 
     def onload(self) -> None:
         """Undo `offload`."""
         if self.offloads:
-            self._all(PolicyWorker.onload, "moving the policy back to the accelerator")()
+            self._all(PolicyWorker.onload, "moving the weights back to the accelerator")()
 
     def start_profile(self) -> None:
         """Have every rank trace what it does with torch's profiler."""

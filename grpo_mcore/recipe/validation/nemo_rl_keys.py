@@ -4,7 +4,6 @@ Otherwise the recipe is refused with what to use instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
     _split_tokens_of_experts(tree, notes)
     _without_truncation(tree, notes)
     for path, entry in tables["refused_values"].items():
-        for section, name in _places(tree, path.split(".")):
+        for section, name in _places(tree, path):
             if section.value[name].plain() in entry["values"]:
                 node = section.value.pop(name)
                 problems.append(Problem(node.source, node.key, f"{in_yaml(node.plain())}: {entry['why']}"))
@@ -41,11 +40,11 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
         nodes = [tree.find(key) for key in entry["key"]]
         values = [None if node is None else node.value for node in nodes]
         if any(value in entry["is"] if "is" in entry else value is not None for value in values):
-            for section, name in _places(tree, path.split(".")):
+            for section, name in _places(tree, path):
                 _note(notes, section.value.pop(name), f"dropped: {entry['why']}")
     for table in ("dropped", "refused", "refused_unless"):
         for path, entry in tables[table].items():
-            for section, name in _places(tree, path.split(".")):
+            for section, name in _places(tree, path):
                 node = section.value.pop(name)
                 if (instead := _instead(table, entry, node.plain())) is not None:
                     culprit = _switched_on(node)
@@ -66,7 +65,7 @@ def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem],
     if "unless_set" in entry and tree.find(entry["unless_set"]) is not None:
         return
     *sections, name = entry["to"].split(".")
-    for section, old in _places(tree, path.split(".")):
+    for section, old in _places(tree, path):
         node, there = section.value.pop(old), tree.find(entry["to"])
         if there is not None and there.is_mapping and node.is_mapping:
             own = there.value
@@ -89,7 +88,7 @@ def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem],
 
 def _replace_value(tree: Node, path: str, entry: dict[str, Any], notes: list[Problem]) -> None:
     """Replace the value at `path` where NeMo RL writes it differently."""
-    for section, name in _places(tree, path.split(".")):
+    for section, name in _places(tree, path):
         node = section.value[name]
         for written, meant in entry["values"]:
             if node.value == written and type(node.value) is type(written):
@@ -115,7 +114,7 @@ def _without_truncation(tree: Node, notes: list[Problem]) -> None:
     if bound is None or bound.value is not None or (by_age is not None and by_age.value is not None):
         return
     for end in ("type", "ratio_min"):
-        for section, name in _places(tree, ["loss_fn", f"truncated_importance_sampling_{end}"]):
+        for section, name in _places(tree, f"loss_fn.truncated_importance_sampling_{end}"):
             _note(notes, section.value.pop(name), "dropped: truncated_importance_sampling_ratio is null")
 
 
@@ -138,17 +137,19 @@ def is_off(value: Any) -> bool:
     return value in (None, False, 0, 1, "", []) and value is not True
 
 
-def _places(node: Node, parts: list[str]) -> Iterator[tuple[Node, Any]]:
-    """Yield each mapping or list that has the key at the end of a path, and the key's name or its position."""
-    head, *rest = parts
-    if head == "*":
-        for i, child in enumerate(node.value) if node.is_list else ():
-            yield from _places(child, rest) if rest else [(node, i)]
-    elif node.is_mapping and head in node.value:
-        if not rest:
-            yield node, head
+def _places(tree: Node, path: str) -> list[tuple[Node, Any]]:
+    """Return each mapping or list that has the key at the end of a path, and the key's name or its position."""
+    places: list[tuple[Node, Any]] = []
+    nodes = [tree]
+    for part in path.split("."):
+        if part == "*":
+            places = [(node, i) for node in nodes if node.is_list for i in range(len(node.value))]
         else:
-            yield from _places(node.value[head], rest)
+            places = [(node, part) for node in nodes if node.is_mapping and part in node.value]
+        if not places:
+            break
+        nodes = [node.value[name] for node, name in places]
+    return places
 
 
 def _switched_on(node: Node) -> Node:

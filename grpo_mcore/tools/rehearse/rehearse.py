@@ -261,7 +261,7 @@ def rehearse(
             )
         with TemporaryDirectory() as place, redirect_stdout(StringIO()):
             durations = scaled(durations, calibration(recording, shape, Path(place)))
-    clock = VirtualClock(config.rehearse.seed)
+    clock = VirtualClock(config.rehearse.seed, timer=time.thread_time)
     world = World(config, durations, clock, config.rehearse.seed, recording, shared_cores(recipe, clock))
     broken, runs = Faults(faults, world), list[tuple[dict[str, Any], Path]]()
 

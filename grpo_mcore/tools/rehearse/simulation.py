@@ -221,7 +221,8 @@ def _simulate(case: Case, folder: Path) -> Outcome:
     config = case.recipe(folder)
     clock = VirtualClock(case.seed)
     world = World(config, DURATIONS, clock, case.seed)
-    faults, errors, clusters = Faults(case.faults, world), list[str](), list[VirtualCluster]()
+    faults, clusters = Faults(case.faults, world), list[VirtualCluster]()
+    errors, early = list[str](), list[str]()  # that ended a start; those before its loop began
     most_kept = KEPT_STEPS * case.prompts * case.generations * (case.age + 1) * (2 if case.dynamic else 1)
 
     def observe(worker: VirtualWorker, method: str) -> None:
@@ -234,12 +235,14 @@ def _simulate(case: Case, folder: Path) -> Outcome:
         faults.attach(cluster)
 
     def attempt(resume: str | bool | None) -> tuple[int, str | None]:
+        begun = False
         try:
             stop = faults.request()
             with open_rehearsal(
                 config, tiny_shape(), world, gpu=False, resume=resume, rows=case.rows,
                 teachers={"t0": tiny_shape()}, observe=observe, on_cluster=attach,
             ) as run:  # fmt: skip
+                begun = True
                 if run.grpo_save_state["current_step"] >= config.grpo.max_num_steps:
                     return 0, None
                 return exit_code(grpo_train(**vars(run), stop=stop)), None
@@ -247,6 +250,7 @@ def _simulate(case: Case, folder: Path) -> Outcome:
             return 137, "its driver was killed"
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+            early.extend([] if begun else errors[-1:])
             return (LOST, errors[-1]) if is_fault(error) else (1, None)
         finally:
             faults.detach()
@@ -271,19 +275,21 @@ def _simulate(case: Case, folder: Path) -> Outcome:
         waits = 1 if sum(fault.kind in STALLS for fault in faults.happened) <= 1 else 3
         overdue = [late for cluster in clusters for late in cluster.overdue]
         flaws += [text for seconds, text in overdue if seconds > waits * GIVEN_UP_S]
-        flaws += _unforced(faults, code, errors, clock.now(), stops)
+        flaws += _unforced(faults, code, errors, early, clock.now(), stops)
     return Outcome(code, flaws, faults.happened, clock.now(), errors)
 
 
-def _unforced(faults: Faults, code: int, errors: Sequence[str], ended_at: float, before: int) -> Iterator[str]:
-    """Yield what went wrong although nothing that happened forced it. `before`: number of faults before the last
-    start."""
+def _unforced(
+    faults: Faults, code: int, errors: Sequence[str], early: Sequence[str], ended_at: float, before: int
+) -> Iterator[str]:
+    """Yield what went wrong although nothing that happened forced it. `early`: the errors of starts that were lost
+    before their loop began, where nothing is replaced; `before`: number of faults before the last start."""
     happened = faults.happened
     of_policy = any(fault.target.startswith(("policy", "node")) and fault.kind != "slow" for fault in happened)
     stands_still = any(fault.kind in ("hang", "pause") for fault in happened)
     if errors and code == 1:
         yield f"exit code 1: {errors[-1]}"
-    elif lost := [error for error in errors if not of_policy and not _at_the_start(error)]:
+    elif lost := [error for error in errors if not of_policy and error not in early and not _of_a_start(error)]:
         yield f"the run was lost, and no rank was: {lost[0]}"
     elif any("DeadlineExceeded" in error for error in errors) and not stands_still:
         yield f"nothing stood still, and it waited too long: {errors[-1]}"
@@ -299,8 +305,8 @@ def _unforced(faults: Faults, code: int, errors: Sequence[str], ended_at: float,
             yield f"it trained {more} further steps after {fault.kind}"
 
 
-def _at_the_start(error: str) -> bool:
-    """Return whether the run was lost before its loop began: there nothing is replaced."""
+def _of_a_start(error: str) -> bool:
+    """Return whether a worker was lost while it started, also again."""
     return "its constructor" in error or "start of " in error
 
 

@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker, FollowerWorker, node_of_engine
@@ -204,10 +205,14 @@ class World:
     def teacher(self, policy: PolicyConfig) -> tuple[str, TeacherDurations]:
         """Return the alias and the durations of the teacher that this section describes. Aliases of one model and
         layout have those of the first."""
-        policies = teacher_policies(self.config)
         return next(
-            (alias, of_alias) for alias, of_alias in self.durations.teachers.items() if policies[alias] == policy
+            (alias, of_alias) for alias, of_alias in self.durations.teachers.items() if self._policies[alias] == policy
         )
+
+    @cached_property
+    def _policies(self) -> dict[str, PolicyConfig]:
+        """The teachers' policies, by alias."""
+        return teacher_policies(self.config)
 
     def stand_in(self) -> Callable[[Any], Callable[..., Any]]:
         """Return the function that gives, for a class of workers, what a new cluster builds in its place."""

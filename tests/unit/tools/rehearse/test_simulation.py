@@ -71,6 +71,13 @@ FOUND = {
     "an engine that had missed its deadline in a refit got two more, and kept the run waiting for three minutes": Case(
         465, engines=3, faults=(Fault("hang", "engine-2", 0.0, "refit", 4),),
     ),
+    "a run that SIGTERM stopped waited for room on its disk until no time was left to write": Case(
+        3053, data=2, age=1, apart=True, save_period=2, background_saves=True, max_running=2, teacher=True,
+        faults=(
+            Fault("slow", "policy-1", 0.32129209887481563, "reward", 2), Fault("SIGTERM", "", 0.0, "logprobs", 2),
+            Fault("full disk", "", 14.928070618429851, for_s=13.925747736876895),
+        ),
+    ),
 }  # fmt: skip
 """What simulation has found in the product."""
 
