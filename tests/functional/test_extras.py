@@ -5,6 +5,7 @@ These tests ask the package index and run only on request: pytest --registry tes
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import shutil
@@ -21,7 +22,13 @@ SETUP = (ROOT / "scripts/setup_gpu.sh").read_text()
 PINS = {"TRANSFORMER_ENGINE": re.findall(r"^TRANSFORMER_ENGINE=(\S+)$", SETUP, flags=re.M)[0]}
 PACKAGES = {"RAY": "ray[default]", "TRANSFORMER_ENGINE": "transformer-engine"}  # else the name of the pin
 
-pytestmark = [pytest.mark.registry, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.registry, pytest.mark.timeout(2400)]
+
+
+@pytest.fixture(autouse=True)
+def only_its_own_deadline() -> None:
+    """Cancel the ini file's timeout of calls into libraries: several gigabytes are fetched."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="module")
