@@ -45,7 +45,7 @@ class CheckReport:
     """Rows of a table, or lines that are not blank."""
     usable_rows: int = 0
     unseen: str | None = None
-    """What is said of a text of the first row that the model does not see."""
+    """Note about a text of the first row that the model does not see, if there is one."""
     fields: Counter[str] = field(default_factory=Counter)
     problems: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Kind of problem -> what is said of a row -> the first rows of which it is said. `counts` has the number of all.

@@ -142,9 +142,7 @@ def _listed(facts: Mapping[str, object]) -> list[str]:
     width = max((len(name) for name in facts), default=0)
     lines = []
     for name, value in facts.items():
-        text, room = str(value), WIDTH - width - 4
-        fits = len(text) <= room and text.isprintable() and text == text.strip()  # most do
-        wrapped = [text] if fits else textwrap.wrap(text, room, break_on_hyphens=False, break_long_words=False)
+        wrapped = textwrap.wrap(str(value), WIDTH - width - 4, break_on_hyphens=False, break_long_words=False)
         for index, part in enumerate(wrapped or [""]):
             lines.append(f"  {name if index == 0 else '':<{width}}  {part}")
     return lines

@@ -243,9 +243,6 @@ def _with_shared_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _flat(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int | None]]:
     for name, value in metrics.items():
         name = f"{path}{name}"
-        if type(value) is float:  # most are
-            yield name, value
-            continue
         if isinstance(value, Mapping):
             yield from _flat(value, f"{name}/")
             continue

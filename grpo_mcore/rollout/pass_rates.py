@@ -98,7 +98,7 @@ class PassRates:
 
 def row_uid(uid: str) -> str:
     """Return the uid without the number of the pass over the data."""
-    return re.sub(r"@\d+$", "", uid) if "@" in uid else uid
+    return re.sub(r"@\d+$", "", uid)
 
 
 def column_value(prompt: DatumSpec, column: str) -> str:

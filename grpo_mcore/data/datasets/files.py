@@ -25,16 +25,8 @@ QUESTIONS = (
 ANSWERS = (
     *("output", "reward_model.ground_truth", "answer", "final_answer", "expected_answer", "label", "target"),
     *("solution", "response", "completion", "verification_info.ground_truth", "answerKey", "correct_answer", "correct"),
-    *(
-        "answer_idx",
-        "correct_option",
-        "cop",
-        "answers.text",
-        "answers",
-        "Answer",
-        "Correct Answer",
-        "extra_info.answer",
-    ),
+    *("answer_idx", "correct_option", "cop", "answers.text", "answers", "Answer", "Correct Answer"),
+    "extra_info.answer",
 )
 """The same for the answers."""
 SYSTEMS = ("system", "system_prompt")
@@ -45,21 +37,8 @@ CONTEXTS = ("context", "passage", "article", "premise", "paragraph", "story", "d
 _CHATS = ("messages", "conversations", "conversation")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_MARKS = ("<image>", "<video>", "<audio>")
-_MEDIA_FILES = (
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".gif",
-    ".webp",
-    ".bmp",
-    ".mp4",
-    ".avi",
-    ".mov",
-    ".webm",
-    ".wav",
-    ".mp3",
-    ".flac",
-)
+_IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp")
+_MEDIA_FILES = (*_IMAGES, ".mp4", ".avi", ".mov", ".webm", ".wav", ".mp3", ".flac")
 
 
 def settings_for(row: Row) -> dict[str, str]:

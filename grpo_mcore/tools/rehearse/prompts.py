@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from grpo_mcore.data import TaskData
@@ -49,9 +48,9 @@ def modelled_data(config: MasterConfig, prompt_tokens: int, rows: int = ROWS) ->
 
 def _dataset(prompt_tokens: int, rows: int) -> AllTaskProcessedDataset:
     def prompt(row: dict[str, Any], spec: Any, tokenizer: Any, longest: int | None, index: int) -> Any:
-        tokens = np.full(prompt_tokens, 100)
+        tokens = torch.full((prompt_tokens,), 100)
         tokens[0] = 1000 + index  # no two prompts begin alike
-        message = {"role": "user", "content": str(index), "token_ids": torch.from_numpy(tokens)}
+        message = {"role": "user", "content": str(index), "token_ids": tokens}
         info = {"ground_truth": str(index)}
         return {
             "message_log": [message],

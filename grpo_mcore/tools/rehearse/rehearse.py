@@ -50,8 +50,7 @@ CALIBRATIONS, CALIBRATION_STEPS, MOST_CHANGE = 8, 16, 1.5
 """Rehearsals of a recorded run, steps of each, by which its durations are found; most that one changes a factor."""
 DEATH_NOTICE_S = 5.0
 """Longest time until the driver hears of a death."""
-
-WAITING = 0.05
+WAITING_SHARE = 0.05
 """Share of its step from which on a recorded run is said to wait for its engines."""
 
 
@@ -133,7 +132,7 @@ def calibration(recording: Recording, shape: ModelShape, folder: Path) -> dict[s
     samples. Raises RehearsalError."""
     config, wanted = recording.config, dict(recording.figures)
     step, wait = wanted.pop("step"), wanted.pop("wait")
-    waits = wait > WAITING * step
+    waits = wait > WAITING_SHARE * step
     if waits:
         wanted["decode"] = wait
     steps = min(config.grpo.max_num_steps, CALIBRATION_STEPS)

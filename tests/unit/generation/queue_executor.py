@@ -91,7 +91,7 @@ class MortalSender(RefitSender):
 
 
 class _Backend(RefitWeightEngine):
-    """That of an engine with one rank, for which no process group is made."""
+    """The receiver of an engine with one rank, for which no process group is made."""
 
     _engine_rank, _engine_ranks = 0, 1  # type: ignore[assignment]
     room = True  # for a second copy of the weights
