@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def breaks(original: Callable[..., Any], act: Callable[[Policy], str], said: lis
     """Return a method that breaks the policy before its call number GOOD + 1."""
     calls: list[None] = []
 
+    @functools.wraps(original)  # the driver calls it by its name
     def method(policy: Policy, *args: Any, **options: Any) -> Any:
         if options.pop("counts", True):
             calls.append(None)

@@ -130,7 +130,7 @@ class CheckpointManager:
         self.resumed_from: Path | None = None
         """The checkpoint that this run resumes; None for a new run."""
         self._lease: Lease | None = None
-        self._newest = self.latest()
+        self._newest: Path | None = None  # when the folder was opened
         self._warned = False
         self._newest_wanted = False  # the user has not named the checkpoint to resume
         self._undeletable: set[int] = set()  # steps whose deletion has failed, and that was said

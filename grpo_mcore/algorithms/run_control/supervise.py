@@ -87,7 +87,7 @@ def until_over(
     exit code. `attempt`: returns that and the loss or None; `asked`: returns the signal that asks the run to stop."""
     checkpoints = CheckpointManager(config.checkpointing)
     retries = Retries(config.cluster.max_restarts, config.cluster.retry_wait_s, clock)
-    newest = checkpoints.latest()
+    newest = checkpoints.latest_if_readable()  # the attempt says whether it can be resumed
     while True:
         code, loss = attempt(resume)
         if loss is None or asked() is not None:

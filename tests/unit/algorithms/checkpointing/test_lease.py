@@ -153,6 +153,7 @@ def test_a_start_does_not_go_back_behind_what_another_has_just_saved(tmp_path: P
     save_now(manager(tmp_path), 1, *save)
     late, quick = manager(tmp_path), manager(tmp_path)
     late.open("auto")
+    quick.open("auto")
     with quick.held():
         save_now(quick, 2, *save)
     with pytest.raises(ResumeError, match="another run has written .*step_2 while"), late.held():
