@@ -2,7 +2,8 @@
 
 Engines and environment answer at once, so samples come in batches of an engine's step. Processor time is that of the
 driver's whole process, Ray's own threads included; the first row says how fast the machine is just now. Memory is what
-Python holds of each further sample of a step (tracemalloc), with prompts of 1/8 of the tokens.
+Python holds of each further sample of a step (tracemalloc), with prompts of half the tokens: no length is among the
+small numbers of which Python has one object each.
 
     python -m benchmarks.driver_ray --json
 """
@@ -62,7 +63,7 @@ class Environment:
 
 
 def run_step(rollouts: Rollouts, samples: int, tokens: int, step: int) -> list[Group]:
-    message = {"role": "user", "content": "?", "token_ids": torch.arange(max(1, tokens // 8))}
+    message = {"role": "user", "content": "?", "token_ids": torch.arange(max(1, tokens // 2))}
     rows: Any = [
         {"uid": f"{step}-{n}", "task_name": "task", "length": 3, "extra_env_info": {}, "message_log": [message]}
         for n in range(samples // GENERATIONS)

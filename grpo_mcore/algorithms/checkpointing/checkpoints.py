@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -584,11 +584,18 @@ def policy_folder(folder: Path) -> str:
 
 
 def recipe_text(recipe: MasterConfig) -> str:
-    """Return config.yaml, which every checkpoint has. Takes up to a tenth of a second for a whole recipe."""
+    """Return config.yaml, which every checkpoint has."""
+    sections = recipe.model_dump(mode="json")
+    return "".join(_section_text(name, json.dumps(values)) for name, values in sections.items())
+
+
+@lru_cache(maxsize=256)
+def _section_text(name: str, values: str) -> str:
+    """Return a section of a recipe as YAML. Simulated runs, of which a process has thousands, share most sections."""
     import yaml
 
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return yaml.dump(recipe.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
+    return yaml.dump({name: json.loads(values)}, Dumper=dumper, sort_keys=False)
 
 
 def write_driver_files(folder: Path, snapshot: RunSnapshot, config_yaml: str) -> dict[str, Digest]:
