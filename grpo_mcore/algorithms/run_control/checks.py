@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -128,6 +129,7 @@ def check_model(config: MasterConfig) -> Model:
     check_length(shape, config.policy.max_total_sequence_length)
     fused = platform.transformer_engine and not own_attention(config.policy.sequence_packing)
     check_context_parallel(shape, layout.context, fused_attention=fused)
+    _check_overrides(config.policy, shape, layout, platform)
     if config.cluster.platform == "auto" and torch.version.cuda is None and NVIDIA_DRIVER.exists():
         logger.warning(
             "this machine has NVIDIA GPUs, but torch %s is a build without CUDA: the run uses the CPU. Make an "
@@ -135,6 +137,23 @@ def check_model(config: MasterConfig) -> Model:
             torch.__version__,
         )
     return Model(folder, shape, layout, platform, check_teachers(config, platform))
+
+
+def _check_overrides(policy: PolicyConfig, shape: ModelShape, layout: PolicyLayout, platform: Platform) -> None:
+    """Raise FamilyError for `model_overrides` that Megatron-Core would refuse when the ranks start."""
+    if not (overrides := policy.megatron_cfg.model_overrides):
+        return
+    from grpo_mcore.parallel.settings import transformer_config  # imports Megatron-Core, which takes seconds
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a rank says them in its log
+            transformer_config(shape, layout, policy.megatron_cfg, getattr(torch, policy.precision), platform)
+    except FamilyError:
+        raise
+    except (ValueError, TypeError, AssertionError) as error:
+        raise FamilyError(
+            f"policy.megatron_cfg.model_overrides ({', '.join(overrides)}): Megatron-Core refuses these: {error}"
+        ) from error
 
 
 def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]:
@@ -160,6 +179,7 @@ def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]
                 check_length(shape, policy.max_total_sequence_length)
                 fused = platform.transformer_engine and not own_attention(policy.sequence_packing)
                 check_context_parallel(shape, layout.context, fused_attention=fused)
+                _check_overrides(policy, shape, layout, platform)
         except (FamilyError, LayoutError) as error:
             raise SetupError(f"{key} ({policy.model_name}), laid out by non_colocated_teachers: {error}") from error
         divergence = config.on_policy_distillation.divergence

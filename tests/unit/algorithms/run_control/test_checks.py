@@ -1,10 +1,13 @@
-"""Warnings about a machine before a run starts."""
+"""What is said of a machine and refused of a recipe before a run starts."""
 
 from __future__ import annotations
 
+import json
 import logging
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 from grpo_mcore.algorithms.run_control import checks
 from grpo_mcore.algorithms.run_control.checks import SetupError, check_engine_arguments, check_vllm_build
 from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.families import FamilyError
 from grpo_mcore.recipe import MasterConfig, load_recipe
 
 
@@ -82,3 +86,26 @@ def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch: pytest.Monkey
         check_engine_arguments(config)
     monkeypatch.setattr(checks, "engine_argument_names", frozenset)
     check_engine_arguments(config)  # nothing to compare with
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"moe_input_jitter_eps": 0.5}, None),
+        ({"hiden_size": 7}, "model_overrides.hiden_size: Megatron-Core's TransformerConfig has no such field"),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 99},
+            "model_overrides .*cpu_offloading.*: Megatron-Core refuses",
+        ),
+    ],
+)
+def test_overrides_that_ranks_would_refuse_are_refused_before_anything_starts(
+    overrides: dict[str, Any], problem: str | None, tmp_path: Path
+) -> None:
+    make_tiny_model("qwen3", tmp_path / "model")
+    config = load_recipe(
+        "grpo-arithmetic-cpu",
+        [f"policy.model_name={tmp_path / 'model'}", f"policy.megatron_cfg.model_overrides={json.dumps(overrides)}"],
+    ).config
+    with nullcontext() if problem is None else pytest.raises(FamilyError, match=problem):
+        checks.check_model(config)
