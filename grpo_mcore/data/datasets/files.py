@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from grpo_mcore.data.datasets.choices import choices_of
+from grpo_mcore.data.datasets.contexts import context_field, context_of
 from grpo_mcore.data.datasets.mapped import Row
 from grpo_mcore.data.datasets.messages import ChatMessage, as_json, as_messages, assistant, conversation, tools_of
 from grpo_mcore.data.datasets.source import field_of, missing, required
@@ -31,8 +32,6 @@ ANSWERS = (
 """The same for the answers."""
 SYSTEMS = ("system", "system_prompt")
 """The same for the system prompts."""
-CONTEXTS = ("context", "passage", "article", "premise", "paragraph", "story", "document")
-"""The same for texts that a question is about. They are shown where `context_key` names them."""
 
 _CHATS = ("messages", "conversations", "conversation")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -63,17 +62,9 @@ def settings_for(row: Row) -> dict[str, str]:
     keys = ({} if question == "input" else {"input_key": question}) | (
         {} if answer in (None, "output") else {"output_key": str(answer)}
     )
-    if context := next((key for key in CONTEXTS if _is_text(row.get(key))), None):
+    if context := context_field(row):
         keys["context_key"] = context
     return {"dataset_name": "ResponseDataset", **keys}
-
-
-def unseen_context(row: Row, context_key: str | None, question: str) -> str | None:
-    """Return what to say of a row with a text that its question may be about and that is not shown; None without."""
-    name = next((key for key in CONTEXTS if _is_text(row.get(key))), None)
-    if name is None or context_key is not None or question == name:
-        return None
-    return f"{name!r} is not shown to the model; context_key: {name} puts it above the question"
 
 
 def _answers(row: Row, key: str) -> bool:
@@ -144,7 +135,7 @@ def _asked(row: Row, question: str, context: str | None = None, system: str | No
     text = messages[-1]["content"]
     if question == "instruction" and _is_text(row.get("input")):
         text = f"{text}\n\n{row['input']}"
-    if context is not None and (about := field_of(row, context)) not in (None, "") and str(about) not in text:
+    if context is not None and (about := context_of(row, context)) not in text:
         text = f"{about}\n\n{text}"
     messages[-1] = {**messages[-1], "content": text}
     return _with_system(messages, row, system)

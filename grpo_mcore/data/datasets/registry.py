@@ -11,13 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from grpo_mcore.data.datasets.files import (
-    gym_task,
-    openai_row,
-    preference_pair,
-    question_and_answer,
-    unseen_context,
-)
+from grpo_mcore.data.datasets.contexts import unseen_context
+from grpo_mcore.data.datasets.files import gym_task, openai_row, preference_pair, question_and_answer
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_chat, hints, name_of, setting
 from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
 from grpo_mcore.data.datasets.rows import Rows

@@ -106,7 +106,7 @@ class DatasetEntry(Section):
     the right one's letter. null: `choices`, `options` or another usual field, where a row has it and the question does
     not show them; none: they are not shown. Only for ResponseDataset and BinaryPreferenceDataset."""
     context_key: str | None = None
-    """Field of a row that holds the text that its question is about, which is shown above it. Only for
+    """Field of a row that holds the text or the passages that its question is about, shown above it. Only for
     ResponseDataset and BinaryPreferenceDataset."""
     system_key: str | None = None
     """Field of a row that holds its system prompt. null: `system` or `system_prompt`, where a row has it. Only for

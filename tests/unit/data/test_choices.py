@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.data import DataError
+from grpo_mcore.data.datasets.contexts import unseen_context
 from grpo_mcore.data.datasets.files import preference_pair, question_and_answer, settings_for
 
 Row = dict[str, Any]
@@ -128,6 +129,34 @@ def test_other_parts_of_a_question() -> None:
         {"system_prompt": "Be brief.", "question": "q", "response": "a"}, question="question", answer="response"
     )
     assert orca["messages"][0] == {"role": "system", "content": "Be brief."} and len(orca["messages"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("context", "shown"),
+    [
+        (["One.", "Two. "], "One.\n\nTwo."),
+        ({"contexts": ["One.", "Two."], "labels": ["A", "B"], "meshes": ["m"]}, "One.\n\nTwo."),  # PubMedQA
+        ({"title": ["T", "U"], "sentences": [["One.", " And."], ["Two."]]}, "T\nOne. And.\n\nU\nTwo."),  # HotpotQA
+        ([["T", ["One.", " And."]], ["U", ["Two."]]], "T\nOne. And.\n\nU\nTwo."),  # its file; 2WikiMultihopQA
+        ([{"idx": 0, "title": "T", "paragraph_text": "One.", "is_supporting": True}], "T\nOne."),  # MuSiQue
+        ({"is_selected": [0, 1], "passage_text": ["One.", "Two."], "url": ["a", "b"]}, "One.\n\nTwo."),  # MS MARCO
+        ([{"title": "T", "text": "One."}, {"title": "", "text": "Two."}], "T\nOne.\n\nTwo."),
+        ({"title": "T", "text": "One."}, "T\nOne."),
+    ],
+)
+def test_passages_of_every_form_are_a_context(context: Any, shown: str) -> None:
+    row = {"question": "Which?", "context": context, "answer": "red"}
+    assert settings_for(row)["context_key"] == "context"
+    assert "context_key: context puts it above" in str(unseen_context(row, None, "question"))
+    assert read(row, context="context")[0] == f"{shown}\n\nWhich?"
+
+
+@pytest.mark.parametrize("context", [5, {"cells": ["a"]}, [{"role": "user", "content": "Hi"}], [{"text": 1}]])
+def test_what_has_no_text_is_no_context(context: Any) -> None:
+    row = {"question": "Which?", "context": context, "answer": "red"}
+    assert "context_key" not in settings_for(row) and unseen_context(row, None, "question") is None
+    with pytest.raises(DataError, match="'context' .context_key. must be text, a list of texts or passages"):
+        read(row, context="context")
 
 
 def test_pairs_show_their_choices_and_context_too() -> None:
