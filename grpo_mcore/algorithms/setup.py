@@ -34,6 +34,7 @@ from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
     Algorithm,
     MasterConfig,
+    PolicyConfig,
     compares_distributions,
     engine_layout,
     engine_nodes,
@@ -226,7 +227,7 @@ def _start_teacher_engines(
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
             threads=cpu_threads(devices.count * each),
-            vllm_kwargs=(SCORING_KWARGS if gpu else {}) | generation.vllm_kwargs,
+            vllm_kwargs=(SCORING_KWARGS if gpu else {}) | _vllm_kwargs(config.policy, model.folder),
             logit_temperature=generation.temperature,
             **engine_options(model.shape, gpu=gpu) | {"prefix_caching": False},  # a prompt that is scored is computed
         )
@@ -275,6 +276,12 @@ def rank_environment(config: MasterConfig, ranks: int, *, gpu: bool) -> dict[str
     }
 
 
+def _vllm_kwargs(policy: PolicyConfig, folder: str) -> dict[str, Any]:
+    """Return the recipe's arguments for vLLM, with the changes to the model's config.json."""
+    changes = engine_overrides(read_hf_config(folder), policy.hf_config_overrides)
+    return policy.generation.vllm_kwargs | ({"hf_overrides": changes} if changes else {})
+
+
 def rank_threads(config: MasterConfig, ranks: int) -> int:
     """Return the number of CPU threads of each rank. `ranks`: number of ranks of the policy, or of all engines.
     Colocated policy and engines take turns on the cores; with a pool each they share the cores."""
@@ -299,9 +306,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     first_weights: LoadFormat = "auto" if policy is not None and policy.refit.adapters else "dummy"
     chat = chat_config(config)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
-
-    overrides = config.policy.hf_config_overrides
-    overrides = engine_overrides(read_hf_config(model.folder), overrides) if overrides else {}
+    vllm_kwargs = _vllm_kwargs(config.policy, model.folder)
 
     def start(index: int) -> Sequence[Worker]:
         """Spawn an engine, and its followers on further nodes if it has several."""
@@ -323,7 +328,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
             threads=rank_threads(config, count * vllm.ranks),
-            vllm_kwargs={"hf_overrides": overrides, **generation.vllm_kwargs} if overrides else generation.vllm_kwargs,
+            vllm_kwargs=vllm_kwargs,
             chat=chat,
             **engine_options(model.shape, gpu=gpu),
         )

@@ -29,6 +29,7 @@ from grpo_mcore.families.spec import (
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
     require(config, attention_bias=False, rope_interleave=True)
+    require(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     latent = LatentShape(
         query_rank=config.get("q_lora_rank"),
         key_value_rank=config["kv_lora_rank"],

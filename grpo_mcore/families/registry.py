@@ -81,17 +81,25 @@ def _instead_of(folder: Path) -> str:
     return "give a Hugging Face folder, or a name of the hub"
 
 
-def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], at: str = OVERRIDES_KEY) -> dict[str, Any]:
     """Return a Hugging Face config with values replaced; mappings are merged. Raises FamilyError for a key that it does
-    not have, except one of OPTIONAL."""
-    replaced = dict(config)
-    for key, value in _in_the_form_of(config, overrides).items():
+    not have, except one of OPTIONAL. `at`: the key of the overrides, for messages."""
+    replaced, text = dict(config), config.get("text_config")
+    if isinstance(text, Mapping):  # of a vision model: the rest of its config says nothing of the text's layers
+        if stray := [key for key in overrides if key in OPTIONAL and key not in config]:
+            raise FamilyError(f"{at}.{stray[0]}: this model has its layers in text_config; set text_config.{stray[0]}")
+        if isinstance(overrides.get("text_config"), Mapping):
+            replaced["text_config"] = with_overrides(text, overrides["text_config"], f"{at}.text_config")
+            overrides = {key: value for key, value in overrides.items() if key != "text_config"}
+    for key, value in _in_the_form_of(config, overrides, at).items():
         if key not in config and key not in OPTIONAL:
             near = get_close_matches(key, [*config, *OPTIONAL], n=1)
             hint = f"; nearest: {near[0]}" if near else ""
-            raise FamilyError(f"{OVERRIDES_KEY}.{key}: the model's config.json has no such key{hint}")
-        both = isinstance(value, Mapping) and isinstance(config.get(key), Mapping)
-        replaced[key] = _merged(config[key], value) if both else value
+            raise FamilyError(f"{at}.{key}: the model's config.json has no such key{hint}")
+        before = config.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            value = _merged(_with_type(before) if key in ROPE_KEYS else before, value)
+        replaced[key] = value
     return replaced
 
 
@@ -108,14 +116,18 @@ def _merged(before: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any], at: str) -> dict[str, Any]:
     """Return the overrides with rotary settings in the form that the config has them in.
 
     A config has `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before). Whoever reads one form
     does not see an override in the other, so policy and engine would be two models. Raises FamilyError for settings
     that are not known, and where a config has them by kind of layer and the override does not.
     """
-    rope = {key: overrides[key] for key in ROPE_KEYS if key in overrides}
+    rope = {
+        key: _with_type(value) if isinstance(value, Mapping) else value
+        for key, value in overrides.items()
+        if key in ROPE_KEYS
+    }
     others = {key: value for key, value in overrides.items() if key not in ROPE_KEYS}
     if not rope:
         return others
@@ -126,14 +138,14 @@ def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
             if name not in ROPE_SETTINGS:
                 near = get_close_matches(name, ROPE_SETTINGS, n=1)
                 hint = f"; nearest: {near[0]}" if near else f"; known are {', '.join(ROPE_SETTINGS)}"
-                raise FamilyError(f"{OVERRIDES_KEY}.{key}: there is no rotary setting {name!r}{hint}")
+                raise FamilyError(f"{at}.{key}: there is no rotary setting {name!r}{hint}")
     new = config.get("rope_parameters")
     if isinstance(new, Mapping):
         by_kind = [kind for kind, value in new.items() if isinstance(value, Mapping)]
         flat = {key: value for key, value in rope.items() if key != "rope_parameters"}
         if by_kind and (flat or any(name not in by_kind for name in parts.get("rope_parameters", {}))):
             raise FamilyError(
-                f"{OVERRIDES_KEY}: the model's config.json has rope_parameters by kind of layer "
+                f"{at}: the model's config.json has rope_parameters by kind of layer "
                 f"({', '.join(by_kind)}); override rope_parameters.{by_kind[0]}, and so on"
             )
         settings = dict(rope.get("rope_parameters") or {})
@@ -141,14 +153,14 @@ def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
             settings["rope_theta"] = rope["rope_theta"]
         if "rope_scaling" in rope:
             scaling = rope["rope_scaling"]
-            settings |= {"rope_type": "default"} if scaling is None else _with_type(scaling)
+            settings |= {"rope_type": "default"} if scaling is None else scaling
         return others | {"rope_parameters": settings}
     if "rope_parameters" not in rope:
         return others | rope
-    settings = _with_type(rope["rope_parameters"] or {})
+    settings = dict(rope["rope_parameters"] or {})
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise FamilyError(
-            f"{OVERRIDES_KEY}.rope_parameters: the model's config.json has rope_theta and rope_scaling; override these"
+            f"{at}.rope_parameters: the model's config.json has rope_theta and rope_scaling; override these"
         )
     old = {key: settings.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in settings}
     if settings.get("rope_type") == "default":
@@ -162,8 +174,13 @@ def _old_form(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_type(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary settings whose type has its new name."""
-    return {"rope_type" if key == "type" else key: value for key, value in settings.items()}
+    """Return rotary settings whose type has its new name, also those by kind of layer."""
+    named = {"rope_type": settings["type"]} if "type" in settings else {}
+    return named | {
+        key: _with_type(value) if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if key != "type"
+    }
 
 
 def engine_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,14 +191,20 @@ def engine_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     """
     result = with_overrides(config, overrides)
     changed = {key: value for key, value in result.items() if key not in config or value != config[key]}
+    if isinstance(config.get("text_config"), Mapping) and "text_config" in changed:
+        changed["text_config"] = engine_overrides(config["text_config"], overrides["text_config"])
     if not any(key in changed for key in ROPE_KEYS):
         return changed
+    gemma = str(result.get("model_type")).startswith("gemma3")  # whose windows have a base of their own
     settings = result.get("rope_parameters") or {
-        "rope_theta": result.get("rope_theta", 10000.0),
+        "rope_theta": result.get("rope_theta", 1e6 if gemma else 1e4),
         "rope_type": "default",
         **({} if (factor := result.get("partial_rotary_factor")) is None else {"partial_rotary_factor": factor}),
         **_with_type(result.get("rope_scaling") or {}),
     }
+    if gemma and "full_attention" not in settings:
+        inside = {"rope_type": "default", "rope_theta": result.get("rope_local_base_freq", 1e4)}
+        settings = {"full_attention": settings, "sliding_attention": inside}
     return {key: value for key, value in changed.items() if key not in ROPE_KEYS} | {"rope_parameters": settings}
 
 

@@ -114,7 +114,7 @@ def step_metrics(by_optimizer_step: Sequence[Mapping[str, Any]]) -> dict[str, fl
         elif reduction != "sum":
             if value != _EMPTY[reduction]:
                 step[name] = value
-        elif age and base != "token_share":
+        elif age and base != "token_share" and not name.startswith(CUSTOM):
             share = combined[f"token_share/age_{age}"]
             assert isinstance(share, float)
             if share > 0:

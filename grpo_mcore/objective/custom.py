@@ -128,8 +128,12 @@ class CustomLoss:
                 f"{self._key} must return (loss, metrics): a scalar tensor and a dict, got {pair!r:.200}"
             )
         loss, metrics = pair
-        named = {name if name in METRIC_REDUCTIONS or "/" in name else CUSTOM + name: v for name, v in metrics.items()}
+        named = {name if _is_built_in(name) else CUSTOM + name: value for name, value in metrics.items()}
         return loss.reshape(()), {"loss": loss.detach().to(torch.float64)} | named
+
+
+def _is_built_in(name: str) -> bool:
+    return name.partition("/age_")[0] in METRIC_REDUCTIONS or name.startswith(CUSTOM)
 
 
 def _load_loss(cfg: ClippedPGLossConfig, how: Mapping[str, Any]) -> CustomLoss:

@@ -146,7 +146,7 @@ def _config_for(config: MasterConfig, folder: str) -> MasterConfig:
 
 def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, str]) -> None:
     """Record what decides the samples. Raises EvalError if the folder holds samples of other settings."""
-    generation = config.policy.generation
+    generation, tokenizer = config.policy.generation, config.policy.tokenizer.name
     settings: dict[str, Any] = {
         "data": [entry.model_dump(mode="json") for entry in config.data.validation],
         "env": config.env,
@@ -159,6 +159,9 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
         "max_model_len": generation.vllm_cfg.max_model_len,
         "precision": generation.vllm_cfg.precision,
         "turns": config.grpo.max_rollout_turns,
+        "tokenizer": None if tokenizer == config.policy.model_name else tokenizer,
+        "hf_config_overrides": config.policy.hf_config_overrides,
+        "vllm_kwargs": generation.vllm_kwargs,
         "chat_template": [config.policy.tokenizer.chat_template, config.policy.tokenizer.chat_template_kwargs],
     }
     models = {
@@ -168,7 +171,9 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
     if path.is_file() and samples.is_file() and samples.stat().st_size:
         recorded = json.loads(path.read_text())
         different = [
-            key for key, value in json.loads(json.dumps(settings)).items() if recorded["settings"].get(key) != value
+            key
+            for key, value in json.loads(json.dumps(settings)).items()
+            if recorded["settings"].get(key, value) != value  # an older folder has fewer keys
         ]
         different += [name for name, source in models.items() if recorded["models"].get(name, source) != source]
         if different:

@@ -56,6 +56,8 @@ def test_a_checkpoint_equals_its_export_and_an_interrupted_evaluation_goes_on(
     code, _, err = evaluate(recipe, str(model), "policy.generation.val_temperature=0.5")
     assert code == 1 and "holds samples that differ in temperature; choose another folder" in err
     assert "Traceback" not in err and (folder / "report.md").read_text() == report
+    code, _, err = evaluate(recipe, str(model), "policy.hf_config_overrides={rope_theta: 5.0}")
+    assert code == 1 and "holds samples that differ in hf_config_overrides" in err
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ _KWARGS = "policy.generation.vllm_kwargs"
 _HAVE_KEYS = {
     "model": "policy.model_name",
     "tokenizer": "policy.tokenizer.name",
+    "hf_overrides": "policy.hf_config_overrides",
     "dtype": _VLLM + "precision",
     "tensor_parallel_size": _VLLM + "tensor_parallel_size",
     "pipeline_parallel_size": _VLLM + "pipeline_parallel_size",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,6 +72,20 @@ def of_run(run: Path, config: MasterConfig, step: int, count: int, scratch: Path
     before = _weights(config, after - 1, scratch)
     samples = tuple(replace(_sample(row), policy=None) for row in said)
     return [policy, VerdictCase(weights, before, samples, sampling, precision)]
+
+
+def overridden(model: Path, overrides: Mapping[str, Any], scratch: Path) -> Path:
+    """Return a folder with a model's files and the config.json that a run used."""
+    if not overrides:
+        return model
+    folder = scratch / "model"
+    if not folder.is_dir():
+        folder.mkdir()
+        for file in model.iterdir():
+            if file.name != "config.json":
+                (folder / file.name).symlink_to(file.resolve())
+        (folder / "config.json").write_text(json.dumps(read_hf_config(model, overrides)), encoding="utf-8")
+    return folder
 
 
 def of_model(folder: Path, layout: LayoutCase) -> VerdictCase:
@@ -186,7 +201,7 @@ def _sample(row: Mapping[str, Any]) -> JudgedSample:
 def _weights(config: MasterConfig, steps: int, scratch: Path) -> Path | None:
     """Return a Hugging Face folder with the weights after this many `steps`; None if their checkpoint is not kept."""
     if steps == 0:
-        return Path(model_folder(config.policy.model_name))
+        return overridden(Path(model_folder(config.policy.model_name)), config.policy.hf_config_overrides, scratch)
     checkpoint, folder = Path(config.checkpointing.checkpoint_dir) / f"step_{steps}", scratch / f"step_{steps}"
     if steps < 0 or not checkpoint.is_dir():
         return None

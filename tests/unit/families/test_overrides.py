@@ -19,14 +19,14 @@ QWEN = known_configs()["Qwen2.5-0.5B"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"text_config": {"a": 1, "b": 2}}))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"task_specific_params": {"a": 1, "b": 2}}))
     return tmp_path
 
 
 def test_values_are_replaced_and_mappings_merged(folder: Path) -> None:
-    config = read_hf_config(folder, {"num_hidden_layers": 3, "rope_theta": 5e5, "text_config": {"b": 7}})
+    config = read_hf_config(folder, {"num_hidden_layers": 3, "rope_theta": 5e5, "task_specific_params": {"b": 7}})
     assert (config["num_hidden_layers"], config["rope_theta"]) == (3, 5e5)
-    assert config["text_config"] == {"a": 1, "b": 7} and config["hidden_size"] == QWEN["hidden_size"]
+    assert config["task_specific_params"] == {"a": 1, "b": 7} and config["hidden_size"] == QWEN["hidden_size"]
     assert shape_of(config).num_layers == 3
 
 
@@ -128,6 +128,69 @@ def test_settings_by_kind_of_layer_are_merged() -> None:
     assert changed["rope_parameters"] == {
         "full_attention": {"rope_theta": 5.0, "factor": 8.0}, "sliding_attention": {"a": 1},
     }  # fmt: skip
+
+
+GEMMA = {
+    "model_type": "gemma3_text", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "query_pre_attn_scalar": 16,
+    "sliding_window": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inner", [True, False], ids=["text of a vision model", "text model"])
+@pytest.mark.parametrize(
+    ("overrides", "theta", "factor"),
+    [
+        ({"rope_theta": 5e6}, 5e6, None),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 16.0}}, 1e6, 16.0),
+        ({"rope_scaling": {"type": "linear", "factor": 16.0}}, 1e6, 16.0),
+    ],
+)
+def test_layers_with_windows_keep_their_base_in_policy_and_engine(
+    inner: bool, overrides: dict[str, Any], theta: float, factor: float | None
+) -> None:
+    from transformers import AutoConfig
+
+    config = {"model_type": "gemma3", "text_config": GEMMA} if inner else GEMMA
+    changes = {"text_config": overrides} if inner else overrides
+    shape = shape_of(with_overrides(config, changes))
+    assert (shape.rope_theta, shape.rope_interpolation) == (theta, factor)
+    engine = AutoConfig.for_model(**config)
+    said = engine_overrides(config, changes)
+    text = engine.text_config if inner else engine
+    text.update(said["text_config"] if inner else said)  # as vLLM does
+    everywhere = text.rope_parameters["full_attention"]
+    assert (everywhere["rope_theta"], everywhere.get("factor")) == (theta, factor)
+    assert text.rope_parameters["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"sliding_window": 64},
+            "hf_config_overrides.sliding_window: this model has its layers in text_config; set te",
+        ),
+        ({"text_config": {"sliding_windo": 64}}, "text_config.sliding_windo: .* no such key; nearest: sliding_window"),
+        ({"text_config": {"rope_scaling": {"factr": 2}}}, "text_config.rope_scaling: .* setting 'factr'; nearest: fac"),
+    ],
+)
+def test_overrides_of_a_vision_model_are_checked(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(FamilyError, match=message):
+        with_overrides({"model_type": "gemma3", "text_config": GEMMA}, overrides)
+
+
+@pytest.mark.parametrize(
+    ("form", "key"),
+    [({"rope_theta": 1e4, "rope_scaling": LLAMA3}, "rope_scaling"), (NEW, "rope_parameters"),
+     ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling")],
+)  # fmt: skip
+def test_the_old_word_for_the_type_replaces_the_new_one(form: dict[str, Any], key: str) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    config = rope_config(form)
+    assert with_overrides(config, {key: yarn})[key]["rope_type"] == "yarn"
+    assert "type" not in with_overrides(config, {key: yarn})[key]
+    assert engine_overrides(config, {key: yarn})["rope_parameters"]["rope_type"] == "yarn"
 
 
 def test_the_engine_is_told_of_other_keys_as_they_are() -> None:

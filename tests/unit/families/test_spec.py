@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -292,3 +293,10 @@ def test_a_config_that_is_no_object_is_refused_by_name(tmp_path: Path, content: 
     for there in (tmp_path, tmp_path / "config.json"):
         with pytest.raises(FamilyError, match=f"config.json {why}"):
             read_hf_config(there)
+
+
+@pytest.mark.parametrize("changes", [{"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"moe_layer_freq": 2}])
+def test_experts_that_are_chosen_in_another_way_are_refused(changes: dict[str, Any]) -> None:
+    config = known_configs()["DeepSeek-V3"]
+    with pytest.raises(FamilyError, match=f"{next(iter(changes))} .* is not supported for deepseek_v3 models"):
+        shape_of(config | changes)

@@ -130,6 +130,17 @@ def constant_kl(log_ratio: Tensor) -> Tensor:
     return torch.ones_like(log_ratio)
 
 
+def with_slashes(curr_logprobs: Tensor, batch: Any, global_valid_seqs: int, global_valid_toks: int) -> Any:
+    return curr_logprobs.sum(), {"ppo/clip": torch.tensor(2.0), "mine/age_1": torch.tensor(4.0)}
+
+
+def test_metrics_with_slashes_are_custom_ones() -> None:
+    curr, inputs = batch()
+    _, metrics = build_loss(ClippedPGLossConfig(path=HERE + "with_slashes"), prev_equals_curr=True)(curr, inputs, 2, 6)
+    step = step_metrics([combine_metrics([metrics]), combine_metrics([metrics])])
+    assert step["custom/ppo/clip"] == 2.0 and step["custom/mine/age_1"] == 4.0
+
+
 def test_previous_logprobs_are_there_when_the_step_has_none() -> None:
     curr, inputs = batch()
     cfg = ClippedPGLossConfig(path=HERE + "needs_prev")

@@ -25,8 +25,11 @@ def test_values_are_yaml(load) -> None:
 
 
 def test_mappings_may_be_written_without_spaces_as_for_hydra(load) -> None:
-    kwargs = load(MINIMAL, "policy.generation.vllm_kwargs={max_num_seqs:8,hf_overrides:{a:1e-6,b:[1,x:y]}}").config
-    assert kwargs.policy.generation.vllm_kwargs == {"max_num_seqs": 8, "hf_overrides": {"a": 1e-6, "b": [1, "x:y"]}}
+    kwargs = load(MINIMAL, "policy.generation.vllm_kwargs={max_num_seqs:8,additional_config:{a:1e-6,b:[1,x:y]}}").config
+    assert kwargs.policy.generation.vllm_kwargs == {
+        "max_num_seqs": 8,
+        "additional_config": {"a": 1e-6, "b": [1, "x:y"]},
+    }
 
 
 def test_mappings_are_merged_and_free_keys_may_be_new(load) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.rollout.trajectory import Sampling
+from grpo_mcore.tools.verdict.collect import overridden
 from grpo_mcore.tools.verdict.judge import Judge, JudgedSample, drawn
 from grpo_mcore.tools.verdict.verdict import Side, Verdict, first_layer, judge_samples
 
@@ -273,3 +274,10 @@ def test_none_where_all_agree(dense: Model, experts: Model) -> None:
         verdict = judge_samples(model.judge, model.samples, torch.float32)
         assert not verdict.causes and verdict.line.startswith("none: within 2.0e-04 of transformers in float64")
         assert len(verdict.table()) == 3
+
+
+def test_a_run_is_judged_by_the_config_that_it_used(tmp_path: Path) -> None:
+    model = make_tiny_model("qwen2", tmp_path / "hub", **SMALL)
+    folder = overridden(model, {"rope_theta": 5e4}, tmp_path)
+    assert Judge(folder, SAMPLING).network.config.rope_parameters["rope_theta"] == 5e4
+    assert overridden(model, {}, tmp_path) == model
