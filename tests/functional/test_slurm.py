@@ -215,7 +215,9 @@ def _command(pid: int) -> list[str]:
 
 def test_ray_sub_runs_any_command(slurm: Slurm, tmp_path: Path) -> None:
     """`COMMAND=... sbatch --nodes=2 --gres=gpu:8 ray.sub`, as the documents write it."""
-    count = "import ray; ray.init(log_to_driver=False); print('nodes:', len(ray.nodes()))"
+    count = (
+        "import ray; ray.init(log_to_driver=False); print(len(ray.nodes()), ray.cluster_resources()['CPU'], 'cores')"
+    )
     number = slurm.submit(
         SCRIPT.parents[2] / "ray.sub", tmp_path, "--nodes=2", "--gres=gpu:8",
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", PYTHONPATH=str(SCRIPT.parents[2]),
@@ -223,4 +225,4 @@ def test_ray_sub_runs_any_command(slurm: Slurm, tmp_path: Path) -> None:
     )  # fmt: skip
     slurm.wait(number, "COMPLETED", "FAILED", seconds=START_S)
     out = "".join(file.read_text() for file in tmp_path.glob(f"*-{number}.out"))
-    assert "nodes: 2" in out and "the run is over" in out, out + slurm.logs()
+    assert "2 128.0 cores" in out and "the run is over" in out, out + slurm.logs()

@@ -36,7 +36,8 @@ if [[ -n $CONTAINER ]]; then
     inside=(--container-image="$CONTAINER" --container-name="grpo-$SLURM_JOB_ID"
         --container-mounts="$logs:$logs${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD" --no-container-mount-home)
 fi
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # by default a step has one core
+# Without -c a step has all cores of its node, with it only so many: -c means --exact.
+[[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 on_head=(srun --overlap --export=ALL --nodes=1 --ntasks=1 --nodelist="$head")
 
 head_ip=${HEAD_IP:-$("${on_head[@]}" hostname -I | awk '{print $1}')}

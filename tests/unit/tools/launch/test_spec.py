@@ -277,6 +277,17 @@ def test_the_job_script_trains_the_recipe_that_was_submitted(tmp_path: Path) -> 
     assert "grpo-mcore 0." in job.code
 
 
+@pytest.mark.parametrize("cores", [None, "64"])
+def test_a_step_of_slurm_gets_all_cores_of_its_job(cores: str | None) -> None:
+    """srun's -c, also by this variable, limits a step to so many cores: without --cpus-per-task it must not be there."""
+    body = BODY.read_text()
+    start, end = body.index("# Without -c a step"), body.index("on_head=(")
+    program = f'set -euo pipefail\n{body[start:end]}\necho "${{SRUN_CPUS_PER_TASK:-}}"'
+    settings = {"PATH": os.environ["PATH"]} | ({"SLURM_CPUS_PER_TASK": cores} if cores else {})
+    done = subprocess.run(["bash", "-c", program], env=settings, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{cores or ''}\n"
+
+
 def test_every_node_copies_the_models_before_its_ray_starts(tmp_path: Path) -> None:
     job = spec("launch.stage_to=/local/models", target="slurm")
     script, shown = job_script(job), tmp_path / "shown"
