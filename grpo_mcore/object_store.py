@@ -206,6 +206,11 @@ def _version(meta: Mapping[str, Any]) -> Version:
 def _open(address: str, options: Mapping[str, str]) -> Any:
     from obstore.store import from_url
 
+    if wrong := [sign for sign in "?#%" if sign in address]:  # obstore drops what follows, or decodes it
+        at = address.partition(wrong[0])[0]  # what follows may be a secret
+        raise StoreError(
+            f"{at}: {wrong[0]} after it has a meaning of its own in an address; choose a prefix without it"
+        )
     if address.startswith("file://"):
         return from_url(address, mkdir=True)
     named = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")

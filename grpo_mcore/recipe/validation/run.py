@@ -33,6 +33,9 @@ def check_mirror(config: RecipeSections) -> Iterator[Finding]:
         yield Finding((key,), f"is no address such as s3://BUCKET/PREFIX; it may begin with {schemes}")
     elif "?" in rest or ":" in rest.partition("/")[0].rpartition("@")[0]:
         yield Finding((key,), f"holds more than bucket and prefix; {secret}")
+    elif wrong := [sign for sign in "#%" if sign in rest]:
+        others = "the checkpoints would lie under another prefix, maybe that of another run"
+        yield Finding((key,), f"{wrong[0]} has a meaning of its own in an address: {others}; leave it out")
     if not saving.enabled:
         yield Finding((key, "checkpointing.enabled"), "there are no checkpoints to copy; set it to null")
 

@@ -532,6 +532,8 @@ def test_restarts_need_checkpoints(load, problems) -> None:
         ("mirror=s3://", "is no address such as s3://BUCKET/PREFIX"),
         ("mirror=s3://key:hidden@bucket/x", "give secrets in the environment, as AWS_SECRET_ACCESS_KEY"),
         ("mirror=az://account/box/x?sig=hidden", "holds more than bucket and prefix"),
+        ("mirror='s3://bucket/run#1/x'", "checkpointing.mirror: # has a meaning of its own in an address"),
+        ("mirror=s3://bucket/run%201", "checkpointing.mirror: % has a meaning of its own in an address"),
         ("mirror_options={secret_access_key: hidden}", "checkpointing.mirror_options: secret_access_key: a recipe is"),
         ("mirror_options={sas_token: hidden}", "sas_token: a recipe is copied into checkpoints and logs"),
     ],

@@ -247,6 +247,14 @@ def test_an_outage_ends_nothing_and_is_made_up_for(tmp_path: Path, caplog: pytes
         manager(tmp_path / "empty", store).open("auto")
 
 
+@pytest.mark.parametrize("end", ["?x=hidden", "#hidden", "%20hidden"])
+def test_an_address_is_another_one_to_no_one(end: str) -> None:
+    """obstore would drop what follows, or decode it, and write under another prefix."""
+    with pytest.raises(StoreError, match="has a meaning of its own") as refused:
+        RemoteStore(f"s3://bucket/run{end}")
+    assert f"s3://bucket/run: {end[0]} after it" in str(refused.value) and "hidden" not in str(refused.value)
+
+
 def test_one_run_writes_to_a_prefix(tmp_path: Path) -> None:
     store = Store()
     first = manager(tmp_path / "a", store)
