@@ -21,7 +21,7 @@ from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngines, TeacherEngineWorker
 from grpo_mcore.algorithms.training_step.teachers import Teacher, Teachers, teacher_name
 from grpo_mcore.algorithms.weight_sync.refit_settings import refit_settings
-from grpo_mcore.cluster import Cluster, Future, Worker, call_all, gather, is_fault, open_cluster
+from grpo_mcore.cluster import Cluster, Future, Worker, WorkerFailed, call_all, gather, is_fault, open_cluster
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import engine_options, engine_overrides, read_hf_config
 from grpo_mcore.generation import EngineConfig, LoadFormat, engine_environment
@@ -480,7 +480,7 @@ def watch_machines(config: MasterConfig, cluster: Cluster, logger: Logger) -> No
         try:
             taken = call_all(cluster, monitors, MachineMonitor.take, timeout_s=MONITOR_S, what="machine metrics")()
         except Exception as error:
-            if not is_fault(error):
+            if not (isinstance(error, WorkerFailed) or is_fault(error)):
                 raise
             log.warning("the machines are not monitored any more: %s", str(error).partition("\n")[0])
             logger.machines = dict

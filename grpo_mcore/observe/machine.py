@@ -87,14 +87,14 @@ class _Gpus:
         return [name.decode() if isinstance(name, bytes) else name for name in names]
 
     def sample(self) -> dict[str, float]:
-        """Return the metrics of each GPU; without one that the device does not report."""
+        """Return the metrics of each GPU; without one that the device does not give."""
         values: dict[str, float] = {}
         readings = {"util": self._utilization, "mem_gb": self._memory_gb, "power_w": self._power_w}
         for index, handle in enumerate(self._handles):
             for name, read in readings.items():
                 try:
                     values[f"gpu.{index}.{name}"] = read(handle)
-                except self._nvml.NVMLError_NotSupported:
+                except self._nvml.NVMLError:  # not supported, not permitted (MIG), or a fault that passes
                     continue
         return values
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.algorithms.setup import watch_machines
-from grpo_mcore.cluster import LocalCluster, WorkerDied
+from grpo_mcore.cluster import LocalCluster, WorkerDied, WorkerFailed
 from grpo_mcore.observe import Logger
 from grpo_mcore.recipe import MasterConfig
 
 
+@pytest.mark.parametrize("kind", [WorkerDied, WorkerFailed])
 def test_the_metrics_of_a_node_until_its_monitor_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[WorkerFailed]
 ) -> None:
     config = MasterConfig.model_validate(
         {
@@ -31,7 +32,7 @@ def test_the_metrics_of_a_node_until_its_monitor_is_lost(
         (monitor,) = cluster._workers
 
         def lost(*_: object, **__: object) -> None:
-            raise WorkerDied("monitor-0", "take", "its process ended")
+            raise kind("monitor-0", "take", "its process ended")
 
         monkeypatch.setattr(monitor, "call", lost)
         with caplog.at_level(logging.WARNING, logger="grpo_mcore"):

@@ -26,8 +26,16 @@ def test_processors_and_memory_of_this_machine() -> None:
     assert not monitor._thread.is_alive() and monitor.take().keys() == taken.keys()
 
 
-class NotSupported(Exception):
+class NVMLError(Exception):
     pass
+
+
+class NotSupported(NVMLError):
+    pass
+
+
+class NoPermission(NVMLError):
+    """What a MIG device answers a user who may not read the whole GPU."""
 
 
 def nvml(power: Any) -> Any:
@@ -46,12 +54,12 @@ def nvml(power: Any) -> Any:
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=50),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=40 * 2**30),
         nvmlDeviceGetPowerUsage=power_usage,
-        NVMLError=RuntimeError,
+        NVMLError=NVMLError,
         NVMLError_NotSupported=NotSupported,
     )
 
 
-@pytest.mark.parametrize(("power", "watts"), [(350_000, 350.0), (NotSupported(), None)])
+@pytest.mark.parametrize(("power", "watts"), [(350_000, 350.0), (NotSupported(), None), (NoPermission(), None)])
 def test_gpus_through_nvml(monkeypatch: pytest.MonkeyPatch, power: Any, watts: float | None) -> None:
     """The real library needs a driver; what is read of it and in which units is fixed here."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml(power))

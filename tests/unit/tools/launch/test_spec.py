@@ -279,7 +279,7 @@ def test_the_job_script_trains_the_recipe_that_was_submitted(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("cores", [None, "64"])
 def test_a_step_of_slurm_gets_all_cores_of_its_job(cores: str | None) -> None:
-    """srun's -c, also by this variable, limits a step to so many cores: without --cpus-per-task it must not be there."""
+    """srun's -c, also by this variable, limits a step to so many cores: it must be the job's or not there."""
     body = BODY.read_text()
     start, end = body.index("# Without -c a step"), body.index("on_head=(")
     program = f'set -euo pipefail\n{body[start:end]}\necho "${{SRUN_CPUS_PER_TASK:-}}"'
