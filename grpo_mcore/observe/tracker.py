@@ -24,7 +24,7 @@ LONGEST_WAIT_S = 60.0
 """Maximum wait between two attempts. The first is a second, each further one twice the wait before."""
 
 CLOSE_S = 20.0
-"""Seconds that a tracker gets at the end of a run to take what is left."""
+"""Seconds that a tracker gets at the end of a run to take what is left. The last half is for closing it."""
 
 
 @dataclass
@@ -32,6 +32,8 @@ class _Call(Generic[B]):
     what: str
     run: Callable[[B], None]
     failures: int = 0
+    others_taken: int = 0
+    """Number of calls that the tracker had taken when this one failed first."""
 
 
 class Tracker(Generic[B]):
@@ -49,8 +51,10 @@ class Tracker(Generic[B]):
         self._calls: deque[_Call[B]] = deque()
         self._changed = threading.Condition()
         self._closing_by: float | None = None  # monotonic time
+        self._drop_from = 0.0  # while it closes: when calls that fail are dropped
         self._outage: str | None = None
-        self._dropped = 0
+        self._taken_calls, self._dropped = 0, 0
+        self._first_dropped: tuple[str, str | None] | None = None  # the call, and the outage then
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -70,8 +74,7 @@ class Tracker(Generic[B]):
         with self._changed:
             self._calls.append(_Call(what, run))
             if len(self._calls) > KEPT:
-                self._calls.popleft()
-                self._dropped += 1
+                self._drop()
             self._changed.notify()
 
     def close(self, close_backend: Callable[[B], None], *, within_s: float = CLOSE_S) -> None:
@@ -80,14 +83,16 @@ class Tracker(Generic[B]):
             return
         with self._changed:
             self._closing_by = time.monotonic() + within_s
+            self._drop_from = self._closing_by - within_s / 2
             self._calls.append(_Call("the end of the run", close_backend))
             self._changed.notify()
         self._thread.join(within_s + 1.0)
         if missing := self.missing:
-            why = self._outage or f"no answer within {within_s:g} s"
+            first, outage = self._first_dropped or (self._calls[0].what if self._calls else "the first", self._outage)
+            why = outage or f"no answer within {within_s:g} s"
             log.warning(
                 "%s lacks %d calls, from %s on: %s; metrics.jsonl has everything",
-                *(self.name, missing, self._calls[0].what if self._calls else "the first", why),
+                *(self.name, missing, first, why),
             )
 
     def _work(self) -> None:
@@ -116,9 +121,15 @@ class Tracker(Generic[B]):
         with self._changed:
             if self._calls and self._calls[0] is call:  # not dropped meanwhile
                 self._calls.popleft()
+            self._taken_calls += 1
         if self._outage is not None:
             self._outage = None
             log.info("%s takes metrics again", self.name)
+
+    def _drop(self) -> None:
+        call = self._calls.popleft()
+        self._dropped += 1
+        self._first_dropped = self._first_dropped or (call.what, self._outage)
 
     def _failed(self, call: _Call[B], error: BaseException, wait_s: float) -> bool:
         """Say what is wrong, once, and wait for the next attempt. Return whether there is time for one."""
@@ -131,7 +142,17 @@ class Tracker(Generic[B]):
         call.failures += 1
         failed_at = time.monotonic()
         with self._changed:
+            if call.failures == 1:
+                call.others_taken = self._taken_calls
             others = len(self._calls) - 1 - (self._closing_by is not None)  # the last closes the tracker
+            if self._closing_by is not None and len(self._calls) > 1 and self._calls[0] is call:
+                if call.failures >= ATTEMPTS and self._taken_calls > call.others_taken:  # it alone is refused
+                    self._drop()
+                    return True
+                if failed_at >= self._drop_from:  # what closes the tracker, and sends what it holds, gets its turn
+                    while len(self._calls) > 1:
+                        self._drop()
+                    return True
             if call.failures % ATTEMPTS == 0 and others > 0 and self._calls[0] is call:
                 self._calls.popleft()
                 self._calls.insert(others, call)

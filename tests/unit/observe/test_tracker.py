@@ -93,9 +93,19 @@ def test_a_call_that_is_refused_alone_lets_the_others_pass(package_log: pytest.L
     tracker = Tracker("logger.x", lambda: server, first_wait_s=0.001)
     send(tracker, 1, 2, 3, 4)
     wait_for(lambda: server.rows == [1, 3, 4])
-    tracker.close(Server.close, within_s=0.1)
-    assert tracker.missing == 2  # the refused one, and the end that comes after it
-    assert "logger.x lacks 2 calls, from step 2 on: ValueError: no such metric: 2" in package_log.text
+    tracker.close(Server.close)
+    assert server.rows == [1, 3, 4, -1] and tracker.missing == 1
+    assert "logger.x lacks 1 calls, from step 2 on: ValueError: no such metric: 2" in package_log.text
+
+
+def test_a_tracker_that_takes_nothing_any_more_is_closed_in_time(package_log: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    server.refused = {1, 2, 3}
+    tracker = Tracker("logger.x", lambda: server, first_wait_s=0.001)
+    send(tracker, 1, 2, 3)
+    tracker.close(Server.close, within_s=0.2)
+    assert server.rows == [-1] and tracker.missing == 3
+    assert "logger.x lacks 3 calls, from step" in package_log.text and "ValueError: no such metric" in package_log.text
 
 
 def test_a_tracker_that_hangs_delays_neither_the_run_nor_its_end_for_long(
