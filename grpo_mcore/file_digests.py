@@ -58,14 +58,16 @@ def digest_files(folder: Path, names: Iterable[str], sync: bool = False) -> dict
 
 def leave_digests(folder: Path, part: str, names: Iterable[str]) -> None:
     """Write the digests of files in `folder` to its file digests-`part`.json, after flushing them to the disk."""
-    (folder / PART.replace("*", part)).write_text(json.dumps(digest_files(folder, names, sync=True)))
+    (folder / PART.replace("*", part)).write_text(json.dumps(digest_files(folder, names, sync=True)), encoding="utf-8")
 
 
 def collect_digests(folder: Path) -> dict[str, Digest]:
     """Return what `leave_digests` has left in `folder`, by file name, and delete it."""
     digests: dict[str, Digest] = {}
     for part in sorted(folder.glob(PART)):
-        digests |= {name: (size, digest) for name, (size, digest) in json.loads(part.read_text()).items()}
+        digests |= {
+            name: (size, digest) for name, (size, digest) in json.loads(part.read_text(encoding="utf-8")).items()
+        }
         part.unlink()
     return digests
 

@@ -149,7 +149,7 @@ def _least_quota(root: Path) -> float:
     """Return the cores that the control groups of this process leave it, read once; infinity without a quota."""
     limits = [math.inf]
     try:
-        groups = (root / "proc/self/cgroup").read_text().split("\n")
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").split("\n")
     except OSError:
         groups = []
     for line in groups:
@@ -170,7 +170,7 @@ def _least_quota(root: Path) -> float:
 def _quota(files: Sequence[Path]) -> list[float]:
     """Return the cores of one control group's quota; nothing without one. `files`: with quota and period."""
     try:
-        quota, period = " ".join(file.read_text() for file in files).split()
+        quota, period = " ".join(file.read_text(encoding="utf-8") for file in files).split()
         return [int(quota) / int(period)] if int(quota) > 0 else []
     except (OSError, ValueError, ZeroDivisionError):  # no such file; "max 100000"
         return []

@@ -54,7 +54,9 @@ class SampleLog:
             by_prompt[sample["model"], sample["seed"], sample["uid"]].append(sample)
         self.groups = {key: samples for key, samples in by_prompt.items() if len(samples) == samples_per_seed}
         partial = path.with_name(f"tmp_{path.name}")
-        partial.write_text("".join(_line(sample) for samples in self.groups.values() for sample in samples))
+        partial.write_text(
+            "".join(_line(sample) for samples in self.groups.values() for sample in samples), encoding="utf-8"
+        )
         partial.replace(path)
         self._file = path.open("a", encoding="utf-8")
 

@@ -53,10 +53,10 @@ class Install(argparse.Action):
             parser.error(f"--install-completion knows {' and '.join(START)}, and SHELL is {shell}")
         script = Path.home() / ".local" / "share" / "grpo-mcore" / f"completion.{shell}"
         script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(argcomplete.shellcode(["grpo-mcore"], shell=shell))
+        script.write_text(argcomplete.shellcode(["grpo-mcore"], shell=shell), encoding="utf-8")
         start, line = Path.home() / START[shell], f". {shlex.quote(str(script))}"
-        text = start.read_text() if start.is_file() else ""
+        text = start.read_text(encoding="utf-8") if start.is_file() else ""
         if line not in text.splitlines():
-            start.write_text(f"{text.rstrip()}\n{line}\n".lstrip())
+            start.write_text(f"{text.rstrip()}\n{line}\n".lstrip(), encoding="utf-8")
         print(f"completion is in {script}, read by ~/{START[shell]}: open a new shell, or `{line}`")
         parser.exit()

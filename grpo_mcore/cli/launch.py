@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
             return 2
         text, submit = manifest(spec), ["kubectl", "create", "-f", "-"]
     if args.output:
-        Path(args.output).write_text(text)
+        Path(args.output).write_text(text, encoding="utf-8")
         print(f"written: {args.output}; {' '.join(submit).removesuffix(' -')} {args.output}")
         return 0
     if args.dry_run:
         print(text, end="")
         return 0
     try:
-        return subprocess.run(submit, input=text, text=True).returncode
+        return subprocess.run(submit, input=text, text=True, encoding="utf-8").returncode
     except FileNotFoundError:
         print(f"grpo-mcore launch: {submit[0]} is not installed here; --dry-run prints the job", file=sys.stderr)
         return 1

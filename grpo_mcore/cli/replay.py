@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.report.run_files import find_run
 
     folder = find_run(args.run)
-    recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text()))
+    recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text(encoding="utf-8")))
     uids = args.samples.split(",") if args.samples else ()
     rows, recorded = recorded_step(folder, args.step, uids)
     start = args.checkpoint or checkpoint_before(folder, recipe, args.step)

@@ -65,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"grpo-mcore report: {error}", file=sys.stderr)
         return 1
     if args.trace:
-        args.trace.write_text(chrome_trace(shown.events, sorted(shown.folder.glob("profile/*/*.json"))))
+        args.trace.write_text(
+            chrome_trace(shown.events, sorted(shown.folder.glob("profile/*/*.json"))), encoding="utf-8"
+        )
         print(f"{args.trace}: open it in Perfetto or chrome://tracing")
         return 0
     output = args.output or (Path() if is_address(args.runs[0]) else shown.folder) / "report.html"
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.all_samples:
         beside = f"{output.stem}_samples"
         print(f"{write_shards(shown, output.parent / beside)} files of samples in {output.parent / beside}")
-    output.write_text(build_page(shown, others, settings=settings, wanted=wanted, beside=beside))
+    output.write_text(build_page(shown, others, settings=settings, wanted=wanted, beside=beside), encoding="utf-8")
     print(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0
 

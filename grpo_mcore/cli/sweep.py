@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(words: list[str], output: Path) -> int:
     """Run a command with its output in a file, which is continued. A Ctrl-C reaches it too: it saves and ends first."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a") as file:
+    with output.open("a", encoding="utf-8") as file:
         child = subprocess.Popen(
             [sys.executable, "-m", "grpo_mcore.cli.main", *words],
             stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -109,7 +109,7 @@ def _run(words: list[str], output: Path) -> int:
 
 
 def _last_line(output: Path) -> str:
-    lines = output.read_text(errors="replace").strip().splitlines()
+    lines = output.read_text(errors="replace", encoding="utf-8").strip().splitlines()
     return lines[-1] if lines else "it printed nothing"
 
 
@@ -126,5 +126,5 @@ def _show(runs: Sequence[SweepRun], folder: Path) -> None:
         return
     Console(width=None if sys.stdout.isatty() else WIDE).print(table(standings(written)))
     page = folder / "report.html"
-    page.write_text(build_page(written[0], written[1:], settings=settings))
+    page.write_text(build_page(written[0], written[1:], settings=settings), encoding="utf-8")
     print(f"{page}: open it in a browser")

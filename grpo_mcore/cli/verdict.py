@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="grpo-mcore-verdict-") as scratch:
         if args.step is not None:
             folder = find_run(Path(args.target))
-            recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text()))
+            recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text(encoding="utf-8")))
             cases = of_run(folder, recipe, args.step, args.samples, Path(scratch))
         else:
             model, family = Path(args.target), args.target.removeprefix("tiny:")

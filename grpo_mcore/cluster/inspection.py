@@ -301,7 +301,9 @@ def is_worker(place: Place) -> bool:
 def _handles(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal. One without would be ended by it."""
     try:
-        caught = re.search(r"(?m)^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        caught = re.search(
+            r"(?m)^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+        )
     except OSError:  # it has ended
         return False
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)

@@ -302,7 +302,7 @@ class RayCluster(Cluster):
         self._inspections += 1
         try:
             told = self.inspect()
-            path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {why}\n{told}")
+            path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {why}\n{told}", encoding="utf-8")
         except Exception as error:  # the run goes on without it
             logger.warning("%s; what each process does could not be found out: %s", why, error)
             return

@@ -292,7 +292,7 @@ def _words_of_node_process() -> dict[str, str]:
 def last_failure(logs: Path) -> str:
     """Return what the node process said of its end, for a message; nothing if it said nothing."""
     try:
-        lines = (logs / "raylet.err").read_text(errors="replace").splitlines()
+        lines = (logs / "raylet.err").read_text(errors="replace", encoding="utf-8").splitlines()
     except OSError:
         return ""
     said = [line.partition("Check failed: ")[2] for line in lines if "Check failed: " in line]
@@ -328,7 +328,7 @@ def _token(folder: Path) -> dict[str, str]:
     if TOKEN in os.environ or TOKEN_PATH in os.environ:
         return {}
     path = folder / "token"
-    path.write_text(secrets.token_hex(32))
+    path.write_text(secrets.token_hex(32), encoding="utf-8")
     return {TOKEN_PATH: str(path)}
 
 

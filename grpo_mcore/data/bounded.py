@@ -55,7 +55,7 @@ def in_memory(more_bytes: int = RENDER_BYTES) -> Iterator[None]:
     if not status.exists():  # not Linux
         yield
         return
-    limit = int(status.read_text().split()[0]) * resource.getpagesize() + more_bytes
+    limit = int(status.read_text(encoding="utf-8").split()[0]) * resource.getpagesize() + more_bytes
     if soft != resource.RLIM_INFINITY:
         limit = min(limit, soft)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

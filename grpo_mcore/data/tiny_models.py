@@ -10,7 +10,7 @@ import torch
 import yaml
 
 EOS = 1
-_DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SIZES: dict[str, Any] = _DATA["sizes"]
 FAMILIES: dict[str, dict[str, Any]] = _DATA["families"]
 ENGINE_SIZES: dict[str, dict[str, Any]] = {n: family["engine"] for n, family in FAMILIES.items() if "engine" in family}

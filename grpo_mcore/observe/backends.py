@@ -42,11 +42,11 @@ def run_id(folder: Path, tracker: str, make: Callable[[], str]) -> tuple[str, bo
     run is resumed, and goes on under it. `make`: returns a new id. One that cannot be kept is used all the same: each
     further attempt would make another run."""
     path = folder / f"{tracker}_run.txt"
-    if path.exists() and (known := path.read_text().strip()):
+    if path.exists() and (known := path.read_text(encoding="utf-8").strip()):
         return known, True
     new = make()
     try:
-        path.write_text(new + "\n")
+        path.write_text(new + "\n", encoding="utf-8")
     except OSError as error:
         log.warning("%s cannot be written: %s; when this run is resumed, %s shows a new one", path, error, tracker)
     return new, False

@@ -130,7 +130,7 @@ class Logger:
         text = msgspec.json.format(msgspec.json.encode(plain, enc_hook=str), indent=2).decode()
         path = self.log_dir / HYPERPARAMS_FILE
         try:
-            path.write_text(text + "\n")
+            path.write_text(text + "\n", encoding="utf-8")
         except OSError as error:  # observation must not stop training
             log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror or error)
         if not (self._backends or self._custom):
@@ -262,7 +262,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with partial.open("w") as file:
+        with partial.open("w", encoding="utf-8") as file:
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -90,7 +90,7 @@ def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: s
         "target_modules": sorted(modules),
         "inference_mode": True,
     }
-    (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

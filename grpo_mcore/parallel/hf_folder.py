@@ -111,7 +111,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _read_index(path: Path) -> dict[str, str]:
     """Return tensor name -> file name. Raises WeightsError."""
     try:
-        names = json.loads(path.read_text())["weight_map"]
+        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"policy.model_name: {path} is no index: {type(error).__name__}: {error}") from error
@@ -295,7 +295,7 @@ class HfFolderWriter:
             size += sum(tensor.nbytes for tensor in carried.values())
             where |= dict.fromkeys(carried, CARRIED)
             index = {"metadata": {"total_size": size}, "weight_map": where}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
     def _carry(self, source: Path) -> dict[str, Tensor]:
         """Copy the tensors of `source` that the policy does not train, as they are, and return them by name."""
@@ -371,11 +371,11 @@ def index_of(box: Box) -> tuple[slice, ...]:
 def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) -> None:
     """Make config.json name the number format of the weights, so that transformers keeps it by default, and have the
     overridden values that the weights were trained with."""
-    config = with_overrides(json.loads(path.read_text()), overrides)
+    config = with_overrides(json.loads(path.read_text(encoding="utf-8")), overrides)
     name = str(dtype).removeprefix("torch.")
     for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
         config[key] = name
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_template: str | None) -> None:
@@ -392,8 +392,12 @@ def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_t
         tokenizer.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8")
     tokenizer.save_pretrained(folder)
     settings_path = folder / "generation_config.json"
-    config = json.loads((folder / "config.json").read_text())
-    settings = json.loads(settings_path.read_text()) if settings_path.is_file() else {"_from_model_config": True}
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = (
+        json.loads(settings_path.read_text(encoding="utf-8"))
+        if settings_path.is_file()
+        else {"_from_model_config": True}
+    )
     inner = config.get("text_config", {}) if "eos_token_id" not in config else config
     known = [*_as_list(settings.get("eos_token_id")), *_as_list(inner.get("eos_token_id"))] if own else []
     ends = list(dict.fromkeys([end for end in (*turn_ends(tokenizer).stop_ids, *known) if end is not None]))
@@ -402,8 +406,8 @@ def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_t
         changed["pad_token_id"] = tokenizer.pad_token_id
     for target in (settings, *([config["text_config"]] if "text_config" in config else []), config):
         target.update(changed)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    settings_path.write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:

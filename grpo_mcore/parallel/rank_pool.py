@@ -121,7 +121,7 @@ class _Rank:
             os.kill(self.process.pid, signal.SIGUSR1)
         until = time.monotonic() + STACK_S
         while self.process.is_alive():  # for a moment also after its end of the pipe has closed
-            if text := Path(self.stacks.name).read_text(errors="replace"):
+            if text := Path(self.stacks.name).read_text(errors="replace", encoding="utf-8"):
                 return f"it is at\n{text}"
             if time.monotonic() > until:
                 return f"it does not say where it is within {STACK_S:.0f} s"
@@ -137,7 +137,7 @@ class _Rank:
 def _serve(environment: dict[str, str], pipe: Connection, stacks: str) -> None:
     processes.die_with_parent(os.getppid())  # the server, which ends with the process that has the pool
     os.environ.update(environment)  # the server may have started before a variable was set
-    faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("a"), all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("a", encoding="utf-8"), all_threads=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")  # Megatron-Core's warnings, on which no reader can act; errors are returned as text
     gc.disable()  # during imports, of which garbage collection would be a fifth

@@ -169,7 +169,7 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
     }
     path, samples = folder / SETTINGS, folder / SAMPLES
     if path.is_file() and samples.is_file() and samples.stat().st_size:
-        recorded = json.loads(path.read_text())
+        recorded = json.loads(path.read_text(encoding="utf-8"))
         different = [
             key
             for key, value in json.loads(json.dumps(settings)).items()

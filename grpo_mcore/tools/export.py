@@ -41,7 +41,7 @@ def find_checkpoint(path: Path) -> SavedCheckpoint:
         folder = newest
     if not (folder / RECIPE).is_file():
         raise ExportError(f"{folder} has no {RECIPE}, which says what model it holds")
-    info = json.loads((folder / INFO).read_text())
+    info = json.loads((folder / INFO).read_text(encoding="utf-8"))
     recipe = load_recipe(str(folder / RECIPE), []).config
     return SavedCheckpoint(folder, info["save_state"]["current_step"], info["metrics"], recipe)
 

@@ -107,14 +107,14 @@ def claim_folder(folder: Path, recipe: str, runs: Sequence[SweepRun]) -> None:
     file = folder / SWEEP_FILE
     sweep: dict[str, Any] = {"recipe": recipe, "runs": {run.name: list(run.words) for run in runs}}
     if file.exists():
-        held = json.loads(file.read_text())
+        held = json.loads(file.read_text(encoding="utf-8"))
         if held != sweep:
             other = sorted(held["runs"].keys() ^ sweep["runs"].keys())
             what = f"other runs ({', '.join(other[:3])})" if other else "the same runs with other settings"
             raise SweepError(f"{folder} holds another sweep, of {held['recipe']} with {what}; choose another --folder")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(sweep, indent=1))
+    file.write_text(json.dumps(sweep, indent=1), encoding="utf-8")
 
 
 def state(run: SweepRun, now: float) -> str:

@@ -196,6 +196,31 @@ def test_commands_import_inside_the_verb() -> None:
     report(findings)
 
 
+WITHOUT_TEXT = ("os", "gzip", "checkpointer", "self", "self._sandboxes", "self._client")
+"""What has an `open` that opens no text."""
+
+
+def test_texts_are_utf_8_in_every_locale() -> None:
+    """Without an encoding a text is read and written as the machine's locale has it, and another machine reads it."""
+    report([
+        f'{file.relative_to(ROOT)}:{node.lineno}: give encoding="utf-8"'
+        for file in python_files("grpo_mcore")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and _is_text(node) and "encoding" not in {word.arg for word in node.keywords}
+    ])  # fmt: skip
+
+
+def _is_text(call: ast.Call) -> bool:
+    """Return whether the call opens, reads or writes a text."""
+    owner, _, name = ast.unparse(call.func).rpartition(".")
+    if name in ("read_text", "write_text"):
+        return True
+    given = [*call.args, *(word.value for word in call.keywords)]
+    modes = [value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    binary = any("b" in mode and set(mode) <= set("rwaxbt+") for mode in modes)
+    return name in ("open", "fdopen") and not binary and (owner not in WITHOUT_TEXT or name == "fdopen")
+
+
 def test_modules_say_what_lives_there() -> None:
     findings = [
         str(file.relative_to(ROOT))

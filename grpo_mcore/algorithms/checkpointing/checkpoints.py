@@ -356,7 +356,7 @@ class CheckpointManager:
     def policy_digests(self) -> dict[str, Digest]:
         """Return the digests of the ranks' files of the checkpoint that this run resumes, by path inside `policy`."""
         assert self.resumed_from is not None
-        files = json.loads((self.resumed_from / DIGESTS).read_text())["files"]
+        files = json.loads((self.resumed_from / DIGESTS).read_text(encoding="utf-8"))["files"]
         start = f"{POLICY}/"
         return {
             name.removeprefix(start): (saved["bytes"], saved["sha256"])
@@ -375,7 +375,7 @@ class CheckpointManager:
             return []
         import yaml
 
-        changed = changes(yaml.safe_load((self.resumed_from / "config.yaml").read_text()), recipe)
+        changed = changes(yaml.safe_load((self.resumed_from / "config.yaml").read_text(encoding="utf-8")), recipe)
         if refused := [f"{change.key}: {change.saved} -> {change.new}" for change in changed if change.fixed]:
             raise ResumeError(
                 f"--resume: {self.resumed_from} was written with other values, which a resumed run keeps; restore "
@@ -625,7 +625,7 @@ def _write(path: Path, data: bytes) -> Digest:
 
 
 def _read_info(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / INFO).read_text())
+    return json.loads((folder / INFO).read_text(encoding="utf-8"))
 
 
 def refuse_newer_format(folder: Path) -> None:
@@ -723,7 +723,7 @@ def _damage(folder: Path, stamps: tuple[tuple[str, int, int], ...], whole: bool)
     if DIGESTS not in present:
         return f"{DIGESTS} is missing"
     try:
-        digests = json.loads((folder / DIGESTS).read_text())["files"]
+        digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["files"]
         files = {name: (int(saved["bytes"]), str(saved["sha256"])) for name, saved in digests.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"{DIGESTS} cannot be read: {type(error).__name__}: {error}"

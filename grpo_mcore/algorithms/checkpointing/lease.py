@@ -120,7 +120,7 @@ class Lease:
     def _take(self) -> None:
         mine = self.file.with_name(f".{LEASE_FILE}.{self._me.token}")
         try:
-            with mine.open("w") as file:
+            with mine.open("w", encoding="utf-8") as file:
                 json.dump(asdict(self._me), file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -192,14 +192,15 @@ def lives_here(holder: Holder) -> bool | None:
 
 def _machine() -> str:
     """Return what is equal for two processes only if both see the same process ids."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _start_tick(pid: int) -> int | None:
     """Return when a process started, None if it has ended. Of the kernel's text, not of psutil: its times move with the
     clock."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
@@ -230,7 +231,7 @@ def _link(source: Path, target: Path) -> bool:
 def _read(file: Path) -> Holder | None:
     """Return the holder that a lease file names; None for no file or folder, or a file that was damaged."""
     try:
-        return Holder(**json.loads(file.read_text()))
+        return Holder(**json.loads(file.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
 
@@ -238,7 +239,7 @@ def _read(file: Path) -> Holder | None:
 def _beat_of(file: Path) -> int | None:
     """Return the time of the last beat. Opened first: NFS asks its server for the attributes only then."""
     try:
-        with file.open() as opened:
+        with file.open(encoding="utf-8") as opened:
             return os.fstat(opened.fileno()).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
         return None

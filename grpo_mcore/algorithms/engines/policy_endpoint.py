@@ -66,7 +66,7 @@ def open_endpoint(config: MasterConfig, engines: EngineGroup, log_dir: Path) -> 
     }
     log_dir.mkdir(parents=True, exist_ok=True)
     file = os.open(log_dir / ENDPOINT_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(file, "w") as text:
+    with os.fdopen(file, "w", encoding="utf-8") as text:
         json.dump(contents, text, indent=2)
     return endpoint
 

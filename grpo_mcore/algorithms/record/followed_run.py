@@ -87,7 +87,7 @@ class FollowedRun:
         self.folder = folder
         recipe_file = folder / HYPERPARAMS_FILE
         try:
-            self._recipe = json.loads(recipe_file.read_text())
+            self._recipe = json.loads(recipe_file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise FollowError(f"{folder} is the log folder of no run: {recipe_file} cannot be read: {error}") from error
         saving = self._recipe["checkpointing"]

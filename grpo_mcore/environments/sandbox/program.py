@@ -38,7 +38,7 @@ def be_program(job: dict[str, Any], ends: dict[int, int], isolated: bool, uid: i
     os.setsid()
     set_limits(job["limits"])
     prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own /proc/self, and with it /dev/stdin, is closed to it
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as adjust:
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as adjust:
         adjust.write("1000")  # killed first when the machine itself runs out of memory
     if uid:
         os.setgroups([])

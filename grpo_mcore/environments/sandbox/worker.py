@@ -211,9 +211,9 @@ class Watch:
         if wall_s <= limit or wall_s > STRETCH * limit:
             return wall_s > limit
         try:
-            with open(f"/proc/{self.pid}/stat") as stat:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as stat:
                 state = stat.read().rpartition(")")[2].split()[0]
-            with open(f"/proc/{self.pid}/schedstat") as times:
+            with open(f"/proc/{self.pid}/schedstat", encoding="utf-8") as times:
                 ran, waited, _ = (int(number) / 1e9 for number in times.read().split())
         except (OSError, ValueError, IndexError):
             return True
@@ -273,9 +273,9 @@ class Watch:
         memory = ticks = 0
         for process in self.worker.processes():
             try:
-                with open(f"/proc/{process}/status") as status:
+                with open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as status:
                     memory += sum(int(line.split()[1]) for line in status if line.startswith(("RssAnon", "RssShmem")))
-                with open(f"/proc/{process}/stat") as stat:
+                with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as stat:
                     fields = stat.read().rpartition(")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])
             except (OSError, IndexError, ValueError):  # it has just ended
@@ -293,7 +293,7 @@ def move_up(pipe: tuple[int, int]) -> list[int]:
 
 def children(pid: int) -> list[int]:
     try:
-        with open(f"/proc/{pid}/task/{pid}/children") as text:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="utf-8") as text:
             return [int(child) for child in text.read().split()]
     except OSError:
         return []

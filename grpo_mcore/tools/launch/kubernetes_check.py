@@ -37,7 +37,7 @@ def read_crd(file: Path) -> Object:
     """Return the openAPIV3Schema of ray.io/v1 RayJob from a custom resource definition, as `kubectl get crd
     rayjobs.ray.io -o yaml` prints it, or from a file that holds only the schema. Raises CrdError."""
     try:
-        schema = yaml.safe_load(file.read_text())
+        schema = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise CrdError(f"{file} is not readable: {error}") from error
     versions = schema.get("spec", {}).get("versions", []) if isinstance(schema, dict) else []
@@ -53,7 +53,9 @@ def check_file(file: Path, schema: Object) -> list[str]:
     """Return a line for each problem of the RayJobs in a file; a file without one is a problem. `schema`: see
     `read_crd`."""
     try:
-        documents = [document for document in yaml.safe_load_all(file.read_text()) if document is not None]
+        documents = [
+            document for document in yaml.safe_load_all(file.read_text(encoding="utf-8")) if document is not None
+        ]
     except (OSError, yaml.YAMLError) as error:
         return [f"  not readable: {error}"]
     jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == "RayJob"]

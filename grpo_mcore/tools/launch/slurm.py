@@ -113,7 +113,7 @@ def _script(settings: Mapping[str, tuple[str, str]], variables: Mapping[str, str
         *carried,
         "",
     ]
-    return "\n".join([*lines, BODY.read_text()])
+    return "\n".join([*lines, BODY.read_text(encoding="utf-8")])
 
 
 def sbatch_options(spec: LaunchSpec) -> dict[str, str | int]:

@@ -215,10 +215,10 @@ def job_name(stem: str) -> str:
 
 def _texts(config: MasterConfig) -> tuple[tuple[str, str], ...]:
     """Return (path, content) of the prompt files that the recipe names by a relative path, and of launch.code."""
-    texts = {name: Path(name).read_text() for name in code_files(config.launch.code)}
+    texts = {name: Path(name).read_text(encoding="utf-8") for name in code_files(config.launch.code)}
     for entry in [config.data.default, *config.data.train, *config.data.validation]:
         for key in _TEXT_FILES:
             name = getattr(entry, key, None) if entry is not None else None
             if name and not Path(name).is_absolute() and Path(name).is_file():
-                texts[name] = Path(name).read_text()
+                texts[name] = Path(name).read_text(encoding="utf-8")
     return tuple(sorted(texts.items()))

@@ -60,7 +60,7 @@ def trace(config: MasterConfig, plan: Plan, hf_config: dict[str, Any]) -> list[T
     """Trace a rank of the first pipeline stage and, if there are several, one of the last. `plan`: of the recipe, with
     the kernels "torch"; `hf_config`: the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(hf_config))
+        Path(folder, "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
         policy = config.policy.model_copy(update={"model_name": folder}, deep=True)
         policy.megatron_cfg.optimizer.use_precision_aware_optimizer = False  # see `_trace_stage`
         compared = []

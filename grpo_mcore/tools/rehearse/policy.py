@@ -222,7 +222,7 @@ class ModelledRank:
         saved = self.world.clock.now() >= end
         if saved and self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / WEIGHTS).write_text(self._copy)
+            (folder / WEIGHTS).write_text(self._copy, encoding="utf-8")
             leave_digests(folder, "rank-0", [WEIGHTS])
         return saved
 
@@ -236,7 +236,7 @@ class ModelledRank:
     async def load(self, folder: str) -> bool:
         await self._together(self.world.durations.load)
         if self.rank == 0:
-            saved = json.loads((Path(folder) / WEIGHTS).read_text())
+            saved = json.loads((Path(folder) / WEIGHTS).read_text(encoding="utf-8"))
             self.mesh.history = [TrainedSample(*values) for values in saved["history"]]
             self.mesh.version = saved["version"]
         return True

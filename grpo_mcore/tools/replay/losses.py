@@ -55,7 +55,7 @@ def with_loss(config: MasterConfig, words: str, scratch: Path) -> MasterConfig:
     if words == OWN:
         return config
     file = scratch / "recipe.yaml"
-    file.write_text(json.dumps(config.model_dump(mode="json")))
+    file.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
     if "=" in words:
         changes = [f"loss_fn.{word}" for word in words.split(",")]
     else:

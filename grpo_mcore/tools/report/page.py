@@ -94,13 +94,13 @@ def write_shards(run: RunFiles, folder: Path) -> int:
     for kind in KINDS:
         for step, path in run.samples[kind].items():
             text = f"addSamples({json.dumps(kind)}, {step}, {json.dumps(_packed(_page_samples(path)))});\n"
-            (folder / f"{kind}_{step:06d}.js").write_text(text)
+            (folder / f"{kind}_{step:06d}.js").write_text(text, encoding="utf-8")
             count += 1
     return count
 
 
 def _static(name: str) -> str:
-    return (STATIC / name).read_text()
+    return (STATIC / name).read_text(encoding="utf-8")
 
 
 def _packed(data: Any) -> str:

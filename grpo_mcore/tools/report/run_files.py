@@ -131,7 +131,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def duration(seconds: float) -> str:

@@ -82,7 +82,7 @@ def _profile(path: Path, number: int, start: float) -> Iterator[dict[str, Any]]:
     """Yield the events of a profile, moved to the clock of the run, which started at `start`. The `number` keeps its
     processes apart from those of other profiles. Torch names some processes and threads by words, where the format
     has numbers: they get numbers with names."""
-    trace = json.loads(path.read_text())
+    trace = json.loads(path.read_text(encoding="utf-8"))
     offset = trace.get("baseTimeNanoseconds", 0) / 1e3 - 1e6 * start
     profile = f"{path.stem}, {path.parent.name.replace('_', ' ')}"
     events = [event for event in trace["traceEvents"] if event.get("name") not in ("process_name", "process_labels")]
