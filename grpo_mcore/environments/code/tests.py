@@ -188,7 +188,13 @@ def _inputs_and_outputs(content: Mapping[str, Any]) -> Iterator[CodeTest]:
 
 
 def _call(function: str, args: Any, expected: Any) -> CallTest:
-    wrapped = expected[:1] if isinstance(expected, list) else []  # many results are in a list, but not all
+    """Read a call's arguments: a list, or text with a JSON value a line, as in Eurus-2; so is its result then."""
+    if isinstance(args, str):
+        args = [_parsed(line) for line in args.splitlines() if line.strip()]
+        expected = _parsed(expected)
+    if not isinstance(args, list | tuple):
+        raise CodeTestError(f"the arguments of {function!r} must be a list, or JSON a line, got {type(args).__name__}")
+    wrapped = expected if isinstance(expected, list) and len(expected) == 1 else []  # many results are in a list
     return CallTest(function, list(args), (expected, *wrapped))
 
 

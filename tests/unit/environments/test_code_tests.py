@@ -50,6 +50,11 @@ def test_apps() -> None:
         CallTest("add", [1, 2], ([3], 3)),  # results come with a list around them, and without
         CallTest("add", [[], []], ([[]], [])),
     ]
+    called = {"fn_name": "two_sum", "inputs": [[[2, 7], 9], "[2, 7]\n9"], "outputs": [[0, 1], "[0, 1]"]}  # one result
+    assert read_tests({"input_output": called}) == [CallTest("two_sum", [[2, 7], 9], ([0, 1],))] * 2
+    for wrong, message in (({"a": 1}, "the arguments of 'add' must be a list"), ("[1, 2", "not JSON: '.1, 2'")):
+        with pytest.raises(CodeTestError, match=message):
+            read_tests({"input_output": {"fn_name": "add", "inputs": [wrong], "outputs": ["3"]}})
 
 
 def test_live_code_bench() -> None:
