@@ -58,6 +58,9 @@ _MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\s)+|(?:(?<!\\)\\(?:[ ,;:!]|$)|~|\s)+$")
 _QUESTION = re.compile(r"[^.!?\n]*\?(?=\s|$)")
 _HALF_OF_DAY = re.compile(r"\\text\{ [ap]m\}")
 _NUMBERS = re.compile(r"[-+]?[\d.]+(?:(?:\s*[,;]\s+|\s*;\s*|\s*,?\s+and\s+|\s+)[-+]?[\d.]+)+\.?")
+_TEXT = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}")
+_LABEL_OR_WORD = re.compile(r"(?=.*[a-zA-Z].*[a-zA-Z])[a-zA-Z0-9]+")
+_PRODUCT = re.compile(r"\d*(?:[a-z]{1,2}|[^\W\d_aeiouA-Z]{3}|[abchkmnpqruvwxyz]{3}|[A-Z][a-z]|[a-z][A-Z])")
 _NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*")
 
 
@@ -120,6 +123,8 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
         return False
     if _words(said) is not None and _words(said) == _words(gold_text):
         return True
+    if _is_an_anagram(_EQUALS.split(said)[-1], gold_text):
+        return False
     if _equal(gold, answers):
         return _sides_agree(said)
     said_number, gold_number = _without_percent(said), _without_percent(gold_text)
@@ -214,9 +219,18 @@ def _contradicts(said: str, gold: str, after: str = "") -> bool:
     return said_unit is not None and gold_unit is not None and said_unit != gold_unit
 
 
+def _is_an_anagram(said: str, gold: str) -> bool:
+    """Return whether two answers are words or labels with the same letters in another order, which sympy takes for
+    equal products. Products they are where both have up to three small letters: any two, or three that make no common
+    word (no vowel, or only letters that are often variables). "New York" is "NewYork"."""
+    plain = [re.sub(r"[ -]", "", _TEXT.sub(r"\1", one).strip()) for one in (said, gold)]
+    same = sorted(plain[0].casefold()) == sorted(plain[1].casefold()) and plain[0].casefold() != plain[1].casefold()
+    return same and all(map(_LABEL_OR_WORD.fullmatch, plain)) and not all(map(_PRODUCT.fullmatch, plain))
+
+
 def _words(text: str) -> str | None:
     """Return the words of an answer that is nothing but words, in one case; None for any other."""
-    plain = re.sub(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}", r"\1", text).strip()
+    plain = _TEXT.sub(r"\1", text).strip()
     return plain.casefold() if re.fullmatch(r"[a-zA-Z]{2,}(?:[ -][a-zA-Z]+)*", plain) else None
 
 
