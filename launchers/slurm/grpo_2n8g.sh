@@ -82,9 +82,9 @@ if [[ -n $STAGE_TO ]]; then
         say "STAGE_TO needs RECIPE, the recipe whose models are copied"
         exit 1
     fi
-    stage="$PYTHON -m grpo_mcore.cli.main prefetch '$RECIPE' --stage '$STAGE_TO' || exit 1; export HF_HUB_CACHE='$STAGE_TO/hub'; "
+    stage="$PYTHON -m grpo_mcore.cli.main prefetch $(printf %q "$RECIPE") --stage '$STAGE_TO' || exit 1; export HF_HUB_CACHE='$STAGE_TO/hub'; "
 fi
-node="exec >'$logs'/ray-\$SLURMD_NODENAME.log 2>&1; ${stage}exec $PYTHON -m grpo_mcore.cluster.ray_node \$0 \
+node="exec >$(printf %q "$logs")/ray-\$SLURMD_NODENAME.log 2>&1; ${stage}exec $PYTHON -m grpo_mcore.cluster.ray_node \$0 \
 --address=$address --index=\$SLURM_NODEID --cpus=\${SLURM_CPUS_ON_NODE:-1} --gpus=$gpus --within=$START_TIMEOUT \
 --object-store-gb=${OBJECT_STORE_GB:-0}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from importlib import metadata
 from typing import Any
@@ -217,14 +218,20 @@ def _ray_version() -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
+    """Writes texts of several lines as blocks, and in quotes all that another reader might take for no text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
+NO_TEXT = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
+"""Words that YAML of one version or another reads as something else; kubectl is stricter than Python's."""
+
+
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    plain = re.fullmatch(r"[A-Za-z_/][\w./:@ -]*", text) and text.lower() not in NO_TEXT
+    style = "|" if "\n" in text else None if plain else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _text)

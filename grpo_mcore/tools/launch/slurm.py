@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grpo_mcore.tools.launch.spec import FROM_SUBMITTER, LaunchSpec
+from grpo_mcore.tools.launch.spec import FOR_MIRROR, FOR_TRACKERS, FROM_SUBMITTER, LaunchSpec
 from grpo_mcore.tools.launch.validation import option_name
 
 BODY = Path(__file__).with_name("slurm_body.sh")
@@ -59,7 +59,8 @@ def job_script(spec: LaunchSpec, *, carries_recipe: bool = True) -> str:
 
 def any_command_script() -> str:
     """Return ray.sub: a job for the command in the variable COMMAND, whose nodes and GPUs are sbatch's own options."""
-    passed = dict.fromkeys((*PASSED, *SETTINGS, *OTHERS, *FROM_SUBMITTER))
+    trackers = [name for names in FOR_TRACKERS.values() for name in names]
+    passed = dict.fromkeys((*PASSED, *SETTINGS, *OTHERS, *FROM_SUBMITTER, *trackers, *FOR_MIRROR))
     head = [
         "#!/bin/bash",
         "# Any command on Slurm, with Ray on every node of the job. Written by grpo_mcore.tools.launch.slurm.",

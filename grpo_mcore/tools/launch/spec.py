@@ -22,7 +22,7 @@ from grpo_mcore.recipe import (
     runs_grpo,
     shown,
 )
-from grpo_mcore.tools.launch.validation import Target, code_files, seconds, validate
+from grpo_mcore.tools.launch.validation import Target, code_files, is_below, seconds, text_files, validate
 from grpo_mcore.tools.plan.memory import fits_device, memory, node_memory
 from grpo_mcore.tools.plan.plan import plan_device, plan_shape, plan_workload
 from grpo_mcore.tools.plan.timing import step_time
@@ -42,14 +42,21 @@ FOR_MIRROR = (
 )
 """Further ones of a job with checkpointing.mirror: only their names are in the script."""
 
+FOR_TRACKERS = {
+    "wandb_enabled": ("WANDB_BASE_URL", "WANDB_MODE", "WANDB_ENTITY"),
+    "mlflow_enabled": (
+        *("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
+    ),
+    "swanlab_enabled": ("SWANLAB_API_KEY",),
+}
+"""Further ones of a job whose recipe sets this key of `logger`."""
+
 DEFAULT_MEMORY = 512
 """Memory of a node in GiB where `plan` predicts none."""
 LEAST_MEMORY = 256
 """Least memory of a node in GiB that is asked for: driver, datasets and Ray's object store are in no plan."""
 LONGEST = 4 * 3600
 """Wall-clock limit of a job in seconds, if the recipe has none and the run is longer."""
-
-_TEXT_FILES = ("prompt_file", "system_prompt_file")
 
 
 @dataclass(frozen=True)
@@ -111,9 +118,7 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
     return LaunchSpec(
         name=launch.name or job_name(recipe.path.stem),
         pools=pools(config),
-        from_submitter=tuple(
-            dict.fromkeys([*FROM_SUBMITTER, *(FOR_MIRROR if config.checkpointing.mirror else ()), *cluster.env_vars])
-        ),
+        from_submitter=_from_submitter(config),
         verb="train" if runs_grpo(config) else algorithm_of(config),
         recipe_file=shown(recipe.path),
         overrides=tuple(word for word in recipe.overrides if not word.lstrip("+~").startswith("launch.")),
@@ -131,6 +136,14 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
         code=code_revision(),
         notes=notes,
     )
+
+
+def _from_submitter(config: MasterConfig) -> tuple[str, ...]:
+    """Return the names of the variables that the job inherits."""
+    names = [*FROM_SUBMITTER, *(FOR_MIRROR if config.checkpointing.mirror else ())]
+    for key, more in FOR_TRACKERS.items():
+        names += more if getattr(config.logger, key) else ()
+    return tuple(dict.fromkeys([*names, *config.cluster.env_vars]))
 
 
 def planned(config: MasterConfig) -> tuple[int, str, tuple[str, ...]]:
@@ -214,11 +227,6 @@ def job_name(stem: str) -> str:
 
 
 def _texts(config: MasterConfig) -> tuple[tuple[str, str], ...]:
-    """Return (path, content) of the prompt files that the recipe names by a relative path, and of launch.code."""
-    texts = {name: Path(name).read_text(encoding="utf-8") for name in code_files(config.launch.code)}
-    for entry in [config.data.default, *config.data.train, *config.data.validation]:
-        for key in _TEXT_FILES:
-            name = getattr(entry, key, None) if entry is not None else None
-            if name and not Path(name).is_absolute() and Path(name).is_file():
-                texts[name] = Path(name).read_text(encoding="utf-8")
-    return tuple(sorted(texts.items()))
+    """Return (path, content) of the text files below the working directory that the recipe names, and launch.code."""
+    names = {*code_files(config.launch.code), *filter(is_below, text_files(config).values())}
+    return tuple((name, Path(name).read_text(encoding="utf-8")) for name in sorted(names))

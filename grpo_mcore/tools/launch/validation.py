@@ -39,6 +39,8 @@ Check = Callable[[MasterConfig], Iterator[Finding]]
 IMPORT = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)[:.][A-Za-z_]\w*")
 READ_BY_NODES = re.compile(r"(^|\.)(model_name|data_path|tokenizer\.name)$")
 """Keys of models and data, which may be names on the hub or paths."""
+TEXT_FILE = re.compile(r"(^|\.)(prompt_file|system_prompt_file|tokenizer\.chat_template)$")
+"""Keys of text files; a chat template may also be its text."""
 CONFIG_MAP_BYTES = 900_000
 """Kubernetes takes 1 MiB with the recipe and all names."""
 MOUNT = re.compile(r"[^:]+:(/[^:]*)(:ro|:rw)?")
@@ -169,6 +171,31 @@ def models_and_data(config: MasterConfig) -> dict[str, Path]:
     return paths
 
 
+def text_files(config: MasterConfig) -> dict[str, str]:
+    """Return the prompt files and the chat template that the recipe names and that exist here: key -> path."""
+    files = {}
+    for key in filter(TEXT_FILE.search, leaves(config.model_dump(exclude={"launch"}))):
+        name = value_at(config, key)
+        if isinstance(name, str) and "{" not in name and Path(name).is_file():
+            files[key] = name
+    return files
+
+
+def is_below(name: str) -> bool:
+    """Return whether a path is below the working directory, so that the file travels under its name."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def _texts_on_kubernetes(config: MasterConfig) -> Iterator[Finding]:
+    for key, name in text_files(config).items():
+        if not is_below(name) and not Path(name).is_relative_to(config.launch.k8s.volume_path):
+            yield Finding(
+                (key,),
+                f"{name} is on this machine only: name it by a path below the working directory, and it travels with "
+                f"the recipe, or copy it to the volume, {config.launch.k8s.volume_path}/{Path(name).name}",
+            )
+
+
 def _data_on_slurm(config: MasterConfig) -> Iterator[Finding]:
     targets = [mount[1] for text in config.launch.mounts if (mount := MOUNT.fullmatch(text))]
     for key, path in models_and_data(config).items():
@@ -194,7 +221,7 @@ def _data_on_kubernetes(config: MasterConfig) -> Iterator[Finding]:
 def _code(config: MasterConfig) -> Iterator[Finding]:
     """launch.code must exist below the working directory, so that its names are those by which it is imported."""
     for name in config.launch.code:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if not is_below(name):
             yield Finding(("launch.code",), f"{name} is not below the working directory; start the launch where it is")
         elif not Path(name).exists():
             yield Finding(("launch.code",), f"there is no {name} in {Path.cwd()}")
@@ -234,7 +261,13 @@ def option_name(option: str) -> str:
     return option.removeprefix("--").partition("=")[0].split(" ")[0]
 
 
+LONGEST_SIGNAL_S = 65_535
+"""The earliest signal before the time limit that sbatch accepts."""
+
+
 def _slurm(config: MasterConfig) -> Iterator[Finding]:
+    if config.launch.save_before_end_s > LONGEST_SIGNAL_S:
+        yield Finding(("launch.save_before_end_s",), f"sbatch signals at most {LONGEST_SIGNAL_S} s before the limit")
     for option in config.launch.slurm.options:
         name = option_name(option)
         if not option.startswith("--") or not option.isprintable():
@@ -352,6 +385,16 @@ def _memory(config: MasterConfig) -> Iterator[Finding]:
 _COMMON: tuple[Check, ...] = (_backend, _layouts, _time, _environment, _mounts, _code)
 CHECKS: dict[Target, tuple[Check, ...]] = {
     "slurm": (*_COMMON, _slurm, _stage_on_slurm, _shared_on_slurm, _code_on_slurm, _data_on_slurm),
-    "k8s": (*_COMMON, _image, _kubernetes, _gang, _claim, _memory, _code_on_kubernetes, _data_on_kubernetes),
+    "k8s": (
+        *_COMMON,
+        _image,
+        _kubernetes,
+        _gang,
+        _claim,
+        _memory,
+        _code_on_kubernetes,
+        _data_on_kubernetes,
+        _texts_on_kubernetes,
+    ),
     "local": (_this_machine, _environment),
 }

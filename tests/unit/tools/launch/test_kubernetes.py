@@ -14,7 +14,7 @@ import yaml
 from grpo_mcore.cli.main import main
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.launch import launch_spec
-from grpo_mcore.tools.launch.kubernetes import documents
+from grpo_mcore.tools.launch.kubernetes import _Dumper, documents
 from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check
 from tests.unit.tools.launch.jobs import DISAGGREGATED, H100, ROOT, TWO_NODES
 
@@ -152,6 +152,16 @@ def test_what_kubernetes_would_refuse_is_said_at_once(word: str, said: str, caps
     assert main(["launch", "k8s", str(ROOT / TWO_NODES), "--dry-run", *H100, word]) == 2
     printed = capsys.readouterr()
     assert said in printed.err and not printed.out
+
+
+def test_other_readers_of_yaml_take_texts_for_texts() -> None:
+    texts = ["y", "No", "1e5", "0o17", "08", "1e-3", "0x1", ".5", "~", "", "null", "a: b", "1:30", "a #b", "é"]
+    words = ("ray-head", "/data/runs", "kueue.x-k8s.io/queue-name")
+    written = yaml.dump([*texts, *words], Dumper=_Dumper, width=110)
+    assert yaml.safe_load(written) == [*texts, *words]
+    lines = written.splitlines()
+    assert all(line.endswith(("'", '"')) for line in lines[: len(texts)]), lines
+    assert lines[len(texts) :] == [f"- {word}" for word in words]
 
 
 def test_ray_may_outlive_its_head() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -34,6 +36,9 @@ def test_a_recipe_says_it_all() -> None:
     assert "MY_SITE" in found.from_submitter and "HF_TOKEN" in found.from_submitter
     assert "AWS_SECRET_ACCESS_KEY" not in found.from_submitter
     assert "AWS_SECRET_ACCESS_KEY" in spec("checkpointing.mirror=s3://bucket/run").from_submitter
+    assert not {"WANDB_MODE", "MLFLOW_TRACKING_URI", "SWANLAB_API_KEY"} & {*found.from_submitter}
+    tracked = spec(*(f"logger.{name}_enabled=true" for name in ("wandb", "mlflow", "swanlab"))).from_submitter
+    assert {"WANDB_MODE", "MLFLOW_TRACKING_URI", "SWANLAB_API_KEY"} <= {*tracked}
     assert found.overrides == ("grpo.max_num_steps=7", "cluster.env_vars=[MY_SITE]")
     assert found.command("r.yaml", ("a.b=c",)) == ("grpo-mcore", "train", "r.yaml", "a.b=c", "--resume=auto")
 
@@ -122,6 +127,12 @@ WRONG = {
         "not on the shared volume",
     ),
     "no time": ("slurm", ["launch.time_limit=00:15:00"], "launch.time_limit", "no time to train"),
+    "a signal too early": (
+        "slurm",
+        ["launch.save_before_end_s=70000", "launch.time_limit=3-00:00:00"],
+        "launch.save_before_end_s",
+        "at most 65535 s before the limit",
+    ),
     "not a time": ("slurm", ["launch.time_limit=4h"], "launch.time_limit", "4h"),
     "a secret": ("slurm", ["+launch.env.HF_TOKEN=x"], "launch.env.HF_TOKEN", "secret"),
     "a variable that is lost": ("slurm", ["+launch.env.MY_SITE=x"], "launch.env.MY_SITE", "would not reach"),
@@ -196,7 +207,12 @@ def test_custom_code_travels_to_kubernetes_or_is_refused(tmp_path: Path, monkeyp
     (tmp_path / "mine" / "rewards.py").write_text("def score(response): return 1.0\n")
     (tmp_path / "mine" / "table.bin").write_bytes(b"\xff\xfe")
     reward = "env={own: {environment: rules, components: {a: {type: function, path: 'mine.rewards:score'}}}}"
-    words = ("~env.math", reward, "data.default.env_name=own", "data.train.system_prompt_file=null")
+    words = (
+        "~env.math",
+        reward,
+        "data.default={env_name: own, prompt_file: null}",
+        "data.train.system_prompt_file=null",
+    )
 
     def problems(*more: str, target: str = "k8s") -> str:
         with pytest.raises(RecipeError) as error:
@@ -221,7 +237,10 @@ def test_data_and_models_of_this_machine_are_refused(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "train.jsonl").write_text("{}\n")
-    words = ("data.train={dataset_name: ResponseDataset, data_path: train.jsonl}", "policy.model_name=model")
+    words = (
+        *("data.train={dataset_name: ResponseDataset, data_path: train.jsonl}", "policy.model_name=model"),
+        "data.default.prompt_file=null",
+    )
 
     def problems(*more: str, target: str) -> str:
         with pytest.raises(RecipeError) as error:
@@ -239,6 +258,25 @@ def test_data_and_models_of_this_machine_are_refused(tmp_path: Path, monkeypatch
     assert spec(*words, *container, f"launch.mounts=['{tmp_path}:{tmp_path}']", target="slurm").nodes
     monkeypatch.setattr(validation, "NODE_LOCAL", (str(tmp_path),))
     assert "/model is on this node only; put it on the shared file system" in problems(target="slurm")
+
+
+def test_text_files_travel_to_kubernetes_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for file in (here / "my.jinja", here / "é.txt", tmp_path / "up.txt"):
+        file.write_text(f"ü {{}} {file.name}", encoding="utf-8")
+
+    def found(template: str, prompt: str) -> LaunchSpec:
+        words = (f"policy.tokenizer.chat_template='{template}'", f"data.train.prompt_file='{prompt}'")
+        none = ("data.train.system_prompt_file=null", "data.default.prompt_file=null")
+        return spec(*words, *none, *ON_K8S, target="k8s")
+
+    carried = found("my.jinja", "é.txt")
+    assert carried.texts == (("my.jinja", "ü {} my.jinja"), ("é.txt", "ü {} é.txt"))
+    for template, prompt, wrong in (("my.jinja", "../up.txt", "../up.txt"), (f"{here}/my.jinja", "é.txt", "my.jinja")):
+        with pytest.raises(RecipeError, match=f"{re.escape(wrong)} is on this machine only: name it by a path below"):
+            found(template, prompt)
 
 
 def test_options_of_the_site_replace_ours() -> None:
@@ -290,16 +328,21 @@ def test_a_step_of_slurm_gets_all_cores_of_its_job(cores: str | None) -> None:
 
 def test_every_node_copies_the_models_before_its_ray_starts(tmp_path: Path) -> None:
     job = spec("launch.stage_to=/local/models", target="slurm")
+    tmp_path = tmp_path / "it's here"
+    tmp_path.mkdir()
     script, shown = job_script(job), tmp_path / "shown"
     start, end = script.index('stage=""'), script.index("# ---- shutdown")
-    program = f'logs={tmp_path} RECIPE=r.yaml address=a:1 gpus=0\n{script[start:end]}\nbash -c "$node" head 0'
-    (tmp_path / "python").write_text(f'#!/bin/sh\necho "$@" "$HF_HUB_CACHE" >>{shown}\n')
-    (tmp_path / "python").chmod(0o755)
-    settings = {"STAGE_TO": "/local/models", "PYTHON": f"{tmp_path}/python", "START_TIMEOUT": "9", "SLURM_NODEID": "0"}
+    given = f'logs={shlex.quote(str(tmp_path))} RECIPE="it\'s r.yaml" address=a:1 gpus=0'
+    program = f'{given}\n{script[start:end]}\nbash -c "$node" head 0'
+    (python := tmp_path.parent / "python").write_text(
+        f'#!/bin/sh\necho "$@" "$HF_HUB_CACHE" >>{shlex.quote(str(shown))}\n'
+    )
+    python.chmod(0o755)
+    settings = {"STAGE_TO": "/local/models", "PYTHON": str(python), "START_TIMEOUT": "9", "SLURM_NODEID": "0"}
     done = subprocess.run(["bash", "-c", program], env=dict(os.environ) | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     copy, ray = shown.read_text().splitlines()
-    assert copy.strip() == "-m grpo_mcore.cli.main prefetch r.yaml --stage /local/models"
+    assert copy.strip() == "-m grpo_mcore.cli.main prefetch it's r.yaml --stage /local/models"
     assert ray.startswith("-m grpo_mcore.cluster.ray_node head --address=a:1") and ray.endswith("/local/models/hub")
     assert "STAGE_TO=/local/models" in script and "HF_HUB_CACHE=$STAGE_TO/hub" in script
 
