@@ -138,7 +138,11 @@ def test_a_resumed_run_begins_a_new_line_after_one_that_was_cut_off(tmp_path):
 
 def test_hyperparams_on_a_full_disk_do_not_end_the_run(tmp_path, monkeypatch, package_log):
     logger = Logger(config(tmp_path))
-    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
     logger.log_hyperparams({"grpo": {"seed": 1}})
     assert "hyperparams.json cannot be written: No space left on device; the run goes on" in package_log.text
 
