@@ -1,6 +1,6 @@
 """Multiple choice: the letter after the last "Answer:" or "the answer is" is compared with that of the truth; reward 1
-or 0. Where there is no such letter, the last box with a letter counts, a response that is nothing but a letter, or the
-one that the last sentence settles on ("so I pick B").
+or 0. Where there is no such letter, the last box with a letter counts, a response that is nothing but a letter, the one
+that the last sentence settles on ("so I pick B"), or that of an option which is the last paragraph ("(B) Paris").
 
 A letter stands alone: "Answer: a better look" and "Answer: A or B" name none. Without a colon it is a capital. The
 multilingual verifier knows the word for answer in the languages below, and letters in their scripts.
@@ -30,7 +30,7 @@ _WORDS = {
     "hu": "válasz",
     "id": "jawaban",
     "it": "risposta",
-    "ja": "答え 回答 解答 答案",
+    "ja": "答え 回答 解答 答案 正解",
     "ko": "정답 답변 답",
     "nl": "antwoord",
     "pl": "odpowiedź",
@@ -58,35 +58,44 @@ _OPENING = (
     r"(?:option|choice|letter|opción|opção|réponse)\s)*"
 )
 _CLOSING = r"(?:[*_$\"'`”’“»>)）\]】}]|\\[)\]])*"
+# Chinese, Japanese and Korean write what follows a letter without a space: there it stands alone.
+_CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_ALONE = rf"(?![^\W{_CJK}]|['’]\w|-\w)"
 _OR = (
     "or and oder und ou et o u y e eller och of en или и або та lub nebo veya ve atau dan hoặc và hoặc ή "
     "또는 또 または 或 或者 和 と یا و أو או या और"
 )
-_OTHER = (
-    rf"[\s.(]*(?:[,;/&+、،]|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|[或和と])\s*{_OPENING}"
+_OTHER = rf"[\s.(]*(?:[,;/&+|、،]|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|或者|[或和とか와과및]|または|이나|또는)\s*{_OPENING}"
+_DENIED = (
+    rf"[{_CJK}\s]{{0,6}}?(?:ではな|ではあり|じゃな|でない|아니|아닙|不对|不正确|不正確|错|錯|[{_CJK}]{{0,5}}\s*[?？])"
 )
 _BECAUSE = "because since as which that due for given"
 _IS = "is be ist es est è é är er jest este je on to adalah ni là"
 _SO = "therefore thus hence clearly indeed simply"
 _LABELS = (
     rf"(?:\s+(?:{'|'.join(f'{_IS} {_SO}'.split())}|are|the|choice|option|letter|would|should|must|here|key|final|"
-    r"answer|correct|correcta|correcte|correta|corretta|corect|juste|richtig)\b|[是为は은는])*"
+    r"answer|correct|correcta|correcte|correta|corretta|corect|juste|richtig)\b|[是为為は은는选選])*"
 )
 _SIGN = r"(?:\W{0,3}[:：](?:\s*\})?|\s*=|\s+[-–])"
-_AFTER_IS = rf"(?:{'|'.join(rf'(?<= {word})' for word in f'{_IS} {_SO}'.split())}|(?<=[是为は은는]))\W{{0,3}}(?<=\W)"
+_AFTER_WORD = "|".join(rf"(?<= {word})" for word in f"{_IS} {_SO}".split())
+_AFTER_IS = rf"(?:(?:{_AFTER_WORD})\W{{0,3}}(?<=\W)|(?<=[是为為は은는选選])\W{{0,3}})"
+_HEADING = r"^[^\w\n]*final answer[^\w\n]*\n"
 
 
 def _pattern(words: str, letters: str) -> re.Pattern[str]:
     """Match a word, a colon and a `letter`, or "is" and a `capital`, with `several` where more letters follow and
     `word` where the letter begins a phrase instead of standing alone."""
     names = "|".join(word.replace("_", r"\s") for word in sorted(words.split(), key=len, reverse=True))
+    lone = rf"(?-i:[{letters}])"
+    lines = rf"\s*\n(?!\s*(?P=letter)){_OPENING}{lone}{_ALONE}{_CLOSING}[ \t]*(?:\n|\Z)"
     return re.compile(
-        rf"(?:{names}){_LABELS}"
-        rf"(?:{_SIGN}{_OPENING}(?P<letter>[{letters}])|{_AFTER_IS}{_OPENING}(?P<capital>(?-i:[{letters}])))"
-        rf"(?!\w|['’]\w|-\w){_CLOSING}"
-        rf"(?:(?P<several>{_OTHER}[{letters}](?!\w){_CLOSING}(?!\s+\w)|\s*[?？])|"
-        rf"(?P<word>(?<![)\]）】}}>])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|is)\b)\w))?",
-        re.IGNORECASE,
+        rf"(?:(?:(?:{names}){_LABELS}{_SIGN}|{_HEADING}){_OPENING}(?P<letter>[{letters}])|"
+        rf"(?:{names}){_LABELS}{_AFTER_IS}{_OPENING}(?P<capital>{lone}))"
+        rf"{_ALONE}{_CLOSING}"
+        rf"(?:(?P<several>{_OTHER}[{letters}]{_ALONE}{_CLOSING}(?!\s+\w)|\s*[?？]|{_DENIED}|{lines}|"
+        rf"(?:\.[ \t]*{lone}{_ALONE})+\.?[ \t]*(?:\n|\Z))|"
+        rf"(?P<word>(?<![)\]）】}}>])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|is)\b)[^\W{_CJK}]))?",
+        re.IGNORECASE | re.MULTILINE,
     )
 
 
@@ -105,6 +114,9 @@ _UNSURE = re.compile(
     r"\b(?:not|never|neither|nor|either|both|all|or|and|incorrect|wrong|maybe|perhaps|possibly|might|could)\b|n['’]t\b|\?",
     re.IGNORECASE,
 )
+_OPTION = re.compile(rf"(?:\*\*|__)?\(?(?P<one>[{_LATIN}])\)[ \t]+\S.*|(?:\*\*|__)(?P<bold>[{_LATIN}])[.:)][ \t]+\S.*")
+_LISTED = re.compile(rf"[-*_\s]*\(?[{_LATIN}][).:]")
+_MOST_OF_AN_OPTION = 200  # characters
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+|,\s+(?=so\b|hence\b|therefore\b|thus\b)")
 _TRUTH = re.compile(rf"{_OPENING}([{''.join(_LETTER)}])\W*", re.IGNORECASE)
 _LABEL = re.compile(rf"(?:\\text(?:bf|it|rm|sf)?\s*\{{)?\s*\(\s*([{_LATIN}])\s*\)")
@@ -140,7 +152,20 @@ def _last_letter(pattern: re.Pattern[str], response: str) -> str | None:
             return _latin(letter[1])
     if (alone := _TRUTH.fullmatch(text.strip())) is not None:
         return _latin(alone[1])
-    return _picked(text)
+    return _picked(text) or _option_at_the_end(text)
+
+
+def _option_at_the_end(text: str) -> str | None:
+    """Return the letter of an option that is the whole last paragraph, as "(B) Paris" or "**B. Paris**", unless it is
+    the last of a list."""
+    *before, last = [line.strip() for line in text.strip().split("\n") if line.strip()] or [""]
+    option = _OPTION.fullmatch(last)
+    is_a_paragraph = not before or re.search(r"\n[ \t]*\n[^\n]*$", text.strip())
+    if option is None or not is_a_paragraph or len(last) > _MOST_OF_AN_OPTION:
+        return None
+    if _UNSURE.search(last) or re.search(rf"[( ][{_LATIN}]\)", last[2:]) or (before and _LISTED.match(before[-1])):
+        return None
+    return option["one"] or option["bold"]
 
 
 def _picked(text: str) -> str | None:

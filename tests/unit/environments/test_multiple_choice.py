@@ -53,6 +53,16 @@ def test_english(response: str, letter: str | None) -> None:
         ("정답은: B", "B"),
         ("Vastaus: B", "B"),
         ("Răspuns: B", "B"),
+        ("答案是B。", "B"),
+        ("答案为B", "B"),
+        ("因此，正确答案是B。", "B"),
+        ("有人认为答案：A。但是正确答案是B。", "B"),
+        ("答案：B选项", "B"),
+        ("答えはBです", "B"),
+        ("答え：Bです", "B"),
+        ("정답은 B입니다.", "B"),
+        ("정답은 B 입니다.", "B"),
+        ("정답: B번", "B"),
     ],
 )
 def test_other_languages(response: str, letter: str) -> None:
@@ -79,6 +89,14 @@ def test_a_letter_that_stands_alone(verifier) -> None:
         "정답: A 또는 B",
         "Ответ: A или B",
         "Die Antwort ist A oder B",
+        "答案是A或B都可以",
+        "정답은 A와 B입니다",
+        "答えはAまたはBです",
+        "答えはAではない",
+        "정답은 A가 아닙니다",
+        "答案是A吗？",
+        "Réponse: Dès lors",
+        "الإجابة: بسبب",
     ],
 )
 def test_several_letters_in_other_languages_are_none(response: str) -> None:
