@@ -21,7 +21,10 @@ _PLACEHOLDER = re.compile(r"\[.*?\]")
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _WORD = re.compile(r"\w+")
 _ABBREVIATIONS = "".join(rf"(?<!\b{re.escape(one)})" for one in "Mr Mrs Ms Dr Prof St vs e.g i.e".split())
-_SENTENCE_END = re.compile(rf"{_ABBREVIATIONS}[.!?]+(?=\s|$)")
+# Behind the end mark: quotation marks, brackets and stars that close, and references such as [1].
+_BEHIND = r"[\"'”’)\]*_]*(?:\[\d+\])*"
+_SENTENCE_END = re.compile(rf"(?:{_ABBREVIATIONS}[.!?…]+{_BEHIND}(?=\s|$)|[。！？]+[」』]*{_BEHIND})")
+_ITEM = re.compile(r"^\s*(?:\d+[.)]|[-*+•])\s+(?=\S)", re.MULTILINE)
 
 
 def followed(reply: str, info: Mapping[str, Any]) -> float:
@@ -90,7 +93,10 @@ def number_words(text: str, num_words: int, relation: str) -> bool:
 
 
 def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    return _compare(len([part for part in _SENTENCE_END.split(text) if part.strip()]), relation, num_sentences)
+    """An item of a list is a sentence also without an end mark; its number or bullet is none."""
+    text = _ITEM.sub("\0", text)
+    parts = [part for block in text.split("\0") for part in _SENTENCE_END.split(block)]
+    return _compare(sum(bool(_WORD.search(part)) for part in parts), relation, num_sentences)
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:

@@ -57,6 +57,24 @@ def test_instruction(name: str, settings: dict, good: str, bad: str) -> None:
     assert followed(bad, {"instructions": [{"name": name, **settings}]}) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ('He said "Hi." Then he left.', 2),
+        ("**One.** **Two.** **Three.**", 3),
+        ("(One.) (Two.)", 2),
+        ("One.[1] Two.[2]", 2),
+        ("一。二。三。", 3),
+        ("1. First\n2. Second\n3. Third", 3),
+        ("- One. Two.\n- Three", 3),
+        ("It is 1.5 m. Dr. B knows", 2),
+    ],
+)
+def test_sentences_are_counted(text: str, count: int) -> None:
+    at_least = INSTRUCTIONS["length_constraints:number_sentences"]
+    assert [at_least(text, number, "at least") for number in (count, count + 1)] == [True, False]
+
+
 def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
     assert {case[0] for case in CASES} == INSTRUCTIONS.keys()
     both = [{"name": "punctuation:no_comma"}, {"name": "change_case:english_lowercase"}]
