@@ -65,10 +65,13 @@ _OR = (
     "or and oder und ou et o u y e eller och of en или и або та lub nebo veya ve atau dan hoặc và hoặc ή "
     "또는 또 または 或 或者 和 と یا و أو או या और"
 )
-_OTHER = rf"[\s.(]*(?:[,;/&+|、،]|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|或者|[或和とか와과및]|または|이나|또는)\s*{_OPENING}"
-_DENIED = (
-    rf"[{_CJK}\s]{{0,6}}?(?:ではな|ではあり|じゃな|でない|아니|아닙|不对|不正确|不正確|错|錯|[{_CJK}]{{0,5}}\s*[?？])"
+_OR_HERE = "或者|[或和とか와과및]|または|이나|또는"
+_OTHER = (
+    rf"[\s.(]*(?:[,;/&+|、،]|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|{_OR_HERE})\s*"
+    rf"{_OPENING}"
 )
+_NOT = "ではな ではあり じゃな でない 아니 아닙 不对 不正确 不正確 错 錯"
+_DENIED = rf"[{_CJK}\s]{{0,6}}?(?:{'|'.join(_NOT.split())}|[{_CJK}]{{0,5}}\s*[?\uff1f])"
 _BECAUSE = "because since as which that due for given"
 _IS = "is be ist es est è é är er jest este je on to adalah ni là"
 _SO = "therefore thus hence clearly indeed simply"
