@@ -112,6 +112,7 @@ def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:
             )
     if not several:
         raise ValueError("the ground truth is an empty list, which no answer can match")
+    several = [int(one) if isinstance(one, float) and one.is_integer() else one for one in several]  # 5.0 of a table
     return [str(one).rpartition("####")[2].strip() for one in several]
 
 

@@ -113,7 +113,7 @@ def question_and_answer(
     elif isinstance(truth, list | dict):
         extra.setdefault("ground_truth", truth)
     elif truth is not None:
-        messages.append(assistant(str(truth)))
+        messages.append(assistant(as_written(truth)))
     elif row.get("ground_truth") is None and needs_answer:
         if answer in row or "output_key" in settings_for(row):
             _wanted(row, answer)
@@ -122,6 +122,11 @@ def question_and_answer(
             "processor: chat_data_processor"
         )
     return {**extra, "messages": messages}
+
+
+def as_written(truth: Any) -> str:
+    """Return an answer as text; a whole number that a table has as a float without the point."""
+    return str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)
 
 
 def _is_index(truth: Any) -> bool:

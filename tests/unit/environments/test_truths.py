@@ -49,6 +49,7 @@ def test_a_truth_that_no_answer_reaches(verifier: str, truth: Any, why: str) -> 
 
 def test_a_truth_in_json_of_a_list() -> None:
     assert ground_truths({"ground_truth": '["36"]'}, "math") == ["36"]  # Skywork-OR1
+    assert ground_truths({"ground_truth": [5.0, 0.5, "5.0"]}, "math") == ["5", "0.5", "5.0"]  # floats of a table
     for other in ('["36", "37"]', '["36"', '["]'):
         assert ground_truths({"ground_truth": other}, "math") == [other]
 
