@@ -95,7 +95,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
         case {"type": "function_call_output", "call_id": str(call), "output": output}:
             messages.append({"role": "tool", "tool_call_id": call, "content": _text(output)})
         case {"type": "reasoning"}:
-            _assistant(messages)["reasoning_content"] = _text(_list(item, "content") or _list(item, "summary"))
+            _think(_assistant(messages), _text(_list(item, "content") or _list(item, "summary")))
         case {"role": "assistant", "content": content}:
             _assistant(messages, with_text=True)["content"] = _text(content)
         case {"role": "user" | "system" | "developer" as role, "content": content}:
@@ -110,6 +110,11 @@ def _assistant(messages: list[dict[str, Any]], *, with_text: bool = False) -> di
     if last.get("role") != "assistant" or (with_text and (last["content"] is not None or "tool_calls" in last)):
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
+
+
+def _think(turn: dict[str, Any], thought: str) -> None:
+    """Add a thought to those that a turn has."""
+    turn["reasoning_content"] = "\n".join([*filter(None, [turn.get("reasoning_content")]), thought])
 
 
 def _text(content: Any) -> str:
@@ -279,7 +284,7 @@ def _assistant_turn(content: Any) -> dict[str, Any]:
     for part in content if isinstance(content, list) else [content]:
         match part:
             case {"type": "thinking", "thinking": str(thought)}:
-                turn["reasoning_content"] = thought
+                _think(turn, thought)
             case {"type": "tool_use", "id": str(call), "name": str(name), "input": given}:
                 function = {"name": name, "arguments": json.dumps(given)}
                 turn.setdefault("tool_calls", []).append({"id": call, "type": "function", "function": function})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,6 +23,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Accepted values of fields, besides null. Any other value constrains the tokens or draws them from a distribution that
 is not trained."""
+
+
+_StopString = Annotated[str, Field(min_length=1)]
 
 
 class RequestError(ValueError):
@@ -47,7 +50,7 @@ class ChatRequest(BaseModel):
     top_k: int | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: _StopString | list[_StopString] | None = None
     seed: int | None = None
     logprobs: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -71,6 +74,10 @@ class ChatRequest(BaseModel):
                 raise RequestError(f"{name}: {body[name]!r} is not served, leave it at {neutral[-1]!r}")
         return request
 
+    def stops(self) -> list[str]:
+        """Return the strings at which an answer is to stop, besides those of the run."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
     def sampling(self, config: ChatConfig) -> Sampling:
         """Return the sampling settings: those of training or of validation. Raises RequestError for any other."""
         for known in config.samplings:
@@ -78,11 +85,10 @@ class ChatRequest(BaseModel):
             same_top_k = self.top_k in (None, -1, 0, known.top_k)
             if same_top_k and all(asked is None or abs(asked - value) < 1e-6 for asked, value in pairs):
                 tokens = self.max_completion_tokens or self.max_tokens or known.max_new_tokens
-                stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
                 return replace(
                     known,
                     max_new_tokens=min(tokens, known.max_new_tokens),
-                    stop_strings=(*known.stop_strings, *stops),
+                    stop_strings=(*known.stop_strings, *self.stops()),
                 )
         served = " or ".join(f"({s.temperature:g}, {s.top_p:g}, {s.top_k})" for s in config.samplings)
         raise RequestError(

@@ -26,7 +26,7 @@ TOOL = {"type": "function", "function": FUNCTION}
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "1 + 1?"},
-    WHOLE,
+    {**WHOLE, "reasoning_content": "hm\nso"},
     {"role": "tool", "tool_call_id": "call_1", "content": "2"},
 ]
 """The chat completion that all dialects below ask for."""
@@ -87,6 +87,7 @@ RESPONSES: dict[str, Any] = {
     "tools": [{"type": "function", "strict": False, **FUNCTION}],
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "1 + 1?"}]},
+        {"type": "reasoning", "id": "rs_0", "summary": [{"type": "summary_text", "text": "hm"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "so"}]},
         {
             "type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
@@ -107,6 +108,7 @@ MESSAGES: dict[str, Any] = {
         {
             "role": "assistant",
             "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
                 {"type": "thinking", "thinking": "so", "signature": ""},
                 {"type": "text", "text": "I add."},
                 {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}},

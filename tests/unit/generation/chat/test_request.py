@@ -53,6 +53,8 @@ def test_neutral_and_unknown_fields_have_no_effect() -> None:
         ({"messages": "hi"}, 400, "messages: Input should be a valid list"),
         ({"messages": [{}], "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
         ({"messages": [{}], "model": "gpt"}, 404, "the model 'gpt' is not served here, 'policy' is"),
+        ({"messages": [{}], "stop": ""}, 400, "stop.*: String should have at least 1 character"),
+        ({"messages": [{}], "stop": [""]}, 400, "stop.*"),
         ({}, 400, "messages: Field required"),
     ],
 )
