@@ -28,6 +28,11 @@ def has_surrogates(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(has_surrogates, value))
 
 
+def as_written(value: Any) -> str:
+    """Return a value as text; a whole number that a table holds as a float, 5.0, without its point."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 def replaced(text: str) -> str:
     """Return Unicode: halves of surrogate pairs become U+FFFD."""
     return SURROGATE.sub("\ufffd", text)

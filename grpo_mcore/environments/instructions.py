@@ -94,8 +94,7 @@ def number_words(text: str, num_words: int, relation: str) -> bool:
 
 def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
     """An item of a list is a sentence also without an end mark; its number or bullet is none."""
-    text = _ITEM.sub("\0", text)
-    parts = [part for block in text.split("\0") for part in _SENTENCE_END.split(block)]
+    parts = [part for block in _ITEM.split(text) for part in _SENTENCE_END.split(block)]
     return _compare(sum(bool(_WORD.search(part)) for part in parts), relation, num_sentences)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_mcore.environments.registry import import_by_path
 from grpo_mcore.environments.reward_functions import imported_when_called
+from grpo_mcore.text import as_written
 
 Verifier = Callable[[str, str], Any]
 
@@ -112,8 +113,7 @@ def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:
             )
     if not several:
         raise ValueError("the ground truth is an empty list, which no answer can match")
-    several = [int(one) if isinstance(one, float) and one.is_integer() else one for one in several]  # 5.0 of a table
-    return [str(one).rpartition("####")[2].strip() for one in several]
+    return [as_written(one).rpartition("####")[2].strip() for one in several]
 
 
 def _out_of_a_list(truth: Any) -> Any:

@@ -4,6 +4,7 @@ text part is trained; exports copy the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,18 @@ _DEFAULTS = {
 """Values of transformers that the configs of vision models leave out."""
 
 
+def rope_by_kind(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rotary settings of layers without and with a window from either form of a `config.json`, in the form
+    of transformers 5."""
+    rope, scaling = config.get("rope_parameters") or {}, dict(config.get("rope_scaling") or {})
+    everywhere = {"rope_theta": config.get("rope_theta", 1e6), "rope_type": scaling.pop("type", "default")} | scaling
+    inside = {"rope_theta": config.get("rope_local_base_freq", 1e4), "rope_type": "default"}
+    return {
+        "full_attention": everywhere | (rope.get("full_attention") or {}),
+        "sliding_attention": inside | (rope.get("sliding_attention") or {}),
+    }
+
+
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`, of a vision model that of its text part."""
     if "text_config" in config:
@@ -37,11 +50,8 @@ def shape(config: dict[str, Any]) -> ModelShape:
         )
     require(config, attention_bias=False, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
     require(config, final_logit_softcapping=None, attn_logit_softcapping=None)
-    rope = config.get("rope_parameters") or {}
-    everywhere = {"rope_theta": config.get("rope_theta", 1e6)} | (config.get("rope_scaling") or {})
-    everywhere |= rope.get("full_attention") or {}
-    inside = {"rope_theta": config.get("rope_local_base_freq", 1e4)} | (rope.get("sliding_attention") or {})
-    kinds = everywhere.get("rope_type", "default"), inside.get("rope_type", "default")
+    everywhere, inside = rope_by_kind(config).values()
+    kinds = everywhere["rope_type"], inside["rope_type"]
     if kinds not in (("default", "default"), ("linear", "default")):
         raise FamilyError(
             f"config.json: RoPE {everywhere}, {inside} in windows is not supported for gemma3_text models"

@@ -195,17 +195,16 @@ def engine_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
         changed["text_config"] = engine_overrides(config["text_config"], overrides["text_config"])
     if not any(key in changed for key in ROPE_KEYS):
         return changed
-    gemma = str(result.get("model_type")).startswith("gemma3")  # whose windows have a base of their own
+    others = {key: value for key, value in changed.items() if key not in ROPE_KEYS}
+    if result.get("model_type") == "gemma3_text":
+        return others | {"rope_parameters": gemma3_text.rope_by_kind(result)}
     settings = result.get("rope_parameters") or {
-        "rope_theta": result.get("rope_theta", 1e6 if gemma else 1e4),
+        "rope_theta": result.get("rope_theta", 10000.0),
         "rope_type": "default",
         **({} if (factor := result.get("partial_rotary_factor")) is None else {"partial_rotary_factor": factor}),
         **_with_type(result.get("rope_scaling") or {}),
     }
-    if gemma and "full_attention" not in settings:
-        inside = {"rope_type": "default", "rope_theta": result.get("rope_local_base_freq", 1e4)}
-        settings = {"full_attention": settings, "sliding_attention": inside}
-    return {key: value for key, value in changed.items() if key not in ROPE_KEYS} | {"rope_parameters": settings}
+    return others | {"rope_parameters": settings}
 
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -245,7 +244,7 @@ def _two_ropes(config: Mapping[str, Any]) -> bool:
     older, newer = config.get("rope_scaling"), config.get("rope_parameters")
     if not isinstance(older, Mapping) or not isinstance(newer, Mapping) or not older:
         return False
-    said = {"rope_type" if key == "type" else key: value for key, value in older.items()}
+    said = _with_type(older)
     said |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
     return any(newer.get(key, "default" if key == "rope_type" else None) != value for key, value in said.items())
 

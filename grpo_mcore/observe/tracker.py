@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -24,7 +25,8 @@ LONGEST_WAIT_S = 60.0
 """Maximum wait between two attempts. The first is a second, each further one twice the wait before."""
 
 CLOSE_S = 20.0
-"""Seconds that a tracker gets at the end of a run to take what is left. The last half is for closing it."""
+"""Seconds that a tracker gets at the end of a run to take what is left. The last half is for
+closing it."""
 
 
 @dataclass
@@ -32,8 +34,6 @@ class _Call(Generic[B]):
     what: str
     run: Callable[[B], None]
     failures: int = 0
-    others_taken: int = 0
-    """Number of calls that the tracker had taken when this one failed first."""
 
 
 class Tracker(Generic[B]):
@@ -51,9 +51,9 @@ class Tracker(Generic[B]):
         self._calls: deque[_Call[B]] = deque()
         self._changed = threading.Condition()
         self._closing_by: float | None = None  # monotonic time
-        self._drop_from = 0.0  # while it closes: when calls that fail are dropped
+        self._drop_from = math.inf  # while it closes: from when on calls that fail are dropped
         self._outage: str | None = None
-        self._taken_calls, self._dropped = 0, 0
+        self._dropped = 0
         self._first_dropped: tuple[str, str | None] | None = None  # the call, and the outage then
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -121,7 +121,6 @@ class Tracker(Generic[B]):
         with self._changed:
             if self._calls and self._calls[0] is call:  # not dropped meanwhile
                 self._calls.popleft()
-            self._taken_calls += 1
         if self._outage is not None:
             self._outage = None
             log.info("%s takes metrics again", self.name)
@@ -142,17 +141,10 @@ class Tracker(Generic[B]):
         call.failures += 1
         failed_at = time.monotonic()
         with self._changed:
-            if call.failures == 1:
-                call.others_taken = self._taken_calls
             others = len(self._calls) - 1 - (self._closing_by is not None)  # the last closes the tracker
-            if self._closing_by is not None and len(self._calls) > 1 and self._calls[0] is call:
-                if call.failures >= ATTEMPTS and self._taken_calls > call.others_taken:  # it alone is refused
+            if failed_at >= self._drop_from:  # what closes the tracker, and sends what it holds, gets its turn
+                while len(self._calls) > 1:
                     self._drop()
-                    return True
-                if failed_at >= self._drop_from:  # what closes the tracker, and sends what it holds, gets its turn
-                    while len(self._calls) > 1:
-                        self._drop()
-                    return True
             if call.failures % ATTEMPTS == 0 and others > 0 and self._calls[0] is call:
                 self._calls.popleft()
                 self._calls.insert(others, call)

@@ -21,6 +21,8 @@ from grpo_mcore.tools.export import export, find_checkpoint, is_checkpoint
 logger = logging.getLogger(__name__)
 
 SAMPLES, SETTINGS, REPORT_JSON, REPORT = "samples.jsonl", "settings.json", "report.json", "report.md"
+LATER: dict[str, Any] = {"tokenizer": None, "hf_config_overrides": {}, "vllm_kwargs": {}}
+"""Settings that older folders do not record, as they are where a recipe says nothing."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
         different = [
             key
             for key, value in json.loads(json.dumps(settings)).items()
-            if recorded["settings"].get(key, value) != value  # an older folder has fewer keys
+            if (LATER | recorded["settings"]).get(key) != value
         ]
         different += [name for name, source in models.items() if recorded["models"].get(name, source) != source]
         if different:

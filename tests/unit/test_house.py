@@ -197,7 +197,7 @@ def test_commands_import_inside_the_verb() -> None:
 
 
 WITHOUT_TEXT = ("os", "gzip", "checkpointer", "self", "self._sandboxes", "self._client")
-"""What has an `open` that opens no text."""
+"""Objects whose `open` opens no text."""
 
 
 def test_texts_are_utf_8_in_every_locale() -> None:

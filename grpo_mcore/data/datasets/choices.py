@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_mcore.data.datasets.source import field_of
 from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.text import as_written
 
 LETTERS = "ABCDEFGHIJ"
 CHOICE_FIELDS = ("choices", "options", "endings")
@@ -59,7 +60,7 @@ class Choices:
         an index or a label that no choice has, and for an answer that could be two of them."""
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             return None
-        said = str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer).strip()
+        said = as_written(answer).strip()
         is_text, label = isinstance(answer, str), _BARE_LABEL.fullmatch(said)
         places: set[int] = set()
         if is_text or self.numbers:

@@ -17,6 +17,7 @@ from grpo_mcore.data.datasets.source import field_of, missing, required
 from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
 from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
+from grpo_mcore.text import as_written
 
 QUESTIONS = (
     *("instruction", "input", "question", "problem", "prompt", "query", "question_stem", "Question", "Problem"),
@@ -122,11 +123,6 @@ def question_and_answer(
             "processor: chat_data_processor"
         )
     return {**extra, "messages": messages}
-
-
-def as_written(truth: Any) -> str:
-    """Return an answer as text; a whole number that a table has as a float without the point."""
-    return str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)
 
 
 def _is_index(truth: Any) -> bool:

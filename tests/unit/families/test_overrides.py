@@ -162,6 +162,7 @@ def test_layers_with_windows_keep_their_base_in_policy_and_engine(
     everywhere = text.rope_parameters["full_attention"]
     assert (everywhere["rope_theta"], everywhere.get("factor")) == (theta, factor)
     assert text.rope_parameters["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    assert shape_of(GEMMA | {"rope_scaling": {"type": "linear", "factor": 8.0}}).rope_interpolation == 8.0
 
 
 @pytest.mark.parametrize(

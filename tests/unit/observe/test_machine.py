@@ -35,7 +35,7 @@ class NotSupported(NVMLError):
 
 
 class NoPermission(NVMLError):
-    """What a MIG device answers a user who may not read the whole GPU."""
+    """The answer of a MIG device to a user who may not read the whole GPU."""
 
 
 def nvml(power: Any) -> Any:

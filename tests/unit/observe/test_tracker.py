@@ -93,7 +93,7 @@ def test_a_call_that_is_refused_alone_lets_the_others_pass(package_log: pytest.L
     tracker = Tracker("logger.x", lambda: server, first_wait_s=0.001)
     send(tracker, 1, 2, 3, 4)
     wait_for(lambda: server.rows == [1, 3, 4])
-    tracker.close(Server.close)
+    tracker.close(Server.close, within_s=0.2)
     assert server.rows == [1, 3, 4, -1] and tracker.missing == 1
     assert "logger.x lacks 1 calls, from step 2 on: ValueError: no such metric: 2" in package_log.text
 

@@ -1,4 +1,4 @@
-"""What is said of a machine and refused of a recipe before a run starts."""
+"""Warnings about a machine, and refusals of a recipe, before a run starts."""
 
 from __future__ import annotations
 
