@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from",
         dest="recorded",
-        type=Path,
         metavar="RUN",
         help="a run whose samples come again, and whose seconds are taken for other settings",
     )
@@ -45,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse the recipe. Return 0 if it, or with --sweep any combination, came to its end; else 1."""
+    from grpo_mcore.tools.mirrored import local_run
     from grpo_mcore.tools.rehearse.faults import named_fault, recipe_faults
     from grpo_mcore.tools.rehearse.recording import read_recording
     from grpo_mcore.tools.rehearse.rehearse import Rehearsal, rehearse
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return load_recipe(args.recipe, [*args.overrides, *words]).config
 
     steps = args.steps or min(10, load({}).grpo.max_num_steps)
-    recording = None if args.recorded is None else read_recording(args.recorded)
+    recording = None if args.recorded is None else read_recording(local_run(args.recorded))
     if args.sweep:
         rehearsed = list(rehearse_all(sweep_settings(args.sweep), load, folder, steps, recording))
         if args.json:

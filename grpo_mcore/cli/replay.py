@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,12 +21,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         description="Compute log-probs, loss and gradient of a recorded step again, from the checkpoint before it, and "
         "name the first layer, sample or token that differs. Exit code 1 if anything does.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a run's log folder (exp_NNN), a folder that holds it, or the address of its mirror in an object store",
+    )
     parser.add_argument("--step", type=int, required=True, metavar="N")
     parser.add_argument("--layout", metavar="A,B", help="such as TP1,TP2xPP2; default: the run's own")
     parser.add_argument("--samples", metavar="UID,UID", help="only the samples of these prompts")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="in place of policy.precision")
-    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="start from this checkpoint (step_N)")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="start from this checkpoint (step_N), or its address")
     parser.add_argument(
         "--loss",
         action="append",
@@ -43,8 +46,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Print each comparison. Return 1 if anything differs."""
     from grpo_mcore import tensor_files
-    from grpo_mcore.observe.logger import HYPERPARAMS_FILE
-    from grpo_mcore.recipe import MasterConfig
+    from grpo_mcore.tools.mirrored import local_checkpoint, recorded_run
     from grpo_mcore.tools.replay.replay import (
         Replay,
         checkpoint_before,
@@ -53,13 +55,11 @@ def run(args: argparse.Namespace) -> int:
         replay,
         replay_config,
     )
-    from grpo_mcore.tools.report.run_files import find_run
 
-    folder = find_run(args.run)
-    recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text(encoding="utf-8")))
+    folder, recipe = recorded_run(args.run)
     uids = args.samples.split(",") if args.samples else ()
     rows, recorded = recorded_step(folder, args.step, uids)
-    start = args.checkpoint or checkpoint_before(folder, recipe, args.step)
+    start = local_checkpoint(args.checkpoint) if args.checkpoint else checkpoint_before(folder, recipe, args.step)
     print(f"step {args.step} of {folder}: {len(rows)} samples, from {start or recipe.policy.model_name}")
     if args.loss:
         return _compare_losses(args, folder, recipe, rows, start)

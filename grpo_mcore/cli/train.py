@@ -39,7 +39,6 @@ def add_follow(parser: argparse.ArgumentParser) -> None:
     """Add --follow and --tokens."""
     parser.add_argument(
         "--follow",
-        type=Path,
         metavar="RUN",
         help="come to the weights of a recorded run, whatever chance decided in it: take its samples and their order "
         "from its log folder (exp_NNN), without engines, and compare log-probs and metrics; exit code 1 if any differs",
@@ -81,12 +80,14 @@ def run(args: argparse.Namespace) -> int:
     return run_to_end("grpo", config, args.resume)
 
 
-def follow(config: MasterConfig, resume: str | bool | None, folder: Path) -> int:
-    """Follow a recorded run to its end, and return the exit code: 1 if anything differs. A failure ends it."""
+def follow(config: MasterConfig, resume: str | bool | None, run: str) -> int:
+    """Follow a recorded run, in a folder or at the address of its mirror, to its end, and return the exit code: 1 if
+    anything differs. A failure ends it."""
     from grpo_mcore.algorithms.record.followed_run import FollowedRun
+    from grpo_mcore.tools.mirrored import local_run
     from grpo_mcore.tools.report.run_files import find_run
 
-    followed = FollowedRun(find_run(folder))
+    followed = FollowedRun(find_run(local_run(run)))
     if changed := followed.check(config):
         print(table_of(f"following {followed.folder}, with other values of", changed, "recorded"))
     summary = train(config, resume, follow=followed)

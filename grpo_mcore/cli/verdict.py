@@ -20,7 +20,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "differs. Exit code 1 if one does.",
     )
     parser.add_argument(
-        "target", metavar="RUN|MODEL", help="a run's log folder, or a Hugging Face folder, or tiny:FAMILY"
+        "target",
+        metavar="RUN|MODEL",
+        help="a run's log folder, or the address of its mirror, or a Hugging Face folder, or tiny:FAMILY",
     )
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the recorded step")
     parser.add_argument("--samples", type=int, default=8, metavar="N", help="of a run: samples that are judged (8)")
@@ -35,10 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
     from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
     from grpo_mcore.families import read_hf_config, shape_of
-    from grpo_mcore.observe.logger import HYPERPARAMS_FILE
-    from grpo_mcore.recipe import MasterConfig
+    from grpo_mcore.tools.mirrored import recorded_run
     from grpo_mcore.tools.parity.rank import layout_named
-    from grpo_mcore.tools.report.run_files import find_run
     from grpo_mcore.tools.verdict.collect import of_model, of_run
     from grpo_mcore.tools.verdict.judge import Judge
     from grpo_mcore.tools.verdict.verdict import judge_samples, merged
@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="grpo-mcore-verdict-") as scratch:
         if args.step is not None:
-            folder = find_run(Path(args.target))
-            recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text(encoding="utf-8")))
+            folder, recipe = recorded_run(args.target)
             cases = of_run(folder, recipe, args.step, args.samples, Path(scratch))
         else:
             model, family = Path(args.target), args.target.removeprefix("tiny:")

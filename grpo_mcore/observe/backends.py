@@ -165,7 +165,7 @@ def _swanlab_id() -> str:
 
 class Prometheus:
     """Serves the latest value of each metric at http://HOST:PORT/metrics, as gauges: `train/reward` of the run exp_001
-    is `grpo_mcore_train_reward{run="exp_001"}`."""
+    is `grpo_mcore_train_reward{run="exp_001",metric="train/reward"}`, which `train_reward` shares."""
 
     def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
         self._gauge, self._run, self._values = package.metrics_core.GaugeMetricFamily, folder.name, dict[str, float]()
@@ -175,11 +175,14 @@ class Prometheus:
         self._server, self._thread = package.start_http_server(where.port, where.host, registry)
 
     def collect(self) -> Iterator[Any]:
-        """Yield a family of one gauge for each metric."""
+        """Yield a family of gauges for each name that metrics have in Prometheus."""
+        families: dict[str, Any] = {}
         for name, value in sorted(self._values.items()):  # one dictionary, replaced as a whole: no lock is needed
-            family = self._gauge("grpo_mcore_" + re.sub(r"\W", "_", name, flags=re.ASCII), name, labels=["run"])
-            family.add_metric([self._run], value)
-            yield family
+            gauge = "grpo_mcore_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+            if gauge not in families:
+                families[gauge] = self._gauge(gauge, name, labels=["run", "metric"])
+            families[gauge].add_metric([self._run, name], value)
+        yield from families.values()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._values = self._values | {name: float(value) for name, value in values.items()} | {"step": float(step)}

@@ -3,6 +3,7 @@ address such as s3://BUCKET/PREFIX, whose files are fetched into a cache folder 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,9 @@ from pathlib import Path
 from grpo_mcore.file_digests import DIGESTS
 from grpo_mcore.object_store import RemoteStore, StoreError
 from grpo_mcore.observe import LEDGER_FILE
+from grpo_mcore.observe.logger import HYPERPARAMS_FILE
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.tools.report.run_files import find_run
 
 OF_A_LOG = re.compile(r"(^|/)logs/exp_[^/]+/")
 """Part of the names of all files of a run's log folder."""
@@ -94,6 +98,35 @@ def local_run(place: str, *, samples: bool = True) -> Path:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def recorded_run(place: str) -> tuple[Path, MasterConfig]:
+    """Return the log folder of the run at `place`, as a folder of this machine, and the run's recipe. Its
+    `checkpointing.checkpoint_dir` is the mirror's prefix where `place` is an address. Raises StoreError, NoRun."""
+    here = local_run(place)
+    folder = find_run(here)
+    recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text(encoding="utf-8")))
+    if _path(place) is None:
+        log = f"{place.rstrip('/')}/{folder.relative_to(here).as_posix()}".removesuffix("/.")
+        recipe.checkpointing.checkpoint_dir = re.sub(r"/logs/exp_[^/]+$", "", log)
+    return folder, recipe
+
+
+def kept_checkpoint(place: str, step: int) -> Path | None:
+    """Return the checkpoint of a step in a run's folder of checkpoints or at the address of its mirror, as a folder of
+    this machine; None if it is not kept there. Raises StoreError."""
+    if (path := _path(place)) is not None:
+        return folder if (folder := path / f"step_{step}").is_dir() else None
+    return local_checkpoint(f"{place}/step_{step}") if step in kept_steps(place) else None
+
+
+def kept_steps(place: str) -> list[int]:
+    """Return the steps of the checkpoints in a folder, or at the address of a mirror. Raises StoreError."""
+    from grpo_mcore.algorithms.checkpointing.mirror import whole_steps
+
+    if (path := _path(place)) is None:
+        return whole_steps(RemoteStore(place))
+    return sorted(int(step.name[5:]) for step in path.glob("step_*") if step.name[5:].isdigit())
 
 
 def local_ledger(place: str) -> Path:

@@ -62,6 +62,10 @@ port=${RAY_PORT:-$((30000 + SLURM_JOB_ID % 270 * 10))}
 
 inside=()
 if [[ -n $CONTAINER ]]; then
+    if [[ $logs == *[,:]* ]]; then
+        say "a container cannot see $logs: pyxis separates mounts by commas and colons; set LOGS to another folder"
+        exit 1
+    fi
     inside=(--container-image="$CONTAINER" --container-name="grpo-$SLURM_JOB_ID"
         --container-mounts="$logs:$logs${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD" --no-container-mount-home)
 fi

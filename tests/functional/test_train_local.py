@@ -355,6 +355,7 @@ def test_a_run_is_read_by_the_address_of_its_mirror(
     assert main(["ledger", address]) == 0
     assert main(["watch", address]) == 0
     assert main(["runs", address]) == 0
+    assert main(["replay", address, "--step", "4"]) == 0
     assert main(["report", address, "--output", str(tmp_path / "page.html")]) == 0
     shown = capsys.readouterr().out
     assert "4 steps; resumes: 1" in shown and "step 4 of 4" in shown and "half/exp_001" in shown

@@ -75,6 +75,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     for variable in variables:
         notes.append(Problem(tree.value[variable].source, variable, "a variable of the recipe's interpolations"))
         del tree.value[variable]
+    _expand_home(tree)
     config, tree = validated(MasterConfig, tree, name, problems, notes)
     provenance = {
         key: node.source if (node := tree.find(key)) is not None else DEFAULT for key in leaves(config.model_dump())
@@ -229,6 +230,15 @@ def _find(
     places = list(dict.fromkeys(shown(folder.resolve()) for folder in folders if folder.is_dir()))
     message = f"no recipe {in_yaml(name)} in {', '.join(places)}" + nearest_hint(Path(name).stem, known)
     raise RecipeError([Problem(*place, message)], recipe)
+
+
+def _expand_home(node: Node) -> None:
+    """Replace ~/ at the start of texts: shells leave it in key=~/folder, and it is the submitter's home."""
+    for _, child in node.children():
+        if isinstance(child.value, str) and child.value.startswith("~/"):
+            child.value = os.path.expanduser(child.value)
+        else:
+            _expand_home(child)
 
 
 def _find_files_beside(node: Node, folder: Path) -> None:

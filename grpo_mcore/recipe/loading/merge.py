@@ -58,6 +58,9 @@ def _apply(tree: Node, text: str) -> Node:
             f"write {path}=... or ++{path}=...",
         )
     value = parse_text(value_text, path, COMMAND_LINE)
+    if value_text.count("#") != str(value.plain()).count("#"):
+        message = f"{value_text!r} holds a comment, which YAML leaves out; to keep it, quote the text: '\"...\"'"
+        raise _error(path, message)
     return _with(tree, path, value)
 
 

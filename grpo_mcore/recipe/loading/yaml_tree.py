@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -77,8 +77,12 @@ class Node:
 
     def find(self, path: str) -> Node | None:
         """Return the node at a dotted path, or None."""
+        return self.at(path.split(".") if path else ())
+
+    def at(self, parts: Iterable[str]) -> Node | None:
+        """Return the node at a path whose parts may have dots, or None."""
         node = self
-        for part in path.split(".") if path else ():
+        for part in parts:
             value = node.value
             if isinstance(value, dict) and part in value:
                 node = value[part]

@@ -91,6 +91,16 @@ def value_at(config: Any, key: str) -> Any:
     return config
 
 
+def set_value_at(config: Any, key: str, value: Any) -> None:
+    """Set the value of a full key of a configuration."""
+    above, _, name = key.rpartition(".")
+    section = value_at(config, above) if above else config
+    if isinstance(section, Section):
+        setattr(section, name, value)
+    else:
+        section[int(name) if isinstance(section, list) else name] = value
+
+
 NULL_MEANS: dict[str, tuple[str, ...] | int] = {
     "policy.tokenizer.name": ("policy.model_name",),
     "policy.logprob_batch_size": ("policy.train_micro_batch_size",),

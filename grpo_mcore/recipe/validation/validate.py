@@ -168,13 +168,13 @@ def _typed(
     if section is not None:
         return section, faulty
     tree = tree.copy()
-    keys = [".".join([*([at] if at else []), *(str(part) for part in error["loc"])]) for error in errors]
-    for error, key in zip(errors, keys, strict=True):
-        problem = _problem(error, key, tree, recipe)
+    paths = [[*(at.split(".") if at else []), *(str(part) for part in error["loc"])] for error in errors]
+    for error, path in zip(errors, paths, strict=True):
+        key, problem = ".".join(path), _problem(error, path, tree, recipe)
         problems.append(problem)
         faulty |= {key, problem.key, *([near] if (near := nearest_key(key)) else [])}
-    for key in keys:
-        _drop(tree, key)
+    for path in paths:
+        _drop(tree, path)
     return _attempt(kind, at, tree)[0], faulty
 
 
@@ -187,15 +187,14 @@ def _attempt(kind: type[SectionT], at: str, tree: Node) -> tuple[SectionT | None
         return None, list(error.errors(include_url=False))
 
 
-def _drop(tree: Node, key: str) -> None:
-    head, _, name = key.rpartition(".")
-    parent = tree.find(head)
+def _drop(tree: Node, path: list[str]) -> None:
+    parent = tree.at(path[:-1])
     if parent is not None and parent.is_mapping:
-        parent.value.pop(name, None)
+        parent.value.pop(path[-1], None)
 
 
-def _problem(error: Any, key: str, tree: Node, recipe: str) -> Problem:
-    node = tree.find(key)
+def _problem(error: Any, path: list[str], tree: Node, recipe: str) -> Problem:
+    node, key = tree.at(path), ".".join(path)
     written = node.key if node else key
     return Problem(node.source or recipe if node else recipe, written, _message(error, key, written))
 
@@ -206,6 +205,9 @@ def _message(error: Any, key: str, written: str) -> str:
         if key in ("preset", "presets"):
             return "unknown key; put presets on a recipe with --preset NAME, or with defaults: [RECIPE, presets/NAME]"
         near = nearest_key(key)
+        if near == key:
+            nested = key.replace(".", ": {") + ": VALUE" + "}" * key.count(".")
+            return f"unknown key: in a file, sections are nested; write {nested}"
         if near and near.rpartition(".")[0] == key.rpartition(".")[0]:  # in this section: name it as it is written
             near = joined(written.rpartition(".")[0], near.rpartition(".")[2])
         return "unknown key" + (f"; nearest known key: {near}" if near else "")

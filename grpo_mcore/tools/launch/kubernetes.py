@@ -9,10 +9,9 @@ from typing import Any
 
 import yaml
 
-from grpo_mcore.tools.launch.spec import LaunchSpec, Pool
+from grpo_mcore.tools.launch.spec import RECIPE_FOLDER, LaunchSpec, Pool
 from grpo_mcore.tools.launch.validation import seconds
 
-RECIPE_FOLDER = "/etc/grpo-mcore"
 UID = 1000
 """User id of the image's user."""
 

@@ -22,7 +22,8 @@ from grpo_mcore.recipe import (
     runs_grpo,
     shown,
 )
-from grpo_mcore.tools.launch.validation import Target, code_files, is_below, seconds, text_files, validate
+from grpo_mcore.recipe.schema.master import set_value_at
+from grpo_mcore.tools.launch.validation import Target, carried_texts, code_files, is_below, seconds, validate
 from grpo_mcore.tools.plan.memory import fits_device, memory, node_memory
 from grpo_mcore.tools.plan.plan import plan_device, plan_shape, plan_workload
 from grpo_mcore.tools.plan.timing import step_time
@@ -51,6 +52,8 @@ FOR_TRACKERS = {
 }
 """Further ones of a job whose recipe sets this key of `logger`."""
 
+RECIPE_FOLDER = "/etc/grpo-mcore"
+"""Folder of the recipe, and of the texts that travel with it, in a pod."""
 DEFAULT_MEMORY = 512
 """Memory of a node in GiB where `plan` predicts none."""
 LEAST_MEMORY = 256
@@ -73,9 +76,9 @@ class LaunchSpec:
     """A job. `launch`: that section of the recipe. `memory_gb`: of each node, in GiB. `restarts` is 0 if the run writes
     no checkpoint to resume from.
 
-    `recipe_yaml` is the resolved recipe and `texts` the files that it names and those of launch.code, as (name relative
-    to it, content), for nodes that do not see the checkout. `sandboxes`: programs run in sandboxes, which need
-    namespaces of their own. `code`: version and revision of this package.
+    `recipe_yaml` is the resolved recipe. `texts`: on Kubernetes, whose nodes do not see the checkout, the text files
+    that it names and those of launch.code, as (name in RECIPE_FOLDER, content). `sandboxes`: programs run in sandboxes,
+    which need namespaces of their own. `code`: version and revision of this package.
     """
 
     name: str
@@ -113,6 +116,10 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
     launch = recipe.config.launch.model_copy(update=filled)
     config = recipe.config.model_copy(update={"launch": launch})
     validate(replace(recipe, config=config), target)
+    texts: tuple[tuple[str, str], ...] = ()
+    if target == "k8s":
+        travelling, texts = _with_texts(recipe.config)
+        recipe = replace(recipe, config=travelling)
     cluster = config.cluster
     resumes = config.checkpointing.enabled and algorithm_of(config) != "eval"
     return LaunchSpec(
@@ -123,7 +130,7 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
         recipe_file=shown(recipe.path),
         overrides=tuple(word for word in recipe.overrides if not word.lstrip("+~").startswith("launch.")),
         recipe_yaml=resolved_yaml(recipe, sources=False, without=frozenset({"launch"})),
-        texts=_texts(config),
+        texts=texts,
         restarts=launch.max_restarts if resumes else 0,
         start_timeout_s=int(cluster.start_timeout_s),
         launch=launch,
@@ -226,7 +233,12 @@ def job_name(stem: str) -> str:
     return (name if name[:1].isalpha() else f"grpo-{name}")[:40].rstrip("-")
 
 
-def _texts(config: MasterConfig) -> tuple[tuple[str, str], ...]:
-    """Return (path, content) of the text files below the working directory that the recipe names, and launch.code."""
-    names = {*code_files(config.launch.code), *filter(is_below, text_files(config).values())}
-    return tuple((name, Path(name).read_text(encoding="utf-8")) for name in sorted(names))
+def _with_texts(config: MasterConfig) -> tuple[MasterConfig, tuple[tuple[str, str], ...]]:
+    """Return the recipe as pods read it, which names its text files in RECIPE_FOLDER, and (name there, content) of
+    these and of launch.code."""
+    travelling, files = config.model_copy(deep=True), {name: Path(name) for name in code_files(config.launch.code)}
+    for key, file in carried_texts(config).items():
+        name = file.as_posix() if is_below(file.as_posix()) else f"texts{file.resolve()}"
+        files[name] = file
+        set_value_at(travelling, key, f"{RECIPE_FOLDER}/{name}")
+    return travelling, tuple((name, file.read_text(encoding="utf-8")) for name, file in sorted(files.items()))

@@ -43,7 +43,7 @@ TEXT_FILE = re.compile(r"(^|\.)(prompt_file|system_prompt_file|tokenizer\.chat_t
 """Keys of text files; a chat template may also be its text."""
 CONFIG_MAP_BYTES = 900_000
 """Kubernetes takes 1 MiB with the recipe and all names."""
-MOUNT = re.compile(r"[^:]+:(/[^:]*)(:ro|:rw)?")
+MOUNT = re.compile(r"[^:,]+:(/[^:,]*)(:ro|:rw)?")
 
 
 def seconds(limit: str) -> int:
@@ -126,7 +126,7 @@ def _mounts(config: MasterConfig) -> Iterator[Finding]:
     for text in launch.mounts:
         mount = MOUNT.fullmatch(text)
         if mount is None:
-            expected = '"FROM:TO" or "FROM:TO:ro" with an absolute folder TO in the container'
+            expected = '"FROM:TO" or "FROM:TO:ro", without commas, with an absolute folder TO in the container'
             yield Finding(("launch.mounts",), f'expected {expected}, got "{text}"')
             continue
         if mount[1] in targets:
@@ -186,19 +186,16 @@ def is_below(name: str) -> bool:
     return not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
-def _texts_on_kubernetes(config: MasterConfig) -> Iterator[Finding]:
-    for key, name in text_files(config).items():
-        if not is_below(name) and not Path(name).is_relative_to(config.launch.k8s.volume_path):
-            yield Finding(
-                (key,),
-                f"{name} is on this machine only: name it by a path below the working directory, and it travels with "
-                f"the recipe, or copy it to the volume, {config.launch.k8s.volume_path}/{Path(name).name}",
-            )
+def carried_texts(config: MasterConfig) -> dict[str, Path]:
+    """Return the text files that travel to Kubernetes, all but those on the volume: key -> path."""
+    files = {key: Path(name) for key, name in text_files(config).items()}
+    return {key: file for key, file in files.items() if not file.is_relative_to(config.launch.k8s.volume_path)}
 
 
 def _data_on_slurm(config: MasterConfig) -> Iterator[Finding]:
     targets = [mount[1] for text in config.launch.mounts if (mount := MOUNT.fullmatch(text))]
-    for key, path in models_and_data(config).items():
+    texts = {key: Path(name).absolute() for key, name in text_files(config).items()}
+    for key, path in (models_and_data(config) | texts).items():
         if any(path.is_relative_to(local) for local in NODE_LOCAL):
             yield Finding((key,), f"{path} is on this node only; put it on the shared file system")
         elif config.launch.container and not any(path.is_relative_to(target) for target in targets):
@@ -242,15 +239,15 @@ def _code_on_kubernetes(config: MasterConfig) -> Iterator[Finding]:
     for key, file in modules.items():
         if not any(Path(file).is_relative_to(name) for name in code):
             yield Finding((key,), f"{file} is on this machine only: let it travel with launch.code=[{file}]")
-    sizes = {}
-    for file in code_files(code):
+    sizes, texts = {}, carried_texts(config)
+    for key, path in [*(("launch.code", Path(name)) for name in code_files(code)), *texts.items()]:
         try:
-            sizes[file] = len(Path(file).read_text(encoding="utf-8"))
+            sizes[str(path)] = len(path.read_text(encoding="utf-8").encode())
         except UnicodeDecodeError:
-            yield Finding(("launch.code",), f"{file} is no text; put it into the image or on the volume")
+            yield Finding((key,), f"{path} is no UTF-8 text; convert it, or put it into the image or on the volume")
     if sum(sizes.values()) > CONFIG_MAP_BYTES:
         yield Finding(
-            ("launch.code",),
+            ("launch.code", *texts),
             f"{sum(sizes.values()) / 1e6:.1f} MB do not fit into a ConfigMap (1 MB); the largest is "
             f"{max(sizes, key=lambda file: sizes[file])}: put data into the image or on the volume",
         )
@@ -394,7 +391,6 @@ CHECKS: dict[Target, tuple[Check, ...]] = {
         _memory,
         _code_on_kubernetes,
         _data_on_kubernetes,
-        _texts_on_kubernetes,
     ),
     "local": (_this_machine, _environment),
 }

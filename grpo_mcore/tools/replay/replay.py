@@ -30,6 +30,7 @@ from grpo_mcore.observe.logger import METRICS_FILE
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.tools.mirrored import kept_checkpoint, kept_steps
 from grpo_mcore.tools.parity.rank import layout_named
 
 LOSS_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -109,14 +110,14 @@ def checkpoint_before(run: Path, config: MasterConfig, step: int) -> Path | None
     Raises ReplayError."""
     if step == 1:
         return None
-    folder = Path(config.checkpointing.checkpoint_dir)
-    if (checkpoint := folder / f"step_{step - 1}").is_dir():
+    folder = config.checkpointing.checkpoint_dir
+    if (checkpoint := kept_checkpoint(folder, step - 1)) is not None:
         return checkpoint
-    after = {int(path.name[5:]) + 1 for path in folder.glob("step_*") if path.name[5:].isdigit()}
+    after = {kept + 1 for kept in kept_steps(folder)}
     steps = sorted((after | {1}) & sample_steps(run, "train").keys())
     raise ReplayError(
-        f"{checkpoint} is not there: step {step} can be replayed only from the checkpoint before it. Steps with one: "
-        f"{', '.join(map(str, steps)) or 'none'}; name another folder with --checkpoint"
+        f"{folder}/step_{step - 1} is not there: step {step} can be replayed only from the checkpoint before it. Steps "
+        f"with one: {', '.join(map(str, steps)) or 'none'}; name another folder with --checkpoint"
     )
 
 
@@ -146,7 +147,7 @@ def replay_config(config: MasterConfig, layout: str | None, precision: str | Non
     plain["on_policy_distillation"]["non_colocated_teachers"]["enabled"] = False
     plain["cluster"] |= {"num_nodes": 1, "gpus_per_node": ranks, "backend": "local" if ranks == 1 else "ray"}
     plain["cluster"]["max_restarts"] = 0  # a restart needs checkpoints
-    plain["checkpointing"]["enabled"] = False
+    plain["checkpointing"] |= {"enabled": False, "mirror": None, "save_hf": "none"}
     return MasterConfig.model_validate(plain)
 
 

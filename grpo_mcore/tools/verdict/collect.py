@@ -21,6 +21,7 @@ from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.tools.export import export
+from grpo_mcore.tools.mirrored import kept_checkpoint
 from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, make_policy, sequences
 from grpo_mcore.tools.replay.replay import ReplayError, recorded_step
 from grpo_mcore.tools.verdict.judge import JudgedSample
@@ -202,9 +203,9 @@ def _weights(config: MasterConfig, steps: int, scratch: Path) -> Path | None:
     """Return a Hugging Face folder with the weights after this many `steps`; None if their checkpoint is not kept."""
     if steps == 0:
         return overridden(Path(model_folder(config.policy.model_name)), config.policy.hf_config_overrides, scratch)
-    checkpoint, folder = Path(config.checkpointing.checkpoint_dir) / f"step_{steps}", scratch / f"step_{steps}"
-    if steps < 0 or not checkpoint.is_dir():
-        return None
-    if not folder.is_dir():
+    folder = scratch / f"step_{steps}"
+    if steps > 0 and not folder.is_dir():
+        if (checkpoint := kept_checkpoint(config.checkpointing.checkpoint_dir, steps)) is None:
+            return None
         export(checkpoint, folder)
-    return folder
+    return folder if steps > 0 else None

@@ -279,7 +279,8 @@ def test_prometheus_scrapes_the_latest_numbers_and_alarms(tmp_path: Path) -> Non
             return {}
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         assert {sample.labels["run"] for sample in samples} <= {"exp_001"}
-        return {sample.name: sample.value for sample in samples}
+        assert len({(sample.name, *sample.labels.values()) for sample in samples}) == len(samples)
+        return {f"{sample.name} {sample.labels['metric']}": sample.value for sample in samples}
 
     def awaited(expected: dict[str, float]) -> None:
         for _ in range(600):
@@ -291,11 +292,13 @@ def test_prometheus_scrapes_the_latest_numbers_and_alarms(tmp_path: Path) -> Non
     logger.log_hyperparams({"a": 1})
     logger.log_metrics({"reward": 0.25, "reward/by/level/é": 1.0}, step=1, prefix="train")
     logger.log_metrics({"accuracy": 0.5}, step=2, prefix="validation")
-    logger.log_metrics({"reward": 0.75, "lost": None}, step=2, prefix="train")
+    logger.log_metrics({"reward": 0.75, "lost": None, "reward_by_level__": 2.0}, step=2, prefix="train")
     logger.alarm(Alarm("mismatch", 2, "engine and policy disagree"))
     awaited({
-        "grpo_mcore_train_reward": 0.75, "grpo_mcore_train_reward_by_level__": 1.0, "grpo_mcore_step": 2.0,
-        "grpo_mcore_validation_accuracy": 0.5, "grpo_mcore_alarm_mismatch": 1.0,
+        "grpo_mcore_train_reward train/reward": 0.75, "grpo_mcore_step step": 2.0,
+        "grpo_mcore_train_reward_by_level__ train/reward/by/level/é": 1.0,
+        "grpo_mcore_train_reward_by_level__ train/reward_by_level__": 2.0,
+        "grpo_mcore_validation_accuracy validation/accuracy": 0.5, "grpo_mcore_alarm_mismatch alarm/mismatch": 1.0,
     })  # fmt: skip
     logger.close()
     assert scraped() == {}

@@ -86,6 +86,23 @@ def test_errors_are_collected(problems) -> None:
     ]
 
 
+def test_a_comment_is_no_part_of_a_value(load, problems) -> None:
+    text = "policy: {model_name: m}\ndata: {train: {data_path: a}}\n"
+    assert load(text, "logger.wandb.name='\"run #5\"'", "logger.log_dir=a#b").config.logger.wandb.name == '"run #5"'
+    assert problems(text, "logger.wandb.name=run #5") == [
+        "command line: logger.wandb.name: 'run #5' holds a comment, which YAML leaves out; to keep it, quote the text: "
+        "'\"...\"'"
+    ]
+
+
+def test_home_is_the_users(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/users/me")
+    text = "policy: {model_name: ~/m}\ndata: {train: {data_path: a~/b}}\n"
+    config = load(text, "checkpointing.checkpoint_dir=~/runs/x").config
+    assert (config.policy.model_name, config.checkpointing.checkpoint_dir) == ("/users/me/m", "/users/me/runs/x")
+    assert config.data.train[0].data_path == "a~/b"
+
+
 def test_a_list_needs_a_position(problems) -> None:
     text = "policy: {model_name: m}\ndata: {train: [{data_path: a}, {data_path: b}]}\n"
     assert problems(text, "data.train.data_path=c", "data.train.7.data_path=c") == [

@@ -29,6 +29,7 @@ def test_all_problems_of_a_recipe_are_reported_at_once(problems) -> None:
           seed: null
           reward_scaling: 7
           advantage_clip_low: low
+        grpo.max_num_epochs: 1
         env: [math]
         checkpointing: {metric_name: val_score}
         """
@@ -51,8 +52,10 @@ def test_all_problems_of_a_recipe_are_reported_at_once(problems) -> None:
         "r.yaml:14: grpo.seed: expected a whole number, got null",
         "r.yaml:15: grpo.reward_scaling: expected a mapping of keys, got 7",
         "r.yaml:16: grpo.advantage_clip_low: expected a number or null, got 'low'",
-        "r.yaml:17: env: expected a mapping of keys, got ['math']",
-        'r.yaml:18: checkpointing.metric_name: expected "val:" or "train:" and a metric, '
+        "r.yaml:17: grpo.max_num_epochs: unknown key: in a file, sections are nested; "
+        "write grpo: {max_num_epochs: VALUE}",
+        "r.yaml:18: env: expected a mapping of keys, got ['math']",
+        'r.yaml:19: checkpointing.metric_name: expected "val:" or "train:" and a metric, '
         'such as "val:accuracy", '
         "got 'val_score'",
     ]

@@ -36,6 +36,7 @@ def test_the_first_difference_is_named_from_the_bottom_up(other: dict[str, float
 def test_a_run_that_may_restart_is_replayed_without_checkpoints() -> None:
     recipe = step_cases.config().model_dump(mode="json")
     recipe["cluster"] |= {"max_restarts": 2, "num_nodes": 2}
+    recipe["checkpointing"] |= {"enabled": True, "mirror": "s3://bucket/run", "save_hf": "best"}
     config = replay_config(MasterConfig.model_validate(recipe), None)
     assert (config.cluster.max_restarts, config.checkpointing.enabled) == (0, False)
 

@@ -200,6 +200,21 @@ def test_a_damaged_one_here_is_fetched_again(tmp_path: Path) -> None:
     assert (tmp_path / "damaged_step_2").is_dir()
 
 
+def test_a_file_of_the_log_that_cannot_be_copied_costs_itself_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, folder = Store(), tmp_path / "logs" / "exp_001"
+    folder.mkdir(parents=True)
+    for name in ("a\nb", "\udcff.txt", "a b#1%"):
+        (folder / name).write_text("mine")
+    run(tmp_path, store, 1, 2)
+    assert resumed(tmp_path / "other", store) == "step_2"
+    assert {"a b#1%", "metrics.jsonl"} <= store.objects("logs/exp_001").keys()
+    assert [text.partition(" of the run's log")[0] for text in caplog.messages if "lacks" in text] == [
+        "the mirror lacks 'a\\nb'", "the mirror lacks '\\udcff.txt'",
+    ]  # fmt: skip
+
+
 def test_the_mirror_keeps_what_the_folder_keeps(tmp_path: Path) -> None:
     store = Store()
     run(tmp_path / "a", store, 1, 2, 3, 4, keep_top_k=2)

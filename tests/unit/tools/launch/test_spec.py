@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -48,7 +47,7 @@ def test_the_recipe_travels_whole() -> None:
     config = MasterConfig.model_validate(yaml.safe_load(found.recipe_yaml))
     wanted = load_recipe(TWO_NODES, ["grpo.max_num_steps=7"]).config
     assert config.model_dump(exclude={"launch"}) == wanted.model_dump(exclude={"launch"})
-    assert [name for name, _ in found.texts] == ["recipes/prompts/cot.txt"]
+    assert [name for name, _ in spec(*ON_K8S, target="k8s").texts] == ["recipes/prompts/cot.txt"]
 
 
 def test_what_cannot_resume_is_not_restarted() -> None:
@@ -138,6 +137,7 @@ WRONG = {
     "a variable that is lost": ("slurm", ["+launch.env.MY_SITE=x"], "launch.env.MY_SITE", "would not reach"),
     "a variable of ours": ("slurm", ["+launch.env.RAY_ADDRESS=x"], "launch.env.RAY_ADDRESS", "launcher itself"),
     "half a mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a']"], "launch.mounts", "FROM:TO"),
+    "a comma in a mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a,b:/x']"], "launch.mounts", "commas"),
     "a relative mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a:b']"], "launch.mounts", "absolute"),
     "a copy that the container would lose": (
         "slurm",
@@ -220,7 +220,7 @@ def test_custom_code_travels_to_kubernetes_or_is_refused(tmp_path: Path, monkeyp
         return str(error.value)
 
     assert "mine/rewards.py is on this machine only: let it travel with launch.code=[mine/rewards.py]" in problems()
-    assert "mine/table.bin is no text" in problems("launch.code=[mine]")
+    assert "mine/table.bin is no UTF-8 text" in problems("launch.code=[mine]")
     assert "there is no your.py" in problems("launch.code=[mine/rewards.py, your.py]")
     assert "/etc/x.py is not below the working directory" in problems("launch.code=[/etc/x.py, mine/rewards.py]")
     assert "the container does not see" in problems(
@@ -260,7 +260,7 @@ def test_data_and_models_of_this_machine_are_refused(tmp_path: Path, monkeypatch
     assert "/model is on this node only; put it on the shared file system" in problems(target="slurm")
 
 
-def test_text_files_travel_to_kubernetes_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_files_travel_to_kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -274,9 +274,34 @@ def test_text_files_travel_to_kubernetes_or_are_refused(tmp_path: Path, monkeypa
 
     carried = found("my.jinja", "é.txt")
     assert carried.texts == (("my.jinja", "ü {} my.jinja"), ("é.txt", "ü {} é.txt"))
-    for template, prompt, wrong in (("my.jinja", "../up.txt", "../up.txt"), (f"{here}/my.jinja", "é.txt", "my.jinja")):
-        with pytest.raises(RecipeError, match=f"{re.escape(wrong)} is on this machine only: name it by a path below"):
-            found(template, prompt)
+    assert "\n    chat_template: /etc/grpo-mcore/my.jinja\n" in carried.recipe_yaml
+    assert 'prompt_file: "/etc/grpo-mcore/' not in (yaml := carried.recipe_yaml) and "/etc/grpo-mcore/é.txt" in yaml
+    elsewhere = found(f"{here}/my.jinja", "../up.txt")
+    assert elsewhere.texts == ((f"texts{here}/my.jinja", "ü {} my.jinja"), (f"texts{tmp_path}/up.txt", "ü {} up.txt"))
+    assert f"prompt_file: /etc/grpo-mcore/texts{tmp_path}/up.txt\n" in elsewhere.recipe_yaml
+    shipped = spec(*ON_K8S, target="k8s")  # outside a checkout, the package's own file
+    assert [name.endswith("/prompts/cot.txt") for name, _ in shipped.texts] == [True]
+    (here / "é.txt").write_bytes(b"\xfc" * 2)
+    with pytest.raises(RecipeError, match="prompt_file: é.txt is no UTF-8 text"):
+        found("my.jinja", "é.txt")
+    (here / "é.txt").write_text("ü" * 500_000, encoding="utf-8")
+    with pytest.raises(RecipeError, match="1.0 MB do not fit into a ConfigMap"):
+        found("my.jinja", "é.txt")
+
+
+def test_containers_see_the_text_files_and_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("{}")
+    words = ("data.train.prompt_file=my.txt", "launch.container=i:1", "checkpointing.enabled=false")
+    with pytest.raises(RecipeError, match=f"the container does not see {tmp_path}/my.txt: add"):
+        with monkeypatch.context() as patch:
+            patch.setattr(validation, "NODE_LOCAL", ())
+            spec(*words)
+    start, body = "inside=()\nif", BODY.read_text()
+    part = body[body.index(start) : body.index("    inside=(--container")] + "fi; echo fine"
+    for folder, code in (("/a b", 0), ("/a,b", 1)):
+        program = f"say() {{ echo $*; }}; CONTAINER=i:1; logs='{folder}'; {part}"
+        assert subprocess.run(["bash", "-uc", program], timeout=60, capture_output=True).returncode == code
 
 
 def test_options_of_the_site_replace_ours() -> None:
