@@ -24,15 +24,20 @@ def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
     failed = f"cannot import the {what} {path!r}"
     if not module_name or not attribute:
         raise error(f"{failed}: write it as 'package.module:name'")
+    if "/" in module_name or module_name.endswith(".py"):
+        raise error(f"{failed}: it names a module, not a file; {module_of_file(path)}")
     try:
         module = importlib.import_module(module_name)
+    except SystemExit as cause:
+        what = f"the module ends the process when it is imported{place_of(cause)}"
+        raise error(f"{failed}: {what}; put what runs as a program under `if __name__ == '__main__':`") from cause
     except Exception as cause:
         if isinstance(cause, ModuleNotFoundError) and f"{module_name}.".startswith(f"{cause.name}."):
             hint = f"modules are looked for among the installed packages, then in {os.getcwd()}"
             if path.startswith("examples."):
                 hint = "examples/ is not part of the installed package; run this in the root of a checkout"
             raise error(f"{failed}: {cause}; {hint}") from cause
-        raise error(f"{failed}: {type(cause).__name__}: {cause}{_place(cause)}") from cause
+        raise error(f"{failed}: {type(cause).__name__}: {cause}{place_of(cause)}") from cause
     try:
         return getattr(module, attribute)
     except AttributeError as cause:
@@ -53,8 +58,15 @@ def why_not_imported(module: str) -> str | None:
     return None
 
 
-def _place(cause: Exception) -> str:
-    """Return where a module's own code failed, which is not where Python imports a module. A SyntaxError has it in its
-    message."""
+def module_of_file(path: str) -> str:
+    """Return how to write the path of a file, as other trainers name custom code, as an import path."""
+    file, _, name = path.partition(":")
+    module = file.strip("./").removesuffix(".py").rpartition("/")[2]
+    return f"for the file {file} write '{module}:{name or 'name'}', and start the run in its folder"
+
+
+def place_of(cause: BaseException) -> str:
+    """Return " (FILE:LINE)" of where custom code failed, which is not where it was called or where Python imports a
+    module. A SyntaxError has it in its message."""
     frames = [at for at in traceback.extract_tb(cause.__traceback__)[1:] if "importlib" not in at.filename]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames and not isinstance(cause, SyntaxError) else ""

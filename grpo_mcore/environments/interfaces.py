@@ -166,7 +166,8 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
         """Return the environment's answer to each conversation. `message_log_batch[i]`: the messages {"role",
-        "content"} so far; `metadata[i]`: the prompt's `extra_env_info`, or what the last step returned for it."""
+        "content"} so far; `metadata[i]`: a mapping of its own, the prompt's `extra_env_info` or what the last step
+        returned for it."""
 
     def advance(self, metadata: Sequence[dict[str, Any]], *trajectories: Trajectory) -> list[Outcome]:
         """Call `step` on these trajectories and return the outcomes of their last turns, in order. Trajectories are
@@ -174,7 +175,8 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         if len(metadata) != len(trajectories):
             raise ValueError(f"advance: {len(metadata)} metadata for {len(trajectories)} trajectories")
         start = time.perf_counter()
-        result = self.step([conversation(trajectory) for trajectory in trajectories], metadata)
+        of_each = [dict(info) for info in metadata]  # those of a prompt's samples may be one mapping
+        result = self.step([conversation(trajectory) for trajectory in trajectories], of_each)
         seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
         return [self._outcome(row, seconds) for row in _rows(result, len(trajectories))]
 

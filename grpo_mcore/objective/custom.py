@@ -2,20 +2,22 @@
 
 An estimator and a reward shaping get a `StepSamples` and return one value per sample. A KL estimator gets log-ratios. A
 loss is a class derived from `ClippedPGLossFn`, or a function. What they return is checked: a wrong shape or a value
-that is not finite is an CustomCodeError that names the recipe's key and the function.
+that is not finite is a CustomCodeError that names the recipe's key and the function. Estimators and shapings get a
+copy, which they may change in place.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.imports import import_by_path
+from grpo_mcore.imports import import_by_path, place_of
 from grpo_mcore.objective.advantages import AdvantageEstimate, group_stats
 from grpo_mcore.objective.combine import CUSTOM, METRIC_REDUCTIONS
 from grpo_mcore.objective.kl import custom_kl_estimate
@@ -63,27 +65,33 @@ def custom_advantages(path: str, samples: StepSamples, options: Mapping[str, Any
     """Return what the estimator at `path` makes of the samples: `fn(samples, **options)` returns a tensor [N] or an
     AdvantageEstimate. Failed samples get 0. Raises CustomCodeError."""
     key = f"grpo.adv_estimator.path {path}"
-    result = custom_function(path, key)(samples, **options)
-    if isinstance(result, AdvantageEstimate):
-        return result
-    values = _values(result, samples.valid, key)
-    stats = group_stats(samples.rewards, samples.group_ids, samples.valid)
-    return AdvantageEstimate(torch.where(samples.valid, values, 0.0), stats)
+    result = _called(custom_function(path, key), key, copy.deepcopy(samples), **options)
+    if not isinstance(result, AdvantageEstimate):
+        result = AdvantageEstimate(result, group_stats(samples.rewards, samples.group_ids, samples.valid))
+    return replace(result, advantages=torch.where(samples.valid, _values(result.advantages, samples.valid, key), 0.0))
 
 
 def custom_shaping(path: str, samples: StepSamples, options: Mapping[str, Any]) -> Tensor:
     """Return the rewards [N] that the function at `path` makes of the samples: `fn(samples, **options)`. Failed samples
     keep NaN. Raises CustomCodeError."""
     key = f"grpo.reward_shaping.path {path}"
-    values = _values(custom_function(path, key)(samples, **options), samples.valid, key)
+    values = _values(_called(custom_function(path, key), key, copy.deepcopy(samples), **options), samples.valid, key)
     return torch.where(samples.valid, values, torch.nan)
+
+
+def _called(code: Callable[..., Any], key: str, *arguments: Any, **options: Any) -> Any:
+    """Call a custom function of the driver. Raises CustomCodeError with the place where it fails."""
+    try:
+        return code(*arguments, **options)
+    except Exception as error:
+        raise CustomCodeError(f"{key} raised {type(error).__name__}: {error}{place_of(error)}") from error
 
 
 def _values(result: Any, valid: Tensor, key: str) -> Tensor:
     if not isinstance(result, Tensor) or result.shape != valid.shape:
         what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise CustomCodeError(f"{key} returned {what}; expected a tensor of shape {tuple(valid.shape)}: one per sample")
-    result = result.detach().to(torch.float64)
+    result = result.detach().cpu().to(torch.float64)
     bad = (valid & ~result.isfinite()).nonzero().flatten().tolist()
     if bad:
         raise CustomCodeError(f"{key} returned values that are not finite, for samples {bad[:8]} which have a reward")
@@ -123,13 +131,26 @@ class CustomLoss:
             global_valid_toks=global_valid_toks,
             **self._options,
         )
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor) or pair[0].numel() != 1:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not _is_scalar(pair[0]) or not isinstance(pair[1], Mapping):
             raise CustomCodeError(
                 f"{self._key} must return (loss, metrics): a scalar tensor and a dict, got {pair!r:.200}"
             )
         loss, metrics = pair
+        if curr_logprobs.requires_grad and not loss.requires_grad:
+            raise CustomCodeError(f"{self._key} returned a loss without a gradient: compute it from curr_logprobs")
+        for name, value in metrics.items():
+            if not (_is_scalar(value) or isinstance(value, float | int) or name.partition("/age_")[0] in _OF_SEQUENCES):
+                what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:100]
+                raise CustomCodeError(f"{self._key} returned {what} as the metric {name!r}; expected a scalar")
         named = {name if _is_built_in(name) else CUSTOM + name: value for name, value in metrics.items()}
         return loss.reshape(()), {"loss": loss.detach().to(torch.float64)} | named
+
+
+_OF_SEQUENCES = {name for name, reduction in METRIC_REDUCTIONS.items() if reduction == "values"}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _is_built_in(name: str) -> bool:

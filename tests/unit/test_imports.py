@@ -30,6 +30,9 @@ def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
         ("os.path:no_such", r"module 'os.path' has no attribute 'no_such' \(/.*posixpath.py\)"),
         ("os.path:joinn", r"module 'os.path' has no attribute 'joinn'; did you mean 'join'\?"),
         ("no_path", "write it as 'package.module:name'"),
+        ("./mine/my_rewards.py:f", "for the file ./mine/my_rewards.py write 'my_rewards:f', and start the run in its"),
+        ("/else/my_rewards.py", "a module, not a file; for the file /else/my_rewards.py write 'my_rewards:name'"),
+        ("my_rewards.py:f", "for the file my_rewards.py write 'my_rewards:f'"),
         ("examples.no_such:f", "examples/ is not part of the installed package; run this in the root of a checkout"),
     ],
 )
@@ -44,6 +47,10 @@ def test_an_error_names_the_path_and_the_remedy(path: str, message: str) -> None
         ("import no_such_thing", r"ModuleNotFoundError: No module named 'no_such_thing' \(.*/own_code.py:2\)"),
         ("[].sort_by", r"AttributeError: 'list' object has no attribute 'sort_by' \(.*/own_code.py:2\)"),
         ("int('x')", r"ValueError: invalid literal .* \(.*/own_code.py:2\)"),
+        (
+            "raise SystemExit(2)",
+            r"ends the process when it is imported \(.*/own_code.py:2\); put what runs as a program",
+        ),
         ("def f(:", r"SyntaxError: invalid syntax \(own_code.py, line 2\)['\"]$"),
     ],
 )

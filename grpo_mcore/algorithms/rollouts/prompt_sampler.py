@@ -40,7 +40,7 @@ class PromptSampler:
         if self._custom is None:
             return self._of_pool(prompt, record)
         worth = self._custom(prompt, record, self._rates, **self._config.options)
-        if not 0.0 <= worth <= 1.0:
+        if not isinstance(worth, float | int) or not 0.0 <= worth <= 1.0:
             raise SamplerError(f"data.sampler.path {self._config.path}: returned {worth!r}; a probability is needed")
         return worth
 

@@ -18,6 +18,7 @@ from pydantic import (
     WrapValidator,
 )
 
+from grpo_mcore.imports import module_of_file
 from grpo_mcore.recipe.errors import nearest_hint
 
 Positive = Annotated[int, Field(gt=0)]
@@ -57,7 +58,8 @@ def is_path(text: Any) -> bool:
 def check_import_path(value: str) -> str:
     """Return the value. Raises ValueError for one that is no import path."""
     if not is_path(value):
-        raise ValueError("expected an import path such as package.module:name")
+        hint = f"; {module_of_file(value)}" if "/" in value else ""
+        raise ValueError(f"expected an import path such as package.module:name{hint}")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -46,6 +47,23 @@ def test_a_reward_that_is_no_finite_number_costs_its_own_sample():
     assert outcomes[0].reason == "GivenEnvironment returned rewards with '1.0', which is not a finite number"
     assert outcomes[5].reason == "right" and outcomes[6].rewards_by_name == {}
     assert outcomes[9].rewards_by_name == {"a": 1.0}
+
+
+class ReadingEnvironment(EnvironmentInterface):
+    """Reads the truth, which is text, in the metadata themselves."""
+
+    def step(self, message_log_batch, metadata):
+        for row in metadata:
+            row["truth"] = json.loads(row["truth"])
+        n = len(metadata)
+        rewards = [float(row["truth"]["is"] == 5) for row in metadata]
+        return EnvironmentReturn([{}] * n, list(metadata), [None] * n, rewards, [True] * n, [None] * n, [""] * n)
+
+
+def test_samples_of_a_prompt_have_metadata_of_their_own():
+    shared = {"truth": '{"is": 5}'}
+    outcomes = ReadingEnvironment().advance([shared] * 2, *[Trajectory("a", 0, (), (), "stop", False)] * 2)
+    assert [outcome.reward for outcome in outcomes] == [1.0, 1.0] and shared == {"truth": '{"is": 5}'}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from examples.custom_objective import objective as example
 from grpo_mcore.objective import (
+    AdvantageEstimate,
     ClippedPGLossFn,
     CustomLoss,
     CustomPart,
@@ -21,6 +23,7 @@ from grpo_mcore.objective import (
     combine_metrics,
     custom_advantages,
     custom_shaping,
+    estimate_advantages,
     step_metrics,
 )
 from grpo_mcore.objective.custom import LOSS_INPUTS, CustomCodeError
@@ -122,6 +125,36 @@ def not_finite(samples: StepSamples) -> Tensor:
     return samples.rewards / 0
 
 
+def changes_its_arguments(samples: StepSamples) -> Tensor:
+    rewards = samples.rewards.nan_to_num_(0.0)
+    rewards -= rewards.mean()
+    return rewards
+
+
+def raises(samples: StepSamples) -> Tensor:
+    return samples.rewards_by_name["no such part"]
+
+
+def nan_estimate(samples: StepSamples) -> AdvantageEstimate:
+    return replace(group_relative(samples), advantages=samples.rewards / 0)
+
+
+def short_estimate(samples: StepSamples) -> AdvantageEstimate:
+    return replace(group_relative(samples), advantages=torch.zeros(1))
+
+
+def group_relative(samples: StepSamples) -> AdvantageEstimate:
+    return estimate_advantages("dr_grpo", samples.rewards, samples.group_ids, samples.valid)
+
+
+def detached(curr_logprobs: Tensor, batch: Any, global_valid_seqs: int, global_valid_toks: int) -> Any:
+    return curr_logprobs.detach().sum(), {}
+
+
+def metric_by_token(curr_logprobs: Tensor, batch: Any, global_valid_seqs: int, global_valid_toks: int) -> Any:
+    return curr_logprobs.sum(), {"gap": curr_logprobs.detach(), "entropy": torch.tensor(1.0)}
+
+
 def no_loss(curr_logprobs: Tensor, batch: Any, global_valid_seqs: int, global_valid_toks: int) -> Tensor:
     return curr_logprobs.sum()
 
@@ -192,9 +225,30 @@ def test_a_kl_estimator_is_tried(path: str) -> None:
         check_custom_objective([], CustomCode(path=path))
 
 
+def test_a_function_may_change_its_arguments_in_place() -> None:
+    step = samples([1.0, 0.0, math.nan], [0, 0, 0])
+    assert custom_advantages(HERE + "changes_its_arguments", step, {}).advantages.tolist() == pytest.approx(
+        [2 / 3, -1 / 3, 0.0]
+    )
+    assert custom_shaping(HERE + "changes_its_arguments", step, {})[2].isnan()
+    assert step.rewards[:2].tolist() == [1.0, 0.0] and step.rewards[2].isnan()
+
+
+def test_an_estimate_keeps_its_statistics_and_gives_failed_samples_0() -> None:
+    step = samples([1.0, 0.0, math.nan], [0, 0, 0])
+    found = custom_advantages(HERE + "group_relative", step, {})
+    assert found.advantages.tolist() == [0.5, -0.5, 0.0] and found.groups.size.tolist() == [2]
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("mean_only", r"returned a tensor of shape \(\); expected"), ("not_finite", r"not finite, for samples \[0\]")],
+    [
+        ("mean_only", r"returned a tensor of shape \(\); expected"),
+        ("not_finite", r"not finite, for samples \[0\]"),
+        ("nan_estimate", r"not finite, for samples \[0\]"),
+        ("short_estimate", r"returned a tensor of shape \(1,\); expected"),
+        ("raises", r"raised KeyError: 'no such part' \(.*/test_custom.py:\d+\)"),
+    ],
 )
 def test_wrong_values_name_the_key(path: str, message: str) -> None:
     step = samples([1.0, math.nan], [0, 0])
@@ -204,7 +258,15 @@ def test_wrong_values_name_the_key(path: str, message: str) -> None:
         custom_shaping(HERE + path, step, {})
 
 
-def test_a_loss_that_returns_no_metrics_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_loss", r"must return \(loss, metrics\)"),
+        ("detached", "returned a loss without a gradient: compute it from curr_logprobs"),
+        ("metric_by_token", r"returned a tensor of shape \(2, 5\) as the metric 'gap'; expected a scalar"),
+    ],
+)
+def test_a_loss_without_gradient_or_scalar_metrics_is_refused(path: str, message: str) -> None:
     curr, inputs = batch()
-    with pytest.raises(CustomCodeError, match=r"must return \(loss, metrics\)"):
-        build_loss(ClippedPGLossConfig(path=HERE + "no_loss"))(curr, inputs, 2, 6)
+    with pytest.raises(CustomCodeError, match=message):
+        build_loss(ClippedPGLossConfig(path=HERE + path))(curr, inputs, 2, 6)
