@@ -16,10 +16,16 @@ _NODES, _GPUS = _COLOCATED + "resources.num_nodes", _COLOCATED + "resources.gpus
 _VLLM = "policy.generation.vllm_cfg."
 _CHAT = _VLLM + "http_server_serving_chat_kwargs."
 _KWARGS = "policy.generation.vllm_kwargs"
-_HAVE_KEYS = {
+HAVE_KEYS = {
     "model": "policy.model_name",
     "tokenizer": "policy.tokenizer.name",
+    "revision": "policy.model_name",
+    "code_revision": "policy.model_name",
+    "tokenizer_revision": "policy.tokenizer.name",
     "hf_overrides": "policy.hf_config_overrides",
+    "hf_config_path": "policy.hf_config_overrides",
+    "generation_config": "policy.generation.stop_token_ids",
+    "override_generation_config": "policy.generation.stop_token_ids",
     "dtype": _VLLM + "precision",
     "tensor_parallel_size": _VLLM + "tensor_parallel_size",
     "pipeline_parallel_size": _VLLM + "pipeline_parallel_size",
@@ -36,13 +42,24 @@ _HAVE_KEYS = {
     "max_lora_rank": "policy.megatron_cfg.peft.dim",
 }
 """Arguments of an engine that come from other keys of a recipe."""
-_DECIDED = {
+DECIDED = {
     "logprobs_mode": "training needs log-probs of the distribution that samples are drawn from",
+    "watermark_config": "training needs samples of the policy's own distribution",
     "quantization": "a refit brings weights that are not quantized",
+    "quantization_config": "a refit brings weights that are not quantized",
+    "model_impl": "a refit fills vLLM's own classes of models",
+    "model_class_overrides": "a refit fills vLLM's own classes of models",
+    "expert_placement_strategy": "a refit fills the experts in their order",
+    "enable_eplb": "a refit fills the experts in their order",
+    "eplb_config": "a refit fills the experts in their order",
+    "enable_elastic_ep": "a refit fills the experts in their order",
+    "kv_transfer_config": "a refit clears the engine's own cache; keys and values of old weights would stay in another",
     "weight_transfer_config": "refits have one of their own",
     "enable_sleep_mode": "engines sleep when they share their devices with the policy",
     "max_loras": "an engine has the policy's adapter, and no other",
     "distributed_executor_backend": "the run starts the engine's ranks",
+    "prefill_context_parallel_size": "the run starts the engine's ranks",
+    "device_ids": "the run gives engines their devices",
     "nnodes": "the run places engines on nodes",
     "node_rank": "the run places engines on nodes",
     "master_addr": "the run places engines on nodes",
@@ -76,9 +93,9 @@ def check_pools(config: RecipeSections) -> Iterator[Finding]:
 def check_engine_arguments(config: RecipeSections) -> Iterator[Finding]:
     """vllm_kwargs must not contradict what other keys say, or what a run needs: vLLM would take it without a word."""
     for name in config.policy.generation.vllm_kwargs:
-        if (key := _HAVE_KEYS.get(name)) is not None:
+        if (key := HAVE_KEYS.get(name)) is not None:
             yield Finding((f"{_KWARGS}.{name}",), f"is set by {key}; set it there")
-        elif (why := _DECIDED.get(name)) is not None:
+        elif (why := DECIDED.get(name)) is not None:
             yield Finding((f"{_KWARGS}.{name}",), f"cannot be chosen: {why}; remove it")
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_mcore.generation.config import EngineConfig, engine_argument_names, engine_arguments, engine_environment
+from grpo_mcore.recipe.validation.engines import DECIDED, HAVE_KEYS
 
 
 def test_the_environment_is_a_pure_function_of_the_config() -> None:
@@ -74,3 +75,7 @@ def test_names_of_arguments_are_read_where_vllm_has_them(
     assert engine_argument_names() == names
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert engine_argument_names() == set()
+
+
+def test_arguments_that_a_recipe_may_not_choose_exist() -> None:
+    assert {*HAVE_KEYS, *DECIDED} - engine_argument_names() == set()

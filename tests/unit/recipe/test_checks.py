@@ -176,13 +176,16 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         (
             [
                 "policy.generation.vllm_kwargs={tensor_parallel_size: 2, logprobs_mode: raw_logprobs, seed: 1, "
-                "hf_overrides: {rope_theta: 5.0}}"
+                "hf_overrides: {rope_theta: 5.0}, enable_eplb: true, watermark_config: {key: 1}, revision: v2}"
             ],
             [
                 "policy.generation.vllm_kwargs.tensor_parallel_size: is set by "
                 "policy.generation.vllm_cfg.tensor_parallel_size; set it there",
                 "policy.generation.vllm_kwargs.logprobs_mode: cannot be chosen: training needs log-probs of the",
                 "policy.generation.vllm_kwargs.hf_overrides: is set by policy.hf_config_overrides; set it there",
+                "policy.generation.vllm_kwargs.enable_eplb: cannot be chosen: a refit fills the experts in their order",
+                "policy.generation.vllm_kwargs.watermark_config: cannot be chosen: training needs samples of the",
+                "policy.generation.vllm_kwargs.revision: is set by policy.model_name; set it there",
             ],
         ),
         (
