@@ -18,12 +18,22 @@ from grpo_mcore.recipe import MegatronConfig
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 
+OTHER_MODEL = frozenset({
+    "activation_func_clamp_value", "apply_residual_connection_post_layernorm", "experimental_attention_variant",
+    "glu_linear_offset", "linear_attention_freq", "moe_apply_probs_on_input", "moe_expert_capacity_factor",
+    "moe_input_jitter_eps", "moe_latent_size", "moe_layer_freq", "moe_router_force_load_balancing",
+    "moe_router_topk_limited_devices", "moe_shared_expert_gate", "moe_token_dropping", "mtp_num_layers",
+    "multi_latent_attention", "no_rope_freq", "num_moe_experts", "qk_l2_norm", "rotary_interleaved",
+    "window_attn_skip_freq", "window_size",
+})  # fmt: skip
+"""Fields that make it another model than the engines have: windows, noise, tokens that no expert gets."""
+
 
 def transformer_config(
     shape: ModelShape, layout: PolicyLayout, settings: MegatronConfig, dtype: torch.dtype, platform: Platform
 ) -> TransformerConfig:
     """Return Megatron-Core's settings for the whole model; all chunks of this rank share the object. Raises
-    FamilyError if `model_overrides` has a field that is unknown or decided here."""
+    FamilyError if `model_overrides` has a field that is unknown, decided here, or makes it another model."""
     fused = platform.transformer_engine
     by_all_gather = shape.experts is not None and settings.moe_token_dispatcher_type == "allgather"
     values: dict[str, Any] = dict(
@@ -93,6 +103,8 @@ def transformer_config(
         at = f"policy.megatron_cfg.model_overrides.{name}"
         if name in values:
             raise FamilyError(f"{at}: decided by the model or by another key of the recipe; remove it")
+        if name in OTHER_MODEL:
+            raise FamilyError(f"{at}: the policy would compute another model than the engines; remove it")
         if name not in kind.__dataclass_fields__:
             raise FamilyError(f"{at}: Megatron-Core's {kind.__name__} has no such field")
     config = kind(**values, **settings.model_overrides)

@@ -169,8 +169,12 @@ def test_an_optimizer_on_the_host_needs_no_kernel(platform: Platform, aware: boo
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        ({"moe_input_jitter_eps": 0.5}, None),
+        ({"batch_p2p_sync": False}, None),
         ({"hidden_size": 7}, "model_overrides.hidden_size: decided by the model or by another key"),
+        (
+            {"window_size": [3, 0]},
+            "model_overrides.window_size: the policy would compute another model than the engines",
+        ),
         ({"hiden_size": 7}, "model_overrides.hiden_size: Megatron-Core's TransformerConfig has no such field"),
         ({"rotary_base": 7}, "TransformerConfig has no such field"),  # latent attention's
     ],
@@ -179,7 +183,7 @@ def test_overrides_of_megatrons_settings(overrides: dict[str, Any], problem: str
     shape, settings = shape_of(known_configs()["Qwen3-8B"]), MegatronConfig(model_overrides=overrides)
     arguments = (shape, PolicyLayout(1, 1, 1), settings, torch.bfloat16, PLATFORMS["cpu"])
     if problem is None:
-        assert transformer_config(*arguments).moe_input_jitter_eps == 0.5
+        assert not transformer_config(*arguments).batch_p2p_sync
     else:
         with pytest.raises(FamilyError, match=problem):
             transformer_config(*arguments)

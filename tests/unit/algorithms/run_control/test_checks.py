@@ -91,7 +91,7 @@ def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        ({"moe_input_jitter_eps": 0.5}, None),
+        ({"batch_p2p_sync": False}, None),
         ({"hiden_size": 7}, "model_overrides.hiden_size: Megatron-Core's TransformerConfig has no such field"),
         (
             {"cpu_offloading": True, "cpu_offloading_num_layers": 99},
