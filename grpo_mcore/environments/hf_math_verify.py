@@ -16,6 +16,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from grpo_mcore.environments.math_text import (
     Statement,
     alternatives,
+    as_formula,
     as_interval,
     as_residue,
     in_base,
@@ -27,6 +28,7 @@ from grpo_mcore.environments.math_text import (
     split_unit,
     without_boxes,
     without_correction,
+    without_degrees,
 )
 
 _EXAMPLES = (
@@ -58,6 +60,7 @@ _MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\s)+|(?:(?<!\\)\\(?:[ ,;:!]|$)|~|\s)+$")
 _QUESTION = re.compile(r"[^.!?\n]*\?(?=\s|$)")
 _HALF_OF_DAY = re.compile(r"\\text\{ [ap]m\}")
 _NUMBERS = re.compile(r"[-+]?[\d.]+(?:(?:\s*[,;]\s+|\s*;\s*|\s*,?\s+and\s+|\s+)[-+]?[\d.]+)+\.?")
+_PRIMED = re.compile(r"[a-zA-Z]'")
 _TEXT = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}")
 _LABEL_OR_WORD = re.compile(r"(?=.*[a-zA-Z].*[a-zA-Z])[a-zA-Z0-9]+")
 _PRODUCT = re.compile(r"\d*(?:[a-z]{1,2}|[^\W\d_aeiouA-Z]{3}|[abchkmnpqruvwxyz]{3}|[A-Z][a-z]|[a-z][A-Z])")
@@ -98,11 +101,20 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
     if re.fullmatch("[A-E]", gold_text) and (choice := _CHOICE.match(normalized(statement.text))) is not None:
         return choice[1] == gold_text
     said = without_correction(_bare(statement.text))
+    interval, gold_interval = as_interval(said), as_interval(gold_text)
+    if interval is not None and gold_interval is not None and interval[0] != gold_interval[0]:
+        return False
+    if interval is not None or gold_interval is not None:
+        sets = [one[1] if one is not None else text for one, text in ((gold_interval, gold_text), (interval, said))]
+        if _equal(*(_parse_formula(one) for one in sets)):
+            return True
     if _contradicts(said, gold_text, statement.after):
         return False
     offered = alternatives(said)
     if len(offered) > 1 and not _has_several(gold_text):
         return all(_equal(gold, _parse_formula(one)) and not _contradicts(one, gold_text) for one in offered)
+    if max(len(offered), len(wanted := alternatives(gold_text))) > 1:
+        return _equal(_parse_formula(", ".join(wanted)), _parse_formula(", ".join(offered)))
     gold_base, said_base = in_base(gold_text), in_base(said)
     if gold_base and said_base:
         return gold_base == said_base
@@ -117,6 +129,9 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
         if residue[1] != gold_residue[1] or not all(isinstance(number, sympy.Integer) for number in numbers):
             return residue == gold_residue
         return (numbers[0] - numbers[1]) % residue[1] == 0
+    primed, gold_primed = _EQUALS.split(said)[-1], _EQUALS.split(gold_text)[-1]
+    if primed.count("'") != gold_primed.count("'") and _PRIMED.search(primed + gold_primed):
+        return False  # math-verify does not look at it
     if re.sub(r"\s", "", said) == re.sub(r"\s", "", gold_text):
         return _sides_agree(said)
     if _HALF_OF_DAY.search(said) and _HALF_OF_DAY.search(gold_text):  # math-verify does not look at it
@@ -130,9 +145,9 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
     said_number, gold_number = _without_percent(said), _without_percent(gold_text)
     if (said_number is None) != (gold_number is None):  # a question that asks for a percentage has truths of both forms
         return _equal(_parse_formula(gold_number or gold_text), _parse_formula(said_number or said))
-    if (interval := as_interval(said)) is not None and _equal(gold, _parse_formula(interval)):
-        return True
     sides = _EQUALS.split(said)
+    if len(sides) > 1 and _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(gold_text):  # 5 = n
+        sides = sides[::-1]
     if len(sides) > 1 and len(_EQUALS.split(gold_text)) == 1 and "," not in said and _sides_agree(said):
         if all(_NAME.fullmatch(side) or _value(side) is not None for side in sides[:-1]):
             return _equal(gold, _parse_formula(sides[-1]))
@@ -143,20 +158,24 @@ def _bare(text: str) -> str:
     """Return a normalised formula without its box, its dollar signs and the full stop behind it."""
     text = _CHOICE.sub("", without_boxes(normalized(text)).strip())
     text = _MARGIN.sub("", _LABEL.sub("", text)).removesuffix("\\\\").strip()
-    text = re.sub(r"^(?:\*\*|__)(.*)(?:\*\*|__)$", r"\1", text, flags=re.DOTALL).strip()
+    text = re.sub(r"^(?:\*\*|__|`)(.*)(?:\*\*|__|`)$", r"\1", text, flags=re.DOTALL).strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         inner = text.rstrip(".").rstrip()
         if inner.startswith(opening) and inner.endswith(closing) and len(inner) > len(opening) + len(closing):
             inside = inner[len(opening) : -len(closing)]
             if opening not in inside:
                 text = inside.strip()
-    return text if text.endswith("..") else text.rstrip(".").strip()
+    text = text if text.endswith("..") else text.rstrip(".,;\\").strip()
+    inside = _TEXT.fullmatch(text)
+    if inside is not None and re.search(r"\d", inside[1]) and is_pure(inside[1]):
+        text = inside[1].strip()
+    return as_formula(text)
 
 
 def _parse_formula(text: str) -> list[Any]:
     number, unit = split_unit(text)
     if unit is not None and unit != "%":
-        text = number
+        text = without_degrees(number) if unit == "degree" else number
     return _parsed(f"\\boxed{{{text}}}", _BOXED) if text else []
 
 
@@ -231,7 +250,7 @@ def _is_an_anagram(said: str, gold: str) -> bool:
 def _words(text: str) -> str | None:
     """Return the words of an answer that is nothing but words, in one case; None for any other."""
     plain = _TEXT.sub(r"\1", text).strip()
-    return plain.casefold() if re.fullmatch(r"[a-zA-Z]{2,}(?:[ -][a-zA-Z]+)*", plain) else None
+    return plain.casefold() if re.fullmatch(r"(?=.*[a-zA-Z]{2})[a-zA-Z]+(?:[ -][a-zA-Z]+)*", plain) else None
 
 
 def _without_percent(text: str) -> str | None:

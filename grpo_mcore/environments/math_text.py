@@ -39,11 +39,18 @@ _SYMBOLS = {
     "′": "'",
     "’": "'",
     "﹪": "%",
+    "٪": "%",
+    "٫": ".",
+    "٬": ",",
     "，": ",",
     "。": ".",
     "：": ":",
 }
+_ONLY_WORDS = re.compile(r"[a-zA-Z]+(?:[ -][a-zA-Z]+)*")
 _CHARACTERS = {**INVISIBLE, **_SPACES, **_FULL_WIDTH, **{ord(key): value for key, value in _SYMBOLS.items()}}
+# A form feed and its like, which come of LaTeX in JSON or Python with single backslashes.
+_LOST_BACKSLASH = re.compile(r"([\x08\x0c\t])(rac|inom|frac|ext|imes|heta|ar)(?=\s*\{|\s*[\d\\])")
+_ESCAPES = {"\x08": r"\b", "\x0c": r"\f", "\t": r"\t"}
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+", strict=True))
 _LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
 _RAISED_RUN = re.compile(f"[{''.join(_RAISED)}]+")
@@ -64,9 +71,13 @@ _OVERLINE = re.compile(
 )
 _DOTS = re.compile(r"(?<![\d.])(-?)(\d+)\.(\d*?)(\d+?)\4{2,}\d?\s*(?:\\[lc]?dots|\.\.\.|…)")
 _NARROW_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])|\\nicefrac|\\sfrac|\\tfrac")
+_SHORT_ROOT = re.compile(
+    r"\\sqrt\s*(\[\w\])?\s*((?(1)\w|(?!))|\\frac\s*\{[^{}]*\}\s*\{[^{}]*\}|\\(?!frac|sqrt|text|math|left)[a-zA-Z]+)"
+)
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)")
 _MIXED = re.compile(
-    rf"(?<![\d.^_}}a-zA-Z/)])(-?)(\d+)(?:{_SPACING}|\\text\{{\s*and\s*\}})*\\frac\s*\{{(\d+)\}}\s*\{{(\d+)\}}(?!\s*[\d^a-zA-Z(\\])"
+    rf"(?<![\d.^_}}a-zA-Z/)])(-?)(\d+)(?:{_SPACING}|\\text\{{\s*and\s*\}})*\\frac\s*\{{(\d+)\}}\s*\{{(\d+)\}}"
+    r"(?!\s*(?:[\da-zA-Z(]|\^(?!\s*\{?\s*\\circ)|\\(?!text|mathrm|mbox|q?quad|[\\%,;: ])))"
 )
 _MIXED_PLAIN = re.compile(r"(?<![\d.^_}a-zA-Z/)*+-])(-?)(\d+)(?:\s+and)?\s+(\d+)\s*/\s*(\d+)(?![\d.^a-zA-Z(/])")
 _STYLE = re.compile(
@@ -81,7 +92,7 @@ _WRAPPERS = re.compile(
 _TEXT_NUMBER = re.compile(
     r"\\(?:text|mathrm|textrm|textnormal|textsf|texttt|operatorname)\s*\{\s*([-+]?[\d.,]+%?)\s*\}"
 )
-_TEXT_LETTERS = re.compile(r"\\(?:text|mathrm|textrm)\s*\{\s*((?:[A-Z]\s*(?:,|\band\b)\s*)+[A-Z])\s*\}")
+_TEXT_LETTERS = re.compile(r"\\(?:text|mathrm|textrm)\s*\{[\s~]*((?:[A-Z]\s*(?:,|\band\b)\s*)+[A-Z])\s*\}")
 _TEXT_DIGITS = re.compile(r"\\(?:text|mathrm|textrm)\s*\{\s*([0-9A-F]+)\s*\}(?=\s*_)")
 _RESIDUE = re.compile(
     r"(?:\\?[a-zA-Z]\w*(?:_\{?\w+\}?)?\s*\\equiv\s*)?(?P<value>[^\\=]+?)\s*(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)*"
@@ -105,10 +116,38 @@ _SCALE = re.compile(
     re.IGNORECASE,
 )
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_ONE_SIDED = re.compile(r"[a-zA-Z]\s*(?P<sign><|>|\\[lg]eq?(?![a-zA-Z]))\s*(?P<bound>[^<>=,;]+)")
+_GREEK = "alpha|beta|gamma|delta|varepsilon|epsilon|theta|lambda|mu|omega|varphi|phi|rho|sigma|tau"
+_VARIABLE = rf"(?P<name>(?:[a-zA-Z]|\\(?:{_GREEK})(?![a-zA-Z]))(?:_\{{?\w+\}}?)?)"
+_LESS, _MORE = r"(?:<|\\le(?![a-zA-Z]))", r"(?:>|\\ge(?![a-zA-Z]))"
+_ONE_SIDED = re.compile(rf"{_VARIABLE}\s*(?P<sign>{_LESS}|{_MORE}|\\ne(?![a-zA-Z]))\s*(?P<bound>[^<>=,;]+)")
+_BOUND_FIRST = re.compile(rf"(?P<bound>[^<>=,;]+?)\s*(?P<sign>{_LESS}|{_MORE})\s*{_VARIABLE}")
 _CHAIN = re.compile(
-    r"(?P<low>[^<>=]+?)\s*(?P<first><|\\leq?(?![a-zA-Z]))\s*(?P<name>[a-zA-Z])\s*(?P<second><|\\leq?(?![a-zA-Z]))\s*(?P<high>[^<>=]+)"
+    rf"(?P<low>[^<>=]+?)\s*(?P<first>{_LESS}|{_MORE})\s*{_VARIABLE}\s*(?P<second>{_LESS}|{_MORE})\s*(?P<high>[^<>=]+)"
 )
+_BUILDER = re.compile(
+    rf"\\\{{\s*(?:{_VARIABLE}\s*(?:\\in\s*(?:\\mathbb\s*\{{?R\}}?|R)\s*)?(?:\\mid(?![a-zA-Z])|\||:)(?P<condition>.+))\\\}}"
+)
+_MORE_SIGNS = (">", r"\ge")
+_RELATION = re.compile(r"\\(?:le|ge|ne|in)(?![a-zA-Z])")
+_SIGN = re.compile(r"(?<![<>=!])([<>!])=(?![<>=])|\\([lgn])eq(?:slant|q)?(?![a-zA-Z])")
+_SIGNS = {"<": r"\le ", "l": r"\le ", ">": r"\ge ", "g": r"\ge ", "!": r"\ne ", "n": r"\ne "}
+_PLAIN_NAME = re.compile(
+    rf"(?:\\(?:operatorname|mathrm|text)\s*(\{{)\s*)?(?<![a-zA-Z\\])(?P<name>pi|infinity|infty|inf|oo|sqrt(?!\s*\()|"
+    rf"(?:arc)?(?:sin|cos|tan)h?|cot|(?:sec|csc|exp)(?=\s*[(^])|ln|log|{_GREEK})(?![a-zA-Z])(?(1)\s*\}})"
+)
+_PLAIN_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
+_DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])(?:\s*\^\s*(?:\{\d+\}|\d))?)\s*(?:([({])\s*)?(\d+(?:\.\d+)?)\s*"
+    r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z]))\s*(?(2)[)}])"
+)
+_FRENCH_INTERVAL = re.compile(r"([\[\]])([^()\[\],;]+),([^()\[\],;]+)([\[\]])")
+_SEMICOLON = re.compile(r"([(\[\]])([^()\[\],;]+);([^()\[\],;]+)(?=[)\[\]])")
+_INTEGERS = re.compile(
+    r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z])|,)*\(?\s*(?:\\text\s*\{\s*(?:where|for|with)?\s*\})?\s*[a-zA-Z]\s*\\in\s*"
+    r"(?:\\math(?:bb|bf|rm)\s*\{?\s*Z\s*\}?|Z)\s*\)?$"
+)
+_NUMBERS_APART = re.compile(r"[-+]?\d+(?:\.\d+)?(?:\s+\d+(?:\.\d+)?)+")
+_LETTERS_APART = re.compile(r"[A-H](?:(?:\s*,\s*|\s+and\s+|\s+)[A-H])+")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
 
 _BOX_NAMES = (
@@ -154,6 +193,7 @@ class Statement:
 def plain_characters(text: str) -> str:
     """Return the text without invisible characters, and with ASCII digits, signs and spaces, and LaTeX for the rest."""
     text = text.replace("\\\\boxed", "\\boxed").replace("<|begin_of_box|>", r"\boxed{").replace("<|end_of_box|>", "}")
+    text = _LOST_BACKSLASH.sub(lambda match: _ESCAPES[match[1]] + match[2], text)
     text = _ROOT.sub(_root, text)
     text = _VULGAR.sub(_vulgar, text)
     text = text.translate(_CHARACTERS)
@@ -169,6 +209,7 @@ def normalized(text: str) -> str:
     if "\\" in text or "{" in text:
         text = _NARROW_FRACTION.sub(r"\\frac", text)
         text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+        text = _SHORT_ROOT.sub(r"\\sqrt\1{\2}", text)
         text = _without_wrappers(_STYLE.sub("", text))
         text = _TEXT_QUANTITY.sub(r"\1 \\text{ \2}", text)
         text = _ORDINAL.sub("", _TEXT_ORDINAL.sub(r"\1", text))
@@ -186,6 +227,35 @@ def normalized(text: str) -> str:
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
 
 
+def as_formula(text: str) -> str:
+    r"""Return a normalised answer that is a formula as LaTeX: with \pi for pi, \le for <= and \leqslant, angles in
+    radians where a function is taken of them, intervals with round brackets and commas, and without k \in \mathbb{Z}
+    behind it."""
+    text = _PLAIN_ROOT.sub(r"\\sqrt{\1}", text)
+    if not _ONLY_WORDS.fullmatch(text) or _PLAIN_NAME.fullmatch(text):
+        text = _PLAIN_NAME.sub(_latex_name, text)
+    text = _SIGN.sub(lambda sign: _SIGNS[sign[1] or sign[2]], text)
+    text = _DEGREES.sub(r"\1(\\frac{\3\\pi}{180})", text)
+    text = _SEMICOLON.sub(r"\1\2,\3", text)
+    text = _FRENCH_INTERVAL.sub(_round_brackets, text)
+    any_integer = _INTEGERS.search(text)
+    if any_integer and any_integer.start() and not re.search(r"[<>]|\\[lgn]e(?![a-zA-Z])", text):
+        text = text[: any_integer.start()]
+    if _NUMBERS_APART.fullmatch(text):
+        return re.sub(r"\s+", ", ", text)
+    return "".join(sorted(re.sub(r"\W|and", "", text))) if _LETTERS_APART.fullmatch(text) else text
+
+
+def _latex_name(match: re.Match[str]) -> str:
+    name = match["name"]
+    return r"\infty " if name in ("infinity", "infty", "inf", "oo") else rf"\{name} "
+
+
+def _round_brackets(match: re.Match[str]) -> str:
+    opening, low, high, closing = match.groups()
+    return f"{'[' if opening == '[' else '('}{low},{high}{']' if closing == ']' else ')'}"
+
+
 def _ascii_digit(one: str) -> str:
     return str(unicodedata.digit(one)) if not one.isascii() and unicodedata.category(one) == "Nd" else one
 
@@ -195,18 +265,37 @@ def _scaled(match: re.Match[str]) -> str:
     return str(value) if value.denominator == 1 else match[0]
 
 
-def as_interval(text: str) -> str | None:
-    """Return "[0, 1)" of a chain such as "0 \\le x < 1", "(3, \\infty)" of "x > 3"; None of any other text."""
-    match = _CHAIN.fullmatch(text.strip())
-    if match is None and (side := _ONE_SIDED.fullmatch(text.strip())) is not None:
-        bound, is_open = side["bound"].strip(), side["sign"] in "<>"
-        if side["sign"] == "<" or side["sign"].startswith("\\l"):
-            return rf"(-\infty, {bound}{')' if is_open else ']'}"
-        return rf"{'(' if is_open else '['}{bound}, \infty)"
-    if match is None:
+def as_interval(text: str) -> tuple[str, str] | None:
+    """Return the variable and the set of a condition: ("x", "[0, 1)") of "0 \\le x < 1", ("x", "(3, \\infty)") of
+    "x > 3"; unions of "x < 1 or x > 3", "x \\ne 2" and "\\{x | x > 3\\}" too. None of any other text."""
+    text = text.strip()
+    if (builder := _BUILDER.fullmatch(text)) is not None:
+        inside = as_interval(builder["condition"])
+        return inside if inside is not None and inside[0] == builder["name"] else None
+    if len(parts := alternatives(text)) > 1:
+        several = [as_interval(part) for part in parts]
+        found = [one for one in several if one is not None]
+        if len(found) < len(parts) or len({name for name, _ in found}) > 1:
+            return None
+        return found[0][0], r" \cup ".join(interval for _, interval in found)
+    if (match := _CHAIN.fullmatch(text)) is not None:
+        low, first, second, high = match["low"], match["first"], match["second"], match["high"]
+        if (first in _MORE_SIGNS) != (second in _MORE_SIGNS):
+            return None
+        if first in _MORE_SIGNS:
+            low, first, second, high = high, second, first, low
+        opening, closing = "(" if first in "<>" else "[", ")" if second in "<>" else "]"
+        return match["name"], f"{opening}{low.strip()}, {high.strip()}{closing}"
+    match = _ONE_SIDED.fullmatch(text) or _BOUND_FIRST.fullmatch(text)
+    if match is None or _RELATION.search(match["bound"]):
         return None
-    opening, closing = "(" if match["first"] == "<" else "[", ")" if match["second"] == "<" else "]"
-    return f"{opening}{match['low'].strip()}, {match['high'].strip()}{closing}"
+    bound, sign = match["bound"].strip(), match["sign"]
+    if sign == r"\ne":
+        return match["name"], rf"(-\infty, {bound}) \cup ({bound}, \infty)"
+    is_below = (sign in _MORE_SIGNS) == (match.re is _BOUND_FIRST)
+    if is_below:
+        return match["name"], rf"(-\infty, {bound}{')' if sign in '<>' else ']'}"
+    return match["name"], rf"{'(' if sign in '<>' else '['}{bound}, \infty)"
 
 
 def as_residue(text: str) -> tuple[str, int] | None:
@@ -467,6 +556,11 @@ def split_unit(text: str) -> tuple[str, str | None]:
             unit += "/" + _UNIT_OF[match["second"]] + (f"^{match[5]}" if match[5] else "")
         return re.sub(r"(?:\\[,;:! ]|~|-|\s)+$", "", number), _SPEEDS.get(unit, unit)
     return text, None
+
+
+def without_degrees(text: str) -> str:
+    """Return the text without the degrees of any number in it: "30^\\circ, 60^\\circ" is "30, 60"."""
+    return _CIRCLE.sub("", text).replace("°", "")
 
 
 _SPEEDS = {"mi/h": "mph"}
