@@ -25,6 +25,7 @@ from grpo_mcore.environments.math_text import (
     is_unsure,
     last_statement,
     normalized,
+    numbers_apart,
     split_unit,
     without_boxes,
     without_correction,
@@ -60,6 +61,7 @@ _MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\s)+|(?:(?<!\\)\\(?:[ ,;:!]|$)|~|\s)+$")
 _QUESTION = re.compile(r"[^.!?\n]*\?(?=\s|$)")
 _HALF_OF_DAY = re.compile(r"\\text\{ [ap]m\}")
 _NUMBERS = re.compile(r"[-+]?[\d.]+(?:(?:\s*[,;]\s+|\s*;\s*|\s*,?\s+and\s+|\s+)[-+]?[\d.]+)+\.?")
+_MONEY = re.compile(r"\\\$(?=\d)")
 _PRIMED = re.compile(r"[a-zA-Z]'")
 _TEXT = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}")
 _LABEL_OR_WORD = re.compile(r"(?=.*[a-zA-Z].*[a-zA-Z])[a-zA-Z0-9]+")
@@ -76,7 +78,7 @@ def hf_math_verify(response: str, truth: str) -> tuple[bool, str | None]:
     text = normalized(response)
     statement = last_statement(text)
     if statement is None:
-        text = _QUESTION.sub("", text)
+        text = numbers_apart(_MONEY.sub("", _QUESTION.sub("", text)))
         statement = _last_line(text)
         several = _NUMBERS.fullmatch(statement.text) and not _has_several(gold_text)
         if several or is_unsure(statement.text) and not is_unsure(gold_text):
@@ -84,10 +86,12 @@ def hf_math_verify(response: str, truth: str) -> tuple[bool, str | None]:
         answers = _parsed(text, _ANYWHERE)
     elif not statement.text:
         return False, None
-    elif statement.is_boxed or is_pure(statement.text):
+    elif (
+        statement.is_boxed or is_pure(statement.text) or _words(_bare(statement.text)) == _words(gold_text) is not None
+    ):
         answers = _parse_formula(_bare(statement.text))
     else:
-        answers = _parsed(f"Answer: {without_correction(statement.text)}", _ANYWHERE)
+        answers = _parsed(f"Answer: {numbers_apart(without_correction(statement.text))}", _ANYWHERE)
     if not answers:
         return False, None
     # The last entry is the answer as written; an expression could take for ever to print.
@@ -166,9 +170,9 @@ def _bare(text: str) -> str:
             if opening not in inside:
                 text = inside.strip()
     text = text if text.endswith("..") else text.rstrip(".,;\\").strip()
-    inside = _TEXT.fullmatch(text)
-    if inside is not None and re.search(r"\d", inside[1]) and is_pure(inside[1]):
-        text = inside[1].strip()
+    worded = _TEXT.fullmatch(text)
+    if worded is not None and re.search(r"\d", worded[1]) and is_pure(worded[1]):
+        text = worded[1].strip()
     return as_formula(text)
 
 
@@ -250,7 +254,11 @@ def _is_an_anagram(said: str, gold: str) -> bool:
 def _words(text: str) -> str | None:
     """Return the words of an answer that is nothing but words, in one case; None for any other."""
     plain = _TEXT.sub(r"\1", text).strip()
-    return plain.casefold() if re.fullmatch(r"(?=.*[a-zA-Z]{2})[a-zA-Z]+(?:[ -][a-zA-Z]+)*", plain) else None
+    return (
+        plain.casefold()
+        if re.fullmatch(r"(?=.*(?:[a-zA-Z]{2}|[^\x00-\x7f]))[^\W\d_]+(?:[ -][^\W\d_]+)*", plain)
+        else None
+    )
 
 
 def _without_percent(text: str) -> str | None:

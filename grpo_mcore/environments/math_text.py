@@ -80,6 +80,10 @@ _MIXED = re.compile(
     r"(?!\s*(?:[\da-zA-Z(]|\^(?!\s*\{?\s*\\circ)|\\(?!text|mathrm|mbox|q?quad|[\\%,;: ])))"
 )
 _MIXED_PLAIN = re.compile(r"(?<![\d.^_}a-zA-Z/)*+-])(-?)(\d+)(?:\s+and)?\s+(\d+)\s*/\s*(\d+)(?![\d.^a-zA-Z(/])")
+_LINES = re.compile(
+    r"\\begin\s*\{(aligned|align\*?|gathered|split|equation\*?|cases|array)\}(?:\s*\{[clr]\})?"
+    r"((?:(?!\\begin)[\s\S])*?)(?:\\\\\s*)?\\end\s*\{\1\}"
+)
 _STYLE = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|left(?=[(\[|.{\\])|right(?=[)\]|.}\\])|big[lr]?|Big[lr]?|large|Large|"
     r"LARGE|huge|Huge|boldsymbol(?=\s)|bf|rm|limits|checkmark)(?![a-zA-Z])\s*|\\(?:text)?color\s*\{[^{}]*\}\s*"
@@ -163,12 +167,12 @@ _OR = re.compile(
     r"\\(?:text|mathrm|textrm|mbox|quad\\text)\s*\{\s*,?\s*(?:or|oder|ou)\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor(?![a-zA-Z])|\\vee(?![a-zA-Z])|或"
 )
 _NOT = re.compile(
-    r"(?<![a-zA-Z\\])(?:not|isn't|n't|cannot|neither|nor)(?![a-zA-Z])|\\ne(?:q|g)?(?![a-zA-Z])|\\not(?![a-zA-Z])|(?<![!<>=])!="
+    r"不是|不[为為]|ではな|じゃな|아니|아닙|(?<![a-zA-Z\\])(?:not|cannot|neither|nor)(?![a-zA-Z])|n't\b|\\ne(?:q|g)?(?![a-zA-Z])|\\not(?![a-zA-Z])|(?<![!<>=])!="
 )
 
 _ANSWER_WORD = re.compile(
     r"(?:\banswer\b[^\n.:=\\$]{0,60}?(?:\bis\b|\bequals\b|\bbe\b|[:=])|"
-    r"^[^\w\n]*final answer[^\w\n]*$|####)[\s:*_=]*",
+    r"^[^\w\n]*final answer[^\w\n]*$|####|(?:答案|答え|正解|정답|답)[\s*]*(?:就?是|[为為]|は|은|는)?)[\s:*_=]*",
     re.IGNORECASE | re.MULTILINE,
 )
 _CORRECTION = re.compile(r"(?<=[\d})$])\s*,?\s+(?:and |but )?(?:not|rather than|instead of)\s.*$", re.DOTALL)
@@ -210,6 +214,7 @@ def normalized(text: str) -> str:
         text = _NARROW_FRACTION.sub(r"\\frac", text)
         text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
         text = _SHORT_ROOT.sub(r"\\sqrt\1{\2}", text)
+        text = _LINES.sub(lambda match: re.sub(r"\s*\\\\\s*", ", ", match[2].replace("&", "")), text)
         text = _without_wrappers(_STYLE.sub("", text))
         text = _TEXT_QUANTITY.sub(r"\1 \\text{ \2}", text)
         text = _ORDINAL.sub("", _TEXT_ORDINAL.sub(r"\1", text))
@@ -413,7 +418,9 @@ def last_statement(text: str) -> Statement | None:
             continue
         content = content.strip()
         content = content.replace("**", "").replace("__", "").strip()
-        if _NEGATED.match(content) or not re.search(r"[\d$\\]", content):
+        if is_negated(match[0]) or _NEGATED.match(content) or not content:
+            continue
+        if not re.search(r"[\d$\\]", content) and (boxed or not _ONLY_WORDS.fullmatch(content)):
             continue
         if boxed and not is_pure(content):  # "the answer is 100% correct" is no other answer than the box
             continue
@@ -461,7 +468,8 @@ def is_pure(text: str) -> bool:
     """Return whether a text is a formula alone, with a unit at most, without words of a sentence."""
     number, unit = split_unit(text.strip().strip("$"))
     plain = _LATEX.sub(" ", _TEXT_COMMAND.sub(" ", number if unit else text))
-    return all(word.lower() in _FUNCTIONS.split() for word in _WORD.findall(plain))
+    words = _WORD.findall(plain)
+    return all(word.lower() in _FUNCTIONS.split() for word in words) and not re.search(f"[{_OTHER_SCRIPTS}]", plain)
 
 
 # Units by dimension and size: spellings of one unit are equal, two units never are.
@@ -518,6 +526,17 @@ _UNIT_NAMES = {
     "acre": "acre acres",
     "ha": "ha hectare hectares",
 }
+_UNITS_IN_OTHER_SCRIPTS = dict(
+    one.split("=")
+    for one in (
+        "毫米=mm 厘米=cm 分米=dm 米=m 千米=km 公里=km 克=g 千克=kg 公斤=kg 吨=t 毫升=ml 升=L 秒=s 分钟=min 小时=h "
+        "元=¥ 度=degree 平方厘米=cm^2 平方米=m^2 平方千米=km^2 立方厘米=cm^3 立方米=m^3 см=cm км=km м=m"
+    ).split()
+)
+_OTHER_SCRIPTS = r"\u0400-\u06ff\u0900-\u1fff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_MULTIPLE = "万亿千百億萬만억천"
+_NUMBER_BORDER = re.compile(rf"(?<=[{_OTHER_SCRIPTS}])(?=[-\d$\\])|(?<=\d)(?=[{_OTHER_SCRIPTS}])(?![{_MULTIPLE}])")
+_UNIT_IN_OTHER_SCRIPT = re.compile(rf"(.*[\d)}}\]])\s*(?![{_MULTIPLE}])([{_OTHER_SCRIPTS}]{{1,12}})")
 _UNIT_OF = {name: unit for unit, names in _UNIT_NAMES.items() for name in names.split()}
 # One letter alone may be a variable: it is a unit only in \text{...}, or behind a number and a space.
 _UNIT_WORD = "|".join(sorted((re.escape(name) for name in _UNIT_OF), key=len, reverse=True))
@@ -540,6 +559,11 @@ def split_unit(text: str) -> tuple[str, str | None]:
         return before[1] + inner[0], unit
     plain = re.sub(r"\\(?:text|mathrm|textrm|textnormal|mbox|operatorname|rm)\s*\{([^{}]*)\}", r" \1 ", text)
     plain = _CIRCLE.sub(lambda match: f" °{match[1] or ''} ", plain).replace(r"\%", "%").replace("$", "").strip()
+    for unit, name in _UNITS_IN_OTHER_SCRIPTS.items():
+        if plain.endswith(unit) and re.search(r"[\d)}\]]\s*$", plain[: -len(unit)]):
+            return plain[: -len(unit)].strip(), name
+    if (foreign := _UNIT_IN_OTHER_SCRIPT.fullmatch(plain)) is not None:
+        return foreign[1].strip(), foreign[2]
     for match in _PLAIN_UNIT.finditer(plain):
         number = plain[: match.start()]
         if plain[match.end() :].strip() or not re.search(r"[\d}).]\s*(?:\\[,;:! ]|~|-)?\s*$", number):
@@ -556,6 +580,11 @@ def split_unit(text: str) -> tuple[str, str | None]:
             unit += "/" + _UNIT_OF[match["second"]] + (f"^{match[5]}" if match[5] else "")
         return re.sub(r"(?:\\[,;:! ]|~|-|\s)+$", "", number), _SPEEDS.get(unit, unit)
     return text, None
+
+
+def numbers_apart(text: str) -> str:
+    """Return the text with spaces around numbers, which Chinese, Japanese and Korean do not write."""
+    return _NUMBER_BORDER.sub(" ", text)
 
 
 def without_degrees(text: str) -> str:
