@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -135,6 +135,18 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
             "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "2",
         }
     return environment
+
+
+PLUGINS = ("grpo_mcore_refit", "grpo_mcore_cpu_kernels")
+"""Entry points of ours that vLLM loads in each of its processes."""
+
+
+def set_engine_environment(config: EngineConfig, environ: MutableMapping[str, str]) -> None:
+    """Set what an engine's process needs and does not have yet. A list of plug-ins that its user gave gets ours."""
+    for key, value in engine_environment(config).items():
+        environ.setdefault(key, value)
+    if "VLLM_PLUGINS" in environ:
+        environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, environ["VLLM_PLUGINS"].split(",")), *PLUGINS]))
 
 
 def engine_argument_names() -> frozenset[str]:

@@ -20,7 +20,7 @@ import torch
 
 from grpo_mcore.families import ENGINE_ADAPTER
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
-from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+from grpo_mcore.generation.config import EngineConfig, engine_arguments, set_engine_environment
 from grpo_mcore.generation.engine_lock import EngineLock
 from grpo_mcore.generation.engine_nodes import Lifeline, await_followers, bind_vllm_to, deaths
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
@@ -98,8 +98,7 @@ class Engine:
         self._device = ThreadPoolExecutor(1, f"{self.name}-device", initializer=torch.get_num_threads)  # sets OpenMP up
         self._device_thread: int = self._on_device(threading.get_ident)
         self._sleep_level: int | None = None
-        for key, value in engine_environment(config).items():
-            os.environ.setdefault(key, value)
+        set_engine_environment(config, os.environ)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
             self._llm_engine = self._on_device(self._start)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+from grpo_mcore.generation.config import EngineConfig, engine_arguments, set_engine_environment
 from grpo_mcore.generation.engine_nodes import bind_vllm_to, deaths, join_first
 
 REAP_S = 1.0
@@ -30,8 +30,7 @@ class EngineFollower:
         self._executor: Any = None
         self._ending = threading.Lock()
         self._ended = False
-        for key, value in engine_environment(config).items():
-            os.environ.setdefault(key, value)
+        set_engine_environment(config, os.environ)
         bind_vllm_to(config.node.address)
         self._first, port = join_first(config, self._lose)
         self._first.watch()

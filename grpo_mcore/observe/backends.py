@@ -9,7 +9,7 @@ import re
 import secrets
 import string
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -84,7 +84,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases. Its own step counts calls: W&B drops what has an older one, such as the steps that a
+    resumed run repeats. The charts' axis is the metric `step`."""
 
     def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
         where = config.wandb
@@ -92,12 +93,14 @@ class Wandb:
         self._run = package.init(
             project=where.project, name=where.name, entity=where.entity, dir=str(folder), id=number, resume="allow"
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def params(self, plain: dict[str, Any]) -> None:
-        self._run.config.update(plain)
+        self._run.config.update(plain, allow_val_change=True)  # a resumed run may have other values
 
     def close(self) -> None:
         self._run.finish()
@@ -127,7 +130,7 @@ class MLflow:
     def log(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
         named = {re.sub(r"[^\w\-./: ]", "_", name): value for name, value in values.items()}
-        metrics = [self._metric(name, float(value), now, step) for name, value in named.items()]
+        metrics = [self._metric(_file_of(name, named), float(value), now, step) for name, value in named.items()]
         for first in range(0, len(metrics), 1000):  # the server's limit
             self._client.log_batch(self._run_id, metrics=metrics[first : first + 1000])
 
@@ -136,6 +139,14 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
+
+
+def _file_of(name: str, names: Collection[str]) -> str:
+    """Return a metric's name for MLflow, whose stores of files keep `a/b` in a folder `a`: beside a metric `a` it is
+    `a_b`."""
+    parts = name.split("/")
+    signs = ["_" if "/".join(parts[:depth]) in names else "/" for depth in range(1, len(parts))]
+    return parts[0] + "".join(sign + part for sign, part in zip(signs, parts[1:], strict=True))
 
 
 class SwanLab:

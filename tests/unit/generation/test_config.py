@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from grpo_mcore.generation.config import EngineConfig, engine_argument_names, engine_arguments, engine_environment
+from grpo_mcore.generation.config import (
+    EngineConfig,
+    engine_argument_names,
+    engine_arguments,
+    engine_environment,
+    set_engine_environment,
+)
 from grpo_mcore.recipe.validation.engines import DECIDED, HAVE_KEYS
 
 
@@ -79,3 +86,13 @@ def test_names_of_arguments_are_read_where_vllm_has_them(
 
 def test_arguments_that_a_recipe_may_not_choose_exist() -> None:
     assert {*HAVE_KEYS, *DECIDED} - engine_argument_names() == set()
+
+
+def test_a_list_of_vllms_plugins_gets_ours() -> None:
+    """Without them an engine on CPU has no kernels, and no engine can be refitted."""
+    ours = {entry.name for entry in entry_points(group="vllm.general_plugins") if entry.value.startswith("grpo_mcore.")}
+    for given, expected in ((None, None), ("", ours), ("theirs,grpo_mcore_refit", {"theirs", *ours})):
+        environ = {} if given is None else {"VLLM_PLUGINS": given}
+        set_engine_environment(EngineConfig("model"), environ)
+        names = environ.get("VLLM_PLUGINS")
+        assert (names if names is None else set(names.split(","))) == expected

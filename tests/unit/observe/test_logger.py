@@ -18,7 +18,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_mcore.observe.alarms import Alarm
-from grpo_mcore.observe.backends import MissingPackage, run_id
+from grpo_mcore.observe.backends import MissingPackage, _file_of, run_id
 from grpo_mcore.observe.logger import (
     CustomLoggerError,
     Logger,
@@ -183,7 +183,7 @@ def test_a_resumed_run_takes_back_its_repeated_steps_in_tensorboard(tmp_path):
 
 def test_a_resumed_run_is_the_same_run_of_wandb(tmp_path, monkeypatch):
     ids: list[tuple[str, str]] = []
-    nothing = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+    nothing = SimpleNamespace(log=lambda values: None, finish=lambda: None, define_metric=lambda *a, **b: None)
     package = SimpleNamespace(init=lambda **where: ids.append((where["id"], where["resume"])) or nothing)
     monkeypatch.setitem(sys.modules, "wandb", package)
     for run in ("exp_001", "exp_001", None):
@@ -197,9 +197,10 @@ def test_a_resumed_run_is_the_same_run_of_wandb(tmp_path, monkeypatch):
 def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch):
     calls: list[Any] = []
     run = SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)),
+        log=lambda values: calls.append(values),
         finish=lambda: calls.append("finish"),
-        config=SimpleNamespace(update=lambda params: calls.append(params)),
+        define_metric=lambda name, step_metric=None: calls.append((name, step_metric)),
+        config=SimpleNamespace(update=lambda params, allow_val_change: calls.append((params, allow_val_change))),
     )
     monkeypatch.setitem(
         sys.modules, "wandb", SimpleNamespace(init=lambda **where: calls.append(where["project"]) or run)
@@ -208,7 +209,8 @@ def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch):
     logger.log_hyperparams({"a": 1})
     logger.log_metrics({"loss": 0.5}, step=1, prefix="train")
     logger.close()
-    assert calls == ["p", {"a": 1}, (1, {"train/loss": 0.5}), "finish"]
+    opened = ["p", ("step", None), ("*", "step")]
+    assert calls == [*opened, ({"a": 1}, True), {"train/loss": 0.5, "step": 1}, "finish"]
 
 
 def test_a_missing_package_is_named_before_a_folder_is_made(tmp_path, monkeypatch):
@@ -321,17 +323,24 @@ def test_mlflow_has_the_same_numbers(tmp_path, monkeypatch):
     )
     logger = Logger(config(tmp_path, mlflow_enabled=True, mlflow=where))
     logger.log_hyperparams({"a": 1})
-    logger.log_metrics({"loss": 0.5, "pass@4": 1.0}, step=1, prefix="train")
+    logger.log_metrics({"loss": 0.5, "pass@4": 1.0, "loss/age_0/x": 2.0}, step=1, prefix="train")
     logger.close()
     client = mlflow.MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
-    assert run.data.metrics == {"train/loss": 0.5, "train/pass_4": 1.0}
+    assert run.data.metrics == {"train/loss": 0.5, "train/pass_4": 1.0, "train/loss_age_0/x": 2.0}
     assert (run.info.run_name, run.info.status) == ("r", "FINISHED")
     resumed = Logger(config(tmp_path, mlflow_enabled=True, mlflow=where), run=logger.log_dir.name)
     resumed.log_metrics({"loss": 0.25}, step=2, prefix="train")
     resumed.close()
     (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
     assert run.data.metrics["train/loss"] == 0.25 and run.info.status == "FINISHED"
+
+
+def test_no_metric_of_mlflow_is_a_folder_of_others() -> None:
+    names = ["train/kl", "train/kl/age_0", "train/a/b", "train/klx/y", "train/kl/age_0/c"]
+    assert [_file_of(name, names) for name in names] == [
+        "train/kl", "train/kl_age_0", "train/a/b", "train/klx/y", "train/kl_age_0_c",
+    ]  # fmt: skip
 
 
 def test_swanlab_takes_the_same_numbers(tmp_path):
