@@ -38,7 +38,8 @@ def build_dataloader(
     if drop_last and dataset.usable_at_most() < batch_size:
         raise DataError(
             f"the dataset has {dataset.usable_at_most()} usable prompts, fewer than one batch of "
-            f"{batch_size}; lower the batch size or add data ({dataset.excluded})"
+            f"{batch_size}; lower the batch size (grpo.num_prompts_per_step; of sft and dpo "
+            f"policy.train_global_batch_size) or add data ({dataset.excluded})"
         )
     sampler = PromptBatchSampler(dataset, batch_size, shuffle, seed, drop_last)
 

@@ -146,7 +146,7 @@ def reward_arguments(
         if missing and two:
             return (sample.response, sample.info), {}
         if missing:
-            raise TypeError(f"it asks for {', '.join(missing)}, but a sample has {', '.join(sorted(offered))}")
+            raise TypeError(f"it asks for {', '.join(missing)}, but a sample has {_names(offered)}")
         return (), offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}
 
     return arguments, is_trl
@@ -171,8 +171,13 @@ def _of_trl(sample: Sample, named: Sequence[inspect.Parameter], takes_all: bool,
             "time; give the parameter a default"
         )
     if missing:
-        raise TypeError(f"it asks for {', '.join(missing)}, but the columns are {', '.join(sorted(offered))}")
+        raise TypeError(f"it asks for {', '.join(missing)}, but the columns are {_names(offered)}")
     return offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}
+
+
+def _names(offered: Mapping[str, Any]) -> str:
+    names = ", ".join(sorted(offered))
+    return f"{names}; the dataset's output_key is ground_truth here" if "ground_truth" in offered else names
 
 
 def _only_one(values: Any) -> Any:

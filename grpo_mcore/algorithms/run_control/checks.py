@@ -83,7 +83,8 @@ def model_folder(name: str, key: str = "policy.model_name") -> str:
     if Path(name).is_file():
         raise SetupError(f"{key}: {name!r} is a file; give the folder of a model in Hugging Face's format")
     if name.count("/") > 1 or name.startswith((".", "/", "~")):  # no name of the hub
-        raise SetupError(f"{key}: there is no folder {name!r}; the working directory is {Path.cwd()}")
+        made = "; `grpo-mcore demo` makes it" if name.startswith("results/demo/") else ""
+        raise SetupError(f"{key}: there is no folder {name!r}; the working directory is {Path.cwd()}{made}")
     from huggingface_hub import snapshot_download
 
     try:
