@@ -16,14 +16,19 @@ from typing import Any
 from grpo_mcore.environments.answers import split_response
 
 _BULLETS = re.compile(r"^\s*(?:\*[^*].*|-.*)$", re.MULTILINE)
-_STARS = re.compile(r"\*[^\n*]+\*")
 _PLACEHOLDER = re.compile(r"\[.*?\]")
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _WORD = re.compile(r"\w+")
+# Where the reference's tokenizer (NLTK's word_tokenize) ends a word, as far as capitals go.
+_TOKEN_BREAK = re.compile(r"[\s\[\](){}<>,;:@#$%&\"?!…“”]|--|(?=(?:n't|'(?:s|m|d|ll|re|ve))\b)", re.IGNORECASE)
 _ABBREVIATIONS = "".join(rf"(?<!\b{re.escape(one)})" for one in "Mr Mrs Ms Dr Prof St vs e.g i.e".split())
 # Behind the end mark: quotation marks, brackets and stars that close, and references such as [1].
 _BEHIND = r"[\"'”’)\]*_]*(?:\[\d+\])*"
-_SENTENCE_END = re.compile(rf"(?:{_ABBREVIATIONS}[.!?…]+{_BEHIND}(?=\s|$)|[。！？]+[」』]*{_BEHIND})")
+# An ellipsis, or a letter with a point as in "U.S.", ends no sentence where a small letter follows.
+_GOES_ON = r"(?!(?:\.{2,}|…|(?<=\b[A-Za-z])\.)\s+[a-z])"
+_SENTENCE_END = re.compile(
+    rf"(?:{_ABBREVIATIONS}(?<![.…]){_GOES_ON}[.!?…]+{_BEHIND}(?=\s|$)|[。！？]+[」』]*{_BEHIND})"
+)
 _ITEM = re.compile(r"^\s*(?:\d+[.)]|[-*+•])\s+(?=\S)", re.MULTILINE)
 
 
@@ -106,11 +111,11 @@ def number_paragraphs(text: str, num_paragraphs: int) -> bool:
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """Paragraphs are separated by blank lines."""
-    parts = [part.strip() for part in re.split(r"\n\n", text) if part.strip()]
-    if len(parts) != num_paragraphs or not 0 < nth_paragraph <= len(parts):
-        return False
-    words = _words(parts[nth_paragraph - 1])
-    return bool(words) and words[0].lower() == first_word.lower()
+    parts = re.split(r"\n\n", text)
+    count = sum(bool(part.strip()) for part in parts)
+    paragraph = parts[nth_paragraph - 1].split() if 0 < nth_paragraph <= count else []
+    word = re.split("[.,?!'\"]", paragraph[0].lstrip("'").lstrip('"'))[0] if paragraph else ""
+    return count == num_paragraphs and bool(paragraph) and word.lower() == first_word.lower()
 
 
 def number_placeholders(text: str, num_placeholders: int) -> bool:
@@ -132,8 +137,9 @@ def constrained_response(text: str) -> bool:
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    sections = [part for part in _STARS.findall(text.replace("**", "*")) if part.strip("*").strip()]
-    return len(sections) >= num_highlights
+    single = [part.strip("*") for part in re.findall(r"\*[^\n*]*\*", text)]
+    double = [part[2:-2] for part in re.findall(r"\*\*[^\n*]*\*\*", text)]
+    return sum(bool(part.strip()) for part in single + double) >= num_highlights
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
@@ -167,7 +173,7 @@ def end_checker(text: str, end_phrase: str) -> bool:
 
 
 def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    return _compare(sum(word.isupper() for word in _words(text)), capital_relation, capital_frequency)
+    return _compare(sum(word.isupper() for word in _TOKEN_BREAK.split(text)), capital_relation, capital_frequency)
 
 
 def english_capital(text: str) -> bool:

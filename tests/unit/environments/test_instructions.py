@@ -21,6 +21,12 @@ CASES = [
         'We see.\n\n"So" it is.',
         "So.\n\nWe see.",
     ),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "Well-known"},
+        "well-known, yes",
+        "**Well-known**",
+    ),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] lives in [town]", "[name]"),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\nP.S. Hello", "Bye."),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Bye.\nP.P.S. Hello", "P.S. Hello"),
@@ -45,6 +51,8 @@ CASES = [
         "THIS IS loud",
         "This IS",
     ),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "less than"}, "U.S.", "DON'T"),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "***a***", "**a**"),
     ("change_case:english_capital", {}, "LOUD 1!", "Loud"),
     ("change_case:english_lowercase", {}, "quiet 1!", "Quiet"),
     ("punctuation:no_comma", {}, "a; b", "a, b"),
@@ -68,6 +76,7 @@ def test_instruction(name: str, settings: dict, good: str, bad: str) -> None:
         ("1. First\n2. Second\n3. Third", 3),
         ("- One. Two.\n- Three", 3),
         ("It is 1.5 m. Dr. B knows", 2),
+        ("Wait... what? The U.S. army", 2),
     ],
 )
 def test_sentences_are_counted(text: str, count: int) -> None:
