@@ -8,6 +8,8 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 NOT_INSTALLED = "not installed"
@@ -63,6 +65,15 @@ def module_of_file(path: str) -> str:
     file, _, name = path.partition(":")
     module = file.strip("./").removesuffix(".py").rpartition("/")[2]
     return f"for the file {file} write '{module}:{name or 'name'}', and start the run in its folder"
+
+
+@contextmanager
+def no_exit(what: str) -> Iterator[None]:
+    """Turn an exit of the process that custom code asks for into an error. `what`: names the code."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"{what} called sys.exit({error.code!r}){place_of(error)}") from error
 
 
 def place_of(cause: BaseException) -> str:

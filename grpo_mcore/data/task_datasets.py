@@ -31,6 +31,7 @@ from grpo_mcore.data.interfaces import (
     repeated_uids,
     uid_text,
 )
+from grpo_mcore.imports import no_exit
 from grpo_mcore.rollout.datum import DatumSpec
 
 CHECK_AT_ONCE = 20_000
@@ -138,7 +139,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
                 message = f"row {idx}: no processor for task_name {name!r}, only {sorted(processors)}"
                 raise _NoProcessor(message) from None
         spec = spec or self.default_task_data_spec
-        datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
+        with no_exit("the processor"):
+            datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
         task = datum.get("task_name") or name or spec.task_name
         given = datum.get("uid")
         uid = uid_text(row.get("uid") if given is None or given == "" else given, f"{task}:{idx}")

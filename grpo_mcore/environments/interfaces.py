@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.registry import EnvironmentConfigError
+from grpo_mcore.imports import no_exit
 from grpo_mcore.rollout.trajectory import Outcome, Trajectory
 from grpo_mcore.text import not_unicode, replaced
 
@@ -176,7 +177,8 @@ class EnvironmentInterface(EnvironmentBase, ABC):
             raise ValueError(f"advance: {len(metadata)} metadata for {len(trajectories)} trajectories")
         start = time.perf_counter()
         of_each = [dict(info) for info in metadata]  # those of a prompt's samples may be one mapping
-        result = self.step([conversation(trajectory) for trajectory in trajectories], of_each)
+        with no_exit(f"{type(self).__name__}.step"):
+            result = self.step([conversation(trajectory) for trajectory in trajectories], of_each)
         seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
         return [self._outcome(row, seconds) for row in _rows(result, len(trajectories))]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.imports import import_by_path, place_of
+from grpo_mcore.imports import import_by_path, no_exit, place_of
 from grpo_mcore.objective.advantages import AdvantageEstimate, group_stats
 from grpo_mcore.objective.combine import CUSTOM, METRIC_REDUCTIONS
 from grpo_mcore.objective.kl import custom_kl_estimate
@@ -82,7 +82,8 @@ def custom_shaping(path: str, samples: StepSamples, options: Mapping[str, Any]) 
 def _called(code: Callable[..., Any], key: str, *arguments: Any, **options: Any) -> Any:
     """Call a custom function of the driver. Raises CustomCodeError with the place where it fails."""
     try:
-        return code(*arguments, **options)
+        with no_exit("it"):
+            return code(*arguments, **options)
     except Exception as error:
         raise CustomCodeError(f"{key} raised {type(error).__name__}: {error}{place_of(error)}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import datasets as hf_datasets
@@ -196,6 +197,12 @@ def test_a_processor_that_raises_costs_the_row(tokenizer):
     with pytest.raises(DataError, match="1 of 1 rows cannot be used.*KeyError: 'truth'") as raised:
         AllTaskProcessedDataset(rows[-1:], tokenizer, TaskDataSpec("t"), careless)
     assert isinstance(raised.value.__cause__, KeyError)
+
+    def exits(row, spec, tokenizer, max_seq_length, idx):
+        sys.exit("no key")
+
+    with pytest.raises(DataError, match=r"rows cannot be used.*the processor called sys.exit\('no key'\) \("):
+        AllTaskProcessedDataset(rows[-1:], tokenizer, TaskDataSpec("t"), exits)
 
 
 def test_the_fingerprint_counts_an_unusable_row(write_jsonl, tokenizer, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,16 @@ def test_a_wrong_field_costs_its_own_sample(field: str, value: Any, message: str
         assert (fine.reward, fine.answer, fine.reason, fine.terminated) == (0.5, "5", "right", False)
         assert (fine.observation, fine.role, fine.stop_strings) == ("ok", "tool", ("</x>",))
         assert (fine.metadata, fine.rewards_by_name, fine.seconds) == ({"turn": 1}, {"form": 1.0}, 0.25)
+
+
+class Exiting(EnvironmentInterface):
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        sys.exit(3)
+
+
+def test_a_step_that_exits_is_an_error_with_its_place() -> None:
+    with pytest.raises(RuntimeError, match=r"Exiting.step called sys.exit\(3\) \(.*test_returns.py:\d+\)"):
+        advance(Exiting(), 1)
 
 
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -135,6 +136,10 @@ def raises(samples: StepSamples) -> Tensor:
     return samples.rewards_by_name["no such part"]
 
 
+def exits(samples: StepSamples) -> Tensor:
+    sys.exit("no key")
+
+
 def nan_estimate(samples: StepSamples) -> AdvantageEstimate:
     return replace(group_relative(samples), advantages=samples.rewards / 0)
 
@@ -247,6 +252,7 @@ def test_an_estimate_keeps_its_statistics_and_gives_failed_samples_0() -> None:
         ("not_finite", r"not finite, for samples \[0\]"),
         ("nan_estimate", r"not finite, for samples \[0\]"),
         ("short_estimate", r"returned a tensor of shape \(1,\); expected"),
+        ("exits", r"raised RuntimeError: it called sys.exit\('no key'\) \(.*/test_custom.py:\d+\)"),
         ("raises", r"raised KeyError: 'no such part' \(.*/test_custom.py:\d+\)"),
     ],
 )
