@@ -118,13 +118,14 @@ def prepare(
     tokenizer: Any = None,
     data: TaskData | None = None,
     follow: FollowedRun | None = None,
+    starts: bool = True,
 ) -> Prepared:
     """Check all that can be checked in seconds: what is wrong with the model, the data, the checkpoint, the rewards or
     the folders shows before anything starts.
 
     `algorithm`: what runs; "eval" is whatever samples a model and trains nothing. `trains`: no other run may train in
     the checkpoints' folder. `tokenizer`, `data`: those of the caller, in place of the recipe's. `follow`: the run that
-    this one follows.
+    this one follows. `starts`: a run follows; without it, damaged checkpoints keep their names.
     """
     fine_tunes = algorithm in ("sft", "dpo")
     checkpointer, changes = CheckpointManager(config.checkpointing), list[Change]()
@@ -134,7 +135,8 @@ def prepare(
         follow.check(config)
     model = check_model(config) if fine_tunes else check_run(config)
     if algorithm != "eval":
-        checkpointer.open(resume, trains=trains, models=_models_written(config, algorithm) if trains else ())
+        models = _models_written(config, algorithm) if trains else ()
+        checkpointer.open(resume, trains=trains, models=models, renames=trains and starts)
         changes = checkpointer.changes(config)
         check_writable(config)
     if tokenizer is None:

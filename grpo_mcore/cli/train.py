@@ -123,7 +123,7 @@ def check(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None)
     """Check all that can be checked before anything starts, and say how many steps are left. Raises what is wrong."""
     from grpo_mcore.algorithms.run import prepare
 
-    prepared = prepare(config, resume, algorithm=algorithm)
+    prepared = prepare(config, resume, algorithm=algorithm, starts=False)
     if (folder := prepared.checkpointer.resumed_from) is not None:
         print(resumed(folder, prepared.changes))
     print(f"all checks passed; {prepared.steps_left()} steps are left, nothing was started")

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from grpo_mcore.algorithms.evaluate import EvalError, SampleLog, TaskScore, evaluate_model, task_scores
+from grpo_mcore.file_digests import DIGESTS, digest_file
 from grpo_mcore.observe import write_summary
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.export import export, find_checkpoint, is_checkpoint
@@ -128,12 +129,27 @@ def _local(model: str, folder: Path) -> str:
     if not (path.is_dir() and is_checkpoint(path)):
         return model
     checkpoint = find_checkpoint(path).folder
-    key = sha256(str(checkpoint.resolve()).encode()).hexdigest()[:8]
+    key = sha256(f"{checkpoint.resolve()} {_content(model)}".encode()).hexdigest()[:8]
     target = folder / "models" / f"{checkpoint.name}-{key}"
     if not target.is_dir():
         logger.info("exporting %s to %s", checkpoint, target)
         export(checkpoint, target)
     return str(target)
+
+
+def _content(place: str) -> str | None:
+    """Return what differs once a model or a data file at a path of this machine has other contents: of a checkpoint its
+    digests, of a folder names, sizes and times, of a file its digest. None for what is not here."""
+    path = Path(place)
+    if path.is_file():
+        return digest_file(path)[1]
+    if not path.is_dir():
+        return None
+    if is_checkpoint(path):
+        digests = find_checkpoint(path).folder / DIGESTS
+        return digest_file(digests)[1] if digests.is_file() else None
+    stats = sorted((file.name, file.stat()) for file in path.iterdir() if file.is_file())
+    return sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode()).hexdigest()
 
 
 def _config_for(config: MasterConfig, folder: str) -> MasterConfig:
@@ -169,6 +185,8 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
     models = {
         name: str(Path(source).resolve()) if Path(source).is_dir() else source for name, source in sources.items()
     }
+    places = {**sources, **{entry.data_path: entry.data_path for entry in config.data.validation if entry.data_path}}
+    contents = {name: content for name, place in places.items() if (content := _content(place)) is not None}
     path, samples = folder / SETTINGS, folder / SAMPLES
     if path.is_file() and samples.is_file() and samples.stat().st_size:
         recorded = json.loads(path.read_text(encoding="utf-8"))
@@ -178,13 +196,15 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
             if (LATER | recorded["settings"]).get(key) != value
         ]
         different += [name for name, source in models.items() if recorded["models"].get(name, source) != source]
+        known = recorded.get("contents", {})
+        different += [f"the contents of {name}" for name, now in contents.items() if known.get(name, now) != now]
         if different:
             raise EvalError(
                 f"eval.save_path {folder} holds samples that differ in {', '.join(different)}; choose another folder, "
                 "or delete it"
             )
-        models = recorded["models"] | models
-    write_summary(path, {"settings": settings, "models": models})
+        models, contents = recorded["models"] | models, known | contents
+    write_summary(path, {"settings": settings, "models": models, "contents": contents})
 
 
 def _page(config: MasterConfig, table: Sequence[str], sources: Mapping[str, str]) -> str:

@@ -133,14 +133,19 @@ class CheckpointManager:
         self._newest: Path | None = None  # when the folder was opened
         self._warned = False
         self._newest_wanted = False  # the user has not named the checkpoint to resume
+        self._renames = True  # damaged checkpoints
         self._undeletable: set[int] = set()  # steps whose deletion has failed, and that was said
 
-    def open(self, resume: str | bool | None, *, trains: bool = True, models: Sequence[str] = ()) -> None:
+    def open(
+        self, resume: str | bool | None, *, trains: bool = True, models: Sequence[str] = (), renames: bool = True
+    ) -> None:
         """Choose the checkpoint to resume from, see `find`. Raises ResumeError; also if there is none and the folder
         holds another run's checkpoints. With `trains`, raises FolderInUse if another run is writing there.
 
         `models`: names (patterns) of the models that this run will write into the folder when it ends. Raises
-        ResumeError for one that another run has left there: it would be replaced."""
+        ResumeError for one that another run has left there: it would be replaced. `renames`: give a damaged checkpoint
+        another name; without it, it may still be on its way here."""
+        self._renames = renames
         if trains and self.config.enabled:
             dead_holder(self.folder, clock=self._clock)
         self._open_mirror(resume, trains)
@@ -323,7 +328,9 @@ class CheckpointManager:
                 if unreadable := UNREADABLE in problem:
                     message = f"checkpoint {candidate} is passed over: {problem}; it stays where it is"
                 else:
-                    message = f"checkpoint {candidate} is damaged: {problem}; {_rename_damaged(candidate)}"
+                    renamed = self._renames or step in self._mirrored  # from where it comes under its name
+                    done = _rename_damaged(candidate) if renamed else "a run renames it"
+                    message = f"checkpoint {candidate} is damaged: {problem}; {done}"
             if step in self._mirrored and not candidate.exists():
                 if (problem := self._fetch(step)) is None:
                     if message:

@@ -40,6 +40,20 @@ def check_mirror(config: RecipeSections) -> Iterator[Finding]:
         yield Finding((key, "checkpointing.enabled"), "there are no checkpoints to copy; set it to null")
 
 
+VARIABLE = re.compile(r"[A-Za-z_*][A-Za-z0-9_*?]*")
+
+
+def check_variables(config: RecipeSections) -> Iterator[Finding]:
+    """cluster.env_vars holds names: their values come from the shell that starts the run."""
+    for name in config.cluster.env_vars:
+        if not VARIABLE.fullmatch(name):
+            yield Finding(
+                ("cluster.env_vars",),
+                f"expected names of environment variables, whose values come from the shell that starts the run, got "
+                f"{in_yaml(name.partition('=')[0] + ('=...' if '=' in name else ''))}",  # it may be a secret
+            )
+
+
 def check_ages(config: RecipeSections) -> Iterator[Finding]:
     """Requirements of generation ahead of training, and of its options."""
     ahead, prompts = config.grpo.async_grpo, config.grpo.num_prompts_per_step

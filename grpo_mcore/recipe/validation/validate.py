@@ -62,6 +62,7 @@ CHECKS = (
     distillation.check_teachers,
     run.check_ages,
     run.check_mirror,
+    run.check_variables,
     run.check_deterministic,
     run.check_early_stop,
     run.check_restarts,

@@ -265,6 +265,9 @@ LONGEST_SIGNAL_S = 65_535
 def _slurm(config: MasterConfig) -> Iterator[Finding]:
     if config.launch.save_before_end_s > LONGEST_SIGNAL_S:
         yield Finding(("launch.save_before_end_s",), f"sbatch signals at most {LONGEST_SIGNAL_S} s before the limit")
+    for name in config.cluster.env_vars:
+        if {"*", "?"} & set(name):
+            yield Finding(("cluster.env_vars",), f"{name}: sbatch takes names of variables only, no patterns")
     for option in config.launch.slurm.options:
         name = option_name(option)
         if not option.startswith("--") or not option.isprintable():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.evaluate import Sample, SampleLog, task_scores
-from grpo_mcore.tools.evaluation import report_table
+from grpo_mcore.algorithms.evaluate import EvalError, Sample, SampleLog, task_scores
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.tools.evaluation import _check_settings, report_table
 
 
 def sample(uid: str, index: int, reward: float | None = 1.0, **more: Any) -> Sample:
@@ -66,3 +68,29 @@ def test_the_table_ends_with_the_metric_that_was_asked_for() -> None:
     names = [cell.strip() for cell in head.split("|")[1:-1]]
     assert names[4:9] == ["accuracy", "95 % interval", "reward", "pass@2", "cons@2"]
     assert [cell.strip() for cell in row.split("|")[1:-1]][:5] == ["m", "t", "1", "2", "0.5000"]
+
+
+def test_samples_of_other_contents_at_the_same_paths_are_not_taken(tmp_path: Path) -> None:
+    """A checkpoint that was trained anew, or a changed data file, must not get the scores of the one before."""
+    model, rows, folder = tmp_path / "step_4", tmp_path / "rows.jsonl", tmp_path / "eval"
+    recipe = {"policy": {"model_name": "m"}, "data": {"validation": {"data_path": str(rows)}}, "eval": {}}
+    config, sources = MasterConfig.model_validate(recipe), {"run/step_4": str(model)}
+    folder.mkdir()
+    model.mkdir()
+    texts = {
+        "training_info.json": json.dumps({"save_state": {"current_step": 4}, "metrics": {}}),
+        "config.yaml": json.dumps(recipe),
+        "digests.json": "{}",
+    }
+    for path, text in {rows: "a", **{model / name: text for name, text in texts.items()}}.items():
+        path.write_text(text)
+    _check_settings(folder, config, sources)
+    (folder / "samples.jsonl").write_text("{}\n")
+    _check_settings(folder, config, sources)
+    for changed, name in ((model / "digests.json", "run/step_4"), (rows, str(rows))):
+        before = changed.read_text()
+        changed.write_text("two")
+        with pytest.raises(EvalError, match=f"samples that differ in the contents of {name}; choose"):
+            _check_settings(folder, config, sources)
+        changed.write_text(before)
+    _check_settings(folder, config, sources)

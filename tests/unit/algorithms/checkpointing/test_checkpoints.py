@@ -231,6 +231,10 @@ def test_a_copy_of_another_step_is_not_resumed(tmp_path: Path, caplog: pytest.Lo
     shutil.copytree(tmp_path / "step_1", tmp_path / "step_\N{SUPERSCRIPT TWO}")  # a digit, but no number
     with pytest.raises(ResumeError, match="step_7 is damaged: it holds step 1"):
         manager(tmp_path).find(str(tmp_path / "step_7"))
+    checking = manager(tmp_path)
+    checking.open(True, renames=False)  # as `train --check` does: a copy may be on its way
+    assert checking.resumed_from == tmp_path / "step_2" and (tmp_path / "step_7").is_dir()
+    assert "it holds step 1; a run renames it, and step_2 is used" in caplog.text
     assert manager(tmp_path).find(True) == tmp_path / "step_2"
     assert "it holds step 1; it is now damaged_step_7, and step_2 is used" in caplog.text
 

@@ -137,6 +137,7 @@ WRONG = {
     "a variable that is lost": ("slurm", ["+launch.env.MY_SITE=x"], "launch.env.MY_SITE", "would not reach"),
     "a variable of ours": ("slurm", ["+launch.env.RAY_ADDRESS=x"], "launch.env.RAY_ADDRESS", "launcher itself"),
     "half a mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a']"], "launch.mounts", "FROM:TO"),
+    "a pattern of variables": ("slurm", ["cluster.env_vars=[MY_*]"], "cluster.env_vars", "names of variables only"),
     "a comma in a mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a,b:/x']"], "launch.mounts", "commas"),
     "a relative mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a:b']"], "launch.mounts", "absolute"),
     "a copy that the container would lose": (
