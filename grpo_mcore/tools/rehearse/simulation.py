@@ -6,6 +6,7 @@ A run is replayed by its seed: `python -m grpo_mcore.tools.rehearse.simulation S
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import random
@@ -320,11 +321,21 @@ def _folder(folder: Path | None) -> Iterator[Path]:
     if folder is not None:
         yield folder
         return
-    place = Path(tempfile.mkdtemp(prefix="simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    place = _folder_of_process() / "run"
+    place.mkdir()
     try:
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+@cache
+def _folder_of_process() -> Path:
+    """Return a folder in memory for the runs of this process. They share its name, so that what is kept of recipes,
+    such as the text of their sections, is kept for all."""
+    place = Path(tempfile.mkdtemp(prefix="simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return place
 
 
 @contextmanager
