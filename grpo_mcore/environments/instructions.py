@@ -41,6 +41,23 @@ def followed(reply: str, info: Mapping[str, Any]) -> float:
     return float(all(INSTRUCTIONS[check["name"]](response, **_arguments(check)) for check in checks))
 
 
+def row_problem(info: Mapping[str, Any]) -> str | None:
+    """Return why no answer to a prompt with these fields can be judged: an instruction that is not known, or has other
+    arguments; None where one can."""
+    if "instructions" not in info and "instruction_id_list" not in info:
+        return "the prompt has neither 'instructions' nor 'instruction_id_list' with 'kwargs'"
+    try:
+        checks = _checks(info)
+        unknown = sorted({str(check["name"]) for check in checks} - INSTRUCTIONS.keys())
+        if unknown:
+            return f"no rule checks the instruction {unknown[0]!r}; those of IFEval without its languages are checked"
+        for check in checks:
+            INSTRUCTIONS[check["name"]]("a", **_arguments(check))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        return f"its instructions cannot be read: {type(error).__name__}: {error}"
+    return None if checks else "it has no instruction"
+
+
 def _checks(info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     if "instructions" in info or "instruction_id_list" not in info:
         return list(info["instructions"])
@@ -219,3 +236,4 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "change_case:english_lowercase": english_lowercase,
     "punctuation:no_comma": no_comma,
 }
+followed.row_problem = row_problem  # type: ignore[attr-defined]

@@ -112,7 +112,11 @@ class RuleEnvironment(EnvironmentInterface):
         for name in {part.verifier for part in section.components.values() if isinstance(part, VerifierComponent)}:
             more = truth_problems(name, rows, "rules", section.timeout_s)
             problems = [one or other for one, other in zip(problems, more, strict=True)]
-        return problems
+        functions = [part for part in section.components.values() if isinstance(part, FunctionComponent)]
+        return [
+            problem or next(filter(None, (part.row_problem(row) for part in functions)), None)
+            for problem, row in zip(problems, rows, strict=True)
+        ]
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]

@@ -242,6 +242,11 @@ class FunctionComponent(_Component):
             cache=self.cache,
         )
 
+    def row_problem(self, info: Mapping[str, Any]) -> str | None:
+        """Return why the function can judge no answer to this prompt, where its `row_problem(info)` says so."""
+        problem = getattr(self._function(), "row_problem", None)
+        return None if problem is None else problem(info)
+
     def check_row(self, info: Mapping[str, Any]) -> None:
         try:
             reward_arguments(self._function(), as_messages=self.trl_messages)[0](Sample("", info))

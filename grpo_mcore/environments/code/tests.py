@@ -2,11 +2,14 @@
 
 The first of these fields that a prompt's `extra_env_info` has is read:
 
-tests                    [{"input", "output", "fn_name"?} | {"call", "args", "output"} | {"assert"}, ...], or as
-                         input_output has them (DeepCoder); also as a JSON string
+tests                    [{"input", "output", "fn_name"?} | {"call", "args", "output"} | {"assert"} | "assert ...",
+                         ...], or as input_output has them (DeepCoder); also as a JSON string
 input_output             {"inputs": [...], "outputs": [...], "fn_name"?}, or that as a JSON string (APPS, TACO)
 public_test_cases,       [{"input", "output", "testtype": "stdin" | "functional"}], as JSON strings, with the
 private_test_cases       function's name in `metadata` {"func_name"} (LiveCodeBench; the private ones also packed)
+public_tests,            {"input": [...], "output": [...]} (CodeContests)
+private_tests, generated_tests
+test_cases               as in tests (AceCode)
 test_list                ["assert ...", ...], with test_setup_code, test_imports, challenge_test_list (MBPP)
 test, entry_point        code that defines check(candidate) (HumanEval); the head of `prompt` comes before an answer,
                          and all of it before one that does not define the function itself
@@ -166,6 +169,9 @@ def _cases(content: Any, field: str) -> Iterator[CodeTest]:
         yield from _inputs_and_outputs(content)
         return
     for number, test in enumerate(content):
+        if isinstance(test, str):
+            yield AssertTest(test)
+            continue
         kind = next((kind for kind in ("call", "assert", "input") if kind in test), None)
         if kind == "call":
             yield CallTest(test["call"], list(test["args"]), (test["output"],))
@@ -180,7 +186,8 @@ def _cases(content: Any, field: str) -> Iterator[CodeTest]:
 
 
 def _inputs_and_outputs(content: Mapping[str, Any]) -> Iterator[CodeTest]:
-    for given, expected in zip(content["inputs"], content["outputs"], strict=True):
+    several = [[part] if isinstance(part, str) else part for part in (content["inputs"], content["outputs"])]
+    for given, expected in zip(*several, strict=True):
         if content.get("fn_name"):
             yield _call(content["fn_name"], given, expected)
         else:
@@ -214,6 +221,13 @@ def _case_of_live_code_bench(test: Mapping[str, Any], function: str | None, fiel
     return CallTest(function, args, (json.loads(test["output"]),))
 
 
+def _code_contests(row: Row) -> Iterator[CodeTest]:
+    for field in ("public_tests", "private_tests", "generated_tests"):
+        cases = row.get(field) or {}
+        for given, expected in zip(cases.get("input") or [], cases.get("output") or [], strict=True):
+            yield StdinTest(_lines(given), _lines(expected))
+
+
 def _mbpp(row: Row) -> Iterator[CodeTest]:
     setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""]).strip()
     for code in [*_parsed(row["test_list"]), *(_parsed(row.get("challenge_test_list")) or [])]:
@@ -221,11 +235,12 @@ def _mbpp(row: Row) -> Iterator[CodeTest]:
 
 
 def _human_eval(row: Row) -> Iterator[CodeTest]:
-    if "entry_point" not in row:
+    if not row.get("entry_point"):
         yield from _pytest(row["test"])
         return
     name = row["entry_point"]
-    yield AssertTest(f"{row['test']}\ncheck({name})\n", before=row.get("prompt") or "", defines=name)
+    call = f"\ncheck({name})\n" if defines(row["test"], "check") else ""
+    yield AssertTest(f"{row['test']}{call}", before=row.get("prompt") or "", defines=name)
 
 
 def _pytest(code: str) -> Iterator[CodeTest]:
@@ -254,7 +269,9 @@ _READERS: dict[str, Callable[[Row], Iterator[CodeTest]]] = {
     "tests": lambda row: _cases(row["tests"], "tests"),
     "input_output": lambda row: _inputs_and_outputs(_parsed(row["input_output"])),
     "public_test_cases": _live_code_bench,
+    "public_tests": _code_contests,
     "test_list": _mbpp,
+    "test_cases": lambda row: _cases(row["test_cases"], "test_cases"),
     "test": _human_eval,
     "verification_info": lambda row: _cases(row["verification_info"], "verification_info"),
     "ground_truth": lambda row: _cases(row["ground_truth"], "ground_truth"),
@@ -304,13 +321,13 @@ def _lines(value: Any) -> str:
 
 
 def same_text(printed: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Return whether texts are equal but for spaces at the ends of lines and empty lines at the end, and for the way in
-    which numbers are written: 3.0 is 3. Numbers may differ by `tolerance`, relative or absolute, where the expected one
-    is written with a point or an exponent."""
+    """Return whether texts are equal but for spaces and empty lines around them, spaces at the ends of lines, and the
+    way in which numbers are written: 3.0 is 3. So are spaces before and between the numbers of a line that has nothing
+    else. Numbers may differ by `tolerance`, relative or absolute, where the expected one is written with a point or an
+    exponent."""
     lines, expected_lines = _trimmed_lines(printed), _trimmed_lines(expected)
     return len(lines) == len(expected_lines) and all(
-        line == other or _same_words(_WORDS.findall(line), _WORDS.findall(other), tolerance)
-        for line, other in zip(lines, expected_lines, strict=True)
+        line == other or _same_words(line, other, tolerance) for line, other in zip(lines, expected_lines, strict=True)
     )
 
 
@@ -334,10 +351,13 @@ def same_value(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
 
 
 def _trimmed_lines(text: str) -> list[str]:
-    return "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n").split("\n")
+    return [line.rstrip() for line in text.strip().split("\n")]
 
 
-def _same_words(words: list[str], expected: list[str], tolerance: float) -> bool:
+def _same_words(line: str, expected_line: str, tolerance: float) -> bool:
+    words, expected = line.split(), expected_line.split()
+    if not all(map(_is_number, expected)):
+        words, expected = _WORDS.findall(line), _WORDS.findall(expected_line)
     return len(words) == len(expected) and all(
         word == other or _is_number(word) and _is_number(other) and _same_number(word, other, tolerance)
         for word, other in zip(words, expected, strict=True)

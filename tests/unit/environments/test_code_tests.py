@@ -26,6 +26,15 @@ from grpo_mcore.environments.code.tests import (
 ADD = "def add(a, b):\n    return a + b\n"
 
 
+def test_forms_that_were_read_as_others() -> None:
+    assert read_tests({"input_output": {"inputs": "12\n", "outputs": "3\n"}}) == [StdinTest("12\n", "3\n")]
+    assert read_tests({"test_cases": ["assert add(1, 2) == 3"]}) == [AssertTest("assert add(1, 2) == 3")]
+    assert read_tests({"test": "assert add(1, 2) == 3", "entry_point": "add"})[0].code == "assert add(1, 2) == 3"
+    packed = {"public_tests": {"input": ["1"], "output": ["2"]}, "private_tests": {"input": ["3"], "output": ["4"]}}
+    assert read_tests(packed) == [StdinTest("1", "2"), StdinTest("3", "4")]
+    assert len(read_tests({"test": "def test_a():\n    assert add(1, 2) == 3", "entry_point": None})) == 1
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_form_of_our_own(packed: bool) -> None:
     tests: Any = [
@@ -182,9 +191,12 @@ def test_rows_without_tests_say_so(row: dict[str, Any], message: str) -> None:
         ("1 \n2\t\n\n\n", "1\n2\n", True),
         ("1\r\n2\r\n", "1\n2", True),
         ("", "\n", True),
-        (" 1", "1", False),  # the beginning of a line counts
+        (" 1", "1", True),  # as APPS, LiveCodeBench and verl compare
+        ("1", "\n1\n", True),
+        (" x", "x\n x", False),  # the beginning of a line counts
         ("1\n\n2", "1\n2", False),
-        ("1 2", "1  2", False),
+        ("1 2", "1  2", True),
+        ("a b", "a  b", False),
         ("1", "1.0", True),  # numbers are compared as such, other texts by their characters
         ("3.0", "3", True),
         ("3.00 x", "3 x", True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_mcore.environments.instructions import INSTRUCTIONS, followed
+from grpo_mcore.environments.instructions import INSTRUCTIONS, followed, row_problem
 
 CASES = [
     ("keywords:existence", {"keywords": ["sun", "moon"]}, "Moon and sun.", "Only the sun."),
@@ -104,3 +104,12 @@ def test_rows_as_they_are_published() -> None:
     assert followed("one", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}) == 1.0
     with pytest.raises(KeyError, match="instructions"):
         followed("one", {})
+
+
+def test_prompts_that_cannot_be_judged_are_named() -> None:
+    assert row_problem({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}) is None
+    unknown = {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "hi"}]}
+    assert "'language:response_language'" in str(row_problem(unknown))
+    missing = {"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"num_words": 3}]}
+    assert "relation" in str(row_problem(missing))
+    assert "neither" in str(row_problem({"ground_truth": "5"}))
