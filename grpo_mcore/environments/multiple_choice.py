@@ -47,7 +47,7 @@ _WORDS = {
     "ur": "جواب",
     "vi": "đáp_án trả_lời",
     "yo": "ìdáhùn",
-    "zh": "答案 答",
+    "zh": "答案 答 故选 应选 我选 所以选 因此选",
 }
 _LATIN = "ABCDEFGHIJ"
 _SCRIPTS = (_LATIN, "ＡＢＣＤＥＦＧＨＩＪ", "أبجد", "কখগঘ")  # Latin, full width, Arabic, Bengali
@@ -72,17 +72,17 @@ _OTHER = (
 )
 _NOT = "ではな ではあり じゃな でない 아니 아닙 不对 不正确 不正確 错 錯"
 _DENIED = rf"[{_CJK}\s]{{0,6}}?(?:{'|'.join(_NOT.split())}|[{_CJK}]{{0,5}}\s*[?\uff1f])"
-_BECAUSE = "because since as which that due for given"
+_BECAUSE = "because since as which that due for given rather instead not"
 _IS = "is be ist es est è é är er jest este je on to adalah ni là"
 _SO = "therefore thus hence clearly indeed simply"
 _LABELS = (
     rf"(?:\s+(?:{'|'.join(f'{_IS} {_SO}'.split())}|are|the|choice|option|letter|would|should|must|here|key|final|"
-    r"answer|correct|correcta|correcte|correta|corretta|corect|juste|richtig)\b|[是为為は은는选選])*"
+    r"answer|correct|correcta|correcte|correta|corretta|corect|juste|richtig|đúng)\b|[是为為は은는选選])*"
 )
 _SIGN = r"(?:\W{0,3}[:：](?:\s*\})?|\s*=|\s+[-–])"
 _AFTER_WORD = "|".join(rf"(?<= {word})" for word in f"{_IS} {_SO}".split())
 _AFTER_IS = rf"(?:(?:{_AFTER_WORD})\W{{0,3}}(?<=\W)|(?<=[是为為は은는选選])\W{{0,3}})"
-_HEADING = r"^[^\w\n]*final answer[^\w\n]*\n"
+_HEADING = r"(?:^[^\w\n]*(?:final )?answer[^\w\n]*\n|####\s)"
 
 
 def _pattern(words: str, letters: str) -> re.Pattern[str]:
@@ -97,7 +97,7 @@ def _pattern(words: str, letters: str) -> re.Pattern[str]:
         rf"{_ALONE}{_CLOSING}"
         rf"(?:(?P<several>{_OTHER}[{letters}]{_ALONE}{_CLOSING}(?!\s+\w)|\s*[?？]|{_DENIED}|{lines}|"
         rf"(?:\.[ \t]*{lone}{_ALONE})+\.?[ \t]*(?:\n|\Z))|"
-        rf"(?P<word>(?<![)\]）】}}>])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|is)\b)[^\W{_CJK}]))?",
+        rf"(?P<word>(?<![)\]）】}}>*])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|is|and not)\b)[^\W{_CJK}]))?",
         re.IGNORECASE | re.MULTILINE,
     )
 
@@ -118,11 +118,15 @@ _UNSURE = re.compile(
     re.IGNORECASE,
 )
 _OPTION = re.compile(rf"(?:\*\*|__)?\(?(?P<one>[{_LATIN}])\)[ \t]+\S.*|(?:\*\*|__)(?P<bold>[{_LATIN}])[.:)][ \t]+\S.*")
+_ONLY_OPTION = re.compile(rf"(?P<one>[{_LATIN}])[.:)][ \t]+\S.*(?P<bold>)")
 _LISTED = re.compile(rf"[-*_\s]*\(?[{_LATIN}][).:]")
 _MOST_OF_AN_OPTION = 200  # characters
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+|,\s+(?=so\b|hence\b|therefore\b|thus\b)")
 _TRUTH = re.compile(rf"{_OPENING}([{''.join(_LETTER)}])\W*", re.IGNORECASE)
-_LABEL = re.compile(rf"(?:\\text(?:bf|it|rm|sf)?\s*\{{)?\s*\(\s*([{_LATIN}])\s*\)")
+_LABEL = re.compile(
+    rf"(?:\\(?:text|math)(?:bf|it|rm|sf)?\s*\{{)?\s*(?:\(\s*(?P<in_brackets>[{_LATIN}])\s*\)|(?P<plain>[{_LATIN}])[.):](?=[\s~\\}}])(?!.*[,;\s]\(?[{_LATIN}][.):]))",
+    re.DOTALL,
+)
 
 
 def english_choice(response: str, truth: str) -> tuple[bool, str | None]:
@@ -152,7 +156,7 @@ def _last_letter(pattern: re.Pattern[str], response: str) -> str | None:
         content = without_boxes(box.content or "").strip()
         letter = _TRUTH.fullmatch(content) or _LABEL.match(content)
         if letter is not None:
-            return _latin(letter[1])
+            return _latin(next(filter(None, letter.groups())))
     if (alone := _TRUTH.fullmatch(text.strip())) is not None:
         return _latin(alone[1])
     return _picked(text) or _option_at_the_end(text)
@@ -163,6 +167,8 @@ def _option_at_the_end(text: str) -> str | None:
     the last of a list."""
     *before, last = [line.strip() for line in text.strip().split("\n") if line.strip()] or [""]
     option = _OPTION.fullmatch(last)
+    if not before and option is None:
+        option = _ONLY_OPTION.fullmatch(last)
     is_a_paragraph = not before or re.search(r"\n[ \t]*\n[^\n]*$", text.strip())
     if option is None or not is_a_paragraph or len(last) > _MOST_OF_AN_OPTION:
         return None

@@ -48,6 +48,7 @@ def test_english(response: str, letter: str | None) -> None:
         ("Die richtige Antwort ist: B", "B"),
         ("La respuesta correcta es: B", "B"),
         ("La bonne réponse est B.", "B"),
+        ("因此，故选：B。", "B"),
         ("答案是：B", "B"),
         ("正确答案是 B", "B"),
         ("정답은: B", "B"),
