@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,11 +127,20 @@ def shown(path: Path) -> str:
 
 def leaves(value: Any, path: str = "") -> list[str]:
     """Return the full keys of all values in nested dicts and lists of dicts. A list of scalars is one value."""
-    if isinstance(value, dict) and value:
-        return [key for name, item in value.items() for key in leaves(item, joined(path, str(name)))]
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [key for position, item in enumerate(value) for key in leaves(item, joined(path, str(position)))]
-    return [path]
+    return [joined(path, ".".join(parts)) if parts else path for parts, _ in leaf_values(value)]
+
+
+def leaf_values(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (path, value) of each of them. Parts of a path may have dots."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        items = enumerate(value)
+    if not items:
+        yield path, value
+    for name, item in items:
+        yield from leaf_values(item, (*path, str(name)))
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -91,10 +92,15 @@ def value_at(config: Any, key: str) -> Any:
     return config
 
 
-def set_value_at(config: Any, key: str, value: Any) -> None:
-    """Set the value of a full key of a configuration."""
-    above, _, name = key.rpartition(".")
-    section = value_at(config, above) if above else config
+def set_value_at(config: Any, path: Sequence[str], value: Any) -> None:
+    """Set the value at a path of a configuration. Its parts may have dots, such as names of evaluation sets."""
+    section, name = config, path[-1]
+    for part in path[:-1]:
+        section = (
+            getattr(section, part)
+            if isinstance(section, Section)
+            else (section[int(part) if isinstance(section, list) else part])
+        )
     if isinstance(section, Section):
         setattr(section, name, value)
     else:

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from grpo_mcore.tools.launch.spec import RECIPE_FOLDER, LaunchSpec, Pool
-from grpo_mcore.tools.launch.validation import seconds
+from grpo_mcore.tools.launch.spec import LaunchSpec, Pool
+from grpo_mcore.tools.launch.validation import RECIPE_FOLDER, seconds
 
 UID = 1000
 """User id of the image's user."""

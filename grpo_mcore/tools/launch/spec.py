@@ -23,7 +23,15 @@ from grpo_mcore.recipe import (
     shown,
 )
 from grpo_mcore.recipe.schema.master import set_value_at
-from grpo_mcore.tools.launch.validation import Target, carried_texts, code_files, is_below, seconds, validate
+from grpo_mcore.tools.launch.validation import (
+    RECIPE_FOLDER,
+    Target,
+    carried_texts,
+    code_files,
+    is_below,
+    seconds,
+    validate,
+)
 from grpo_mcore.tools.plan.memory import fits_device, memory, node_memory
 from grpo_mcore.tools.plan.plan import plan_device, plan_shape, plan_workload
 from grpo_mcore.tools.plan.timing import step_time
@@ -52,8 +60,6 @@ FOR_TRACKERS = {
 }
 """Further ones of a job whose recipe sets this key of `logger`."""
 
-RECIPE_FOLDER = "/etc/grpo-mcore"
-"""Folder of the recipe, and of the texts that travel with it, in a pod."""
 DEFAULT_MEMORY = 512
 """Memory of a node in GiB where `plan` predicts none."""
 LEAST_MEMORY = 256
@@ -237,8 +243,8 @@ def _with_texts(config: MasterConfig) -> tuple[MasterConfig, tuple[tuple[str, st
     """Return the recipe as pods read it, which names its text files in RECIPE_FOLDER, and (name there, content) of
     these and of launch.code."""
     travelling, files = config.model_copy(deep=True), {name: Path(name) for name in code_files(config.launch.code)}
-    for key, file in carried_texts(config).items():
+    for path, file in carried_texts(config).items():
         name = file.as_posix() if is_below(file.as_posix()) else f"texts{file.resolve()}"
         files[name] = file
-        set_value_at(travelling, key, f"{RECIPE_FOLDER}/{name}")
+        set_value_at(travelling, path, f"{RECIPE_FOLDER}/{name}")
     return travelling, tuple((name, file.read_text(encoding="utf-8")) for name, file in sorted(files.items()))

@@ -3,17 +3,17 @@ line."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_mcore.cluster.environment import is_allowed
 from grpo_mcore.families import read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.known import known_config
 from grpo_mcore.recipe import DEFAULT, Finding, MasterConfig, Problem, Recipe, RecipeError, layout_findings, shown
-from grpo_mcore.recipe.loading.load import leaves
-from grpo_mcore.recipe.schema.master import value_at
+from grpo_mcore.recipe.loading.load import leaf_values
 
 Target = Literal["slurm", "k8s", "local"]
 
@@ -22,16 +22,28 @@ SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_
 RESERVED_VARIABLES = re.compile(r"^(SLURM_|SBATCH_|RAY_|GRPO_MCORE_|CUDA_VISIBLE_DEVICES$)")
 RESERVED_OPTIONS = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres", "time", "signal", "export", "output")
 K8S_NAME = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+K8S_LABEL = re.compile(f"({K8S_NAME}/)?[A-Za-z0-9]([-._A-Za-z0-9]{{0,61}}[A-Za-z0-9])?")
+"""A key of labels and annotations. The value of a label is one without a domain, or empty."""
+IMAGE = re.compile(
+    r"([\w.-]+(:\d+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*(:\w[\w.-]{0,127})?"
+    r"(@sha256:[0-9a-f]{64})?",
+    re.ASCII,
+)
 K8S_VALUES = {
     **dict.fromkeys(
-        ("namespace", "service_account", "volume_claim", "priority_class"),
+        ("service_account", "volume_claim", "priority_class"),
         (K8S_NAME, "a Kubernetes name (lower-case letters, digits and -)"),
     ),
+    "namespace": ("[a-z0-9]([-a-z0-9]*[a-z0-9])?", "a name of lower-case letters, digits and -"),
     "gcs_redis_address": (r"(redis://)?[-\w.]+:\d+", "HOST:PORT"),
     "rdma_resource": (f"{K8S_NAME}/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?", '"DOMAIN/NAME" of a device plugin'),
     "volume_path": (r"/.+", "an absolute folder"),
 }
 """For each key of launch.k8s: pattern, and what it stands for."""
+
+TOLERATION = {"operator": ("Exists", "Equal"), "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute")}
+RECIPE_FOLDER = "/etc/grpo-mcore"
+"""Folder of the recipe, and of the texts that travel with it, in a pod."""
 
 Check = Callable[[MasterConfig], Iterator[Finding]]
 
@@ -151,34 +163,38 @@ def code_files(paths: Sequence[str]) -> list[str]:
 def own_modules(config: MasterConfig) -> dict[str, str]:
     """Return the modules in the working directory that the recipe names by import path: key -> file."""
     modules = {}
-    for key in leaves(config.model_dump(exclude={"launch"})):
-        value = value_at(config, key)
+    for parts, value in _values(config):
         path = IMPORT.fullmatch(value) if isinstance(value, str) else None
         if path is None or path[1].startswith("grpo_mcore."):
             continue
         if (file := Path(*path[1].split(".")).with_suffix(".py")).is_file():
-            modules[key] = file.as_posix()
+            modules[".".join(parts)] = file.as_posix()
     return modules
 
 
 def models_and_data(config: MasterConfig) -> dict[str, Path]:
     """Return the models and data that the recipe names by a path of this machine, each once: key -> absolute path."""
     paths: dict[str, Path] = {}
-    for key in filter(READ_BY_NODES.search, leaves(config.model_dump(exclude={"launch"}))):
-        value = value_at(config, key)
+    for parts, value in _values(config):
+        if not READ_BY_NODES.search(key := ".".join(parts)):
+            continue
         if isinstance(value, str) and Path(value).exists() and Path(value).absolute() not in paths.values():
             paths[key] = Path(value).absolute()
     return paths
 
 
-def text_files(config: MasterConfig) -> dict[str, str]:
-    """Return the prompt files and the chat template that the recipe names and that exist here: key -> path."""
-    files = {}
-    for key in filter(TEXT_FILE.search, leaves(config.model_dump(exclude={"launch"}))):
-        name = value_at(config, key)
-        if isinstance(name, str) and "{" not in name and Path(name).is_file():
-            files[key] = name
-    return files
+def text_files(config: MasterConfig) -> dict[tuple[str, ...], str]:
+    """Return the prompt files and the chat template of the recipe that are here: parts of the key -> path."""
+    return {
+        parts: name
+        for parts, name in _values(config)
+        if TEXT_FILE.search(".".join(parts)) and isinstance(name, str) and "{" not in name and Path(name).is_file()
+    }
+
+
+def _values(config: MasterConfig) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (parts of the key, value) of all that a job reads of its recipe."""
+    return leaf_values(config.model_dump(exclude={"launch"}))
 
 
 def is_below(name: str) -> bool:
@@ -186,15 +202,15 @@ def is_below(name: str) -> bool:
     return not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
-def carried_texts(config: MasterConfig) -> dict[str, Path]:
-    """Return the text files that travel to Kubernetes, all but those on the volume: key -> path."""
-    files = {key: Path(name) for key, name in text_files(config).items()}
-    return {key: file for key, file in files.items() if not file.is_relative_to(config.launch.k8s.volume_path)}
+def carried_texts(config: MasterConfig) -> dict[tuple[str, ...], Path]:
+    """Return the text files that travel to Kubernetes, all but those on the volume: parts of the key -> path."""
+    files = {parts: Path(name) for parts, name in text_files(config).items()}
+    return {parts: file for parts, file in files.items() if not file.is_relative_to(config.launch.k8s.volume_path)}
 
 
 def _data_on_slurm(config: MasterConfig) -> Iterator[Finding]:
     targets = [mount[1] for text in config.launch.mounts if (mount := MOUNT.fullmatch(text))]
-    texts = {key: Path(name).absolute() for key, name in text_files(config).items()}
+    texts = {".".join(parts): Path(name).absolute() for parts, name in text_files(config).items()}
     for key, path in (models_and_data(config) | texts).items():
         if any(path.is_relative_to(local) for local in NODE_LOCAL):
             yield Finding((key,), f"{path} is on this node only; put it on the shared file system")
@@ -239,7 +255,7 @@ def _code_on_kubernetes(config: MasterConfig) -> Iterator[Finding]:
     for key, file in modules.items():
         if not any(Path(file).is_relative_to(name) for name in code):
             yield Finding((key,), f"{file} is on this machine only: let it travel with launch.code=[{file}]")
-    sizes, texts = {}, carried_texts(config)
+    sizes, texts = {}, {".".join(parts): path for parts, path in carried_texts(config).items()}
     for key, path in [*(("launch.code", Path(name)) for name in code_files(code)), *texts.items()]:
         try:
             sizes[str(path)] = len(path.read_text(encoding="utf-8").encode())
@@ -316,7 +332,7 @@ def _image(config: MasterConfig) -> Iterator[Finding]:
         yield Finding(key, "Kubernetes needs an image: launch.container=REGISTRY/NAME:TAG (see the Dockerfile)")
     elif "@sha256:" not in image and (":" not in image.rpartition("/")[2] or image.endswith(":latest")):
         yield Finding(key, f"{image} may be another image after a restart; give a tag other than latest, or a digest")
-    elif any(char.isspace() for char in image) or image.endswith((".sqsh", ".sif")):
+    elif not IMAGE.fullmatch(image) or image.endswith((".sqsh", ".sif")):
         yield Finding(key, f"{image!r} is not the name of an image in a registry")
     if config.launch.mounts:
         yield Finding(
@@ -331,10 +347,34 @@ def _kubernetes(config: MasterConfig) -> Iterator[Finding]:
         value = getattr(k8s, key)
         if value is not None and not re.fullmatch(pattern, value):
             yield Finding((f"launch.k8s.{key}",), f"expected {expected}, got {value!r}")
+    for name in k8s.image_pull_secrets:
+        if not re.fullmatch(K8S_NAME, name):
+            yield Finding(("launch.k8s.image_pull_secrets",), f"{name!r} is no name of a Kubernetes secret")
+    for key, names in (("node_selector", k8s.node_selector), ("annotations", k8s.annotations)):
+        for name, value in names.items():
+            if not K8S_LABEL.fullmatch(name):
+                yield Finding(
+                    (f"launch.k8s.{key}",), f"{name!r} is no key of Kubernetes, such as nvidia.com/gpu.product"
+                )
+            elif key == "node_selector" and value and ("/" in value or not K8S_LABEL.fullmatch(value)):
+                yield Finding((f"launch.k8s.{key}",), f"{value!r} of {name} can be no label of a node")
+    for name in k8s.secrets:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or RESERVED_VARIABLES.match(name):
+            yield Finding(("launch.k8s.secrets",), f"{name} is no variable that a secret may set")
+    for toleration in k8s.tolerations:
+        for key, known in TOLERATION.items():
+            if (given := toleration.get(key)) is not None and given not in known:
+                yield Finding(("launch.k8s.tolerations",), f"{key}: expected one of {', '.join(known)}, got {given!r}")
+    points = [posixpath.normpath(path) for path in (RECIPE_FOLDER, "/dev/shm", *k8s.volumes)]
+    points += [posixpath.normpath(k8s.volume_path)] if k8s.volume_claim else []
     for path in k8s.volumes:
-        if not path.startswith("/"):
-            at = (f"launch.k8s.volumes.{path}", "launch.k8s.volumes")
-            yield Finding(at, f"{path}: a mount point is an absolute folder")
+        at = (f"launch.k8s.volumes.{path}", "launch.k8s.volumes")
+        if not path.startswith("/") or ":" in path:
+            yield Finding(at, f"{path}: a mount point is an absolute folder without a colon")
+        elif points.count(posixpath.normpath(path)) > 1:
+            yield Finding(at, f"{path}: something else is mounted there already")
+    if points.count(posixpath.normpath(k8s.volume_path)) > 1 and posixpath.normpath(k8s.volume_path) in points[:2]:
+        yield Finding(("launch.k8s.volume_path",), f"{k8s.volume_path} is the job's own; choose another folder")
     stage_to = config.launch.stage_to
     if stage_to and not any(PurePosixPath(stage_to).is_relative_to(path) for path in k8s.volumes):
         yield Finding(

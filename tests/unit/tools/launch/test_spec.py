@@ -170,6 +170,44 @@ WRONG = {
         "launch.k8s.volume_claim",
         "a Kubernetes name",
     ),
+    "a bad pull secret": (
+        "k8s",
+        [*ON_K8S, "launch.k8s.image_pull_secrets=[My_S]"],
+        "launch.k8s.image_pull_secrets",
+        "My_S",
+    ),
+    "a bad label": ("k8s", [*ON_K8S, "launch.k8s.node_selector={a: 'x y'}"], "launch.k8s.node_selector", "'x y' of a"),
+    "a bad key": ("k8s", [*ON_K8S, "launch.k8s.annotations={a b: x}"], "launch.k8s.annotations", "'a b' is no key"),
+    "a bad toleration": (
+        "k8s",
+        [*ON_K8S, "launch.k8s.tolerations=[{key: a, operator: Exist}]"],
+        "launch.k8s.tolerations",
+        "operator: expected one of Exists, Equal, got 'Exist'",
+    ),
+    "a secret for a variable of Ray": (
+        "k8s",
+        [*ON_K8S, "+launch.k8s.secrets.RAY_AUTH_TOKEN=a/b"],
+        "launch.k8s.secrets",
+        "RAY_AUTH_TOKEN is no variable",
+    ),
+    "two volumes at one place": (
+        "k8s",
+        [*ON_K8S, "launch.k8s.volumes={/shared/: {emptyDir: {}}}"],
+        "launch.k8s.volumes./shared/",
+        "mounted there already",
+    ),
+    "the claim in the job's own folder": (
+        "k8s",
+        [*ON_K8S, "launch.k8s.volume_path=/dev/shm", "checkpointing.checkpoint_dir=x"],
+        "launch.k8s.volume_path",
+        "the job's own",
+    ),
+    "an image of upper case": (
+        "k8s",
+        [*ON_K8S, "launch.container=A/B:1"],
+        "launch.container",
+        "not the name of an image",
+    ),
     "a bad device": ("k8s", [*ON_K8S, "launch.k8s.rdma_resource=ib"], "launch.k8s.rdma_resource", "DOMAIN/NAME"),
     "no queue": ("k8s", [*ON_K8S, "launch.k8s.scheduler=kueue"], "launch.k8s.scheduler", "needs launch.k8s.queue"),
     "no scheduler": ("k8s", [*ON_K8S, "launch.k8s.queue=q"], "launch.k8s.queue", "needs launch.k8s.scheduler"),
@@ -277,6 +315,8 @@ def test_text_files_travel_to_kubernetes(tmp_path: Path, monkeypatch: pytest.Mon
     assert carried.texts == (("my.jinja", "ü {} my.jinja"), ("é.txt", "ü {} é.txt"))
     assert "\n    chat_template: /etc/grpo-mcore/my.jinja\n" in carried.recipe_yaml
     assert 'prompt_file: "/etc/grpo-mcore/' not in (yaml := carried.recipe_yaml) and "/etc/grpo-mcore/é.txt" in yaml
+    dotted = spec(*ON_K8S, f"++eval.sets={{a.b: {{prompt_file: {tmp_path}/up.txt}}}}", "eval.k_value=1", target="k8s")
+    assert f"texts{tmp_path}/up.txt" in dict(dotted.texts)
     elsewhere = found(f"{here}/my.jinja", "../up.txt")
     assert elsewhere.texts == ((f"texts{here}/my.jinja", "ü {} my.jinja"), (f"texts{tmp_path}/up.txt", "ü {} up.txt"))
     assert f"prompt_file: /etc/grpo-mcore/texts{tmp_path}/up.txt\n" in elsewhere.recipe_yaml
