@@ -29,11 +29,15 @@ def majority_at_k(votes: Iterable[Sequence[tuple[str | None, bool]]], k: int) ->
 
 
 def _majority_is_correct(group: Sequence[tuple[str | None, bool]]) -> bool:
-    counts = Counter(answer for answer, _ in group if answer is not None)
+    """Right answers are one answer, however they are written: 1/2, 0.5 and \\frac{1}{2} are all equal to the truth."""
+    counts = Counter(_RIGHT if correct else "".join(answer.split()) for answer, correct in group if answer is not None)
     if not counts:
         return False
     winner, _ = counts.most_common(1)[0]  # equal counts keep the order of first appearance
-    return next(correct for answer, correct in group if answer == winner)
+    return winner is _RIGHT
+
+
+_RIGHT = object()
 
 
 def mean_interval(scores: Iterable[Sequence[float]]) -> tuple[float, float, float] | None:

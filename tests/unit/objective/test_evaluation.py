@@ -25,6 +25,8 @@ def test_ties_go_to_the_first_and_a_rest_does_not_vote() -> None:
     assert majority_at_k([samples], 2) == 0.5  # 1 before 2, then 2 before 1; the fifth is left over
     assert majority_at_k([samples[:1]], 2) is None
     assert majority_at_k([[(None, True)] * 2], 2) is None, "an environment that names no answers"
+    spellings = [("3", False), ("3", False), ("1/2", True), ("0.5", True), (r"\frac{1}{2}", True)]
+    assert majority_at_k([spellings], 5) == 1.0, "right answers are one answer"
     assert majority_at_k([[(None, False)] * 2, [("1", True)] * 2], 2) == 0.5
 
 
