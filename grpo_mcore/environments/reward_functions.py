@@ -108,7 +108,7 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
 
     - fn(response, ground_truth, finish_reason, ...): any names of `Sample.named`, columns of the row among them; with
       **columns it gets all columns;
-    - fn(response, info): two parameters, whatever their names;
+    - fn(response, info): two parameters, whatever their names; a second with the name of a column gets that column;
     - fn(prompts, completions, **columns): TRL's, called with lists of one entry. `as_messages`: prompts and completions
       are lists of messages, as in TRL's conversational datasets, instead of texts.
 
@@ -144,7 +144,8 @@ def reward_arguments(
         missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
         missing += [p.name for p in by_position if p.kind is p.POSITIONAL_ONLY]
         if missing and two:
-            return (sample.response, sample.info), {}
+            second = by_position[1].name  # the column of that name, if there is one: fn(completion, answer)
+            return (sample.response, offered.get(second, sample.info)), {}
         if missing:
             raise TypeError(f"it asks for {', '.join(missing)}, but a sample has {_names(offered)}")
         return (), offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}

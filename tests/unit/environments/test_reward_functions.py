@@ -69,10 +69,15 @@ async def trl_asynchronous(completions: list[str], **kwargs: Any) -> list[float]
     return [0.25 for _ in completions]
 
 
+def with_a_column(solution: str, ground_truth: str) -> float:
+    return float(ground_truth == "42")
+
+
 @pytest.mark.parametrize(
     ("function", "reward"),
     [
         (old, 1.0),
+        (with_a_column, 1.0),
         (old_with_other_names, 3.0),
         (by_name, 1117.0),
         (with_columns, 6.0),
