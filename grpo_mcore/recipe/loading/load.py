@@ -12,7 +12,7 @@ from typing import Any
 
 import grpo_mcore
 from grpo_mcore.formats import newer_format
-from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, joined, nearest_hint
+from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, nearest_hint
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
 from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file, parse_text
 from grpo_mcore.recipe.master import MasterConfig
@@ -78,7 +78,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     _expand_home(tree)
     config, tree = validated(MasterConfig, tree, name, problems, notes)
     provenance = {
-        key: node.source if (node := tree.find(key)) is not None else DEFAULT for key in leaves(config.model_dump())
+        ".".join(parts): node.source if (node := tree.at(parts)) is not None else DEFAULT
+        for parts, _ in leaf_values(config.model_dump())
     }
     return Recipe(config, provenance, file, tuple(reversed(files)), tuple(overrides), tuple(notes))
 
@@ -125,13 +126,9 @@ def shown(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def leaves(value: Any, path: str = "") -> list[str]:
-    """Return the full keys of all values in nested dicts and lists of dicts. A list of scalars is one value."""
-    return [joined(path, ".".join(parts)) if parts else path for parts, _ in leaf_values(value)]
-
-
 def leaf_values(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, value) of each of them. Parts of a path may have dots."""
+    """Yield (path, value) of all values in nested dicts and lists of dicts. A list of scalars is one value; parts of a
+    path may have dots."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         items = value.items()
@@ -235,7 +232,9 @@ def _find(
     if (algorithm := _UNSUPPORTED.get(Path(name).stem)) is not None:
         raise RecipeError([Problem(*place, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe)
     below = Path(name).parent  # such as presets
-    known = sorted({file.stem for folder in folders[1:] for file in (folder / below).glob("*.yaml")})
+    known: list[str] = []
+    for inside in dict.fromkeys((below, Path())):  # recipes/X, where X is meant
+        known = known or sorted({file.stem for folder in folders[1:] for file in (folder / inside).glob("*.yaml")})
     places = list(dict.fromkeys(shown(folder.resolve()) for folder in folders if folder.is_dir()))
     message = f"no recipe {in_yaml(name)} in {', '.join(places)}" + nearest_hint(Path(name).stem, known)
     raise RecipeError([Problem(*place, message)], recipe)
