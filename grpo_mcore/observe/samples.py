@@ -54,7 +54,7 @@ _SPAN = pa.struct([("version", pa.int32()), ("first", pa.int32()), ("end", pa.in
 
 
 class SamplesError(ValueError):
-    """A file of samples cannot be read by this version."""
+    """A file of samples cannot be read, or not by this version."""
 
 
 _FORMAT = b"grpo_mcore.format"
@@ -270,9 +270,13 @@ def read_samples(
     path: Path, columns: Sequence[str] | None = None, uids: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
     """Return the samples of a file as plain values, all columns or some, of all prompts or some. Raises SamplesError
-    for a file of a newer format."""
+    for a file of a newer format, and for a damaged one."""
     filters = None if uids is None else [("uid", "in", list(uids))]
-    table = pq.read_table(path, columns=None if columns is None else list(columns), filters=filters)
+    try:
+        table = pq.read_table(path, columns=None if columns is None else list(columns), filters=filters)
+    except (pa.ArrowException, OSError) as error:
+        cause = str(error).partition("\n")[0]
+        raise SamplesError(f"{path} cannot be read: {cause}; it may be cut off: copy it again, or remove it") from error
     written = (table.schema.metadata or {}).get(_FORMAT)
     if (why := newer_format("samples", None if written is None else int(written))) is not None:
         raise SamplesError(f"{path} was {why}")
@@ -283,8 +287,8 @@ def read_token_texts(folder: Path) -> dict[int, str]:
     """Return the text of each token id that a run has seen. `folder`: of its samples."""
     texts: dict[int, str] = {}
     path = folder / TOKENS_FILE
-    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # a last line that a kill has cut off
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError):  # a last line that a kill has cut off
             token, text = json.loads(line)
             texts[token] = text
     return texts

@@ -6,6 +6,7 @@ import base64
 import gzip
 import html
 import json
+import logging
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,11 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.observe.samples import Kind, read_samples
+from grpo_mcore.observe.samples import Kind, SamplesError, read_samples
 from grpo_mcore.tools.report.alarms import alarms
 from grpo_mcore.tools.report.comparison import band, names, standings
 from grpo_mcore.tools.report.device_seconds import ORDER, device_seconds, step_spans
 from grpo_mcore.tools.report.run_files import RunFiles, duration
+
+log = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 PAGE_BYTES = 4_000_000
@@ -93,7 +96,12 @@ def write_shards(run: RunFiles, folder: Path) -> int:
     count = 0
     for kind in KINDS:
         for step, path in run.samples[kind].items():
-            text = f"addSamples({json.dumps(kind)}, {step}, {json.dumps(_packed(_page_samples(path)))});\n"
+            try:
+                packed = _packed(_page_samples(path))
+            except SamplesError as error:
+                log.warning("%s; its step has no file", error)
+                continue
+            text = f"addSamples({json.dumps(kind)}, {step}, {json.dumps(packed)});\n"
             (folder / f"{kind}_{step:06d}.js").write_text(text, encoding="utf-8")
             count += 1
     return count
@@ -179,7 +187,11 @@ def _chosen_samples(run: RunFiles, room: float, wanted: Collection[int]) -> dict
     chosen: dict[str, dict[int, str]] = {kind: {} for kind in KINDS}
     for kind, step in _by_interest(run, wanted):
         path = run.samples[kind][step]
-        uids = list(dict.fromkeys(row["uid"] for row in read_samples(path, ["uid"])))
+        try:
+            uids = list(dict.fromkeys(row["uid"] for row in read_samples(path, ["uid"])))
+        except SamplesError as error:
+            log.warning("%s; the page is made without it", error)
+            continue
         size, share = PACKED_RATIO * path.stat().st_size, min(room, max(room / 4, PAGE_BYTES / 20))
         kept = len(uids) if step in wanted or size <= share else int(len(uids) * share / size)
         packed = _packed(_page_samples(path, uids[:kept], len(uids))) if kept else ""

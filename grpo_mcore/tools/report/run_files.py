@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ from grpo_mcore.observe import read_metrics
 from grpo_mcore.observe.logger import HYPERPARAMS_FILE, METRICS_FILE
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, Kind, read_token_texts, sample_steps
 from grpo_mcore.observe.spans import EventFile
+
+log = logging.getLogger(__name__)
 
 PLACES = ("", "exp_*/", "logs/exp_*/", "*/exp_*/", "*/logs/exp_*/")
 """Where the log folder of a run may be, below the folder that a user names."""
@@ -131,7 +134,15 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    """Return the object in a file; None where there is none."""
+    if not path.exists():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        log.warning("%s is left out, it is damaged: %s", path, error)
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def duration(seconds: float) -> str:

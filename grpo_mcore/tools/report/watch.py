@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from grpo_mcore.observe.samples import read_samples
+from grpo_mcore.observe.samples import SamplesError, read_samples
 from grpo_mcore.observe.spans import DRIVER
 from grpo_mcore.text import escaped
 from grpo_mcore.tools.report.alarms import PageAlarm, alarms, values
@@ -74,7 +74,7 @@ def screen(run: RunFiles, width: int, height: int, now: float) -> Group:
 def _head(run: RunFiles, width: int, now: float) -> list[Text]:
     done, most = (run.steps[-1] if run.steps else 0), run.max_steps or 0
     silent = now - run.last_written
-    state = f"over: {run.summary['end']}" if run.summary else f"last sign of life {duration(silent)} ago"
+    state = f"over: {run.summary.get('end')}" if run.summary else f"last sign of life {duration(silent)} ago"
     title = Text.assemble(
         (state, "green" if run.summary or silent < 120 else "bold red"), "  ", (f"{run.folder}", "bold")
     )
@@ -176,7 +176,11 @@ def _samples(run: RunFiles, width: int, room: int) -> list[Text]:
     what = "" if run.rewarded else ", with the mean log-prob of the tokens trained on"
     lines = [Text(f"samples of step {step}{what}", style="bold")]
     columns = ["uid", "generation", "reward", "turns", *([] if run.rewarded else ["policy_logprobs"])]
-    for sample in read_samples(steps[step], columns)[: room - 1]:
+    try:
+        samples = read_samples(steps[step], columns)
+    except SamplesError as error:
+        return [*lines, Text(escaped(str(error)), style="yellow")]
+    for sample in samples[: room - 1]:
         said = "".join(turn["text"] for turn in sample["turns"] or ()).replace("\n", "⏎")
         said = escaped(said)
         if run.rewarded:

@@ -20,6 +20,7 @@ from grpo_mcore.observe.samples import (
     QUEUED,
     WRITTEN_TOGETHER,
     SampleFiles,
+    SamplesError,
     read_samples,
     read_token_texts,
     sample_steps,
@@ -51,8 +52,15 @@ def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (trained["reward"], trained["policy_logprobs"]) == (1.0, [0, -0.5, -1.0])
     assert (trained["token_ids"], trained["engine_logprobs"]) == ([5, 7, 5], [0, -0.5, -1.25])
     assert (trained["versions"], trained["turns"]) == ([SPAN], [TURN | {"flag": None}])
+    with (tmp_path / "samples" / "tokens.jsonl").open("ab") as tokens:
+        tokens.write(b"\xff\n[]\nnull\n[8]")
     assert read_token_texts(tmp_path / "samples") == {5: "<5>", 7: "<7>"}
     assert writer.dropped == 0
+    file = sample_steps(tmp_path, "train")[4]
+    for cut in (100, 0):
+        file.write_bytes(file.read_bytes()[:cut])
+        with pytest.raises(SamplesError, match=f"{file.name} cannot be read: .*; it may be cut off: copy it again"):
+            read_samples(file, ["uid"])
 
 
 def test_samples_are_made_one_by_one_and_few_are_held(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_phases_and_calls_are_events(tmp_path: Path) -> None:
     spans.restarted("engine-0", "died")
     spans.close()
     with (tmp_path / "events.jsonl").open("a") as file:
-        file.write('{"what": "tr')  # a kill
+        file.write('\0\0\n[]\n{}\n{"what": "tr')  # a machine that lost its power, and a kill
     begin, *events = EventFile(tmp_path)
     (restart,) = (event for event in events if event["what"] == "restart")
     found = sorted((event for event in events if event is not restart), key=lambda event: event["process"])

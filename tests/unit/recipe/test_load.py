@@ -16,8 +16,8 @@ def test_a_minimal_recipe_has_defaults_and_sources(load) -> None:
     assert recipe.provenance["data.train.0.data_path"] == "r.yaml:5"
     assert recipe.provenance["policy.train_global_batch_size"] == "default"
     assert recipe.provenance["grpo.seed"] == "command line"
-    dotted = load("eval: {sets: {a.b: {env_name: math}}}\n" + MINIMAL)
-    assert dotted.provenance["eval.sets.a.b.env_name"] == "r.yaml:1"
+    dotted = load("env: {a.b: {environment: math, num_workers: 1}}\n" + MINIMAL)
+    assert dotted.provenance["env.a.b.num_workers"] == "r.yaml:1"
     assert recipe.overrides == ("grpo.seed=7",)
 
 

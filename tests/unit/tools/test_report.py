@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from grpo_mcore.cli.main import main
+from grpo_mcore.observe.samples import sample_steps
 from grpo_mcore.tools.report import page
 from grpo_mcore.tools.report.alarms import alarms
 from grpo_mcore.tools.report.comparison import WIDE, Standing, differing_settings, short_names, standings, table
@@ -78,6 +79,10 @@ def test_the_page_of_a_killed_run_holds_what_it_wrote(tmp_path: Path, capsys: py
     assert data["tokens"][str(samples[0]["ids"][0])] == f" t{samples[0]['ids'][0]}"
     assert sorted(data["timelines"]) == ["1", "2", "3"]
     assert (run / "report.html").exists() is False
+    sample_steps(run, "train")[3].write_bytes(b"PAR1")  # cut off while it was copied
+    (run / "summary.json").write_text("[")
+    assert main(["watch", str(tmp_path), "--once"]) == main(["report", str(tmp_path)]) == 0
+    assert "3" not in data_of((run / "report.html").read_text())["samples"]["train"]
 
 
 def test_a_big_run_makes_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
