@@ -57,6 +57,7 @@ _LABEL = re.compile(
     r"^(?:\\text\s*\{[^{}]*(?::|\b(?:is|are|equals)|=)\s*\}|\\approx(?![a-zA-Z])|\\sim(?:eq)?(?![a-zA-Z])|approximately|about)\s*"
 )
 _CHOICE = re.compile(r"^(?:\\text\s*\{\s*)?\(\s*([A-E])\s*\)\s*\}?(?:\\[ ,;:]|\\q?quad(?![a-zA-Z])|[~:\s])+(?=\S)")
+_REMARK = re.compile(r"(?<=[\d}])\s+\((?!base|in base|mod)(?=[^()]*[a-z]{4})[a-zA-Z ,]+\)$")  # 5 (apples)
 _MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\s)+|(?:(?<!\\)\\(?:[ ,;:!]|$)|~|\s)+$")
 _QUESTION = re.compile(r"[^.!?\n]*\?(?=\s|$)")
 _HALF_OF_DAY = re.compile(r"\\text\{ [ap]m\}")
@@ -71,7 +72,8 @@ _NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\
 
 def hf_math_verify(response: str, truth: str) -> tuple[bool, str | None]:
     """Return (correct, extracted answer). math-verify's own time limits are off: the pool has a harder one."""
-    gold_text = _bare(truth)
+    stated = last_statement(normalized(truth))  # a whole solution, as MATH has them
+    gold_text = _bare(stated.text if stated is not None and stated.text else truth)
     gold = _parse_formula(gold_text)
     if not gold:
         raise ValueError(f"the ground truth {truth!r} is not a mathematical expression")
@@ -162,6 +164,7 @@ def _bare(text: str) -> str:
     """Return a normalised formula without its box, its dollar signs and the full stop behind it."""
     text = _CHOICE.sub("", without_boxes(normalized(text)).strip())
     text = _MARGIN.sub("", _LABEL.sub("", text)).removesuffix("\\\\").strip()
+    text = _REMARK.sub("", text)
     text = re.sub(r"^(?:\*\*|__|`)(.*)(?:\*\*|__|`)$", r"\1", text, flags=re.DOTALL).strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         inner = text.rstrip(".").rstrip()

@@ -70,5 +70,5 @@ def _is_plain(verifier: str, truth: str) -> bool:
 def _as_answer(verifier: str, truth: str) -> str:
     """Return a response that gives the truth as its answer."""
     if verifier == HF_MATH_VERIFY:
-        return truth if "\\boxed" in truth else f"\\boxed{{{truth}}}"
+        return truth if "\\boxed" in truth or "answer" in truth.lower() else f"\\boxed{{{truth}}}"
     return f"Answer: {truth}"

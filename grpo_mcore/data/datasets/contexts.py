@@ -11,7 +11,7 @@ from grpo_mcore.data.interfaces import DataError
 
 CONTEXTS = (
     *("context", "contexts", "passage", "passages", "article", "premise", "paragraph", "paragraphs", "story"),
-    *("document", "documents"),
+    *("document", "documents", "Body", "body"),
 )
 """Fields under which published data have them: the first that a row has is meant. They are shown where `context_key`
 names them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,12 @@ def test_right_answers_are_right(kind: dict[str, Any]) -> None:
 
 
 def test_every_truth_is_accepted_by_itself() -> None:
-    truths = {truth for kind in KINDS for _, truth in kind["right"] + kind["wrong"]}
+    truths = {
+        truth
+        for kind in KINDS
+        for _, truth in kind["right"] + kind["wrong"]
+        if not {"answer", "boxed"} & {*re.findall("[a-z]+", truth)}
+    }
     assert [truth for truth in truths if not hf_math_verify(f"\\boxed{{{truth}}}", truth)[0]] == []
 
 
