@@ -278,9 +278,8 @@ def rank_environment(config: MasterConfig, ranks: int, *, gpu: bool) -> dict[str
 
 def _vllm_kwargs(policy: PolicyConfig, folder: str) -> dict[str, Any]:
     """Return the recipe's arguments for vLLM, with the changes to the model's config.json."""
-    if not (overrides := policy.hf_config_overrides):
-        return policy.generation.vllm_kwargs
-    return policy.generation.vllm_kwargs | {"hf_overrides": engine_overrides(read_hf_config(folder), overrides)}
+    changes = engine_overrides(read_hf_config(folder), policy.hf_config_overrides)
+    return policy.generation.vllm_kwargs | ({"hf_overrides": changes} if changes else {})
 
 
 def rank_threads(config: MasterConfig, ranks: int) -> int:

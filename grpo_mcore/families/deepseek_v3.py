@@ -25,11 +25,14 @@ from grpo_mcore.families.spec import (
     require,
 )
 
+ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""How experts are chosen, under the keys that published configs have; transformers' own do not."""
+
 
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
     require(config, attention_bias=False, rope_interleave=True)
-    require(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    require(config, **ROUTING, moe_layer_freq=1)
     latent = LatentShape(
         query_rank=config.get("q_lora_rank"),
         key_value_rank=config["kv_lora_rank"],

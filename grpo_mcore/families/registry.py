@@ -191,6 +191,8 @@ def engine_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     """
     result = with_overrides(config, overrides)
     changed = {key: value for key, value in result.items() if key not in config or value != config[key]}
+    if FAMILIES.get(str(config.get("model_type"))) is deepseek_v3:  # transformers takes these, vLLM others
+        changed |= {key: value for key, value in deepseek_v3.ROUTING.items() if key not in config}
     if isinstance(config.get("text_config"), Mapping) and "text_config" in changed:
         changed["text_config"] = engine_overrides(config["text_config"], overrides["text_config"])
     if not any(key in changed for key in ROPE_KEYS):
@@ -199,7 +201,7 @@ def engine_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     if result.get("model_type") == "gemma3_text":
         return others | {"rope_parameters": gemma3_text.rope_by_kind(result)}
     settings = result.get("rope_parameters") or {
-        "rope_theta": result.get("rope_theta", 10000.0),
+        "rope_theta": result.get("rope_theta", DEFAULTS.get(result["model_type"], {}).get("rope_theta", 10000.0)),
         "rope_type": "default",
         **({} if (factor := result.get("partial_rotary_factor")) is None else {"partial_rotary_factor": factor}),
         **_with_type(result.get("rope_scaling") or {}),
@@ -207,6 +209,20 @@ def engine_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     return others | {"rope_parameters": settings}
 
 
+_GLM = {"rms_norm_eps": 1e-5, "n_shared_experts": 1}
+_DEEPSEEK = {"n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "glm4_moe": _GLM,
+    "glm4_moe_lite": _GLM | {"routed_scaling_factor": 1.8},
+    "glm_moe_dsa": _GLM | {"routed_scaling_factor": 2.5},
+    "minimax_m2": {"rope_theta": 5e6},
+    "gpt_oss": {"rms_norm_eps": 1e-5},
+}
+"""What transformers, and so vLLM, takes for a key that a config.json lacks, where it is a value of the family's own and
+no tensor would have another size."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -228,7 +244,7 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         if key in text and (type(text[key]) is not int or text[key] < 1):
             raise FamilyError(f"config.json of a {config['model_type']} model: {key} is {text[key]!r}")
     try:
-        return family.shape(config)
+        return family.shape(DEFAULTS.get(config["model_type"], {}) | config)
     except FamilyError:
         raise
     except KeyError as error:

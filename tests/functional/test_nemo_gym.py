@@ -25,7 +25,7 @@ from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import Sampling
+from grpo_mcore.rollout.trajectory import Sampling, Trajectory, Turn
 from tests.functional.runs import Run, run_here, write_recipe
 from tests.gym_server import AGENT, GymServer
 
@@ -366,5 +366,21 @@ def test_calls_and_thoughts_are_read_with_vllms_parsers(tmp_path: Path) -> None:
     assert read(f"<think>a</think>{broken}", tools=tools)["content"] == broken
     assert read(f"<think>a</think>{call}")["content"] == call, "there are no tools to call"
     assert "tool_calls" not in read(f"<think>a</think>{call}", tools=tools, tool_choice="none")
+
+    def stopped(text: str, finish: str = "stop", **body: Any) -> tuple[Any, ...]:
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        turn = Turn("assistant", ids, torch.zeros(len(ids)), True, text=text)
+        request = ChatRequest.read({"messages": messages, "logprobs": True, **body}, config)
+        answer = reader.completion(
+            request, Trajectory("a", 0, (Turn("user", ids[:1]), turn), (), finish, finish == "length")
+        )
+        choice = answer["choices"][0]
+        assert choice["message"]["generation_token_ids"] == ids.tolist(), "its tokens stay what the policy wrote"
+        return choice["message"]["content"], choice["stop_reason"]
+
+    thought = "<think>so</think>"
+    assert stopped(f"{thought}1 END", stop=["x", " END"]) == ("1", " END")
+    assert stopped(f"{thought}1 END", stop=" END", include_stop_str_in_output=True) == ("1 END", " END")
+    assert stopped(f"{thought}1 END", "length", stop="END") == stopped(f"{thought}1 END") == ("1 END", None)
     with pytest.raises(ValueError, match="http_server_serving_chat_kwargs.tool_parser: .*nobody"):
         AnswerReader(tokenizer, ChatConfig("policy", (Sampling(8),), tool_parser="nobody"))

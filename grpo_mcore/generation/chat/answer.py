@@ -41,12 +41,15 @@ class AnswerReader:
         ids, logprobs = generated.token_ids.tolist(), generated.logprobs.tolist()
         all_ids = trajectory.token_ids().tolist()
         prompt = all_ids[: len(all_ids) - len(ids)]
-        message = self.message(request, ids, trajectory.stop_token)
         reason = {"length": "length", "abort": "abort"}.get(trajectory.finish_reason, "stop")
+        by_text = reason == "stop" and trajectory.stop_token is None
+        stop = next((each for each in request.stops if by_text and generated.text.endswith(each)), None)
+        message = self.message(request, ids, trajectory.stop_token, stop)
         choice: dict[str, Any] = {
             "index": 0,
             "message": message,
             "finish_reason": "tool_calls" if reason == "stop" and message.get("tool_calls") else reason,
+            "stop_reason": stop,
         }
         if request.logprobs:
             message["prompt_token_ids"] = prompt
@@ -76,8 +79,11 @@ class AnswerReader:
             body["prompt_token_ids"], choice["token_ids"] = prompt, ids
         return body
 
-    def message(self, request: ChatRequest, ids: list[int], stop_token: int | None) -> dict[str, Any]:
-        """Return the assistant's message: `content`, plus `tool_calls` and `reasoning_content` if parsers find any."""
+    def message(
+        self, request: ChatRequest, ids: list[int], stop_token: int | None, stop: str | None = None
+    ) -> dict[str, Any]:
+        """Return the assistant's message: `content`, plus `tool_calls` and `reasoning_content` if parsers find any.
+        `stop`: text of the client's at which the answer ended; it is not in the message, but its tokens stay tokens."""
         message: dict[str, Any] = {"role": "assistant"}
         tools = request.tools if self._tool_parser is not None and request.tool_choice != "none" else None
         parsed: Any = None
@@ -93,7 +99,10 @@ class AnswerReader:
             parser = self._tool_parser(self._tokenizer, parsed.tools)
             parsed = parser.adjust_request(parsed)  # sets skip_special_tokens as the parser needs it
             keep_special = not parsed.skip_special_tokens
-        content: str | None = self._tokenizer.decode(text_ids, skip_special_tokens=not keep_special)
+        text: str = self._tokenizer.decode(text_ids, skip_special_tokens=not keep_special)
+        if stop is not None and not request.include_stop_str_in_output:
+            text = text.partition(stop)[0]
+        content: str | None = text
         if self._reasoning_parser is not None:
             reasoning, content = self._reasoning_parser(self._tokenizer).extract_reasoning(content, parsed)
             if reasoning:

@@ -305,14 +305,15 @@ def as_message(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
         given = _arguments(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
     reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
+    stop = choice.get("stop_reason") if choice["finish_reason"] == "stop" else None
     return {
         "id": _id("msg"),
         "type": "message",
         "role": "assistant",
         "model": answer["model"],
         "content": content,
-        "stop_reason": reasons.get(choice["finish_reason"], "end_turn"),
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if stop else reasons.get(choice["finish_reason"], "end_turn"),
+        "stop_sequence": stop,
         "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
     }
 
@@ -333,7 +334,9 @@ def message_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> Iter
         return kind, {"type": kind, **data}
 
     usage = {**message["usage"], "output_tokens": 0}
-    yield event("message_start", message={**message, "content": [], "stop_reason": None, "usage": usage})
+    yield event(
+        "message_start", message={**message, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    )
     for index, block in enumerate(message["content"]):
         match block["type"]:
             case "text":
@@ -347,7 +350,7 @@ def message_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> Iter
         yield event("content_block_start", index=index, content_block=empty)
         yield event("content_block_delta", index=index, delta=delta)
         yield event("content_block_stop", index=index)
-    end = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    end = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
     yield event("message_delta", delta=end, usage={"output_tokens": message["usage"]["output_tokens"]})
     yield event("message_stop")
 

@@ -51,6 +51,7 @@ class ChatRequest(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: _StopString | list[_StopString] | None = None
+    include_stop_str_in_output: bool | None = None
     seed: int | None = None
     logprobs: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -74,6 +75,11 @@ class ChatRequest(BaseModel):
                 raise RequestError(f"{name}: {body[name]!r} is not served, leave it at {neutral[-1]!r}")
         return request
 
+    @property
+    def stops(self) -> list[str]:
+        """The texts at which the client wants an answer to end."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
     def sampling(self, config: ChatConfig) -> Sampling:
         """Return the sampling settings: those of training or of validation. Raises RequestError for any other."""
         for known in config.samplings:
@@ -81,11 +87,10 @@ class ChatRequest(BaseModel):
             same_top_k = self.top_k in (None, -1, 0, known.top_k)
             if same_top_k and all(asked is None or abs(asked - value) < 1e-6 for asked, value in pairs):
                 tokens = self.max_completion_tokens or self.max_tokens or known.max_new_tokens
-                stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
                 return replace(
                     known,
                     max_new_tokens=min(tokens, known.max_new_tokens),
-                    stop_strings=(*known.stop_strings, *stops),
+                    stop_strings=(*known.stop_strings, *self.stops),
                 )
         served = " or ".join(f"({s.temperature:g}, {s.top_p:g}, {s.top_k})" for s in config.samplings)
         raise RequestError(

@@ -18,9 +18,22 @@ from grpo_mcore.recipe.errors import nearest_hint
 from grpo_mcore.recipe.schema.keys import nearest_key
 from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
 from grpo_mcore.recipe.schema.megatron import MegatronConfig
+from grpo_mcore.recipe.validation.engines import OF_EVERY_ENGINE
 
 _AT = "on_policy_distillation."
 _ESTIMATOR = "grpo.adv_estimator."
+_HAVE_KEYS = {
+    "model": _AT + "teacher_model_by_agent_name",
+    "hf_overrides": "the config.json of the teacher's folder",
+    "hf_config_path": "the config.json of the teacher's folder",
+    "dtype": "the teacher's precision",
+    "tensor_parallel_size": "the teacher's tensor_model_parallel_size",
+    "pipeline_parallel_size": "the teacher's pipeline_model_parallel_size",
+    "enable_expert_parallel": "the teacher's expert_model_parallel_size",
+    "data_parallel_size": "the teacher's devices",
+    "gpu_memory_utilization": "the teacher's gpu_memory_utilization",
+}
+"""Arguments of a teacher's engines that come from other keys of a recipe."""
 
 
 def check_teachers(config: RecipeSections) -> Iterator[Finding]:
@@ -159,6 +172,11 @@ def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
         if experts not in (1, tensor):
             message = f"{experts} is neither 1 nor the {tensor} tensor-parallel ranks that share an engine's experts"
             yield (_place(config, alias, "expert_model_parallel_size"), backend), message
+        for name in settings.vllm_kwargs:
+            if (there := _HAVE_KEYS.get(name)) is not None:
+                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"is set by {there}; change it there"
+            elif (why := OF_EVERY_ENGINE.get(name)) is not None:
+                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"cannot be chosen: {why}; remove it"
         hinted = [number for number, entry in enumerate(config.data.train) if entry.hint_key is not None]
         if hinted and "max_model_len" not in settings.vllm_kwargs:
             message = "with a hint an engine must know the longest prompt with its answer: {max_model_len: TOKENS}"

@@ -42,8 +42,19 @@ HAVE_KEYS = {
     "max_lora_rank": "policy.megatron_cfg.peft.dim",
 }
 """Arguments of an engine that come from other keys of a recipe."""
-DECIDED = {
+OF_EVERY_ENGINE = {
     "logprobs_mode": "training needs log-probs of the distribution that samples are drawn from",
+    "enable_sleep_mode": "engines sleep when they share their devices with the policy",
+    "distributed_executor_backend": "the run starts the engine's ranks",
+    "prefill_context_parallel_size": "the run starts the engine's ranks",
+    "device_ids": "the run gives engines their devices",
+    "nnodes": "the run places engines on nodes",
+    "node_rank": "the run places engines on nodes",
+    "master_addr": "the run places engines on nodes",
+    "master_port": "the run places engines on nodes",
+}
+"""Arguments that are no one's to choose, and why: of a teacher's engines as of the policy's."""
+DECIDED = OF_EVERY_ENGINE | {
     "watermark_config": "training needs samples of the policy's own distribution",
     "quantization": "a refit brings weights that are not quantized",
     "quantization_config": "a refit brings weights that are not quantized",
@@ -55,17 +66,9 @@ DECIDED = {
     "enable_elastic_ep": "a refit fills the experts in their order",
     "kv_transfer_config": "a refit clears the engine's own cache; keys and values of old weights would stay in another",
     "weight_transfer_config": "refits have one of their own",
-    "enable_sleep_mode": "engines sleep when they share their devices with the policy",
     "max_loras": "an engine has the policy's adapter, and no other",
-    "distributed_executor_backend": "the run starts the engine's ranks",
-    "prefill_context_parallel_size": "the run starts the engine's ranks",
-    "device_ids": "the run gives engines their devices",
-    "nnodes": "the run places engines on nodes",
-    "node_rank": "the run places engines on nodes",
-    "master_addr": "the run places engines on nodes",
-    "master_port": "the run places engines on nodes",
 }
-"""Arguments of an engine that are no one's to choose, and why."""
+"""Arguments of the policy's engines that are no one's to choose, and why."""
 
 
 def check_pools(config: RecipeSections) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.run_control.checks import model_folder
 from grpo_mcore.batching.packed_batch import pack_rows
-from grpo_mcore.families import ModelShape, engine_options, missing_on_cpu, read_hf_config, shape_of
+from grpo_mcore.families import ModelShape, engine_options, engine_overrides, missing_on_cpu, read_hf_config, shape_of
 from grpo_mcore.parallel.layer_traces import fixed_direction, trace_layers
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.rank_pool import RankPool
@@ -152,6 +152,7 @@ def _generated(folder: Path, shape: ModelShape) -> tuple[list[JudgedSample], tup
         return [], (f"engine: vLLM's CPU build cannot run this {shape.family} model: {missing}",)
     length = max(LENGTHS) + NEW_TOKENS
     options: dict[str, Any] = engine_options(shape) | {"prefix_caching": False}  # each token is computed, and recorded
+    options["vllm_kwargs"] = {"hf_overrides": engine_overrides(read_hf_config(folder), {})}
     engine = Engine(EngineConfig(str(folder), dtype="float32", max_model_len=length, kv_cache_memory_gb=0.1, **options))
     requests = [
         GenerationRequest(str(i), 0, (Turn("user", tokens),), seed=i)

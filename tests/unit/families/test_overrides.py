@@ -10,6 +10,7 @@ import pytest
 
 from grpo_mcore.families import FamilyError, engine_overrides, read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.known import known_configs
+from grpo_mcore.families.registry import DEFAULTS
 from grpo_mcore.parallel.hf_folder import HfFolderWriter
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.plan.plan import plan_shape
@@ -198,3 +199,29 @@ def test_the_engine_is_told_of_other_keys_as_they_are() -> None:
     assert engine_overrides(QWEN, {}) == {}
     assert engine_overrides(QWEN, {"max_position_embeddings": 7}) == {"max_position_embeddings": 7}
     assert engine_overrides(QWEN, {"hidden_size": QWEN["hidden_size"]}) == {}
+
+
+@pytest.mark.parametrize("model_type", sorted(DEFAULTS))
+def test_a_key_that_a_config_lacks_has_the_value_of_transformers(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    name = "deepseek_v3" if model_type == "kimi_k2" else model_type  # vLLM reads both with one class
+    theirs = AutoConfig.for_model(name).to_dict()
+    theirs["rope_theta"] = theirs["rope_parameters"]["rope_theta"]
+    assert {key: theirs[key] for key in DEFAULTS[model_type]} == DEFAULTS[model_type]
+
+
+def test_a_config_without_a_key_is_read_as_transformers_reads_it() -> None:
+    mixtral = known_configs()["Mixtral-8x7B-v0.1"]
+    bare = {key: value for key, value in mixtral.items() if key not in ("rms_norm_eps", "rope_theta")}
+    assert shape_of(bare) == shape_of(mixtral) and shape_of(bare).rope_theta == 1e6
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+    assert engine_overrides(bare, {"rope_scaling": scaling})["rope_parameters"]["rope_theta"] == 1e6
+
+
+def test_an_engine_is_told_how_experts_are_chosen_where_the_config_does_not_say() -> None:
+    config = known_configs()["DeepSeek-V3"]
+    said = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    assert engine_overrides(config | said, {}) == {} == engine_overrides(QWEN, {})
+    bare = {key: value for key, value in config.items() if key not in said}
+    assert engine_overrides(bare, {}) == said and shape_of(bare) == shape_of(config)

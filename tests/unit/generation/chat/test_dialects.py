@@ -38,6 +38,7 @@ class ChatEngines(Engines):
     def __init__(self) -> None:
         super().__init__()
         self.message: dict[str, Any] | None = WHOLE
+        self.stop: str | None = None
         self.reason, self.bodies = "tool_calls", list[dict[str, Any]]()
         for worker in self.workers:
             worker.stream = self.stream  # type: ignore[method-assign]
@@ -50,7 +51,7 @@ class ChatEngines(Engines):
         if kind == "tokenize":
             yield Reply(200, {"count": 7, "max_model_len": 9, "tokens": [1] * 7})
             return
-        choice = {"index": 0, "message": self.message, "finish_reason": self.reason}
+        choice = {"index": 0, "message": self.message, "finish_reason": self.reason, "stop_reason": self.stop}
         usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
         common = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "policy"}
         yield Reply(200, {**common, "choices": [choice], "usage": usage}, "f", ((3, 0, 12),))
@@ -163,7 +164,14 @@ def test_messages(claude: anthropic.Anthropic, engines: ChatEngines) -> None:
         engines.message, engines.reason = {"role": "assistant", "content": "I"}, reason
         cut = claude.messages.create(**MESSAGES)
         assert cut.stop_reason == wanted and cut.content[0].type == "text"
-    engines.message = {**WHOLE, "tool_calls": [{**CALL, "function": {"name": "add", "arguments": "{"}}]}
+    engines.stop = "END"
+    with claude.messages.stream(**MESSAGES) as stream:
+        ended = stream.get_final_message()
+    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", "END")
+    engines.message, engines.stop = (
+        {**WHOLE, "tool_calls": [{**CALL, "function": {"name": "add", "arguments": "{"}}]},
+        None,
+    )
     assert claude.messages.create(**MESSAGES).content[-1].input == {"_raw": "{"}  # type: ignore[union-attr]
 
 
