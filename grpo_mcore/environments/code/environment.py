@@ -209,13 +209,13 @@ class CodeEnvironment(EnvironmentInterface):
         limits, tolerance = self._sandboxes.limits, self.config.float_tolerance
         match test:
             case StdinTest(given, expected):
-                ended = sandbox.run(with_imports(program), given)
+                ended = sandbox.run(with_imports(program, test), given)
                 trouble = ended.trouble(limits)
                 if trouble is None and not same_text(ended.stdout, expected, tolerance):
                     trouble = f"printed {_shown(ended.stdout)}, expected {_shown(expected)}"
                 return trouble
             case CallTest(function, args, outputs):
-                ended = sandbox.run(with_imports(program), check={"call": function, "args": args})
+                ended = sandbox.run(with_imports(program, test), check={"call": function, "args": args})
                 trouble = ended.trouble(limits)
                 if trouble is None and (ended.result is None or "value" not in ended.result):
                     trouble = _NO_TEST
@@ -227,7 +227,7 @@ class CodeEnvironment(EnvironmentInterface):
             case AssertTest(code):
                 split = split_test(code)
                 check = {"assert": code} if split is None else {"steps": split.steps}
-                ended = sandbox.run(with_imports(test.whole_program(program)), check=check)
+                ended = sandbox.run(with_imports(test.whole_program(program), test), check=check)
                 trouble = ended.trouble(limits)
                 if trouble is None:
                     trouble = _failure(split, ended.result)

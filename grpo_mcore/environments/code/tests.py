@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import builtins
 import io
 import json
 import math
@@ -31,6 +32,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from functools import cache
 from typing import Any, TypeGuard
 
 _WORDS = re.compile(r"\s+|\S+")
@@ -108,11 +110,38 @@ def defines(program: str, name: str) -> bool:
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 
 
-def with_imports(program: str) -> str:
+def with_imports(program: str, test: CodeTest) -> str:
     """Return a program with the imports in front that the public benchmarks' harnesses give it, on one line, so that
-    line numbers in its errors move by one. `from __future__` stays first."""
-    future = _FUTURE.findall(program)
-    return "".join(f"{line}\n" for line in future) + _IMPORTS + "\n" + _FUTURE.sub("", program)
+    line numbers in its errors move by one. `from __future__` stays first. What the test calls is left out of them: a
+    program that does not define `gcd` itself has none."""
+    called = sorted(name for name in _called(test) & imported_names() if not defines(program, name))
+    future = "".join(f"{line}\n" for line in _FUTURE.findall(program))
+    return f"{future}{_IMPORTS}{'; del ' if called else ''}{', '.join(called)}\n{_FUTURE.sub('', program)}"
+
+
+def _called(test: CodeTest) -> set[str]:
+    """Return the names that a test calls and does not import or define itself."""
+    if isinstance(test, CallTest):
+        return {test.function}
+    if isinstance(test, StdinTest):
+        return set()
+    try:
+        nodes = list(ast.walk(ast.parse(test.code)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {test.defines} - {""}
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    own = {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes)
+    return {test.defines} - {""} if stars else (called - own) | ({test.defines} - {""})
+
+
+@cache
+def imported_names() -> frozenset[str]:
+    """Return the names that the imports in front of a program define, but for those of Python itself."""
+    scope: dict[str, Any] = {}
+    exec(_IMPORTS.rpartition(";")[0], scope)
+    return frozenset(scope) - set(dir(builtins))
 
 
 # Of the standard library, as LiveCodeBench's harness has them: answers to starter code name List, inf or deque without

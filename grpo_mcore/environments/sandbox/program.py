@@ -105,9 +105,8 @@ def run_test(check: dict[str, Any], module: types.ModuleType) -> None:
         run_source(check["assert"], "test.py", module.__dict__)
         result = {"passed": check["secret"]}
     else:
-        function = getattr(module, check["call"], None)
-        if function is None and hasattr(module, "Solution"):
-            function = getattr(module.Solution(), check["call"], None)
+        in_class = hasattr(getattr(module, "Solution", None), check["call"])
+        function = getattr(module.Solution() if in_class else module, check["call"], None)
         if function is None:
             raise NameError(f"name {check['call']!r} is not defined")
         result = {"value": function(*check["args"])}

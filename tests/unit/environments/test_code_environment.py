@@ -64,6 +64,9 @@ def test_calls_and_assertions(env: CodeEnvironment) -> None:
     assert judge(env, ADD, tests=tests) == (1.0, "2 of 2 tests passed")
     method = f"class Solution:\n    @staticmethod\n    {ADD}".replace("\n    return", "\n        return")
     assert judge(env, method, tests=tests)[0] == 1.0
+    assert judge(env, "pass", tests=tests)[0] == 0.0, "operator.add is not the program's"
+    merge = "class Solution:\n    def merge(self, a):\n        return sorted(a)"  # heapq has one too
+    assert judge(env, merge, tests=[{"call": "merge", "args": [[2, 1]], "output": [1, 2]}])[0] == 1.0
     assert judge(env, ADD.replace("+", "*"), tests=tests) == (
         0.0,
         "0 of 2 tests passed; test 1: add returned 2, expected 3; "

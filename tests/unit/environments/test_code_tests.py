@@ -294,6 +294,26 @@ def test_the_benchmarks_imports_do_not_replace_what_a_program_needs() -> None:
     program = (
         "from __future__ import annotations\nclass A:\n    x: Undefined\ndef f(a: List[int]) -> Optional[int]: pass\n"
     )
-    exec(with_imports(program + "counts = Counter('aab')\nleast = inf\npower = pow(2, 5, 7)\n"), names)
+    exec(
+        with_imports(program + "counts = Counter('aab')\nleast = inf\npower = pow(2, 5, 7)\n", StdinTest("", "")), names
+    )
     assert names["counts"] == {"a": 2, "b": 1} and names["least"] == float("inf") and names["power"] == 4
     assert names["sum"] is sum and names["random"].random and names["bisect"].bisect and names["open"] is open
+
+
+@pytest.mark.parametrize(
+    "test",
+    [CallTest("gcd", [4, 6], (2,)), AssertTest("assert gcd(4, 6) == 2"), AssertTest("check(gcd)", defines="gcd")],
+)
+def test_what_a_test_calls_is_not_imported_for_the_program(test: CallTest | AssertTest) -> None:
+    names: dict[str, Any] = {}
+    exec(with_imports("pass", test), names)
+    assert "gcd" not in names and "sqrt" in names
+    exec(with_imports("def gcd(a, b): return sqrt(4)", test), names)
+    assert names["gcd"](1, 1) == 2
+
+
+def test_what_a_test_imports_itself_stays() -> None:
+    names: dict[str, Any] = {}
+    exec(with_imports("pass", AssertTest("from math import sqrt\nassert f(sqrt(4)) == 2")), names)
+    assert "sqrt" in names
