@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         words = [*command, *each.words]
         if args.dry_run:
-            print("grpo-mcore " + " ".join(words))
+            print(shlex.join(["grpo-mcore", *words]))
             continue
         output = each.folder / "output.txt"
         try:

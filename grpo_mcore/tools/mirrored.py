@@ -102,14 +102,26 @@ def local_run(place: str, *, samples: bool = True) -> Path:
 
 def recorded_run(place: str) -> tuple[Path, MasterConfig]:
     """Return the log folder of the run at `place`, as a folder of this machine, and the run's recipe. Its
-    `checkpointing.checkpoint_dir` is the mirror's prefix where `place` is an address. Raises StoreError, NoRun."""
+    `checkpointing.checkpoint_dir` is the mirror's prefix where `place` is an address; a relative one lies where the run
+    was started, not in the working directory, where another run may have its own. Raises StoreError, NoRun."""
     here = local_run(place)
     folder = find_run(here)
     recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text(encoding="utf-8")))
     if _path(place) is None:
         log = f"{place.rstrip('/')}/{folder.relative_to(here).as_posix()}".removesuffix("/.")
         recipe.checkpointing.checkpoint_dir = re.sub(r"/logs/exp_[^/]+$", "", log)
+    elif (started := _started_in(folder, Path(recipe.logger.log_dir))) is not None:
+        recipe.checkpointing.checkpoint_dir = os.path.relpath(started / recipe.checkpointing.checkpoint_dir)
     return folder, recipe
+
+
+def _started_in(folder: Path, logs: Path) -> Path | None:
+    """Return the working directory of the run whose log folder is `folder`, None where `logs`, its logger.log_dir, does
+    not say it: it is absolute, or the folder was moved."""
+    above = folder.resolve().parent
+    if logs.is_absolute() or above.parts[-len(logs.parts) :] != logs.parts:
+        return None
+    return above.parents[len(logs.parts) - 1]
 
 
 def kept_checkpoint(place: str, step: int) -> Path | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.recipe import Algorithm, load_recipe
+from grpo_mcore.recipe.loading.merge import override
 from grpo_mcore.tools.report.run_files import NoRun, RunFiles, find_run, read_run
 
 SWEEP_FILE = "sweep.json"
@@ -62,6 +63,10 @@ def split_values(text: str) -> list[str]:
     return [*parts, text[start:]]
 
 
+PLACES = {"logger.log_dir": "logs", "checkpointing.checkpoint_dir": "checkpoints"}
+"""Keys that a sweep sets, and the folder of each in that of a run."""
+
+
 def sweep_runs(
     recipe: str, words: Sequence[str], seeds: int, folder: Path, algorithm: Algorithm = "grpo"
 ) -> list[SweepRun]:
@@ -73,6 +78,8 @@ def sweep_runs(
     fixed, varied = [], []
     for word in words:
         key, sign, value = word.partition("=")
+        if key.lstrip("+") in PLACES:
+            raise SweepError(f"{key}: each run has its own, in the sweep's folder; choose that with --folder")
         values = split_values(value) if sign and not key.startswith(("+", "~")) else [value]
         if len(values) > 1:
             varied.append([(key, each) for each in values])
@@ -92,7 +99,7 @@ def sweep_runs(
             name = ",".join(filter(None, [setting, "" if seed is None else f"seed={seed}"]))
             place = folder / re.sub(r"[^\w.,=+-]+", "_", name)
             own_words = [*own, *([] if seed is None else [f"{algorithm}.seed={seed}"])]
-            own_words += [f"logger.log_dir={place / 'logs'}", f"checkpointing.checkpoint_dir={place / 'checkpoints'}"]
+            own_words += [override(key, str(place / inside)) for key, inside in PLACES.items()]
             if mirror is not None:
                 own_words.append(f"checkpointing.mirror={mirror.rstrip('/')}/{place.name}")
             load_recipe(recipe, own_words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -31,6 +32,15 @@ def is_override(word: str) -> bool:
     if match is None or (match["value"] is None and match["sign"] != "~"):
         return False
     return re.fullmatch(r"[A-Za-z_][\w.\-]*", match["path"]) is not None
+
+
+def override(key: str, text: str) -> str:
+    """Return the override of a key by a text, in quotes if YAML would read something else."""
+    try:
+        same = parse_text(text, key, COMMAND_LINE).plain() == text and "${" not in text
+    except RecipeError:
+        same = False
+    return f"{key}={text if same else json.dumps(text, ensure_ascii=False)}"
 
 
 def apply_overrides(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Node:

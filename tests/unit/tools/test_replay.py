@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from grpo_mcore.recipe import MasterConfig, teacher_pools, world_size
+from grpo_mcore.tools.mirrored import recorded_run
 from grpo_mcore.tools.replay.replay import Replay, compare, replay_config
 from tests.unit.algorithms.training_step import step_cases
 
@@ -51,6 +55,21 @@ def test_teachers_with_nodes_of_their_own_share_the_policys_in_a_replay() -> Non
     }  # fmt: skip
     config = replay_config(MasterConfig.model_validate(recipe), None)
     assert not teacher_pools(config) and world_size(config) == 2
+
+
+def test_relative_checkpoints_of_a_run_lie_where_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run may have its own under the same name in the working directory."""
+    for folder in ("a/logs/x/exp_001", "copy/exp_001", "here"):
+        (tmp_path / folder).mkdir(parents=True)
+    recipe = step_cases.config().model_dump(mode="json")
+    recipe["logger"]["log_dir"], recipe["checkpointing"]["checkpoint_dir"] = "./logs/x", "runs"
+    for log in ("a/logs/x/exp_001", "copy/exp_001"):
+        (tmp_path / log / "hyperparams.json").write_text(json.dumps(recipe))
+    monkeypatch.chdir(tmp_path / "here")
+    found = {place: recorded_run(place)[1].checkpointing.checkpoint_dir for place in ("../a/logs", "../copy")}
+    assert found == {"../a/logs": "../a/runs", "../copy": "runs"}
 
 
 def test_a_missing_metric_is_no_difference() -> None:

@@ -57,6 +57,10 @@ def test_keys_of_the_same_last_part_are_written_in_full(tmp_path: Path) -> None:
 def test_a_sweep_without_values_or_with_a_wrong_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match="nothing varies: give a key several values"):
         sweep_runs(DEMO, ["grpo.max_num_steps=3"], 1, tmp_path)
+    with pytest.raises(SweepError, match="checkpointing.checkpoint_dir: each run has its own, .* with --folder"):
+        sweep_runs(DEMO, ["checkpointing.checkpoint_dir=/big", "grpo.seed=1,2"], 1, tmp_path)
+    (run, _) = sweep_runs(DEMO, ["grpo.seed=1,2"], 1, tmp_path / "my: #1")
+    assert load_recipe(DEMO, run.words).config.logger.log_dir == f"{tmp_path}/my: #1/seed=1/logs"
     with pytest.raises(RecipeError, match="loss_fn.ratio_clip_min"):
         sweep_runs(DEMO, ["loss_fn.ratio_clip_min=0.1,much"], 1, tmp_path)
     with pytest.raises(SweepError, match="two runs would share a folder"):
