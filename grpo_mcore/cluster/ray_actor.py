@@ -219,11 +219,14 @@ class WorkerActor:
 
 
 def _set_environment(extra_allowed: Sequence[str], env: Mapping[str, str], gpus: float) -> None:
+    import ray
+
     for key in list(os.environ):
         if key not in env and not is_allowed(key, extra_allowed):
             del os.environ[key]
-    if gpus == 0:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Ray itself sets them, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is there: all ranks would take the first.
+    given = ray.get_runtime_context().get_accelerator_ids()["GPU"] if gpus else []
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(given)
     os.environ.update(env)
 
 

@@ -419,7 +419,8 @@ def test_gpus_are_visible_to_their_rank_and_to_colocated_workers(cluster):
     assert [part.place().gpus for part in parts] == [place.gpus for place in places]
     assert [fact.rank for fact, _ in call_all(cluster, parts, Rank.facts)()] == [0, 1]
     cluster.stop([*group, engine, *parts])
-    again = cluster.spawn("gpu-again", Abacus, cpus=0.1, gpus=2)  # their GPUs are free again
+    left_to_us = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # Ray sets none
+    again = cluster.spawn("gpu-again", Abacus, cpus=0.1, gpus=2, env=left_to_us)  # their GPUs are free again
     assert again.place().gpus == ("0", "1")
     cluster.stop([again])
 
