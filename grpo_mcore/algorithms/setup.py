@@ -23,7 +23,7 @@ from grpo_mcore.algorithms.training_step.teachers import Teacher, Teachers, teac
 from grpo_mcore.algorithms.weight_sync.refit_settings import refit_settings
 from grpo_mcore.cluster import Cluster, Future, Worker, WorkerFailed, call_all, gather, is_fault, open_cluster
 from grpo_mcore.environments.interfaces import EnvironmentBase
-from grpo_mcore.families import engine_options, engine_overrides, read_hf_config
+from grpo_mcore.families import engine_options
 from grpo_mcore.generation import EngineConfig, LoadFormat, engine_environment
 from grpo_mcore.layout import DevicePool, EngineDevices
 from grpo_mcore.objective import DistillationLossFn, NLLLossFn, PreferenceLossFn, build_loss
@@ -227,7 +227,7 @@ def _start_teacher_engines(
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
             threads=cpu_threads(devices.count * each),
-            vllm_kwargs=(SCORING_KWARGS if gpu else {}) | _vllm_kwargs(config.policy, model.folder),
+            vllm_kwargs=(SCORING_KWARGS if gpu else {}) | _vllm_kwargs(config.policy, model),
             logit_temperature=generation.temperature,
             **engine_options(model.shape, gpu=gpu) | {"prefix_caching": False},  # a prompt that is scored is computed
         )
@@ -276,10 +276,9 @@ def rank_environment(config: MasterConfig, ranks: int, *, gpu: bool) -> dict[str
     }
 
 
-def _vllm_kwargs(policy: PolicyConfig, folder: str) -> dict[str, Any]:
+def _vllm_kwargs(policy: PolicyConfig, model: Model) -> dict[str, Any]:
     """Return the recipe's arguments for vLLM, with the changes to the model's config.json."""
-    changes = engine_overrides(read_hf_config(folder), policy.hf_config_overrides)
-    return policy.generation.vllm_kwargs | ({"hf_overrides": changes} if changes else {})
+    return policy.generation.vllm_kwargs | ({"hf_overrides": dict(model.hf_overrides)} if model.hf_overrides else {})
 
 
 def rank_threads(config: MasterConfig, ranks: int) -> int:
@@ -306,7 +305,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     first_weights: LoadFormat = "auto" if policy is not None and policy.refit.adapters else "dummy"
     chat = chat_config(config)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
-    vllm_kwargs = _vllm_kwargs(config.policy, model.folder)
+    vllm_kwargs = _vllm_kwargs(config.policy, model)
 
     def start(index: int) -> Sequence[Worker]:
         """Spawn an engine, and its followers on further nodes if it has several."""

@@ -23,9 +23,11 @@ from grpo_mcore.families import (
     check_context_parallel,
     check_length,
     check_settings,
+    engine_overrides,
     missing_on_cpu,
     read_hf_config,
     shape_of,
+    with_overrides,
 )
 from grpo_mcore.generation.config import engine_argument_names
 from grpo_mcore.layout import LayoutError, PolicyLayout
@@ -98,14 +100,15 @@ def model_folder(name: str, key: str = "policy.model_name") -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """The policy's model: its local folder, its shape and its layout, the platform of its ranks, and its teachers by
-    alias."""
+    """The policy's model: its local folder, its shape and its layout, the platform of its ranks, its teachers by alias,
+    and what engines are told of its config.json beside the file (`families.engine_overrides`)."""
 
     folder: str
     shape: ModelShape
     layout: PolicyLayout
     platform: Platform
     teachers: Mapping[str, Model] = field(default_factory=dict)
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def gpu(self) -> bool:
@@ -120,7 +123,8 @@ def check_model(config: MasterConfig) -> Model:
     Raises FamilyError, LayoutError or SetupError for a model or a layout that is not possible.
     """
     folder = model_folder(config.policy.model_name)
-    shape = shape_of(read_hf_config(folder, config.policy.hf_config_overrides))
+    written, overrides = read_hf_config(folder), config.policy.hf_config_overrides
+    shape = shape_of(with_overrides(written, overrides))
     platform = Platform.detect(config.cluster.platform)
     if findings := layout_findings(config, shape, gpu=platform.on_gpu):
         raise LayoutError(*findings)
@@ -137,7 +141,8 @@ def check_model(config: MasterConfig) -> Model:
             "environment for GPUs (scripts/setup_gpu.sh), or set cluster.platform: cpu",
             torch.__version__,
         )
-    return Model(folder, shape, layout, platform, check_teachers(config, platform))
+    teachers = check_teachers(config, platform)
+    return Model(folder, shape, layout, platform, teachers, engine_overrides(written, overrides))
 
 
 def _check_overrides(policy: PolicyConfig, shape: ModelShape, layout: PolicyLayout, platform: Platform) -> None:
@@ -165,7 +170,8 @@ def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]
         key = f"on_policy_distillation.teacher_model_by_agent_name.{alias}"
         folder = model_folder(policy.model_name, key)
         try:
-            settings = read_hf_config(folder, policy.hf_config_overrides)
+            written = read_hf_config(folder)
+            settings = with_overrides(written, policy.hf_config_overrides)
             shape = shape_of(settings)
             check_weights(Path(folder), shape)
             copy = teacher_copies(config)[alias]
@@ -189,7 +195,8 @@ def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]
                 f"on_policy_distillation.divergence.topk_logits_k: {divergence.topk_logits_k} is more than the "
                 f"{shape.vocab_size} tokens of the teacher; null compares all of them"
             )
-        teachers[alias] = Model(folder, shape, layout, platform)
+        overrides = engine_overrides(written, policy.hf_config_overrides)
+        teachers[alias] = Model(folder, shape, layout, platform, hf_overrides=overrides)
     return teachers
 
 
