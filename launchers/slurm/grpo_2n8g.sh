@@ -79,6 +79,7 @@ if [[ -z $head_ip ]]; then
     exit 1
 fi
 address=$head_ip:$port
+[[ $head_ip != *:* ]] || address="[$head_ip]:$port" # IPv6
 
 stage="" # a node's copy of the models, before its Ray starts
 if [[ -n $STAGE_TO ]]; then

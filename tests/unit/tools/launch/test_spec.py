@@ -392,6 +392,15 @@ def test_a_step_of_slurm_gets_all_cores_of_its_job(cores: str | None) -> None:
     assert done.stdout == f"{cores or ''}\n"
 
 
+@pytest.mark.parametrize(("ip", "address"), [("10.0.0.1", "10.0.0.1:30010"), ("2001:db8::1", "[2001:db8::1]:30010")])
+def test_the_heads_address_may_be_one_of_ipv6(ip: str, address: str) -> None:
+    body = BODY.read_text()
+    start, end = body.index("head_ip=${HEAD_IP"), body.index('stage=""')
+    program = f"on_head=(false); port=30010; {body[start:end]} echo $address"
+    done = subprocess.run(["bash", "-c", program], env={"HEAD_IP": ip}, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{address}\n"
+
+
 def test_every_node_copies_the_models_before_its_ray_starts(tmp_path: Path) -> None:
     job = spec("launch.stage_to=/local/models", target="slurm")
     tmp_path = tmp_path / "it's here"
