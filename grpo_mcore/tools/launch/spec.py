@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpo_mcore
 from grpo_mcore.families import FamilyError
+from grpo_mcore.hub_variables import HUB_VARIABLES
 from grpo_mcore.layout import LayoutError
 from grpo_mcore.recipe import (
     LaunchConfig,
@@ -37,11 +38,7 @@ from grpo_mcore.tools.plan.plan import plan_device, plan_shape, plan_workload
 from grpo_mcore.tools.plan.timing import step_time
 from grpo_mcore.tools.plan.workload import PlanError
 
-FROM_SUBMITTER = (
-    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
-    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
-    *("LD_LIBRARY_PATH", "CUDA_HOME", "HF_TOKEN", "WANDB_API_KEY"),
-)
+FROM_SUBMITTER = (*HUB_VARIABLES, "XDG_CACHE_HOME", "LD_LIBRARY_PATH", "CUDA_HOME", "HF_TOKEN", "WANDB_API_KEY")
 """Variables of the submitting shell that a job inherits if they are set, in addition to those of cluster.env_vars."""
 
 FOR_MIRROR = (

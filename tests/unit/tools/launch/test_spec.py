@@ -32,7 +32,7 @@ def test_a_recipe_says_it_all() -> None:
     found = spec("grpo.max_num_steps=7", "launch.time_limit=1-02:03:04", "cluster.env_vars=[MY_SITE]")
     assert found.name == "grpo-llama3-1-8b-2n8g"
     assert found.pools == (Pool("workers", 2, 8),) and found.nodes == 2
-    assert "MY_SITE" in found.from_submitter and "HF_TOKEN" in found.from_submitter
+    assert {"MY_SITE", "HF_TOKEN", "HF_DATASETS_OFFLINE", "SSL_CERT_FILE"} <= {*found.from_submitter}
     assert "AWS_SECRET_ACCESS_KEY" not in found.from_submitter
     assert "AWS_SECRET_ACCESS_KEY" in spec("checkpointing.mirror=s3://bucket/run").from_submitter
     assert not {"WANDB_MODE", "MLFLOW_TRACKING_URI", "SWANLAB_API_KEY"} & {*found.from_submitter}
