@@ -17,6 +17,7 @@ from typing import Any
 
 _NAME, _VALUE, _RESULT = "probe_name", "@@value@@", "@@result@@"
 _TEXT, _THOUGHT, _SYSTEM = "@@text@@", "@@thought@@", "@@system@@"
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _QUESTION = {"role": "user", "content": "question"}
 
 
@@ -38,7 +39,8 @@ class ChatForm:
     system: bool = True
     """There is a role `system`. Without it, a system prompt stands in front of the first question."""
     thought: str = "reasoning_content"
-    """The field of a message's thought: gpt-oss has `thinking`."""
+    """The field of a message's thought: gpt-oss has `thinking`. A thought under another name of _THOUGHTS is moved
+    there."""
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in this form. Arguments that are no JSON object stay as they are."""
@@ -54,7 +56,11 @@ class ChatForm:
         if message.get("role") == "tool" and not self.results:
             return {"role": "user", "content": message.get("content")}
         calls = message.get("tool_calls")
-        if self.thought != "reasoning_content" and (thought := message.pop("reasoning_content", None)):
+        thoughts = [message.pop(key) for key in _THOUGHTS if isinstance(message.get(key), str)]
+        thought = next(filter(None, thoughts), None)
+        if thought and self.thought == "reasoning_content":
+            message |= {self.thought: thought}
+        elif thought:
             # gpt-oss refuses a thought and a text in one message with calls.
             beside = message["content"] if calls and message.get("content") else None
             message |= {self.thought: thought if beside is None else f"{thought}\n{beside}"}
@@ -94,9 +100,9 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
     answer = {"role": "assistant", "content": _TEXT}
     alternate = not shows(ChatForm(), [_QUESTION, _QUESTION, answer], _TEXT)
     called = [_QUESTION, _calling(1), _result(0)]
-    thoughts = ("reasoning_content", "thinking", "reasoning")
     thought = next(
-        (key for key in thoughts if shows(ChatForm(), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT)), None
+        (key for key in _THOUGHTS if shows(ChatForm(thought=key), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT)),
+        None,
     )
     told = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
     system = shows(ChatForm(), told, _SYSTEM) or not shows(ChatForm(system=False), told, _SYSTEM)

@@ -362,6 +362,9 @@ def test_calls_and_thoughts_are_read_with_vllms_parsers(tmp_path: Path) -> None:
     assert (found["reasoning_content"], found["content"]) == ("so", "sure")
     assert [c["function"] for c in found["tool_calls"]] == [{"name": "add", "arguments": '{"x": 1}'}]
     assert read(f"<think>so</think>{call}", tools=tools)["content"] is None
+    two = f"<think>so</think>{call}{call}"
+    assert len(read(two, tools=tools)["tool_calls"]) == 2
+    assert len(read(two, tools=tools, parallel_tool_calls=False)["tool_calls"]) == 1
     broken = "<tool_call>{no json</tool_call>"
     assert read(f"<think>a</think>{broken}", tools=tools)["content"] == broken
     assert read(f"<think>a</think>{call}")["content"] == call, "there are no tools to call"

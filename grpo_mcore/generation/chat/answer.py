@@ -88,7 +88,7 @@ class AnswerReader:
         tools = request.tools if self._tool_parser is not None and request.tool_choice != "none" else None
         parsed: Any = None
         parser: Any = None
-        keep_special = False
+        keep_special = request.skip_special_tokens is False
         text_ids = ids if stop_token is None else ids[:-1]
         if tools or self._reasoning_parser is not None:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -98,7 +98,7 @@ class AnswerReader:
         if tools:
             parser = self._tool_parser(self._tokenizer, parsed.tools)
             parsed = parser.adjust_request(parsed)  # sets skip_special_tokens as the parser needs it
-            keep_special = not parsed.skip_special_tokens
+            keep_special |= not parsed.skip_special_tokens
         text: str = self._tokenizer.decode(text_ids, skip_special_tokens=not keep_special)
         if stop is not None and not request.include_stop_str_in_output:
             text = text.partition(stop)[0]
@@ -111,7 +111,8 @@ class AnswerReader:
             called = parser.extract_tool_calls(content, parsed)
             content = called.content
             if called.tools_called:
-                message["tool_calls"] = [call.model_dump() for call in called.tool_calls]
+                calls = called.tool_calls[:1] if request.parallel_tool_calls is False else called.tool_calls
+                message["tool_calls"] = [call.model_dump() for call in calls]
         message["content"] = content or ("" if "tool_calls" not in message else None)
         return message
 

@@ -15,7 +15,10 @@ from typing import Any
 Event = tuple[str | None, Any]
 """Name of a server-sent event, None for those without, and its data."""
 
-_SAME = ("model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "tool_choice")
+_SAME = (
+    *("model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "tool_choice"),
+    *("parallel_tool_calls", "stop_token_ids"),
+)
 _ANTHROPIC_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
 
@@ -73,6 +76,8 @@ def of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
     for item in items:
         _add_item(messages, item)
     chat = {name: body[name] for name in _SAME if body.get(name) is not None} | {"messages": messages}
+    if effort := _object(body, "reasoning").get("effort"):
+        chat["reasoning_effort"] = effort
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
     tools = [_responses_tool(tool) for tool in _list(body, "tools")]
@@ -243,8 +248,9 @@ def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
             case _:
                 raise DialectError("messages: each needs a content and a role, user or assistant")
     choice = _object(body, "tool_choice").get("type", "auto")
+    alone = bool(_object(body, "tool_choice").get("disable_parallel_tool_use"))
     chat = {name: body[name] for name in _SAME if body.get(name) is not None}
-    chat |= {"messages": messages, "tool_choice": choice}
+    chat |= {"messages": messages, "tool_choice": choice} | ({"parallel_tool_calls": False} if alone else {})
     if body.get("max_tokens") is not None:
         chat["max_tokens"] = body["max_tokens"]
     if body.get("stop_sequences"):

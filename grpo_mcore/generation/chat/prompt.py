@@ -101,7 +101,8 @@ class ChatPrompts:
         return [*ids[end + has_ended :], *self._ids(whole.removeprefix(alone))]
 
     def _render(self, messages: list[dict[str, Any]], request: ChatRequest) -> str:
-        options = self._options | self._chosen_variables(request.chat_template_kwargs or {})
+        effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+        options = self._options | self._chosen_variables(effort | (request.chat_template_kwargs or {}))
         tools = request.tools if request.tools and request.tool_choice != "none" else None
         try:
             return self._tokenizer.apply_chat_template(
@@ -145,6 +146,10 @@ def _template_variables(tokenizer: Any, template: str | None) -> set[str]:
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message as templates expect it: content as text, arguments of calls as objects, no token ids."""
     fields = {key: value for key, value in message.items() if key not in TOKEN_FIELDS}
+    if fields.pop("function_call", None):
+        raise RequestError(
+            "function_call in a message: not served; write it as tool_calls, and its result as role tool"
+        )
     if fields.get("role") == "developer":
         fields["role"] = "system"
     content = fields.get("content")

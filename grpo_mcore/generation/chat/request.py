@@ -15,6 +15,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stream", "echo", "use_beam_search", "continue_final_message", "ignore_eos"), (False,)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), (0,)),
     **dict.fromkeys(("allowed_token_ids", "structured_outputs", "truncate_prompt_tokens"), (None,)),
+    **dict.fromkeys(("chat_template", "thinking_token_budget"), (None,)),
+    **dict.fromkeys(("functions", "documents", "logits_processors"), ([],)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (None,)),
     "logit_bias": ({},),
     "bad_words": ([],),
@@ -51,7 +53,11 @@ class ChatRequest(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: _StopString | list[_StopString] | None = None
+    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     seed: int | None = None
     logprobs: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -91,6 +97,7 @@ class ChatRequest(BaseModel):
                     known,
                     max_new_tokens=min(tokens, known.max_new_tokens),
                     stop_strings=(*known.stop_strings, *self.stops),
+                    stop_token_ids=(*known.stop_token_ids, *(self.stop_token_ids or [])),
                 )
         served = " or ".join(f"({s.temperature:g}, {s.top_p:g}, {s.top_k})" for s in config.samplings)
         raise RequestError(

@@ -137,6 +137,15 @@ def test_invalid_messages_are_refused(tokenizer: Any, messages: list[Any], more:
         prompts(tokenizer).tokens(request(*messages, **more))
 
 
+def test_a_thought_and_an_effort_are_shown_under_the_names_of_the_template(tokenizer: Any) -> None:
+    """vLLM's clients call a thought `reasoning` today, and `reasoning_content` before."""
+    template = "{{ reasoning_effort }}{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{% endfor %}"
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        said = {"role": "assistant", "content": "", name: "ab"}
+        found = prompts(tokenizer, template).tokens(request(said, reasoning_effort="c"))
+        assert found == ids(tokenizer, "c<assistant>ab"), name
+
+
 def test_an_error_in_the_template_is_a_refusal(tokenizer: Any) -> None:
     with pytest.raises(RequestError, match="the chat template refuses the messages: TemplateError: no"):
         prompts(tokenizer, "{{ raise_exception('no') }}").tokens(request(USER))

@@ -21,8 +21,8 @@ def test_a_request_samples_as_training_or_validation_does() -> None:
     assert read().sampling(CONFIG) == TRAINING
     assert read(temperature=1.0, top_p=1.0, top_k=-1).sampling(CONFIG) == TRAINING
     assert read(temperature=0).sampling(CONFIG) == VALIDATION
-    asked = read(max_tokens=7, stop=["x"]).sampling(CONFIG)
-    assert (asked.max_new_tokens, asked.stop_strings) == (7, ("x",))
+    asked = read(max_tokens=7, stop=["x"], stop_token_ids=[3]).sampling(CONFIG)
+    assert (asked.max_new_tokens, asked.stop_strings, asked.stop_token_ids[-1]) == (7, ("x",), 3)
     assert read(max_tokens=7, max_completion_tokens=500).sampling(CONFIG).max_new_tokens == 100
 
 
@@ -35,6 +35,7 @@ def test_other_distributions_are_refused(other: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "body",
     [{"n": 2}, {"stream": True}, {"logit_bias": {"3": 1}}, {"presence_penalty": 0.1}, {"min_p": 0.1}]
+    + [{"functions": [{"name": "f"}]}, {"chat_template": "x"}, {"documents": [{}]}, {"thinking_token_budget": 4}]
     + [{"top_logprobs": 5}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}],
 )
 def test_fields_that_would_constrain_the_policy_are_refused(body: dict[str, Any]) -> None:
