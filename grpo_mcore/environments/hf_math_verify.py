@@ -162,7 +162,7 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
 
 def _bare(text: str) -> str:
     """Return a normalised formula without its box, its dollar signs and the full stop behind it."""
-    text = _CHOICE.sub("", without_boxes(normalized(text)).strip())
+    text = _CHOICE.sub("", " ".join(without_boxes(normalized(text)).split()))
     text = _MARGIN.sub("", _LABEL.sub("", text)).removesuffix("\\\\").strip()
     text = _REMARK.sub("", text)
     text = re.sub(r"^(?:\*\*|__|`)(.*)(?:\*\*|__|`)$", r"\1", text, flags=re.DOTALL).strip()

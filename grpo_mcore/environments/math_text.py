@@ -55,6 +55,7 @@ _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+", strict=T
 _LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
 _RAISED_RUN = re.compile(f"[{''.join(_RAISED)}]+")
 _LOWERED_RUN = re.compile(f"[{''.join(_LOWERED)}]+")
+_BLANKS = re.compile(r"[ \t]{2,}+")
 _ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[a-zA-Z]))")
 _DASH = re.compile(r"(?<![\w)}\]])[–—](?=\s?[\d.\\])")
 _VULGAR = re.compile(r"(\d*)\s?([¼½¾⅐-⅞])")
@@ -146,9 +147,10 @@ _DEGREES = re.compile(
 )
 _FRENCH_INTERVAL = re.compile(r"([\[\]])([^()\[\],;]+),([^()\[\],;]+)([\[\]])")
 _SEMICOLON = re.compile(r"([(\[\]])([^()\[\],;]+);([^()\[\],;]+)(?=[)\[\]])")
+# Possessive, so that no run of spaces makes it backtrack.
 _INTEGERS = re.compile(
-    r"(?:\s|~|\\[,;: ]|\\q?quad(?![a-zA-Z])|,)*\(?\s*(?:\\text\s*\{\s*(?:where|for|with)?\s*\})?\s*[a-zA-Z]\s*\\in\s*"
-    r"(?:\\math(?:bb|bf|rm)\s*\{?\s*Z\s*\}?|Z)\s*\)?$"
+    r"(?<![\s~,])(?:[\s~,]|\\[,;: ]|\\q?quad(?![a-zA-Z]))*+\(?\s*+(?:\\text\s*+\{\s*+(?:where|for|with)?\s*+\}\s*+)?"
+    r"[a-zA-Z]\s*+\\in\s*+(?:\\math(?:bb|bf|rm)\s*+\{?\s*+Z\s*+\}?|Z)\s*+\)?$"
 )
 _NUMBERS_APART = re.compile(r"[-+]?\d+(?:\.\d+)?(?:\s+\d+(?:\.\d+)?)+")
 _LETTERS_APART = re.compile(r"[A-H](?:(?:\s*,\s*|\s+and\s+|\s+)[A-H])+")
@@ -209,7 +211,7 @@ def plain_characters(text: str) -> str:
 
 def normalized(text: str) -> str:
     """Return the text with numbers, signs and fractions written in the way that math-verify reads."""
-    text = plain_characters(text)
+    text = _BLANKS.sub(" ", plain_characters(text))
     if "\\" in text or "{" in text:
         text = _NARROW_FRACTION.sub(r"\\frac", text)
         text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
