@@ -36,11 +36,6 @@ def dense_shape(
     """Read a ModelShape from a Hugging Face `config.json`. `partial_rotary`: the family can rotate a part of each head.
     Raises FamilyError for unsupported values."""
     require(config, hidden_act="silu", use_sliding_window=False)
-    if config.get("quantization_config"):
-        raise FamilyError(
-            f"config.json: quantization_config of a {config['model_type']} model; convert the checkpoint to bfloat16 "
-            "first"
-        )
     if others := sorted(set(config.get("layer_types") or ()) - {"full_attention"}):
         raise FamilyError(
             f"config.json: layer_types {', '.join(others)} are not supported for {config['model_type']} models; only "

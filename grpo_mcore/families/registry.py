@@ -25,7 +25,7 @@ from grpo_mcore.families import (
     qwen3_moe,
 )
 from grpo_mcore.families.dense import dense_flops
-from grpo_mcore.families.spec import FamilyError, ModelShape, Param
+from grpo_mcore.families.spec import FamilyError, ModelShape, Param, require
 
 MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, glm4_moe, minimax_m2, nemotron_h, gemma3_text, gpt_oss)
 FAMILIES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
@@ -223,6 +223,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What transformers, and so vLLM, takes for a key that a config.json lacks, where it is a value of the family's own and
 no tensor would have another size."""
+OF_ENGINES: dict[str, Any] = {
+    "is_causal": True,
+    "logit_scale": 1,
+    **dict.fromkeys(("dual_chunk_attention_config", "llama_4_scaling", "layer_scale", "block_configs")),
+}
+"""Keys that vLLM acts on in models of these families, and transformers and the policy do not, with the only values that
+are supported."""
+QUANTIZED = ("quantization_config", "compression_config")
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -240,6 +248,14 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
             "config.json has rope_scaling and other rope_parameters: engines and policy would read one each; delete "
             "the one that is not meant"
         )
+    for part in (config, text):
+        if isinstance(part, dict) and (quantized := [key for key in QUANTIZED if part.get(key)]):
+            raise FamilyError(
+                f"config.json: {quantized[0]} of a {config['model_type']} model; convert the checkpoint to bfloat16 "
+                "first"
+            )
+    if isinstance(text, dict):
+        require({"model_type": config["model_type"]} | text, **OF_ENGINES)
     for key in SIZES if isinstance(text, dict) else ():
         if key in text and (type(text[key]) is not int or text[key] < 1):
             raise FamilyError(f"config.json of a {config['model_type']} model: {key} is {text[key]!r}")

@@ -300,3 +300,17 @@ def test_experts_that_are_chosen_in_another_way_are_refused(changes: dict[str, A
     config = known_configs()["DeepSeek-V3"]
     with pytest.raises(FamilyError, match=f"{next(iter(changes))} .* is not supported for deepseek_v3 models"):
         shape_of(config | changes)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "gemma-3-4b", "Nemotron-3-Nano-30B-A3B"])
+def test_quantized_models_are_refused_in_every_family(name: str, key: str) -> None:
+    config = next(config for known, config in known_configs().items() if name in known)
+    with pytest.raises(FamilyError, match=f"{key} of a .* model; convert the checkpoint to bfloat16 first"):
+        shape_of(config | {key: {"quant_method": "fp8"}})
+
+
+@pytest.mark.parametrize("changes", [{"is_causal": False}, {"dual_chunk_attention_config": {"chunk_size": 262144}}])
+def test_what_only_engines_would_act_on_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(FamilyError, match=f"{next(iter(changes))} .* is not supported for qwen3 models"):
+        shape_of(known_configs()["Qwen3-4B"] | changes)
