@@ -43,11 +43,11 @@ def chat_events(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator
     delta = {key: value for key, value in choice["message"].items() if key != "tool_calls"}
     if calls := choice["message"].get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    first = {"index": 0, "delta": delta, "finish_reason": None}
-    if "logprobs" in choice:
-        first["logprobs"] = choice["logprobs"]
-    yield None, {**common, "choices": [first]}
-    yield None, {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    first = {key: choice[key] for key in ("logprobs", "token_ids") if key in choice}
+    asked_for = {key: answer[key] for key in ("prompt_token_ids",) if key in answer}
+    yield None, {**common, **asked_for, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **first}]}
+    end = {key: choice.get(key) for key in ("finish_reason", "stop_reason")}
+    yield None, {**common, "choices": [{"index": 0, "delta": {}, **end}]}
     options = asked.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
         yield None, {**common, "choices": [], "usage": answer["usage"]}

@@ -53,7 +53,14 @@ class ChatEngines(Engines):
             return
         choice = {"index": 0, "message": self.message, "finish_reason": self.reason, "stop_reason": self.stop}
         usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
-        common = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "policy"}
+        choice |= {"token_ids": [1, 2]}
+        common = {
+            "prompt_token_ids": [3],
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "policy",
+        }
         yield Reply(200, {**common, "choices": [choice], "usage": usage}, "f", ((3, 0, 12),))
 
 
@@ -193,6 +200,8 @@ def test_chat_completions_as_chunks(gpt: openai.OpenAI, engines: ChatEngines) ->
     assert "stream" not in engines.bodies[0] and "stream_options" not in engines.bodies[0]
     delta = first.choices[0].delta
     assert delta.content == "I add." and delta.tool_calls is not None
+    of_tokens = first.model_dump()
+    assert (of_tokens["prompt_token_ids"], of_tokens["choices"][0]["token_ids"]) == ([3], [1, 2])
     assert delta.tool_calls[0].function is not None and delta.tool_calls[0].function.arguments == '{"a": 1}'
     assert last.choices[0].finish_reason == "tool_calls" and usage.usage is not None and usage.usage.total_tokens == 12
 
