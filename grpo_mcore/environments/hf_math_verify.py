@@ -19,6 +19,7 @@ from grpo_mcore.environments.math_text import (
     as_formula,
     as_interval,
     as_residue,
+    choice_letters,
     in_base,
     is_negated,
     is_pure,
@@ -142,6 +143,8 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
         return _sides_agree(said)
     if _HALF_OF_DAY.search(said) and _HALF_OF_DAY.search(gold_text):  # math-verify does not look at it
         return False
+    if choice_letters(said) is not None and choice_letters(said) == choice_letters(gold_text):
+        return True
     if _words(said) is not None and _words(said) == _words(gold_text):
         return True
     if _is_an_anagram(_EQUALS.split(said)[-1], gold_text):

@@ -250,7 +250,14 @@ def as_formula(text: str) -> str:
         text = text[: any_integer.start()]
     if _NUMBERS_APART.fullmatch(text):
         return re.sub(r"\s+", ", ", text)
-    return "".join(sorted(re.sub(r"\W|and", "", text))) if _LETTERS_APART.fullmatch(text) else text
+    return text
+
+
+def choice_letters(text: str) -> str | None:
+    """Return "AC" of "A, C", "C and A" and "AC"; None of any other text, such as the label CA."""
+    if _LETTERS_APART.fullmatch(text):
+        return "".join(sorted(re.sub(r"\W|and", "", text)))
+    return text if re.fullmatch("[A-H]{2,}", text) and list(text) == sorted(set(text)) else None
 
 
 def _latex_name(match: re.Match[str]) -> str:
