@@ -7,6 +7,7 @@ Each verb is a file of this folder with `run(args) -> int`, imported only when i
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import select
@@ -62,6 +63,9 @@ RUNS = {"train", "sft", "dpo", "distill", "eval", "demo", "sweep"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb. Return its exit code, 2 if the command line or the recipe is wrong, or 141 if the reader of standard
     output has gone away (`grpo-mcore config X | head -1`)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # a console that cannot show a letter ends nothing
     try:
         try:
             code = _run(argv)

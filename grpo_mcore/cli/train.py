@@ -122,7 +122,9 @@ def _train(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None
 def check(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None) -> int:
     """Check all that can be checked before anything starts, and say how many steps are left. Raises what is wrong."""
     from grpo_mcore.algorithms.run import prepare
+    from grpo_mcore.observe.logger import check_loggers
 
+    check_loggers(config.logger)
     prepared = prepare(config, resume, algorithm=algorithm, starts=False)
     if (folder := prepared.checkpointer.resumed_from) is not None:
         print(resumed(folder, prepared.changes))

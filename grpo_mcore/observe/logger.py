@@ -54,6 +54,13 @@ def check_custom_logger(code: CustomCode) -> Any:
     return cls
 
 
+def check_loggers(config: GRPOLoggerConfig) -> None:
+    """Raise MissingPackage or CustomLoggerError for a logger that the recipe asks for and that cannot be here."""
+    chosen_backends(config)
+    for code in config.custom:
+        check_custom_logger(code)
+
+
 class Background(Protocol):
     """Work that goes on beside a run and may lack something at its end."""
 

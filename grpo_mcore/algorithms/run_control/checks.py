@@ -317,6 +317,8 @@ def check_writable(config: MasterConfig) -> None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=folder) as file:
                 file.write(b"0")
+        except FileExistsError as error:
+            raise SetupError(f"{key}: {folder} is no folder, but a file, or a link to nothing") from error
         except OSError as error:
             raise SetupError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
 

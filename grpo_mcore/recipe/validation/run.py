@@ -40,6 +40,13 @@ def check_mirror(config: RecipeSections) -> Iterator[Finding]:
         yield Finding((key, "checkpointing.enabled"), "there are no checkpoints to copy; set it to null")
 
 
+def check_webhook(config: RecipeSections) -> Iterator[Finding]:
+    """Alarms go to an address of the web. It may be a secret, and is not shown."""
+    webhook = config.logger.alarms.webhook
+    if webhook is not None and not re.match(r"https?://\w", webhook):
+        yield Finding(("logger.alarms.webhook",), "expected an address that begins with https:// or http://")
+
+
 VARIABLE = re.compile(r"[A-Za-z_*][A-Za-z0-9_*?]*")
 
 

@@ -63,6 +63,7 @@ CHECKS = (
     run.check_ages,
     run.check_mirror,
     run.check_variables,
+    run.check_webhook,
     run.check_deterministic,
     run.check_early_stop,
     run.check_restarts,

@@ -46,16 +46,21 @@ def watch(folder: Path, console: Console, interval_s: float, *, once: bool = Fal
     """Show the run that `folder` is or holds until the user leaves, or until it is over; with `once` only once. Raises
     NoRun."""
     if once:
-        console.print(screen(read_run(folder), console.width, console.height - 1, time.time()))
+        console.print(screen(read_run(folder), _width(console), console.height - 1, time.time()))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             run = read_run(folder)
-            live.update(screen(run, console.width, console.height, time.time()), refresh=True)
+            live.update(screen(run, _width(console), console.height, time.time()), refresh=True)
             if run.summary is not None:
                 break
             time.sleep(interval_s)
-    console.print(screen(run, console.width, console.height - 1, time.time()))
+    console.print(screen(run, _width(console), console.height - 1, time.time()))
+
+
+def _width(console: Console) -> int:
+    """Return the columns of a terminal; some say that they have none."""
+    return max(console.width, 20)
 
 
 def screen(run: RunFiles, width: int, height: int, now: float) -> Group:
@@ -190,7 +195,7 @@ def _samples(run: RunFiles, width: int, room: int) -> list[Text]:
             value, colour = f"{_mean_logprob(sample):.3g}", "cyan"
         head = escaped(f"{sample['uid']}#{sample['generation']}")[-24:]
         line = Text.assemble((f"{head:<24} ", "grey50"), (f"{value:>6}  ", colour))
-        while cell_len(said) > width - len(line):  # the end of a sample tells more than its start
+        while said and cell_len(said) > width - len(line):  # the end of a sample tells more than its start
             said = said[cell_len(said) - (width - len(line)) :]
         lines.append(line.append(said))
     return lines

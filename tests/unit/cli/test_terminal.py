@@ -28,6 +28,13 @@ def test_recipes_and_keys_are_completed_up_to_the_next_dot(prefix: str, words: l
     assert recipes_and_keys(prefix) == words
 
 
+def test_a_console_that_cannot_show_a_letter_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", console)
+    assert main(["config", "grpo-arithmetic-cpu", "logger.wandb.name=ü"]) == 0
+    assert b"    name: \\xfc " in console.buffer.getvalue()  # type: ignore[attr-defined]
+
+
 def test_the_shell_gets_the_options_of_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As bash calls it, by argcomplete's protocol."""
     line = "grpo-mcore train --val ignored"

@@ -23,6 +23,7 @@ from grpo_mcore.observe.logger import (
     CustomLoggerError,
     Logger,
     check_custom_logger,
+    check_loggers,
     read_metrics,
     run_folder,
     write_summary,
@@ -311,6 +312,8 @@ def test_other_packages_are_named_too(tmp_path, monkeypatch, name: str):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingPackage, match=f"logger.{name}_enabled needs {name}: pip install {name}"):
         Logger(config(tmp_path, **{f"{name}_enabled": True}))
+    with pytest.raises(MissingPackage, match=f"logger.{name}_enabled needs {name}"):  # also in `train --check`
+        check_loggers(config(tmp_path, **{f"{name}_enabled": True}))
     assert list(tmp_path.iterdir()) == []
 
 

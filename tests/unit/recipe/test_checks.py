@@ -362,6 +362,10 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
             ],
             ["optimizer.optimizer_offload_fraction: 0 moves nothing to the host"],
         ),
+        (
+            ["logger.alarms.webhook=hooks.example.com/x"],
+            ["alarms.webhook: expected an address that begins with https://"],
+        ),
         (["cluster.env_vars=[A_1, B*, 'C=secret']"], ["environment variables, whose values come from"]),
         (["policy.megatron_cfg.optimizer.clip_grad=2"], ["2.0 contradicts policy.max_grad_norm = 1.0"]),
         (["policy.megatron_cfg.optimizer.bf16=false"], ["false contradicts policy.precision = bfloat16"]),

@@ -275,6 +275,7 @@ def test_watch_fits_the_terminal(tmp_path: Path, width: int, height: int) -> Non
     assert re.search(r"reward +0.03333 → 1 +▁\S*█", text)
     if height >= 24:
         assert "generate 40%" in text and "! Engine and policy disagree" in text and "samples of step 30" in text
+    assert len(shown(run, 10, 40)) <= 40, "a narrow pane"
     (run / "summary.json").write_text('{"end": "all steps are done"}')
     assert "over: all steps are done" in shown(run, 200, height)[0]
 
