@@ -385,5 +385,8 @@ def test_calls_and_thoughts_are_read_with_vllms_parsers(tmp_path: Path) -> None:
     assert stopped(f"{thought}1 END", stop=["x", " END"]) == ("1", " END")
     assert stopped(f"{thought}1 END", stop=" END", include_stop_str_in_output=True) == ("1 END", " END")
     assert stopped(f"{thought}1 END", "length", stop="END") == stopped(f"{thought}1 END") == ("1 END", None)
+    for parser, what in (("deepseek_v3", "could not locate tool call"), ("openai", "is a stub")):
+        with pytest.raises(ValueError, match=f"tool_parser: {parser} cannot be used with this model's .*{what}"):
+            AnswerReader(tokenizer, ChatConfig("policy", (Sampling(8),), tool_parser=parser))
     with pytest.raises(ValueError, match="http_server_serving_chat_kwargs.tool_parser: .*nobody"):
         AnswerReader(tokenizer, ChatConfig("policy", (Sampling(8),), tool_parser="nobody"))

@@ -11,9 +11,12 @@ from grpo_mcore.generation.chat.request import ChatRequest
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.trajectory import Trajectory
 
+_KEYS = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs."
+
 
 class AnswerReader:
-    """Reads answers with one tokenizer. Raises ValueError if vLLM does not know a parser."""
+    """Reads answers with one tokenizer. Raises ValueError if vLLM does not know a parser, or if a parser cannot be used
+    with the tokenizer, such as one that looks for a token of another family."""
 
     def __init__(self, tokenizer: Any, config: ChatConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
@@ -33,6 +36,19 @@ class AnswerReader:
                 ReasoningParserManager.import_reasoning_parser(reasoning_plugin)
             get = ReasoningParserManager.get_reasoning_parser
             self._reasoning_parser = _find_parser(get, config.reasoning_parser, "reasoning_parser")
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+        for key, name, tools in (
+            ("reasoning_parser", config.reasoning_parser, None),
+            ("tool_parser", config.tool_parser, [tool]),
+        ):
+            try:
+                asked = ChatRequest.read({"messages": [{}], "tools": tools}, config)
+                self.message(asked, tokenizer.encode("a"), None)
+            except Exception as error:  # vLLM's parsers raise many kinds
+                raise ValueError(
+                    f"{_KEYS}{key}: {name} cannot be used with this model's tokenizer: {type(error).__name__}: "
+                    f"{error}; choose the parser of the model's family"
+                ) from error
 
     def completion(self, request: ChatRequest, trajectory: Trajectory) -> dict[str, Any]:
         """Return the body of the answer in the form of the OpenAI API with vLLM's extensions."""
@@ -121,6 +137,4 @@ def _find_parser(get: Any, name: str, key: str) -> Any:
     try:
         return get(name)
     except KeyError as error:
-        raise ValueError(
-            f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs.{key}: {error.args[0]}"
-        ) from error
+        raise ValueError(f"{_KEYS}{key}: {error.args[0]}") from error
