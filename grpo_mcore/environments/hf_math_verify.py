@@ -64,7 +64,7 @@ _QUESTION = re.compile(r"[^.!?\n]*\?(?=\s|$)")
 _HALF_OF_DAY = re.compile(r"\\text\{ [ap]m\}")
 _NUMBERS = re.compile(r"[-+]?[\d.]+(?:(?:\s*[,;]\s+|\s*;\s*|\s*,?\s+and\s+|\s+)[-+]?[\d.]+)+\.?")
 _MONEY = re.compile(r"\\\$(?=\d)")
-_PRIMED = re.compile(r"[a-zA-Z]'")
+_PRIMED = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]'+(?![a-zA-Z])")
 _TEXT = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}")
 _LABEL_OR_WORD = re.compile(r"(?=.*[a-zA-Z].*[a-zA-Z])[a-zA-Z0-9]+")
 _PRODUCT = re.compile(r"\d*(?:[a-z]{1,2}|[^\W\d_aeiouA-Z]{3}|[abchkmnpqruvwxyz]{3}|[A-Z][a-z]|[a-z][A-Z])")
@@ -136,9 +136,8 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
         if residue[1] != gold_residue[1] or not all(isinstance(number, sympy.Integer) for number in numbers):
             return residue == gold_residue
         return (numbers[0] - numbers[1]) % residue[1] == 0
-    primed, gold_primed = _EQUALS.split(said)[-1], _EQUALS.split(gold_text)[-1]
-    if primed.count("'") != gold_primed.count("'") and _PRIMED.search(primed + gold_primed):
-        return False  # math-verify does not look at it
+    if set(_PRIMED.findall(_EQUALS.split(said)[-1])) != set(_PRIMED.findall(_EQUALS.split(gold_text)[-1])):
+        return False  # math-verify does not look at f'
     if re.sub(r"\s", "", said) == re.sub(r"\s", "", gold_text):
         return _sides_agree(said)
     if _HALF_OF_DAY.search(said) and _HALF_OF_DAY.search(gold_text):  # math-verify does not look at it
