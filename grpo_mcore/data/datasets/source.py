@@ -248,7 +248,8 @@ def load_table(
             cause = cause.__cause__
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:_REASON]
         subset_text = f", subset {subset!r}" if subset else ""
-        raise DataError(f"cannot load the dataset {path!r}{subset_text}: {reason}") from error
+        here = "" if Path(path).exists() else f" (there is no file or folder of that name in {Path.cwd()})"
+        raise DataError(f"cannot load the dataset {path!r}{subset_text}{here}: {reason}") from error
     table = _choose_split(loaded, split, path) if isinstance(loaded, dict) else loaded
     if len(table) == 0:
         raise DataError(f"{path}: the dataset is empty")
