@@ -169,7 +169,7 @@ _OR = re.compile(
     r"\\(?:text|mathrm|textrm|mbox|quad\\text)\s*\{\s*,?\s*(?:or|oder|ou)\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor(?![a-zA-Z])|\\vee(?![a-zA-Z])|或"
 )
 _NOT = re.compile(
-    r"不是|不[为為]|ではな|じゃな|아니|아닙|(?<![a-zA-Z\\])(?:not|cannot|neither|nor)(?![a-zA-Z])|n't\b|\\ne(?:q|g)?(?![a-zA-Z])|\\not(?![a-zA-Z])|(?<![!<>=])!="
+    r"不是|不[为為]|ではな|じゃな|아니|아닙|(?<![a-zA-Z\\])(?:not|cannot|neither|nor|isn't|aren't|can't)(?![a-zA-Z])|\\ne(?:q|g)?(?![a-zA-Z])|\\not(?![a-zA-Z])|(?<![!<>=])!="
 )
 
 _ANSWER_WORD = re.compile(
