@@ -33,6 +33,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # else it would ask in a terminal
     except Exception as error:  # its library raises many kinds for files that are cut off or another program's
         raise DataError(f"cannot load the tokenizer {name!r}: {type(error).__name__}: {error}") from error
+    tokenizer.clean_up_tokenization_spaces = False  # " !" would become "!", in strings of programs too
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer {name!r} has no end-of-sequence token, so no answer could end")
     if tokenizer.pad_token_id is None:

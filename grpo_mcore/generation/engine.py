@@ -109,7 +109,7 @@ class Engine:
         if config.chat is not None:
             self._chat = EngineChat(
                 config.chat,
-                self._llm_engine.get_tokenizer(),
+                self._tokenizer(),
                 self.generate,
                 max_model_len=self._max_model_len,
                 vocab_size=self._llm_engine.model_config.get_vocab_size(),
@@ -117,6 +117,13 @@ class Engine:
         # Of several ranks; a single one lives in this process.
         self._ranks = [rank.proc for rank in getattr(self._llm_engine.model_executor, "workers", ())]
         self.start_seconds = time.perf_counter() - began
+
+    def _tokenizer(self) -> Any:
+        """Return the tokenizer, which shows what the policy wrote as it is: with `clean_up_tokenization_spaces`, as
+        Llama 3's folders have it, 'hi !' in a program became 'hi!'."""
+        tokenizer = self._llm_engine.get_tokenizer()
+        tokenizer.clean_up_tokenization_spaces = False
+        return tokenizer
 
     def _on_device(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call vLLM on the engine's own thread, and wait."""
@@ -164,7 +171,7 @@ class Engine:
         mostly. Until it has ended, `join` adds requests to the stream `name`."""
         from grpo_mcore.generation.samples import to_trajectory
 
-        tokenizer = self._llm_engine.get_tokenizer()
+        tokenizer = self._tokenizer()
         with closing(self._finished(requests, sampling, name)) as steps:
             for finished in steps:
                 samples = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,15 @@ def test_a_template_may_lie_in_a_file_or_be_one_of_several(tmp_path: Path) -> No
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.apply_chat_template(question, tokenize=False) == "default 1"
     assert tokenizer.apply_chat_template(question, tokenize=False, tools=[{"type": "function"}]) == "tools"
+
+
+def test_text_is_decoded_as_it_was_written(tmp_path: Path) -> None:
+    """Llama 3's folders ask for a clean-up that takes spaces out of programs."""
+    from examples.sliding_puzzle.make_model import make_tokenizer as tokenizer_of
+
+    tokenizer_of(tmp_path, string.printable, ())
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"clean_up_tokenization_spaces": True}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    said = "print('hi !', x ) . y"
+    assert tokenizer.decode(tokenizer(said, add_special_tokens=False)["input_ids"]) == said
