@@ -179,14 +179,16 @@ def _log_to_console() -> None:
 
 
 def _ignore_warnings() -> None:
-    """Ignore warnings that no user can act on: of Megatron-Core about TransformerEngine, which is optional, and, where
-    the engine is in this process, of torch about Triton and the memory of a CPU."""
+    """Ignore warnings that no user can act on: of Megatron-Core about TransformerEngine, which is optional, of torch
+    about its shards of weights, whose gradients it sets itself, and, where the engine is in this process, about Triton
+    and the memory of a CPU."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `engine_environment` does for an engine's process
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     for message in (
         "Transformer Engine and Apex are not installed",
         r"`torch\.distributed\.\w+_tensor` is deprecated",
         "Please use DTensor instead and we are deprecating ShardedTensor",
+        r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
     ):
         warnings.filterwarnings("ignore", message=message)
 
