@@ -221,8 +221,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"rope_theta": 5e6},
     "gpt_oss": {"rms_norm_eps": 1e-5},
 }
-"""What transformers, and so vLLM, takes for a key that a config.json lacks, where it is a value of the family's own and
-no tensor would have another size."""
+"""Defaults by model type for keys that a config.json lacks: those of transformers, which vLLM takes too. Only values
+that differ between families, and that change no tensor's size."""
 OF_ENGINES: dict[str, Any] = {
     "is_causal": True,
     "logit_scale": 1,

@@ -195,7 +195,7 @@ class Mirror:
         self._metrics: dict[int, Mapping[str, float]] = {}  # of the whole steps in the store
         self._waiting: dict[int, Path] = {}
         self._sent: dict[str, tuple[int, float]] | None = None  # files of the log: bytes, time
-        self._refused: set[Path] = set()  # files of the log that could not be copied
+        self._left_out: set[Path] = set()  # files of the log that cannot be copied
         self._failure: str | None = None
         self._closed, self._changed = threading.Event(), threading.Condition()
         self._moved_at, self._bytes, self._size, self._done = clock.now(), 0, 0, 0
@@ -389,7 +389,7 @@ class Mirror:
 
     def _upload_logs(self) -> None:
         """Copy the ledger, and the files of the log that have changed since they were copied. A file of the log that
-        cannot be read, or whose name the store refuses, costs itself alone; the next checkpoint tries it again."""
+        cannot be read, or whose name a store refuses, costs itself alone. Raises StoreError for an outage."""
         if self.ledger is not None and self.ledger.is_file():
             self.store.upload(self.ledger.name, self.ledger, self._moved)
         if self.log_dir is None:
@@ -401,18 +401,24 @@ class Mirror:
             name = path.relative_to(self.log_dir)
             if name.parts[0] in LEFT_OUT or name.name.startswith(".") or name.suffix == ".tmp" or not path.is_file():
                 continue
+            if not name.as_posix().isprintable():
+                self._leave_out(name, "object stores refuse a name with such characters")
+                continue
             try:
                 stat = path.stat()
                 size, time = self._sent.get(name.as_posix(), (-1, -math.inf))
                 if size != stat.st_size or time < stat.st_mtime:
                     self.store.upload(f"{start}/{name.as_posix()}", path, self._moved)
                     self._sent[name.as_posix()] = stat.st_size, stat.st_mtime
-            except (StoreError, OSError, ValueError) as error:
+            except OSError as error:
                 if isinstance(error, FileNotFoundError) and not path.exists():
                     continue  # samples have just been deleted to make room
-                if name not in self._refused:
-                    logger.warning("the mirror lacks %r of the run's log: %s", name.as_posix(), error)
-                    self._refused.add(name)
+                self._leave_out(name, error)
+
+    def _leave_out(self, name: Path, why: object) -> None:
+        if name not in self._left_out:
+            logger.warning("the mirror lacks %r of the run's log: %s", name.as_posix(), why)
+            self._left_out.add(name)
 
     def _prune(self, just_saved: int) -> None:
         with self._changed:
