@@ -199,7 +199,15 @@ def assert_one_message(run: Run, code: int, *texts: str) -> None:
 
 def living(mark: str) -> list[int]:
     """Return the processes of the run that are still alive."""
-    return [pid for pid in marked(mark) if "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]]
+    found = []
+    for pid in marked(mark):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # it has ended meanwhile
+            continue
+        if state != "Z":
+            found.append(pid)
+    return found
 
 
 def shared_files(pids: list[int]) -> set[Path]:

@@ -208,7 +208,7 @@ def test_a_model_that_is_right_passes_the_check(refuse: Refuse, capsys: pytest.C
         (["logger.log_dir=data.jsonl/logs"], "logger.log_dir: data.jsonl/logs cannot be written: Not a directory"),
         (
             ["checkpointing.checkpoint_dir=data.jsonl"],
-            "checkpointing.checkpoint_dir: data.jsonl cannot be written: File exists",
+            "checkpointing.checkpoint_dir: data.jsonl is no folder, but a file, or a link to nothing",
         ),
         (["--resume"], "--resume: there is no step_N folder in results/grpo; start without --resume"),
     ],
@@ -223,7 +223,7 @@ def test_the_check_finds(refuse: Refuse, words: list[str], message: str) -> None
 LATENT = {
     "model_type": "deepseek_v3", "num_key_value_heads": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 32, "n_group": 1,
 }  # fmt: skip
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 

@@ -26,7 +26,7 @@ DEEPSEEK = {
     "model_type": "deepseek_v3", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "intermediate_size": 12, "vocab_size": 70, "q_lora_rank": 5, "kv_lora_rank": 6,
     "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 6, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 6, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
 }  # fmt: skip
 TRAINERS = [
     PolicyLayout(),
