@@ -29,7 +29,16 @@ class Classifier:
         self.tokenizer = AutoTokenizer.from_pretrained(model_name)
         if text_template is None and self.tokenizer.chat_template is None:
             raise ValueError("its tokenizer has no chat template; set env.reward_model.text_template")
-        weights = AutoModelForSequenceClassification.from_pretrained(model_name, dtype=getattr(torch, dtype))
+        weights, loaded = AutoModelForSequenceClassification.from_pretrained(
+            model_name, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+        if missing := sorted(loaded["missing_keys"]):
+            left = ", ".join(sorted(loaded["unexpected_keys"])[:3])
+            raise ValueError(
+                f"its files have no {', '.join(missing[:3])}, which would be random numbers"
+                + (f"; they have {left}, which {type(weights).__name__} does not know" if left else "")
+                + ": only sequence classifiers of transformers are served, no language model and no head of another kind"
+            )
         self.model = weights.to(device).eval()
         outputs = self.model.config.num_labels
         if label is None and outputs != 1:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from grpo_mcore.data.arithmetic import make_tokenizer
@@ -133,6 +135,18 @@ def test_a_text_of_ones_own(folder: Path) -> None:
 def test_a_label_that_does_not_fit(two: Path, label: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         classifier(two, label)
+
+
+@pytest.mark.parametrize(("head", "others"), [("value_head.weight", "value_head.weight, which"), ("score.weight", "")])
+def test_a_model_without_its_head(folder: Path, tmp_path: Path, head: str, others: str) -> None:
+    """transformers fills a head that the files lack with random numbers: so it would with OpenRLHF's value_head, with
+    ArmoRM's regression_layer, and with a language model."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    score = weights.pop("score.weight")
+    save_file(weights | ({head: score} if others else {}), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"no score.weight, which would be random numbers.*{others}.*only sequence"):
+        classifier(tmp_path)
 
 
 class Pool:
