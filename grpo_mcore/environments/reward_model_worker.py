@@ -37,7 +37,7 @@ class Classifier:
             raise ValueError(
                 f"its files have no {', '.join(missing[:3])}, which would be random numbers"
                 + (f"; they have {left}, which {type(weights).__name__} does not know" if left else "")
-                + ": only sequence classifiers of transformers are served, no language model and no head of another kind"
+                + ": only sequence classifiers of transformers are served, no language models and no other heads"
             )
         self.model = weights.to(device).eval()
         outputs = self.model.config.num_labels

@@ -2,7 +2,8 @@
 brought into that form: for SFT and DPO, for prompts, and for the endpoint, so that all show the same text.
 
 Templates disagree about a message that calls tools: most want a call's arguments as an object, DeepSeek as JSON text;
-DeepSeek shows calls only beside a text that is null; Llama 3.1 allows one call a message. Llama 3 and Gemma 3 know no
+DeepSeek shows calls only beside a text that is null; Llama 3.1 allows one call a message; Mistral refuses ids of calls
+that have not nine letters and digits. Llama 3 and Gemma 3 know no
 calls at all: there they become text of the message, and results messages of the user, as in a rollout of several turns.
 Gemma 2 knows no system prompt: it becomes the beginning of the first question.
 """
@@ -10,9 +11,11 @@ Gemma 2 knows no system prompt: it becomes the beginning of the first question.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any
 
 _NAME, _VALUE, _RESULT = "probe_name", "@@value@@", "@@result@@"
@@ -32,6 +35,8 @@ class ChatForm:
     """The text of a message that only calls is null."""
     one_call: bool = False
     """Several calls of one message are written as messages of their own, each with its result."""
+    short_ids: bool = False
+    """Ids of calls have nine letters and digits. Others become a hash of themselves."""
     results: bool = True
     """There is a role `tool`."""
     alternate: bool = False
@@ -49,6 +54,8 @@ class ChatForm:
             shown = [*_joined([{**shown[0], "role": "user"}, *shown[1:2]]), *shown[2:]]
         if self.one_call:
             shown = _one_call_each(shown)
+        if self.short_ids:
+            shown = _with_short_ids(shown)
         shown = [self._message(message) for message in shown]
         return _joined(shown) if self.alternate else shown
 
@@ -111,20 +118,23 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
         for null_text in (False, True):
             form = ChatForm(True, json_arguments, null_text, **common)
             if shows(form, [*called, answer], _NAME, _VALUE, _RESULT, _TEXT):
+                longer = [_QUESTION, _calling(1, "call_"), _result(0, "call_"), answer]
+                form = replace(form, short_ids=not shows(form, longer, _NAME, _VALUE, _RESULT))
                 two = [_QUESTION, _calling(2), _result(0), _result(1)]
                 return replace(form, one_call=not shows(form, [*two, answer], f"{_NAME}1"))
     form = ChatForm(False, **common)
     return form if shows(form, [*called, answer], _RESULT) else replace(form, results=False)
 
 
-def _calling(calls: int) -> dict[str, Any]:
+def _calling(calls: int, kind: str = "") -> dict[str, Any]:
     functions = [{"name": f"{_NAME}{number}", "arguments": {"probe_key": _VALUE}} for number in range(calls)]
-    made = [{"id": f"call{i}", "type": "function", "function": function} for i, function in enumerate(functions)]
+    made = [{"id": f"{kind}probeid0{i}", "type": "function", "function": one} for i, one in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": made}
 
 
-def _result(number: int) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": f"call{number}", "name": f"{_NAME}{number}", "content": _RESULT}
+def _result(number: int, kind: str = "") -> dict[str, Any]:
+    called = f"{kind}probeid0{number}"
+    return {"role": "tool", "tool_call_id": called, "name": f"{_NAME}{number}", "content": _RESULT}
 
 
 def _call_text(call: Any) -> str:
@@ -162,12 +172,36 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return shown
 
 
+def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with ids of nine letters and digits. A call without an id gets its number, a result without
+    one that of the next call."""
+    shown, waiting, count = list[dict[str, Any]](), list[str](), 0
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            ids = [_short_id(one.get("id") or count + i if isinstance(one, dict) else i) for i, one in enumerate(calls)]
+            named = [{**one, "id": id_} if isinstance(one, dict) else one for one, id_ in zip(calls, ids, strict=True)]
+            message, waiting, count = {**message, "tool_calls": named}, ids, count + len(ids)
+        elif message.get("role") == "tool":
+            given = message.get("tool_call_id")
+            called = _short_id(given) if given else next(iter(waiting), _short_id(0))
+            message, waiting = {**message, "tool_call_id": called}, [one for one in waiting if one != called]
+        shown.append(message)
+    return shown
+
+
+def _short_id(given: Any) -> str:
+    text = str(given)
+    return text if re.fullmatch("[A-Za-z0-9]{9}", text) else blake2b(text.encode(), digest_size=5).hexdigest()[:9]
+
+
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with neighbours of one role as one."""
+    """Return the messages with neighbours of one role as one, but results, each of which answers a call of its own."""
     shown: list[dict[str, Any]] = []
     for message in messages:
         before = shown[-1] if shown else {}
-        if before.get("role") == message["role"] and not (before.get("tool_calls") or message.get("tool_calls")):
+        if before.get("role") == message["role"] != "tool" and not (
+            before.get("tool_calls") or message.get("tool_calls")
+        ):
             texts = [part for part in (before.get("content"), message.get("content")) if part]
             shown[-1] = {**before, **message, "content": "\n\n".join(texts)}
         else:

@@ -41,9 +41,12 @@ class ChatPrompts:
         position, before = self._recorded(request)
         messages = [_template_message(message) for message in request.messages]
         if before is not None and position is not None:
-            after = self._after(messages, position, before[-1], request)
-            if after is None and messages[position].get("tool_calls"):
-                after = self._after_calls(messages, position, before[-1], request)
+            text, after = self._after(messages, position, before[-1], request)
+            if messages[position].get("tool_calls"):
+                # Templates may write a result by the call that it answers (Gemma 4), or another end behind calls.
+                calls = [*messages[:position], {**messages[position], "content": ""}, *messages[position + 1 :]]
+                if not (text and self._render(calls, request).endswith(text)):
+                    after = self._after_calls(calls, position, before[-1], request) or after
             if after is not None:
                 return [*before, *after]
         return self._ids(self._render(messages, request))
@@ -70,19 +73,21 @@ class ChatPrompts:
 
     def _after(
         self, messages: list[dict[str, Any]], position: int, last_token: int, request: ChatRequest
-    ) -> list[int] | None:
-        """Return the tokens after the answer at `position`; None if the rendered text does not show where it ends."""
+    ) -> tuple[str, list[int] | None]:
+        """Return the text and the tokens after the answer at `position`, shown as a text without calls; "" and None if
+        the rendered text does not show where it ends."""
         shown = [*messages[:position], {"role": "assistant", "content": _ANSWER}]
         try:
             whole = self._render([*shown, *messages[position + 1 :]], request)
             alone = self._render(shown, request.model_copy(update={"add_generation_prompt": False}))
         except RequestError:  # such as a template that requires the calls that a tool answers
-            return None
+            return "", None
         if whole.count(_ANSWER) != 1 or alone.count(_ANSWER) != 1:
-            return None
-        ids, last = self._ids(whole.partition(_ANSWER)[2]), self._ids(alone.partition(_ANSWER)[2])
+            return "", None
+        text = whole.partition(_ANSWER)[2]
+        ids, last = self._ids(text), self._ids(alone.partition(_ANSWER)[2])
         stop_token = last_token if last_token in self._stop_token_ids else None
-        return ids[said_already(ids, last, stop_token, self._marks, self._tokenizer.eos_token_id) :]
+        return text, ids[said_already(ids, last, stop_token, self._marks, self._tokenizer.eos_token_id) :]
 
     def _after_calls(
         self, messages: list[dict[str, Any]], position: int, last_token: int, request: ChatRequest
@@ -97,8 +102,10 @@ class ChatPrompts:
         end = next((place for place in reversed(range(len(ids))) if ids[place] in self._marks), None)
         if end is None:
             return None
-        has_ended = last_token in self._stop_token_ids
-        return [*ids[end + has_ended :], *self._ids(whole.removeprefix(alone))]
+        follows = self._ids(whole.removeprefix(alone))
+        if last_token in self._stop_token_ids and last_token != ids[end] and follows[:1] == [last_token]:
+            return follows[1:]  # the token that begins the next turn ends this one, as GLM's <|observation|>
+        return [*ids[end + (last_token in self._stop_token_ids) :], *follows]
 
     def _render(self, messages: list[dict[str, Any]], request: ChatRequest) -> str:
         effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}

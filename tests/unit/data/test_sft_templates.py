@@ -106,6 +106,18 @@ LLAMA31 = (
     + "{{ m.content }}<|eot_id|>{% endif %}{% endfor %}"
     + LLAMA_PROMPT
 )
+MISTRAL = (
+    "{% set refuses = 'Tool call IDs should be alphanumeric strings with length 9!' %}{% set ns = namespace(n=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) %}"
+    "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{% endif %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.tool_calls is defined %}[TOOL_CALLS]{% for c in m.tool_calls %}"
+    "{% if c.id is not defined or c.id|length != 9 %}{{ raise_exception(refuses) }}{% endif %}"
+    "{{ c.function.name }}{{ c.function.arguments|tojson }}{{ c.id }}{% endfor %}<eos>"
+    "{% elif m.role == 'assistant' %}{{ m.content }}<eos>{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id is not defined or m.tool_call_id|length != 9 %}{{ raise_exception(refuses) }}{% endif %}"
+    "[TOOL_RESULTS]{{ m.tool_call_id }}={{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}"
+)
 GEMMA3 = (
     "<bos>{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
@@ -392,6 +404,30 @@ def test_results_follow_their_calls_where_a_template_shows_one_call_a_message() 
         assert [message["content"] for message in shown if message["role"] == "tool"] == expected
         assert roles[:2] == ["user", "assistant"] and roles.count("assistant") == 2
         assert [message["content"] for message in shown if message["role"] == "assistant"] == ["so", ""]
+
+
+def test_mistral_gets_ids_of_nine_letters() -> None:
+    """It refuses others, such as OpenAI's; each result keeps its own message, though roles alternate."""
+    there = tokenizer(MISTRAL, "<eos>")
+    assert there.apply_chat_template([{"role": "user", "content": "q"}], tokenize=False) == "[INST]q[/INST]"
+    results = [{"role": "tool", "tool_call_id": f"c{n}", "content": str(n)} for n in (0, 1)]
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls({}, {})}]
+    form = chat_form(there)
+    assert form.calls and form.short_ids and form.alternate
+    for given in (results, [{"role": "tool", "content": one["content"]} for one in results]):
+        shown = form.messages([*asked, *given])
+        made = [call["id"] for call in shown[1]["tool_calls"]]
+        assert [one["tool_call_id"] for one in shown[2:]] == made and {len(one) for one in made} == {9}
+        assert there.apply_chat_template(shown, tokenize=False).endswith(
+            f"<eos>[TOOL_RESULTS]{made[0]}=0[/TOOL_RESULTS][TOOL_RESULTS]{made[1]}=1[/TOOL_RESULTS]"
+        )
+    kept = form.messages([asked[0], {**asked[1], "tool_calls": [{**asked[1]["tool_calls"][0], "id": "Ab3456789"}]}])
+    assert kept[1]["tool_calls"][0]["id"] == "Ab3456789"
+    unnamed = [{key: value for key, value in one.items() if key != "id"} for one in asked[1]["tool_calls"]]
+    shown = form.messages(
+        [asked[0], {**asked[1], "tool_calls": unnamed}, *[{**one, "tool_call_id": None} for one in results]]
+    )
+    assert [one["tool_call_id"] for one in shown[2:]] == [one["id"] for one in shown[1]["tool_calls"]]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -48,6 +48,15 @@ GPT_OSS_TOOLS = (
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+# Gemma 4 writes a result only beside the call that it answers.
+GEMMA4_TOOLS = (
+    "{% for m in messages %}{% if m.role != 'tool' %}<|{{ m.role }}|>{% for c in m.tool_calls or [] %}"
+    "call:{{ c.function.name }}{{ c.function.arguments|tojson }}{% endfor %}"
+    "{% if m.tool_calls %}<|observation|>{% for o in messages[loop.index:] if o.role == 'tool' %}"
+    "{{ o.tool_call_id }}={{ o.content }}<|end|>{% endfor %}{% endif %}"
+    "{{ m.content }}{% if not m.tool_calls or m.content %}<end_of_turn>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|assistant|>{% endif %}"
+)
 
 
 def tokenizer_of(template: str, eos: str = "<eos>") -> Any:

@@ -11,7 +11,7 @@ from grpo_mcore.generation.chat.prompt import ChatPrompts
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.trajectory import Sampling
-from tests.unit.rollout.published_templates import GEMMA, GLM, GPT_OSS_TOOLS, tokenizer_of
+from tests.unit.rollout.published_templates import GEMMA, GEMMA4_TOOLS, GLM, GPT_OSS_TOOLS, tokenizer_of
 
 CONFIG = ChatConfig("policy", (Sampling(8),))
 # Strips the reasoning of earlier answers, as templates of reasoning models do.
@@ -85,6 +85,23 @@ def test_an_answer_is_kept_where_the_template_requires_its_calls(ended: bool) ->
     assert prompts.tokens(request(USER, answer, tool)) == [
         *asked, *(said[:-1] if ended else said), *end, *ids(tokenizer, reply)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "look"])
+def test_results_are_shown_where_the_template_writes_them_by_their_calls(text: str) -> None:
+    """Shown behind an answer without calls, they would be left out without a word."""
+    tokenizer = tokenizer_of(GEMMA4_TOOLS, "<end_of_turn>")
+    sampling = Sampling(8, stop_token_ids=tuple(tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<|observation|>"])))
+    prompts = ChatPrompts(tokenizer, ChatConfig("policy", (sampling,)), len(tokenizer))
+    asked, said = (
+        ids(tokenizer, "<|user|>ab<end_of_turn>\n<|assistant|>"),
+        ids(tokenizer, 'call:f{"x": 1}<|observation|>'),
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    answer = {"role": "assistant", "content": text, "tool_calls": [call]}
+    answer |= {"prompt_token_ids": asked, "generation_token_ids": said}
+    found = prompts.tokens(request(USER, answer, {"role": "tool", "tool_call_id": "1", "content": "12"}))
+    assert found == [*asked, *said, *ids(tokenizer, "1=12<|end|>")]
 
 
 def test_the_last_recorded_answer_is_the_prefix(tokenizer: Any) -> None:
