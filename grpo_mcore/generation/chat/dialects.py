@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_mcore.generation.chat.request import NEUTRAL
+
 Event = tuple[str | None, Any]
 """Name of a server-sent event, None for those without, and its data."""
 
 _SAME = (
-    *("model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "tool_choice"),
-    *("parallel_tool_calls", "stop_token_ids"),
+    *("model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "tool_choice", "parallel_tool_calls"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *(name for name in NEUTRAL if name not in ("stream", "tool_choice")),  # refused there by name
 )
 _ANTHROPIC_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
@@ -247,12 +250,18 @@ def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
                 messages.append(_assistant_turn(content))
             case _:
                 raise DialectError("messages: each needs a content and a role, user or assistant")
+    shaped = _object(body, "output_format") or _object(_object(body, "output_config"), "format")
+    for name, given in (("output_format", shaped), ("mcp_servers", body.get("mcp_servers"))):
+        if given:
+            raise DialectError(f"{name}: not served; leave it out")
     choice = _object(body, "tool_choice").get("type", "auto")
     alone = bool(_object(body, "tool_choice").get("disable_parallel_tool_use"))
     chat = {name: body[name] for name in _SAME if body.get(name) is not None}
     chat |= {"messages": messages, "tool_choice": choice} | ({"parallel_tool_calls": False} if alone else {})
     if body.get("max_tokens") is not None:
         chat["max_tokens"] = body["max_tokens"]
+    if effort := _object(body, "output_config").get("effort"):
+        chat["reasoning_effort"] = effort
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
     tools = [_messages_tool(tool) for tool in _list(body, "tools")]

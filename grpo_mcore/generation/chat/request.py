@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.trajectory import Sampling
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("stream", "echo", "use_beam_search", "continue_final_message", "ignore_eos"), (False,)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), (0,)),
@@ -76,7 +76,7 @@ class ChatRequest(BaseModel):
             raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
         if request.model not in (None, config.model):
             raise RequestError(f"the model {request.model!r} is not served here, {config.model!r} is", 404)
-        for name, neutral in _NEUTRAL.items():
+        for name, neutral in NEUTRAL.items():
             if body.get(name) is not None and body[name] not in neutral:
                 raise RequestError(f"{name}: {body[name]!r} is not served, leave it at {neutral[-1]!r}")
         return request

@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from grpo_mcore.generation.chat.dialects import DialectError, of_messages, of_responses
 from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.generation.chat.engine_chat import Reply
+from grpo_mcore.generation.chat.request import ChatRequest, RequestError
+from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.rollout.trajectory import Sampling
 from tests.unit.generation.chat.endpoints import Engines
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -246,11 +249,35 @@ def test_responses_that_are_refused(body: dict[str, Any], why: str) -> None:
         ({"messages": [{"role": "system", "content": "?"}]}, "user or assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not served, only text"),
         ({"messages": [{"role": "user", "content": "?"}], "tools": [{"type": "bash_20250124"}]}, "input_schema"),
+        (
+            {"messages": [{"role": "user", "content": "?"}], "output_config": {"format": {"type": "json_schema"}}},
+            "output_f",
+        ),
     ],
 )
 def test_messages_that_are_refused(body: dict[str, Any], why: str) -> None:
     with pytest.raises(DialectError, match=why):
         of_messages(body)
+
+
+@pytest.mark.parametrize("read", [of_responses, of_messages])
+def test_fields_of_vllm_reach_the_check_of_chat_completions(read: Any) -> None:
+    """There they have an effect or are refused by name: min_p draws from a distribution that is not trained."""
+    given = {
+        "stop": ["END"],
+        "stop_token_ids": [3],
+        "min_p": 0.1,
+        "presence_penalty": 0,
+        "structured_outputs": {"json": {}},
+    }
+    turn = {"role": "user", "content": "?"}
+    found = read({"input": [turn], "messages": [turn], "stream": True, **given})
+    assert {name: found[name] for name in given} == given and "stream" not in found
+    config = ChatConfig("policy", (Sampling(8),))
+    with pytest.raises(RequestError, match="min_p: 0.1 is not served, leave it at 0"):
+        ChatRequest.read(found, config)
+    effort = {"reasoning": {"effort": "low"}, "output_config": {"effort": "low"}}
+    assert read({"input": [turn], "messages": [turn], **effort})["reasoning_effort"] == "low"
 
 
 def test_turns_of_the_assistant_are_kept_apart() -> None:
