@@ -5,6 +5,7 @@ Each function of CONTRACT takes a cluster and a name for its workers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,9 @@ class Abacus:
 
     def fail(self) -> None:
         raise ValueError("beads are gone")
+
+    def leave(self) -> None:
+        sys.exit("no beads")
 
     def count_then_fail(self) -> Iterator[int]:
         yield 0
@@ -55,6 +59,15 @@ def an_error_waits_for_result_and_has_its_cause(cluster: Cluster, name: str) -> 
     with pytest.raises(WorkerFailed, match=f"{name}: counting failed: ValueError: beads are gone") as caught:
         answer.result()
     assert isinstance(caught.value.__cause__, ValueError) and remote_call(worker, Abacus.add)(1).result() == 1
+
+
+def a_method_that_exits_is_an_error(cluster: Cluster, name: str) -> None:
+    worker = _abacus(cluster, name)
+    with pytest.raises(
+        WorkerFailed, match=rf"{name}: leave failed: RuntimeError: it called sys.exit\('no beads'\) \(.*py:"
+    ):
+        remote_call(worker, Abacus.leave)().result()
+    assert remote_call(worker, Abacus.add)(1).result() == 1
 
 
 def a_stream_gives_its_items_before_its_error(cluster: Cluster, name: str) -> None:
@@ -100,6 +113,7 @@ def a_stopped_worker_frees_its_name(cluster: Cluster, name: str) -> None:
 CONTRACT = [
     calls_run_in_order_on_one_object,
     an_error_waits_for_result_and_has_its_cause,
+    a_method_that_exits_is_an_error,
     a_stream_gives_its_items_before_its_error,
     contents_of_parcels_stay_in_the_store,
     what_is_ready_is_returned,

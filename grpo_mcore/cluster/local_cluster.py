@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.cluster.inspection import Answering, current_frames, own_frames
+from grpo_mcore.imports import no_exit
 from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import Cluster, ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
 
@@ -24,7 +25,8 @@ class LocalFuture:
         self._value: Any = None
         self._error: Exception | None = None
         try:
-            self._value = run()
+            with no_exit("it"):
+                self._value = run()
         except Exception as error:  # raised by result(), as from a remote worker
             self._error = error
 

@@ -22,6 +22,7 @@ from typing import Any, TextIO, cast
 
 from grpo_mcore.cluster.environment import is_allowed
 from grpo_mcore.cluster.inspection import Answering, report_here
+from grpo_mcore.imports import no_exit
 from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import Parcel, Place, Rendezvous
 from grpo_mcore.unfailing_stream import UnfailingStream
@@ -167,7 +168,8 @@ class WorkerActor:
         if rank is not None:
             args = (Rendezvous(*rank, *args[0]), *args[1:])
         try:
-            self._target = cls(*args)
+            with no_exit("it"):
+                self._target = cls(*args)
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise RemoteFailure.of(error) from None
@@ -189,7 +191,8 @@ class WorkerActor:
             for place in range(count)
         ]
         try:
-            return getattr(target, method)(*given)
+            with no_exit("it"):
+                return getattr(target, method)(*given)
         except Exception as error:
             raise RemoteFailure.of(error) from None
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
+from grpo_mcore.imports import no_exit
 from grpo_mcore.rollout.workers import (
     Cluster,
     DeadlineExceeded,
@@ -463,7 +464,8 @@ class _Task:
         store, before = worker.cluster.store, worker.cluster.store.worker
         store.worker = worker
         try:
-            wait = self._coroutine.send(value)
+            with no_exit("it"):
+                wait = self._coroutine.send(value)
         except StopIteration as end:
             self._end(end.value, None)
         except Exception as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grpo_mcore.data import DatumSpec
-from grpo_mcore.imports import import_by_path
+from grpo_mcore.imports import import_by_path, no_exit
 from grpo_mcore.recipe import SamplerConfig
 from grpo_mcore.rollout.pass_rates import PassRates, PromptRecord
 from grpo_mcore.rollout.trajectory import sample_seed
@@ -39,7 +39,8 @@ class PromptSampler:
         record = self._rates.record(prompt)
         if self._custom is None:
             return self._of_pool(prompt, record)
-        worth = self._custom(prompt, record, self._rates, **self._config.options)
+        with no_exit(f"data.sampler.path {self._config.path}"):
+            worth = self._custom(prompt, record, self._rates, **self._config.options)
         if not isinstance(worth, float | int) or not 0.0 <= worth <= 1.0:
             raise SamplerError(f"data.sampler.path {self._config.path}: returned {worth!r}; a probability is needed")
         return worth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -99,6 +100,13 @@ def test_an_exception_waits_for_result_as_with_a_remote_worker(cluster):
 def test_a_failing_constructor_raises_from_spawn(cluster):
     with pytest.raises(WorkerFailed, match="bad: its constructor failed: TypeError"):
         cluster.spawn("bad", Abacus)
+
+
+def test_a_constructor_that_exits_ends_nothing(cluster):
+    with pytest.raises(
+        WorkerFailed, match=r"bad: its constructor failed: RuntimeError: it called sys.exit\(2\) \(.*py:"
+    ):
+        cluster.spawn("bad", sys.exit, 2)
 
 
 def test_a_stream_runs_when_it_is_read(cluster):
