@@ -132,23 +132,24 @@ class AsyncReward:
     async def __call__(self, sample: Sample, failures: list[str]) -> float | None:
         """Return the function's value. Raises what the last attempt raised. `failures` gets a reason for each attempt
         that failed."""
-        positional, named = self._arguments(sample)
         if self._cached is None:
-            return await self._ask(positional, named, failures)
+            return await self._ask(sample, failures)
+        positional, named = self._arguments(sample)
         asked = {name: value for name, value in named.items() if not callable(value)}
         key = hashlib.blake2b(pickle.dumps((positional, asked)), digest_size=16).digest()
         if key not in self._cached:
             if len(self._cached) == MOST_CACHED:
                 del self._cached[next(iter(self._cached))]
-            self._cached[key] = asyncio.create_task(self._ask(positional, named, failures))
+            self._cached[key] = asyncio.create_task(self._ask(sample, failures))
         try:
             return await self._cached[key]
         except BaseException:
             self._cached.pop(key, None)
             raise
 
-    async def _ask(self, positional: Sequence[Any], named: Mapping[str, Any], failures: list[str]) -> float | None:
+    async def _ask(self, sample: Sample, failures: list[str]) -> float | None:
         async def attempt() -> Any:
+            positional, named = self._arguments(sample)
             async with self._room:
                 await self._wait_for_start()
                 try:

@@ -6,6 +6,7 @@ Nothing here imports torch: it runs in verifier processes.
 from __future__ import annotations
 
 import asyncio
+import copy
 import dis
 import functools
 import importlib.util
@@ -14,7 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType
 from typing import Any
@@ -138,6 +139,8 @@ def reward_arguments(
     two = len(by_position) == 2 and not takes_all and all(p.default is p.empty for p in by_position)
 
     def arguments(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Each call has values of its own: what a function changes in them is not seen by others, nor by a repetition.
+        sample = replace(sample, info=copy.deepcopy(sample.info), turns=copy.deepcopy(sample.turns))
         if is_trl:
             return (), _of_trl(sample, named, takes_all, as_messages)
         offered = sample.named()

@@ -94,3 +94,12 @@ def imports_late(response: str) -> float:
 
 async def imports_late_too(response: str) -> float:
     return helper()
+
+
+async def takes_rubric(response: str, info: dict[str, Any]) -> float:
+    """Fail once after the rubric was taken out of the columns."""
+    points = info.pop("rubric").pop()
+    attempts["rubric"] += 1
+    if attempts["rubric"] == 1:
+        raise ConnectionError
+    return float(points)

@@ -12,6 +12,11 @@ def share_of_words(response: str, info: Mapping[str, Any]) -> float:
     return sum(word in response for word in info["words"]) / len(info["words"])
 
 
+def takes_words(response: str, info: dict[str, Any]) -> float:
+    """Return the number of the prompt's `words`, and take them away."""
+    return float(len([info["words"].pop() for _ in range(len(info["words"]))])) + len(info.pop("words"))
+
+
 def nan(response: str, info: Mapping[str, Any]) -> float:
     return float("nan")
 

@@ -56,6 +56,12 @@ def test_an_attempt_that_fails_is_repeated_and_counted() -> None:
     assert result.reasons[7] == "no component applies to this sample: as_told"
 
 
+def test_a_repetition_has_columns_of_its_own() -> None:
+    with rules(takes_rubric={"backoff_s": 0.01}) as env:
+        result = score(env, "a", rubric=[4])
+    assert result.rewards == [4.0] and result.failures == [["takes_rubric: ConnectionError"]]
+
+
 def test_an_answer_that_hangs_costs_itself() -> None:
     with rules(as_told={"timeout_s": 1.0, "retries": 0}) as env:
         result = score(env, "fine", "sleep", "backtrack", "wait", "fine as well")

@@ -60,6 +60,14 @@ def test_a_component(rule: dict[str, Any], response: str, expected: Any) -> None
     assert value(rule, response, ground_truth=5, words=["a", "b", "c"]) == expected
 
 
+def test_what_a_function_changes_in_its_columns_others_do_not_see() -> None:
+    parts = {name: {"type": "function", "path": f"{FUNCTIONS}:takes_words"} for name in ("one", "two")}
+    parts["share"] = {"type": "function", "path": f"{FUNCTIONS}:share_of_words"}
+    sample = Sample("a b", {"words": ["a", "b", "c"]})
+    for _ in range(2):
+        assert make_rules(parts)(sample)["values"] == {"one": 3.0, "two": 3.0, "share": 2 / 3}
+
+
 THINKS = "<think>maybe 6, damn</think>so <answer>5</answer>"
 
 
