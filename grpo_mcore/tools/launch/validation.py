@@ -13,7 +13,7 @@ from grpo_mcore.cluster.environment import is_allowed
 from grpo_mcore.families import read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.known import known_config
 from grpo_mcore.recipe import DEFAULT, Finding, MasterConfig, Problem, Recipe, RecipeError, layout_findings, shown
-from grpo_mcore.recipe.loading.load import leaf_values
+from grpo_mcore.recipe.loading.load import leaf_values, recipe_folders
 
 Target = Literal["slurm", "k8s", "local"]
 
@@ -209,10 +209,13 @@ def carried_texts(config: MasterConfig) -> dict[tuple[str, ...], Path]:
 
 
 def _data_on_slurm(config: MasterConfig) -> Iterator[Finding]:
+    """A shipped prompt is where the code is, so the node-local check is not for it."""
     targets = [mount[1] for text in config.launch.mounts if (mount := MOUNT.fullmatch(text))]
+    shipped = [folder.absolute() for folder in recipe_folders()]
     texts = {".".join(parts): Path(name).absolute() for parts, name in text_files(config).items()}
     for key, path in (models_and_data(config) | texts).items():
-        if any(path.is_relative_to(local) for local in NODE_LOCAL):
+        with_code = any(path.is_relative_to(folder) for folder in shipped)
+        if not with_code and any(path.is_relative_to(local) for local in NODE_LOCAL):
             yield Finding((key,), f"{path} is on this node only; put it on the shared file system")
         elif config.launch.container and not any(path.is_relative_to(target) for target in targets):
             folder = path if path.is_dir() else path.parent

@@ -297,6 +297,8 @@ def test_data_and_models_of_this_machine_are_refused(tmp_path: Path, monkeypatch
     assert spec(*words, *container, f"launch.mounts=['{tmp_path}:{tmp_path}']", target="slurm").nodes
     monkeypatch.setattr(validation, "NODE_LOCAL", (str(tmp_path),))
     assert "/model is on this node only; put it on the shared file system" in problems(target="slurm")
+    monkeypatch.setattr(validation, "NODE_LOCAL", ("/",))
+    assert spec("checkpointing.enabled=false", target="slurm").nodes, "its prompt is where the code is"
 
 
 def test_text_files_travel_to_kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
