@@ -5,7 +5,8 @@ Templates disagree about a message that calls tools: most want a call's argument
 DeepSeek shows calls only beside a text that is null; Llama 3.1 allows one call a message; Mistral refuses ids of calls
 that have not nine letters and digits. Llama 3 and Gemma 3 know no
 calls at all: there they become text of the message, and results messages of the user, as in a rollout of several turns.
-Gemma 2 knows no system prompt: it becomes the beginning of the first question.
+Gemma 2 knows no system prompt: it becomes the beginning of the first question. Data of reasoning models often have a
+thought in the text, <think>...</think>, where gpt-oss would show it as part of the answer: it becomes a field.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class ChatForm:
     thought: str = "reasoning_content"
     """The field of a message's thought: gpt-oss has `thinking`. A thought under another name of _THOUGHTS is moved
     there."""
+    split_thoughts: bool = False
+    """A thought at the beginning of an answer's text, <think>...</think>, is moved to its field: the template does not
+    look for it there."""
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in this form. Arguments that are no JSON object stay as they are."""
@@ -63,6 +67,8 @@ class ChatForm:
         if message.get("role") == "tool" and not self.results:
             return {"role": "user", "content": message.get("content")}
         calls = message.get("tool_calls")
+        if self.split_thoughts and message.get("role") == "assistant":
+            message = _with_thought_apart(message)
         thoughts = [message.pop(key) for key in _THOUGHTS if isinstance(message.get(key), str)]
         thought = next(filter(None, thoughts), None)
         if thought and self.thought == "reasoning_content":
@@ -103,6 +109,19 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
         twice = "{'probe_key'" in text or '\\"probe_key' in text  # an object as Python writes it, or JSON in JSON
         return not twice and all(part in text for part in expected)
 
+    def alike(form: ChatForm, thought: str) -> bool:
+        """Return whether a thought is shown in the same way in its field and in the text."""
+        inline = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_TEXT}"}
+        in_field = {"role": "assistant", "content": _TEXT, thought: _THOUGHT}
+        try:
+            texts = [
+                tokenizer.apply_chat_template(form.messages([_QUESTION, message]), tokenize=False, **given)
+                for message in (inline, in_field)
+            ]
+        except Exception:  # a template is code of the model's author
+            return True
+        return len({"".join(text.split()) for text in texts}) == 1
+
     given = {"chat_template": chat_template} if chat_template else {}
     answer = {"role": "assistant", "content": _TEXT}
     alternate = not shows(ChatForm(), [_QUESTION, _QUESTION, answer], _TEXT)
@@ -111,9 +130,11 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
         (key for key in _THOUGHTS if shows(ChatForm(thought=key), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT)),
         None,
     )
+    apart = thought is not None and not alike(ChatForm(thought=thought), thought)
     told = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
     system = shows(ChatForm(), told, _SYSTEM) or not shows(ChatForm(system=False), told, _SYSTEM)
-    common: dict[str, Any] = {"alternate": alternate, "system": system, "thought": thought or "reasoning_content"}
+    common: dict[str, Any] = {"alternate": alternate, "system": system, "split_thoughts": apart}
+    common |= {"thought": thought or "reasoning_content"}
     for json_arguments in (False, True):
         for null_text in (False, True):
             form = ChatForm(True, json_arguments, null_text, **common)
@@ -124,6 +145,18 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
                 return replace(form, one_call=not shows(form, [*two, answer], f"{_NAME}1"))
     form = ChatForm(False, **common)
     return form if shows(form, [*called, answer], _RESULT) else replace(form, results=False)
+
+
+def _with_thought_apart(message: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer whose text begins with a thought with the thought in a field, unless it has one there."""
+    text = message.get("content")
+    if not isinstance(text, str) or any(message.get(key) for key in _THOUGHTS):
+        return message
+    thought, end, said = text.partition("</think>")
+    begun = thought.lstrip().startswith("<think>")  # else the generation prompt has said it
+    if not end or not (begun or thought.endswith("\n")):
+        return message
+    return {**message, "content": said.lstrip(), _THOUGHTS[0]: thought.lstrip().removeprefix("<think>").strip()}
 
 
 def _calling(calls: int, kind: str = "") -> dict[str, Any]:

@@ -452,3 +452,16 @@ def test_an_answer_that_the_template_hides_is_refused() -> None:
 
 def test_an_unfinished_thought_is_trained_on() -> None:
     assert trained(NEMOTRON3, "<|im_end|>", talk("q", "<think>\nhm")) == ["hm<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("begin", ["<think>\n", ""])
+def test_a_thought_in_the_text_becomes_a_field_where_the_template_looks_for_none_there(begin: str) -> None:
+    """gpt-oss had shown it as part of the answer, in its final channel; Qwen3 and the like read it themselves."""
+    template, eos = CASES["gpt-oss"][:2]
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>two<|return|>"
+    assert trained(template, eos, talk("1+1?", f"{begin}hm\n</think>\n\ntwo")) == [said]
+    assert trained(template, eos, talk("1+1?", "<think>\n\n</think>\n\ntwo")) == CASES["gpt-oss"][2]
+    text = "The mark </think> ends it."
+    assert trained(template, eos, talk("1+1?", text)) == [f"<|channel|>final<|message|>{text}<|return|>"]
+    split = [name for name in CASES if chat_form(tokenizer(*CASES[name][:2])).split_thoughts]
+    assert split == ["gpt-oss"]
