@@ -12,7 +12,16 @@ import msgspec
 from grpo_mcore.data.datasets.choices import choices_of
 from grpo_mcore.data.datasets.contexts import context_field, context_of
 from grpo_mcore.data.datasets.mapped import Row
-from grpo_mcore.data.datasets.messages import ChatMessage, as_json, as_messages, assistant, conversation, tools_of
+from grpo_mcore.data.datasets.messages import (
+    ChatMessage,
+    as_json,
+    as_messages,
+    assistant,
+    conversation,
+    is_chat_as_text,
+    tools_of,
+    user,
+)
 from grpo_mcore.data.datasets.source import field_of, missing, required
 from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
@@ -109,7 +118,7 @@ def question_and_answer(
             extra["ground_truth"] = found.letter(extra["ground_truth"]) or extra["ground_truth"]
     if isinstance(truth, float) and not math.isfinite(truth):
         raise DataError(f"{answer!r} is {truth}, which is no answer")
-    if _is_chat(truth):  # TRL's `completion`
+    if _is_chat(truth) or is_chat_as_text(truth):  # TRL's `completion`
         messages += as_messages(truth, answer)
     elif isinstance(truth, list | dict):
         extra.setdefault("ground_truth", truth)
@@ -134,12 +143,25 @@ def _asked(row: Row, question: str, context: str | None = None, system: str | No
     instruction, the text that it is about above it, and the system prompt."""
     messages = as_messages(_wanted(row, question), question)
     text = messages[-1]["content"]
+    if len(messages) == 1:
+        messages = [*_history(row), *messages]
     if question == "instruction" and _is_text(row.get("input")):
         text = f"{text}\n\n{row['input']}"
     if context is not None and (about := context_of(row, context)) not in text:
         text = f"{about}\n\n{text}"
     messages[-1] = {**messages[-1], "content": text}
     return _with_system(messages, row, system)
+
+
+def _history(row: Row) -> list[ChatMessage]:
+    """Return the earlier turns of a row in LLaMA-Factory's and ms-swift's form, pairs of a question and its answer
+    under `history`."""
+    pairs = field_of(row, "history")
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_text, pair)) for pair in pairs
+    ):
+        return []
+    return [message for asked, said in pairs for message in (user(asked), assistant(said))]
 
 
 def _with_system(
@@ -200,7 +222,13 @@ def openai_row(
     _refuse_media(row)
     messages = conversation(as_json(value, chat, "messages"), chat)
     messages = _with_system(messages, row, system_key, system_prompt)
-    return {**_other_fields(row, chat, tools), "messages": messages, **_tools(row, tools)}
+    told = _tools(row, tools) or _tools(row, "functions" if _are_functions(row.get("functions")) else tools)
+    return {**_other_fields(row, chat, tools), "messages": messages, **told}
+
+
+def _are_functions(value: Any) -> bool:
+    """Return whether a field has tools in OpenAI's older form, which goes with messages' `function_call`."""
+    return isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in value)
 
 
 def gym_task(row: Row) -> Row:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from typing import Any
 
 from grpo_mcore.data.interfaces import DataError
@@ -20,6 +22,9 @@ ROLES = {
 calls, as JSON."""
 
 
+_CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:""")
+
+
 def user(content: str) -> ChatMessage:
     return {"role": "user", "content": content}
 
@@ -29,7 +34,10 @@ def assistant(content: str) -> ChatMessage:
 
 
 def as_messages(value: Any, key: str, role: str = "user") -> list[ChatMessage]:
-    """Return text as one message with that role, or a conversation. `key` is the field's name, for DataError."""
+    """Return text as one message with that role, or a conversation, which may be text (a table's cells often are).
+    `key` is the field's name, for DataError."""
+    if is_chat_as_text(value):
+        value = _chat_in_text(value, key)
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, dict) and {"role", "from"} & set(value):  # one message
@@ -37,6 +45,21 @@ def as_messages(value: Any, key: str, role: str = "user") -> list[ChatMessage]:
     if not isinstance(value, list):
         raise DataError(f"{key!r} must be text or a list of messages, got {type(value).__name__}")
     return conversation(value, key)
+
+
+def is_chat_as_text(value: Any) -> bool:
+    """Return whether a value is text that begins as a list of messages."""
+    return isinstance(value, str) and _CHAT_AS_TEXT.match(value) is not None
+
+
+def _chat_in_text(text: str, key: str) -> Any:
+    """Return a list of messages that is text, in JSON or as Python writes it."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    raise DataError(f"{key!r} is text that begins as a list of messages and is neither JSON nor a list of Python")
 
 
 def conversation(messages: list[Any], key: str) -> list[ChatMessage]:
@@ -56,6 +79,8 @@ def _message(message: Any, place: str) -> ChatMessage:
     if role == "function_call":
         calls = as_json(message.get("content"), f"{place}: the call", "calls", single=True)
         message = {**message, "content": "", "tool_calls": calls}
+    if isinstance(message.get("function_call"), dict) and not message.get("tool_calls"):  # OpenAI's older form
+        message = {**message, "tool_calls": [message["function_call"]], "function_call": None}
     message = {**message, "role": ROLES.get(role, role if role in ROLES.values() else message["role"])}
     if message["role"] == "tool" and _is_value(message.get("content")):
         message["content"] = json.dumps(message["content"], ensure_ascii=False)

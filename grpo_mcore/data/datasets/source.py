@@ -274,7 +274,17 @@ def _csv_options(path: str, separator: str | None) -> dict[str, Any]:
     nulls), an empty one as null. Raises DataError for a header that names a column twice."""
     separator = separator or ("\t" if path.endswith(".tsv") else ",")
     with Path(path).open(encoding="utf-8-sig", newline="") as file:
-        names = next(csv.reader(file, delimiter=separator), [])
+        lines = csv.reader(file, delimiter=separator)
+        names = next(lines, [])
+        try:
+            first: list[str] = next(filter(None, lines), [])
+        except csv.Error:  # a cell of more than 128 KB
+            first = []
+    if len(first) > len(names):  # pandas would take the first cells for an index, and shift all others
+        raise DataError(
+            f"{path}: its first row has {len(first)} cells for the {len(names)} columns of its first line; a cell with "
+            f"{separator!r} in its text needs quotation marks"
+        )
     names = [name or f"Unnamed: {at}" for at, name in enumerate(names)]  # as pandas reads its own index
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{path}: the column {twice[0]!r} occurs twice in its first line")

@@ -136,6 +136,34 @@ def test_roles_and_tools_of_published_conversations(write_jsonl):
     assert row["messages"][0]["role"] == "user"
 
 
+@pytest.mark.parametrize("text", [None, "I add."])
+def test_calls_and_tools_in_openais_older_form(write_jsonl, text):
+    """A call beside a text had been left out."""
+    function = {"name": "add", "parameters": {}}
+    asked = {"role": "assistant", "content": text, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    said = [{"role": "user", "content": "1+1="}, asked, {"role": "function", "name": "add", "content": "2"}]
+    path = write_jsonl("chat.jsonl", [{"messages": said, "functions": [function]}])
+    (row,) = load_response_dataset({"dataset_name": "openai_format", "data_path": path}).dataset
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert row["messages"][1] == {"role": "assistant", "content": text or "", "tool_calls": [call]}
+    assert row["messages"][2]["role"] == "tool"
+    assert row["tools"] == [{"type": "function", "function": function}]
+
+
+def test_earlier_turns_beside_a_question(write_jsonl):
+    """LLaMA-Factory's and ms-swift's `history`, which had been left out."""
+    rows = [
+        {"instruction": "and 3?", "input": "", "output": "three", "system": "add", "history": [["1+1?", "two"]]},
+        {"instruction": "1+1?", "output": "two", "history": []},
+        {"instruction": "1+1?", "output": "two", "history": ["of mathematics"]},
+    ]
+    path = write_jsonl("a.jsonl", rows)
+    first, *others = load_response_dataset({"data_path": path, "input_key": "instruction"}).dataset
+    assert [message["content"] for message in first["messages"]] == ["add", "1+1?", "two", "and 3?", "three"]
+    assert [message["role"] for message in first["messages"]] == "system user assistant user assistant".split()
+    assert all(len(row["messages"]) == 2 for row in others)
+
+
 def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):
     def tool(name, **properties):
         return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}

@@ -115,6 +115,10 @@ def test_an_index_that_pandas_wrote_is_a_column_and_a_ragged_row_is_named(table:
         read(table("c.csv", b"input;output\n1;2\n"))
     with pytest.raises(DataError, match="Expected 2 fields in line 3, saw 3"):
         read(table("b.csv", b"input,output\n1,2\n1,2,3\n"))
+    with pytest.raises(
+        DataError, match="its first row has 3 cells for the 2 columns of its first line; a cell with ','"
+    ):
+        read(table("d.csv", b"input,output\n\n1, 2?,3\n1,2\n"))  # read as the question 2? with the answer 3
 
 
 def test_a_folder_with_files_of_several_kinds_is_refused(table: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -175,6 +179,20 @@ def test_conversations_and_tools_may_be_json_text(table: Callable[..., dict[str,
         assert (chat["messages"], chat["tools"]) == (messages, tools)
     (chat,) = read(table("b.parquet", [{"input": "1", "output": "2", "tools": text["tools"]}]))
     assert chat["tools"] == tools
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_questions_and_answers_may_be_messages_as_text(
+    table: Callable[..., dict[str, Any]], write: Callable[[Any], str]
+) -> None:
+    """As pandas writes them to a CSV file. The model had been asked the JSON itself."""
+    question, answer = [{"role": "user", "content": "1+1="}], [{"content": "2", "role": "assistant"}]
+    (row,) = read(table("a.parquet", [{"input": write(question), "output": write(answer)}]))
+    assert row["messages"] == [*question, *answer]
+    with pytest.raises(DataError, match="'input' is text that begins as a list of messages and is neither JSON nor"):
+        read(table("b.parquet", [{"input": write(question)[:-3], "output": "2"}]))
+    (row,) = read(table("c.parquet", [{"input": "[{1, 2}]", "output": '[{"role_of": 1}]'}]))
+    assert [message["content"] for message in row["messages"]] == ["[{1, 2}]", '[{"role_of": 1}]']
 
 
 def test_values_of_tables_are_as_in_json(table: Callable[..., dict[str, Any]]) -> None:
