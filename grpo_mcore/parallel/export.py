@@ -34,6 +34,12 @@ from grpo_mcore.recipe import MegatronConfig, PolicyConfig
 ONE_RANK = PolicyLayout(1, 1, 1)
 JOIN_TIMEOUT_S = 60.0
 PEFT_PREFIX = "base_model.model."
+MODULE_ROOTS = {"backbone.": "model.", "language_model.model.": "model.language_model."}
+"""Beginnings of tensors' names in checkpoints of Nemotron-H and Gemma 3, and those of their modules in transformers,
+which PEFT looks for. vLLM takes either."""
+FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Layers of which PEFT believes, in a model with experts, that they are the experts': transformers has these as stacks.
+So it would leave out the adapters of dense layers and of shared experts, unless it is given their parameters."""
 
 
 class ExportError(ValueError):
@@ -79,6 +85,7 @@ def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: s
         raise ExportError(f"{broken[0]} holds NaN or infinite values: such adapters are not exported")
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     modules = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors}
+    as_parameters = {name for name in modules if reader.shape.experts and name.endswith(FUSED_IN_EXPERTS)}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -87,10 +94,17 @@ def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: s
         "lora_alpha": reader.adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(modules),
+        "target_modules": sorted(modules - as_parameters),
+        **({"target_parameters": [f"{name}.weight" for name in sorted(as_parameters)]} if as_parameters else {}),
         "inference_mode": True,
     }
     (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _module_name(name: str) -> str:
+    """Return the name that transformers has for a module whose weights have this name in a checkpoint."""
+    root = next((root for root in MODULE_ROOTS if name.startswith(root)), "")
+    return MODULE_ROOTS.get(root, "") + name.removeprefix(root)
 
 
 @contextlib.contextmanager
@@ -167,7 +181,7 @@ class CheckpointReader:
         tensors = {}
         for adapter, down, up in self._additions.values():
             for piece in pieces(adapter.up, self.shape, 0, 1):
-                layer = PEFT_PREFIX + piece.hf.removesuffix(".weight.up")
+                layer = PEFT_PREFIX + _module_name(piece.hf.removesuffix(".weight.up"))
                 if f"{layer}.lora_B.weight" not in tensors:
                     tensor = next(tensor for tensor in adapter.up.hf if tensor.name == piece.hf)
                     tensors[f"{layer}.lora_A.weight"] = values[down].clone()

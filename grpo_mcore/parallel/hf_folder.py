@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -49,6 +49,9 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "tiktoken.model", "chat_template.jinja", "chat_template.json"),
 )
 """Files that are the tokenizer's: an export has those of the tokenizer that trained, and no others."""
+
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer with further templates."""
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 """Names of `HfTensor`s with a stack."""
@@ -372,25 +375,36 @@ def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) 
     """Make config.json name the number format of the weights, so that transformers keeps it by default, and have the
     overridden values that the weights were trained with."""
     config = with_overrides(json.loads(path.read_text(encoding="utf-8")), overrides)
-    name = str(dtype).removeprefix("torch.")
-    for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
-        config[key] = name
+    parts = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict))]
+    for part in parts:
+        there = [key for key in ("dtype", "torch_dtype") if key in part]
+        part |= dict.fromkeys(there or (["dtype"] if part is config else []), str(dtype).removeprefix("torch."))
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_template: str | None) -> None:
-    """Save the tokenizer that trained, by its own `save_pretrained`, with the template that trained; and let config and
-    generation settings name the tokens that end its answers, and its padding token."""
+    """Copy the files of the tokenizer that trained, with the template that trained; and let config and generation
+    settings name the tokens that end its answers, and its padding token.
+
+    They are not saved anew: what transformers 5 saves, transformers 4 and what is built on it refuse to load.
+    """
     own = name is None or Path(name) == source
     if own and not any((source / file).is_file() for file in TOKENIZER_FILES):
         return  # a model without a tokenizer, as tests have
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source if name is None else name, trust_remote_code=False)
+    files = {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}
+    home = source if name is None else _folder_of_tokenizer(str(name), files)
+    for path in home.iterdir():
+        if path.name in files and path.is_file():
+            shutil.copy(path, folder / path.name)
+        elif path.name == NAMED_TEMPLATES and chat_template is None:
+            shutil.copytree(path, folder / path.name)
     if chat_template is not None:
         is_text = "{" in chat_template
-        tokenizer.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8")
-    tokenizer.save_pretrained(folder)
+        tokenizer.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8-sig")
+        _write_template(folder, tokenizer.chat_template)
     settings_path = folder / "generation_config.json"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = (
@@ -408,6 +422,26 @@ def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_t
         target.update(changed)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _folder_of_tokenizer(name: str, files: Collection[str]) -> Path:
+    """Return the folder with these files of a tokenizer: the one of this name, or a snapshot of the hub's."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=[*files, f"{NAMED_TEMPLATES}/*"]))
+
+
+def _write_template(folder: Path, template: str) -> None:
+    """Make `template` the only one of the tokenizer in `folder`."""
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if "chat_template" in settings:
+        settings["chat_template"] = template
+        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:

@@ -273,6 +273,30 @@ def test_peft_on_the_exported_adapters_equals_the_policy_and_the_merged_export(r
     assert settings["base_model_name_or_path"] == str(model)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_next",
+        "nemotron_h_latent",
+        *(pytest.param(f, marks=pytest.mark.every_state) for f in ("glm4_moe", "gemma3")),
+    ],
+)
+def test_peft_finds_every_exported_adapter_of_a_model_with_its_own_names(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
+    """With experts, PEFT takes the feed-forward layers beside them for parts of them; other models have modules whose
+    names are not those of their tensors. Either left adapters out, or refused the folder."""
+    model = make_tiny_model(family, tmp_path / "model")
+    excluded = {"gemma3": [], "nemotron_h_latent": ["*.local_experts.*", "out_proj"]}  # PEFT refuses that of Mamba
+    peft = {"exclude_modules": excluded.get(family, ["*.local_experts.*"])}
+    folder, expected = checkpoint(ranks, tmp_path, model, TP1, peft)
+    ranks.run(1, f"{CASES}:export_here", str(folder), str(tmp_path / "adapter"), {"adapter": True})
+    with_peft = logprobs_of_transformers(model, tmp_path / "adapter")
+    assert (
+        furthest(with_peft, expected) < LIMITS.get(family, LIMIT) < furthest(logprobs_of_transformers(model), expected)
+    )
+
+
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
     model = make_tiny_model("qwen3_moe", tmp_path / "model")
     full, _ = checkpoint(ranks, tmp_path / "full", model, TP1)

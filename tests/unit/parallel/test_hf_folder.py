@@ -270,6 +270,26 @@ def test_an_export_has_the_tokenizer_and_the_template_that_trained(single: Path,
     assert json.loads((own / "config.json").read_text())["eos_token_id"] == ends
 
 
+def test_a_tokenizer_is_exported_in_the_form_in_which_it_was_published(single: Path, tmp_path: Path) -> None:
+    """Saved by transformers 5, it was refused by transformers 4: no class TokenizersBackend, a list of tokens."""
+    from grpo_mcore.data.arithmetic import make_tokenizer
+
+    make_tokenizer(single)
+    file, template = single / "tokenizer_config.json", (single / "chat_template.jinja").read_text()
+    settings = json.loads(file.read_text())
+    of_4 = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "add_bos_token": False}
+    of_4 |= {"additional_special_tokens": settings.pop("extra_special_tokens"), "extra_special_tokens": {}}
+    file.write_text(json.dumps(settings | of_4))
+    (single / "chat_template.jinja").unlink()
+    HfFolderWriter(tmp_path / "own", shape(single), torch.float32).create(single)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "own" / name).read_text() == (single / name).read_text()
+    HfFolderWriter(tmp_path / "new", shape(single), torch.float32).create(single, None, {}, "{{ 'that trained' }}")
+    replaced = json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
+    assert replaced == settings | of_4 | {"chat_template": "{{ 'that trained' }}"}
+    assert (tmp_path / "new" / "chat_template.jinja").read_text() == "{{ 'that trained' }}"
+
+
 def test_values_that_are_not_finite_are_not_exported(single: Path, tmp_path: Path) -> None:
     writer = HfFolderWriter(tmp_path / "out", shape(single), torch.float32)
     writer.create(single)
