@@ -4,7 +4,7 @@ groups by sigmoid scores and a correction bias.
 The norms of both latents add `rms_norm_eps`, as vLLM's and Megatron-Core's do; transformers always adds 1e-6 there.
 GLM-5's queries see all keys of a sequence of up to `index_topk` tokens. Longer ones, for which its indexer would choose
 keys, are refused; the indexer is not trained, and exports copy it.
-Layers for multi-token prediction, which a checkpoint may have after the last layer, are neither loaded nor exported.
+Layers for multi-token prediction, which a checkpoint may have after the last layer, are not trained; exports copy them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
     )  # fmt: skip
     if not indexed:
         return model
-    return replace(model, longest_sequence=config["index_topk"], carried=(".self_attn.indexer.",))
+    return replace(model, longest_sequence=config["index_topk"], carried=(*model.carried, ".self_attn.indexer."))
 
 
 def _yarn(config: dict[str, Any]) -> YarnShape | None:

@@ -49,13 +49,12 @@ def dense_shape(
     heads = config["num_attention_heads"]
     # Latent attention has its own scaling (YaRN), and one head size for queries and keys.
     rope = _Rope(float(rope_settings(config)["rope_theta"])) if latent is not None else _rope(config)
-    if rope.yarn and fraction != 1.0:
-        raise FamilyError(f"config.json: YaRN with partial_rotary_factor {fraction} is not supported; only with 1")
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    layers = config["num_hidden_layers"]  # layers for multi-token prediction come after them
     return ModelShape(
         family=family,
         hidden_size=config["hidden_size"],
-        num_layers=config["num_hidden_layers"],
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim if latent is None else latent.plain_dim + latent.rotary_dim,
@@ -72,6 +71,7 @@ def dense_shape(
         experts=experts,
         latent=latent,
         yarn=rope.yarn,
+        carried=tuple(f"model.layers.{layers + i}." for i in range(config.get("num_nextn_predict_layers") or 0)),
     )
 
 

@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6 and 4.7: half of each head rotates, DeepSeek-V3's experts; the larger ones norm query and key heads.
 
-Layers for multi-token prediction, which a checkpoint may have after the last layer, are neither loaded nor exported.
+Layers for multi-token prediction, which a checkpoint may have after the last layer, are not trained; exports copy them.
 """
 
 from __future__ import annotations

@@ -304,6 +304,13 @@ class HfFolderWriter:
         """Copy the tensors of `source` that the policy does not train, as they are, and return them by name."""
         if not self._carried:
             return {}
+        if not any(path.name.endswith(".safetensors") for path in source.iterdir()):
+            log.warning(
+                "%s holds no weights: the export lacks those that the policy does not train (%s)",
+                source,
+                ", ".join(self._carried),
+            )
+            return {}
         reader = SafetensorsFolder(source)
         carried = {
             name: file.get_tensor(name)

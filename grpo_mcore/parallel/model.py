@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
@@ -247,6 +248,8 @@ def _build_chunk(
         rope_scaling=shape.rope_scaling_factor is not None,
         rope_scaling_factor=shape.rope_scaling_factor or 1.0,
     )
+    if shape.yarn is not None and shape.rotary_fraction != 1.0:
+        model.rotary_pos_emb = _yarn_of_a_part(shape, config)
     model.unpadded_vocab_size, model.platform = shape.vocab_size, platform
     if model.position_embedding_type != "none" and not config.multi_latent_attention and not platform.fused_attention:
         model.rotary_pos_emb = RotaryByPosition(model.rotary_pos_emb)
@@ -263,6 +266,24 @@ def _build_chunk(
         if freeze_router and name.endswith(("mlp.router.weight", "mlp.router.bias")):
             parameter.requires_grad_(False)
     return model
+
+
+def _yarn_of_a_part(shape: ModelShape, config: TransformerConfig) -> YarnRotaryEmbedding:
+    """Return YaRN's rotation of the first part of each head. Megatron-Core's model makes one for whole heads only."""
+    yarn = shape.yarn
+    assert yarn is not None and shape.rope_theta is not None
+    return YarnRotaryEmbedding(
+        int(shape.head_dim * shape.rotary_fraction),
+        rotary_base=shape.rope_theta,
+        use_cpu_initialization=config.use_cpu_initialization,
+        scaling_factor=yarn.factor,
+        original_max_position_embeddings=yarn.original_positions,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
+        mscale=yarn.mscale,
+        mscale_all_dim=yarn.mscale_all_dim,
+        correction_range_round_to_int=yarn.truncate,
+    )
 
 
 def block_spec(

@@ -44,6 +44,7 @@ LATER = {
     "gpt_oss": "TP2-SPxPP2-EP2",
 }
 FAMILIES = DENSE | MOE | HYBRID | {family: {} for family in LATER}
+FAMILIES["qwen3_next"] = {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}}
 # The layouts that are compared: for families that differ from another one in few parts those that cut these parts, none
 # where ranks that share key-value heads are compared below, or nothing differs but sizes. `pytest --chaos` and
 # `grpo-mcore parity` compare the others too. A layout of several parts stands for each of its parts.

@@ -203,9 +203,8 @@ def test_yarn_is_read_in_both_forms() -> None:
     for form in ({"rope_parameters": YARN}, {"rope_parameters": None, "rope_scaling": old}):
         assert shape_of(QWEN3 | form).yarn == expected
     assert shape_of(QWEN3 | {"rope_parameters": YARN | {"truncate": False}}).yarn == replace(expected, truncate=False)
-    glm = known_configs()["GLM-4.5-Air"]  # turns half of each head
-    with pytest.raises(FamilyError, match="YaRN with partial_rotary_factor 0.5"):
-        shape_of(glm | {"rope_parameters": {"partial_rotary_factor": 0.5} | YARN})
+    glm = shape_of(known_configs()["GLM-4.5-Air"] | {"rope_scaling": old})  # turns half of each head
+    assert glm.yarn == expected and glm.rotary_fraction == 0.5
 
 
 def test_the_27m_model_has_its_parameters() -> None:

@@ -270,6 +270,22 @@ def test_an_export_has_the_tokenizer_and_the_template_that_trained(single: Path,
     assert json.loads((own / "config.json").read_text())["eos_token_id"] == ends
 
 
+def test_layers_for_multi_token_prediction_are_copied_into_an_export(
+    tmp_path: Path, package_log: pytest.LogCaptureFixture
+) -> None:
+    """config.json names them, so that vLLM looked for them in vain to speculate."""
+    source = make_tiny_model("glm4_moe", tmp_path / "model", num_nextn_predict_layers=1)
+    extra = {"model.layers.4.eh_proj.weight": torch.randn(4, 8)}  # of layers 0 to 4
+    save_file(load_file(source / SINGLE) | extra, source / SINGLE, metadata={"format": "pt"})
+    check_weights(source, shape(source))
+    HfFolderWriter(tmp_path / "out", shape(source), torch.bfloat16).create(source)
+    assert torch.equal(SafetensorsFolder(tmp_path / "out").read(*extra, ((0, 4), (0, 8))), *extra.values())
+    assert "nobody reads" not in package_log.text
+    (source / SINGLE).unlink()  # as `export --model` may be given, which needs the config alone
+    HfFolderWriter(tmp_path / "light", shape(source), torch.bfloat16).create(source)
+    assert "holds no weights: the export lacks those that the policy does not train" in package_log.text
+
+
 def test_a_tokenizer_is_exported_in_the_form_in_which_it_was_published(single: Path, tmp_path: Path) -> None:
     """Saved by transformers 5, it was refused by transformers 4: no class TokenizersBackend, a list of tokens."""
     from grpo_mcore.data.arithmetic import make_tokenizer
