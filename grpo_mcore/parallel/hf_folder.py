@@ -379,13 +379,16 @@ def index_of(box: Box) -> tuple[slice, ...]:
 
 
 def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) -> None:
-    """Make config.json name the number format of the weights, so that transformers keeps it by default, and have the
-    overridden values that the weights were trained with."""
+    """Make config.json name the number format of the weights, so that transformers keeps it by default, have the
+    overridden values that the weights were trained with, and name no program that is not in the folder."""
     config = with_overrides(json.loads(path.read_text(encoding="utf-8")), overrides)
     parts = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict))]
     for part in parts:
         there = [key for key in ("dtype", "torch_dtype") if key in part]
         part |= dict.fromkeys(there or (["dtype"] if part is config else []), str(dtype).removeprefix("torch."))
+    places = [str(place) for place in (config.get("auto_map") or {}).values()]
+    if any(not path.with_name(place.partition(".")[0] + ".py").is_file() for place in places if "--" not in place):
+        del config["auto_map"]  # whoever trusts the model's own code would look for it here
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

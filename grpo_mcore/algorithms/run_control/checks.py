@@ -60,9 +60,10 @@ cluster.step_timeout_s."""
 CHECKED_ROWS = 32
 """Rows of each dataset whose truths are verified against themselves at the start."""
 
-ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-OTHER_FORMS = ["consolidated*", "original/*", "metal/*", "onnx/*", "*/*.safetensors"]
-"""Files of a model on the hub that are fetched, and of these the ones that hold the same weights in other forms."""
+ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+OTHER_FORMS = ["consolidated*", "original/*", "metal/*", "onnx/*", "*/*.safetensors", "*/*.py"]
+"""Files of a model on the hub that are fetched, and of these the ones that hold the same weights in other forms. Its
+programs are never run: an export has them for whoever loads it with trust_remote_code."""
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Is there where the driver of NVIDIA's GPUs is loaded."""

@@ -286,6 +286,21 @@ def test_layers_for_multi_token_prediction_are_copied_into_an_export(
     assert "holds no weights: the export lacks those that the policy does not train" in package_log.text
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_an_export_names_no_program_that_it_lacks(single: Path, tmp_path: Path, there: bool) -> None:
+    """With trust_remote_code, transformers and vLLM refused exports of models whose programs had not been fetched."""
+    config = json.loads((single / "config.json").read_text())
+    config |= {"auto_map": {"AutoConfig": "configuration_x.XConfig", "AutoModel": "org/x--modeling_x.X"}}
+    writer = HfFolderWriter(out := tmp_path / "out", shape(single), torch.bfloat16)
+    (single / "config.json").write_text(json.dumps(config | {"text_config": {"dtype": "float16"}}))
+    if there:
+        (single / "configuration_x.py").write_text("class XConfig: ...")
+    writer.create(single)
+    exported = json.loads((out / "config.json").read_text())
+    assert ("auto_map" in exported) == there == (out / "configuration_x.py").is_file()
+    assert exported["dtype"] == exported["text_config"]["dtype"] == "bfloat16"
+
+
 def test_a_tokenizer_is_exported_in_the_form_in_which_it_was_published(single: Path, tmp_path: Path) -> None:
     """Saved by transformers 5, it was refused by transformers 4: no class TokenizersBackend, a list of tokens."""
     from grpo_mcore.data.arithmetic import make_tokenizer
