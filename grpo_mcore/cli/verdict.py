@@ -37,8 +37,10 @@ def run(args: argparse.Namespace) -> int:
 
     from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
     from grpo_mcore.families import read_hf_config, shape_of
-    from grpo_mcore.tools.mirrored import recorded_run
+    from grpo_mcore.tools.mirrored import is_address, recorded_run
     from grpo_mcore.tools.parity.rank import layout_named
+    from grpo_mcore.tools.replay.replay import ReplayError
+    from grpo_mcore.tools.report.run_files import holds_run
     from grpo_mcore.tools.verdict.collect import of_model, of_run
     from grpo_mcore.tools.verdict.judge import Judge
     from grpo_mcore.tools.verdict.verdict import judge_samples, merged
@@ -50,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
             cases = of_run(folder, recipe, args.step, args.samples, Path(scratch))
         else:
             model, family = Path(args.target), args.target.removeprefix("tiny:")
+            if is_address(args.target) or (not (model / "config.json").is_file() and holds_run(model)):
+                raise ReplayError(f"{args.target} is a run: say with --step which of its recorded steps to judge")
             if family != args.target:
                 model = make_tiny_model(family, Path(scratch), words=True, **ENGINE_SIZES.get(family, {}))
             cases = [of_model(model, layout_named(args.layout, shape_of(read_hf_config(model))))]

@@ -76,6 +76,8 @@ def _instead_of(folder: Path) -> str:
         return f"it is a model of the hub's cache; give {snapshots[0].parent}"
     if next(folder.glob("*.gguf"), None) is not None:
         return "its weights are GGUF, which is not read; give the Hugging Face folder that they were made of"
+    if next((path for at in ("", "step_*/") for path in folder.glob(f"{at}training_info.json")), None) is not None:
+        return f"it is a checkpoint of a run: `grpo-mcore export {folder} --output DIR` makes a model of it"
     if (folder / "latest_checkpointed_iteration.txt").is_file():
         return "it is a checkpoint of Megatron; convert it to Hugging Face's format first"
     return "give a Hugging Face folder, or a name of the hub"

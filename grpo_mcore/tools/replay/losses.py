@@ -54,6 +54,9 @@ def with_loss(config: MasterConfig, words: str, scratch: Path) -> MasterConfig:
     name of a recipe or preset whose section it is. `scratch`: a folder for a file. Raises RecipeError, ReplayError."""
     if words == OWN:
         return config
+    if "=" not in words and "," in words:
+        each = " ".join(f"--loss {word}" for word in words.split(","))
+        raise ReplayError(f"--loss {words}: name each loss by itself: {each}")
     file = scratch / "recipe.yaml"
     file.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
     if "=" in words:

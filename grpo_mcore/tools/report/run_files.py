@@ -98,6 +98,14 @@ def find_run(folder: Path) -> Path:
     return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.json*")))
 
 
+def holds_run(folder: Path) -> bool:
+    """Return whether `find_run` finds one."""
+    try:
+        return bool(find_run(folder))
+    except NoRun:
+        return False
+
+
 def find_runs(folder: Path) -> list[Path]:
     """Return the log folders of all runs anywhere below `folder`, by name. Raises NoRun."""
     runs = sorted({path.parent for path in folder.rglob(HYPERPARAMS_FILE)})

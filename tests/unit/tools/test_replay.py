@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_mcore.cli.main import main
 from grpo_mcore.recipe import MasterConfig, teacher_pools, world_size
 from grpo_mcore.tools.mirrored import recorded_run
-from grpo_mcore.tools.replay.replay import Replay, compare, replay_config
+from grpo_mcore.tools.replay.losses import with_loss
+from grpo_mcore.tools.replay.replay import Replay, ReplayError, compare, replay_config
 from tests.unit.algorithms.training_step import step_cases
 
 
@@ -35,6 +37,16 @@ def test_the_first_difference_is_named_from_the_bottom_up(other: dict[str, float
     found = compare(computed(), computed(**other), "float32")
     assert found.ok == (first is None)
     assert first is None or first in str(found.first)
+
+
+def test_losses_in_one_word_and_a_run_without_a_step_say_what_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ReplayError, match="--loss own,gspo: name each loss by itself: --loss own --loss gspo"):
+        with_loss(step_cases.config(), "own,gspo", tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    assert main(["verdict", str(tmp_path)]) == 1
+    assert "is a run: say with --step which of its recorded steps to judge" in capsys.readouterr().err
 
 
 def test_a_run_that_may_restart_is_replayed_without_checkpoints() -> None:
