@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from openai_harmony import HarmonyEncodingName, load_harmony_encoding
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from examples.sliding_puzzle.make_model import make_puzzle_model
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
@@ -385,8 +389,49 @@ def test_calls_and_thoughts_are_read_with_vllms_parsers(tmp_path: Path) -> None:
     assert stopped(f"{thought}1 END", stop=["x", " END"]) == ("1", " END")
     assert stopped(f"{thought}1 END", stop=" END", include_stop_str_in_output=True) == ("1 END", " END")
     assert stopped(f"{thought}1 END", "length", stop="END") == stopped(f"{thought}1 END") == ("1 END", None)
-    for parser, what in (("deepseek_v3", "could not locate tool call"), ("openai", "is a stub")):
-        with pytest.raises(ValueError, match=f"tool_parser: {parser} cannot be used with this model's .*{what}"):
+    for parser, what in (("deepseek_v3", "could not locate tool call"), ("openai", "is not gpt-oss's")):
+        with pytest.raises(ValueError, match=f"tool_parser.*{parser}.* cannot be used with this model's .*{what}"):
             AnswerReader(tokenizer, ChatConfig("policy", (Sampling(8),), tool_parser=parser))
     with pytest.raises(ValueError, match="http_server_serving_chat_kwargs.tool_parser: .*nobody"):
         AnswerReader(tokenizer, ChatConfig("policy", (Sampling(8),), tool_parser="nobody"))
+
+
+@pytest.mark.parametrize(("of_recipe", "of_request"), [(False, None), (True, False), (None, None)])
+def test_an_answer_without_a_thought_is_its_content(
+    tmp_path: Path, of_recipe: bool | None, of_request: bool | None
+) -> None:
+    """Qwen 3's parser takes all that is not behind </think> for a thought, unless thoughts are switched off."""
+    make_tokenizer(tmp_path, string.printable, ("<think>", "</think>", "<tool_call>", "</tool_call>"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    switched = {} if of_recipe is None else {"enable_thinking": of_recipe}
+    config = ChatConfig("policy", (Sampling(8),), chat_template_kwargs=switched, reasoning_parser="qwen3")
+    body = {} if of_request is None else {"chat_template_kwargs": {"enable_thinking": of_request}}
+    request = ChatRequest.read({"messages": [{"role": "user", "content": "?"}], **body}, config)
+    found = AnswerReader(tokenizer, config).message(request, tokenizer("It is 82.")["input_ids"], None)
+    off = False in (of_recipe, of_request)
+    assert (found["content"], found.get("reasoning_content")) == (("It is 82.", None) if off else ("", "It is 82."))
+
+
+def test_channels_of_gpt_oss_are_read_as_thoughts_texts_and_calls() -> None:
+    """vLLM has one parser of channels; its parsers by name are stubs. The tokens are those of OpenAI's package."""
+    harmony = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    vocabulary = {harmony.decode([i]): i for i in [*range(32, 2000), *range(200002, 200013)]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="!")), unk_token="!")
+    config = ChatConfig("policy", (Sampling(8),), tool_parser="openai", reasoning_parser="openai_gptoss")
+    reader = AnswerReader(tokenizer, config)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+    def read(text: str, stop: str | None = None, **body: Any) -> dict[str, Any]:
+        ids = harmony.encode(text, allowed_special="all")
+        request = ChatRequest.read({"messages": [{"role": "user", "content": "?"}], **body}, config)
+        return reader.message(request, ids, ids[-1], stop)
+
+    thought = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 1}<|call|>'
+    found = read(thought + call, tools=tools)
+    assert (found["reasoning_content"], found["content"]) == ("I add.", None)
+    assert [c["function"] for c in found["tool_calls"]] == [{"name": "add", "arguments": '{"x": 1}'}]
+    said = read(thought + "<|channel|>final<|message|>It is 2 END<|return|>", " END", tools=tools)
+    assert said == {"role": "assistant", "reasoning_content": "I add.", "content": "It is 2"}
+    assert read(thought + call)["content"] == "", "there are no tools to call"
+    assert read("<|channel|>analysis<|message|>I ad")["reasoning_content"] == "I ad", "it was cut off"

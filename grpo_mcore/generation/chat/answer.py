@@ -11,6 +11,9 @@ from grpo_mcore.generation.chat.request import ChatRequest
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.trajectory import Trajectory
 
+_HARMONY = {"openai", "openai_gptoss"}
+"""Names of gpt-oss's parsers, which vLLM has as one: calls and thoughts stand in channels, told apart by tokens."""
+_CHANNEL = ("<|channel|>", 200005)
 _KEYS = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs."
 
 
@@ -22,14 +25,25 @@ class AnswerReader:
         self._tokenizer, self._config = tokenizer, config
         self._tool_parser: Any = None
         self._reasoning_parser: Any = None
+        self._harmony: Any = None
         tool_plugin, reasoning_plugin = config.plugins
-        if config.tool_parser:
+        if {config.tool_parser, config.reasoning_parser} & _HARMONY:
+            from vllm.parser.parser_manager import ParserManager
+
+            names = config.tool_parser, config.reasoning_parser
+            if tokenizer.convert_tokens_to_ids(_CHANNEL[0]) != _CHANNEL[1]:
+                raise ValueError(
+                    f"{_KEYS}tool_parser, reasoning_parser: {names} cannot be used with this model's tokenizer, "
+                    "which is not gpt-oss's; choose the parsers of the model's family"
+                )
+            self._harmony = ParserManager.get_parser(*names, enable_auto_tools=True, is_harmony=True)
+        elif config.tool_parser:
             from vllm.tool_parsers import ToolParserManager
 
             if tool_plugin:
                 ToolParserManager.import_tool_parser(tool_plugin)
             self._tool_parser = _find_parser(ToolParserManager.get_tool_parser, config.tool_parser, "tool_parser")
-        if config.reasoning_parser:
+        if config.reasoning_parser and self._harmony is None:
             from vllm.reasoning import ReasoningParserManager
 
             if reasoning_plugin:
@@ -100,17 +114,23 @@ class AnswerReader:
     ) -> dict[str, Any]:
         """Return the assistant's message: `content`, plus `tool_calls` and `reasoning_content` if parsers find any.
         `stop`: text of the client's at which the answer ended; it is not in the message, but its tokens stay tokens."""
+        if self._harmony is not None:
+            return self._message_of_channels(request, ids, stop)
         message: dict[str, Any] = {"role": "assistant"}
         tools = request.tools if self._tool_parser is not None and request.tool_choice != "none" else None
         parsed: Any = None
         parser: Any = None
         keep_special = request.skip_special_tokens is False
+        # By them parsers know whether the prompt has opened a thought: enable_thinking of Qwen 3, thinking of DeepSeek.
+        variables = {**self._config.chat_template_kwargs, **(request.chat_template_kwargs or {})}
         text_ids = ids if stop_token is None else ids[:-1]
         if tools or self._reasoning_parser is not None:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
             fields = {"tools": tools, "tool_choice": "auto"} if tools else {}
-            parsed = ChatCompletionRequest(model=self._config.model, messages=[], **fields)
+            parsed = ChatCompletionRequest(
+                model=self._config.model, messages=[], chat_template_kwargs=variables, **fields
+            )
         if tools:
             parser = self._tool_parser(self._tokenizer, parsed.tools)
             parsed = parser.adjust_request(parsed)  # sets skip_special_tokens as the parser needs it
@@ -120,7 +140,8 @@ class AnswerReader:
             text = text.partition(stop)[0]
         content: str | None = text
         if self._reasoning_parser is not None:
-            reasoning, content = self._reasoning_parser(self._tokenizer).extract_reasoning(content, parsed)
+            thoughts = self._reasoning_parser(self._tokenizer, chat_template_kwargs=variables)
+            reasoning, content = thoughts.extract_reasoning(content, parsed)
             if reasoning:
                 message["reasoning_content"] = reasoning
         if parser is not None and content:
@@ -130,6 +151,28 @@ class AnswerReader:
                 calls = called.tool_calls[:1] if request.parallel_tool_calls is False else called.tool_calls
                 message["tool_calls"] = [call.model_dump() for call in calls]
         message["content"] = content or ("" if "tool_calls" not in message else None)
+        return message
+
+    def _message_of_channels(self, request: ChatRequest, ids: list[int], stop: str | None) -> dict[str, Any]:
+        """Return the message of an answer in gpt-oss's channels. One that has none stays text."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.renderers.chat_utils import make_tool_call_id
+
+        parser = self._harmony(self._tokenizer)
+        asked = ChatCompletionRequest(model=self._config.model, messages=[])
+        reasoning, content, calls = parser.parse("", asked, enable_auto_tools=True, model_output_token_ids=ids)
+        calls = calls if request.tools and request.tool_choice != "none" else None
+        if not (reasoning or content or calls):
+            content = self._tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens is not False)
+        if content and stop is not None and not request.include_stop_str_in_output:
+            content = content.partition(stop)[0]
+        message: dict[str, Any] = {"role": "assistant"} | ({"reasoning_content": reasoning} if reasoning else {})
+        if calls:
+            calls = calls[:1] if request.parallel_tool_calls is False else calls
+            message["tool_calls"] = [
+                {"id": make_tool_call_id(), "type": "function", "function": call.model_dump()} for call in calls
+            ]
+        message["content"] = content or (None if calls else "")
         return message
 
 
