@@ -60,6 +60,14 @@ SHORTEST_SECRET = 6
 logger = logging.getLogger(__name__)
 
 
+class RayUnreachable(ConnectionError):
+    """No Ray answers at the address of the cluster that was named. It may be starting."""
+
+
+class BadRayAddress(ValueError):
+    """RAY_ADDRESS names no cluster that a driver can join."""
+
+
 class EndedWhileStarting(Exception):
     """Ray's node process is gone. No RuntimeError: after one, Ray itself would go on asking for the node."""
 
@@ -88,7 +96,7 @@ class RaySession:
     def _connect(self, address: str | None, num_cpus: int | None, num_gpus: int | None, start_timeout_s: float) -> None:
         if ray.is_initialized():
             return
-        if address and address != "local":
+        if (address := (address or "").strip()) and address != "local":
             _attach(address)
             return
         self.started_here = True
@@ -310,17 +318,25 @@ def start_node(words: Sequence[str], timeout_s: float) -> None:
 
 
 def _attach(address: str) -> None:
+    """Join a running Ray as a driver. Raises RayUnreachable or BadRayAddress."""
     advice = "start it, or unset RAY_ADDRESS to have one started; if it asks for a token, set RAY_AUTH_MODE=token"
+    if "://" in address:
+        raise BadRayAddress(
+            f"RAY_ADDRESS {address} is for a client outside the cluster; a run's driver is a process of the cluster: "
+            "start it on one of its nodes, with RAY_ADDRESS=HOST:6379 or auto"
+        )
     host, port = split_port(address)
-    if port.isdigit() and "/" not in host:  # else a name or a scheme that Ray resolves
+    if port.isdigit():  # else a name that Ray resolves
         try:
             socket.create_connection((host, int(port)), KNOCK_S).close()  # Ray itself would retry for many minutes
         except OSError as error:
-            raise ConnectionError(f"nothing listens at {address} (RAY_ADDRESS): {error}; {advice}") from error
+            raise RayUnreachable(f"nothing listens at {address} (RAY_ADDRESS): {error}; {advice}") from error
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
-        raise ConnectionError(f"no Ray answers at {address} (RAY_ADDRESS): {advice}") from error
+        raise RayUnreachable(f"no Ray answers at {address} (RAY_ADDRESS): {advice}") from error
+    except ValueError as error:
+        raise BadRayAddress(f"RAY_ADDRESS {address}: expected HOST:PORT of a running Ray, or auto: {error}") from error
 
 
 def _token(folder: Path) -> dict[str, str]:

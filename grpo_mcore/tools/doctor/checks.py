@@ -435,7 +435,10 @@ def ray(nodes: int) -> Iterator[CheckResult]:
 
 def ray_answers(address: str, timeout_s: float = 5.0) -> CheckResult:
     """Check that something listens at host:port. An address that is a name is left to Ray to resolve."""
-    host, port = split_port(address.removeprefix("ray://"))
+    if "://" in address:
+        advice = "start the run on a node of the cluster, with RAY_ADDRESS=HOST:6379 or auto"
+        return fault("Ray", f"RAY_ADDRESS {address} is for a client outside the cluster", advice)
+    host, port = split_port(address)
     try:
         if port.isdigit():
             socket.create_connection((host, int(port)), timeout_s).close()

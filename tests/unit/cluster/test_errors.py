@@ -120,8 +120,12 @@ def test_mistakes(error: Exception) -> None:
     assert not is_fault(error)
 
 
-FAULTS = {"DeadlineExceeded", "NodeLost", "ObjectLost", "RendezvousError", "WorkerDied"}
-"""Errors of this package after which a run restarts."""
+FAULTS = {
+    **dict.fromkeys(("DeadlineExceeded", "NodeLost", "ObjectLost", "WorkerDied"), "grpo_mcore.rollout.workers"),
+    "RendezvousError": "grpo_mcore.parallel.mesh",
+    "RayUnreachable": "grpo_mcore.cluster.ray_session",
+}
+"""Errors of this package after which a run restarts, with their modules."""
 
 LOST = {kind.__name__ for kind in (DeadlineExceeded, NodeLost, ObjectLost, WorkerDied, ConnectionError)} | {
     kind.__name__ for kind in ConnectionError.__subclasses__()
@@ -147,9 +151,8 @@ def errors_that_are_losses() -> set[str]:
 
 def test_which_errors_of_the_package_a_run_restarts_after_is_decided() -> None:
     """All others end it, unless a loss is their cause. A new class that is a loss belongs in FAULTS."""
-    assert errors_that_are_losses() == FAULTS
-    for name in FAULTS:
-        module = "grpo_mcore.parallel.mesh" if name == "RendezvousError" else "grpo_mcore.rollout.workers"
+    assert errors_that_are_losses() == set(FAULTS)
+    for name, module in FAULTS.items():
         kind = getattr(__import__(module, fromlist=[name]), name)
         assert is_fault(kind.__new__(kind)), name
 

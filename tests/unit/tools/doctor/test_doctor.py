@@ -219,6 +219,8 @@ def test_a_model_that_is_not_there_offline(tmp_path: Path, monkeypatch: pytest.M
 def test_a_ray_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     fault(look("Ray"), "nobody answers", "RAY_ADDRESS")
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
+    fault(look("Ray"), "a client outside the cluster", "HOST:6379")
     monkeypatch.delenv("RAY_ADDRESS")
     fault(look("Ray", Needs(nodes=2)), "2 nodes are asked for", "ray start")
 
