@@ -26,6 +26,7 @@ from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import CustomCode, MasterConfig
 from grpo_mcore.rollout.chat_form import chat_form
 from grpo_mcore.rollout.datum import DatumSpec, Message
+from grpo_mcore.rollout.text_tokens import tokens_behind
 
 SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:sliding_puzzle_processor"
 
@@ -390,7 +391,8 @@ def _tokenise(turns: list[tuple[str, str]], tokenizer: Any) -> list[Message]:
     """Return (role, text) pairs as messages. The text has all special tokens already; the tokenizer adds none."""
     import torch
 
-    encoded = tokenizer([text for _, text in turns], add_special_tokens=False)["input_ids"]
+    before = ["", *(text for _, text in turns)]
+    encoded = [tokens_behind(tokenizer, said, text) for said, (_, text) in zip(before, turns, strict=False)]
     return [
         Message(role=role, content=text, token_ids=torch.tensor(ids, dtype=torch.int64))
         for (role, text), ids in zip(turns, encoded, strict=True)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.rollout.text_tokens import tokens_behind
 from grpo_mcore.rollout.turn_end import marks_of, said_already, turn_ends
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class TurnTemplate:
         if any(mark in text for mark in self._special):
             before, _, after = self._after_answer(self._render(_message(role, _REPLY))).partition(_REPLY)
             between = before + text + after
-            ids = [*self._ids(before), *self._ids(text, special=False), *self._ids(after)]
+            ids = [*self._ids(before), *self._ids(text, before, special=False), *self._ids(after, text)]
         else:
             between = self._after_answer(self._render(_message(role, text)))
             ids = self._ids(between)
@@ -122,10 +123,10 @@ class TurnTemplate:
             return False
         return True
 
-    def _ids(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the tokens of a text; without `special`, those of its characters alone."""
+    def _ids(self, text: str, before: str = _ANSWER, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text behind another one; without `special`, those of its characters alone."""
         options = {} if special else {"split_special_tokens": True}
-        return list(self._tokenizer(text, add_special_tokens=False, **options)["input_ids"])
+        return tokens_behind(self._tokenizer, before, text, **options)
 
 
 def _check(rendered: str) -> str:

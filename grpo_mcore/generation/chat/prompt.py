@@ -16,6 +16,7 @@ from typing import Any
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.chat_form import chat_form
+from grpo_mcore.rollout.text_tokens import tokens_behind
 from grpo_mcore.rollout.turn_end import marks_of, said_already
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
@@ -102,7 +103,7 @@ class ChatPrompts:
         end = next((place for place in reversed(range(len(ids))) if ids[place] in self._marks), None)
         if end is None:
             return None
-        follows = self._ids(whole.removeprefix(alone))
+        follows = tokens_behind(self._tokenizer, alone, whole.removeprefix(alone))
         if last_token in self._stop_token_ids and last_token != ids[end] and follows[:1] == [last_token]:
             return follows[1:]  # the token that begins the next turn ends this one, as GLM's <|observation|>
         return [*ids[end + (last_token in self._stop_token_ids) :], *follows]

@@ -1,0 +1,42 @@
+"""The tokens of a text that stands behind another one.
+
+The tokenizers of Llama 2, Mistral and Mixtral put a space before every text. A text that is tokenised by itself and
+goes on with another one must not have it: no answer that is generated begins with it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from grpo_mcore.rollout.turn_end import marks_of
+
+_LINES = ("\n", ">", "a")  # texts that a text can stand behind
+
+
+def tokens_behind(tokenizer: Any, before: str, text: str, **options: Any) -> list[int]:
+    """Return the tokens of `text`, which stands behind `before`. The tokenizer adds no special tokens; `options` are
+    its further arguments."""
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=False, **options)["input_ids"])
+
+    if not before or not _adds_a_space(tokenizer):
+        return encode(text)
+    marks = tokenizer.convert_ids_to_tokens(sorted(marks_of(tokenizer)))
+    mark = next((mark for mark in sorted(marks, key=len, reverse=True) if before.endswith(mark)), None)
+    for beginning in _LINES if mark is None else (mark,):
+        first, both = encode(beginning), encode(beginning + text)
+        if both[: len(first)] == first:
+            return both[len(first) :]
+    return encode(text)
+
+
+@lru_cache(maxsize=4)
+def _adds_a_space(tokenizer: Any) -> bool:
+    """Return whether a text has other tokens by itself than behind another one."""
+    try:
+        line, letter, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n", "a", "\na"))
+    except Exception:  # a tokenizer of a few words raises for others
+        return False
+    return [*line, *letter] != [*both]

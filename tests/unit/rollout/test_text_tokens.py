@@ -1,0 +1,63 @@
+"""Texts behind others have the tokens that they have in the whole, where a tokenizer puts a space before a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from grpo_mcore.data import TaskDataSpec
+from grpo_mcore.data.processors import sft_processor
+from grpo_mcore.data.turn_tokens import TurnTemplate
+
+# Mistral 7B's first template, and Zephyr's and TinyLlama's, whose answers begin without a space.
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %} [INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
+    "{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def sentence_piece(template: str, kind: str) -> Any:
+    """Return a tokenizer of letters, in which two spaces are one token. `kind`: `prepend` as the published files of
+    Llama 2 and Mistral have it, else the Metaspace of newer ones."""
+    letters = ["<unk>", "<s>", "</s>", "▁▁", "▁t", "▁", "\n", *map(chr, range(33, 127))]
+    merges = [("▁", "▁"), ("▁", "t")]
+    core = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, merges, unk_token="<unk>"))
+    if kind == "prepend":
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
+    made.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize("kind", ["prepend", "always", "first"])
+@pytest.mark.parametrize("template", [MISTRAL, ZEPHYR])
+def test_answers_have_the_tokens_that_they_have_in_the_whole(template: str, kind: str) -> None:
+    """Each answer had begun with a space more, which no generated one has."""
+    tokenizer = sentence_piece(template, kind)
+    talk = [
+        {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(["1?", "two", "3?", "ten"])
+    ]
+    whole = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False)["input_ids"]
+    row = {"messages": talk, "task_name": "t", "uid": "u"}
+    turns = sft_processor(row, TaskDataSpec("t"), tokenizer, None, 0)["message_log"]
+    assert [token for turn in turns for token in turn["token_ids"].tolist()] == whole
+    first = [turn["token_ids"][0].item() for turn in turns if turn["role"] == "assistant"]
+    assert tokenizer.convert_ids_to_tokens(first) == (["▁t"] * 2 if template == MISTRAL else ["t"] * 2)
+
+
+@pytest.mark.parametrize("kind", ["prepend", "always", "first"])
+def test_what_an_environment_says_has_no_further_space(kind: str) -> None:
+    """Also where the text of a special token stands in it, and is tokenised apart."""
+    tokenizer = sentence_piece(ZEPHYR, kind)
+    said = TurnTemplate(tokenizer).turn("a</s>b", "user", tokenizer.eos_token_id)
+    tokens = "".join(tokenizer.convert_ids_to_tokens(said.token_ids.tolist()))
+    assert "\na</s>b</s>" in tokens
