@@ -18,7 +18,8 @@ from grpo_mcore.text import not_unicode, replaced
 
 
 class EnvironmentReturn(NamedTuple):
-    """The results of one step. Every list has one entry per conversation.
+    """The results of one step. Every list has one entry per conversation; None in place of one says None of each, but
+    for observations, rewards and terminateds.
 
     `observations`: {"role", "content"}, the environment's next message; the role `tool` is kept where the chat
     template has it, any other becomes `user`. `metadata`: passed to the next step; None: unchanged.
@@ -31,11 +32,11 @@ class EnvironmentReturn(NamedTuple):
     """
 
     observations: list[dict[str, str]]
-    metadata: list[dict[str, Any] | None]
-    next_stop_strings: list[list[str] | None]
+    metadata: list[dict[str, Any] | None] | None
+    next_stop_strings: list[list[str] | None] | None
     rewards: list[float | None]
     terminateds: list[bool]
-    answers: list[str | None]
+    answers: list[str | None] | None = None
     reasons: list[str] | None = None
     seconds: list[float] | None = None
     rewards_by_name: list[dict[str, float]] | None = None
@@ -210,7 +211,8 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         return {}
 
 
-OPTIONAL_FIELDS = ("reasons", "seconds", "rewards_by_name", "tracebacks", "failures")
+_REQUIRED_FIELDS = ("observations", "rewards", "terminateds")
+OPTIONAL_FIELDS = tuple(name for name in EnvironmentReturn._fields if name not in _REQUIRED_FIELDS)
 
 
 def _rows(result: EnvironmentReturn, count: int) -> list[dict[str, Any]]:
@@ -267,7 +269,7 @@ def _answer(value: Any) -> str | None:
 def _flag(field: str, value: Any) -> bool:
     if hasattr(value, "item"):
         value = value.item()
-    if not isinstance(value, bool | int):
+    if not isinstance(value, bool | int) and value not in (0.0, 1.0):  # torch.ones_like(rewards), as in NeMo RL
         raise TypeError(f"{field} with {value!r:.80}, which is neither true nor false")
     return bool(value)
 

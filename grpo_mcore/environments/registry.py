@@ -5,6 +5,7 @@ time that such a process needs to start."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,21 @@ def create_env_class(env_name: str) -> tuple[type[EnvironmentBase], dict[str, fl
             )
         path = env_name
     cls = import_by_path(path, what="environment")
+    if hasattr(cls, "__ray_metadata__"):  # NeMo RL's classes are Ray actors: @ray.remote
+        cls = cls.__ray_metadata__.modified_class.__ray_actor_class__
+    from grpo_mcore.environments.interfaces import EnvironmentBase
+
+    if not (isinstance(cls, type) and issubclass(cls, EnvironmentBase)):
+        what = f"the class {cls.__name__}" if isinstance(cls, type) else type(cls).__name__
+        raise EnvironmentConfigError(
+            f"the environment {path!r} is {what}, which does not derive from EnvironmentInterface of "
+            "grpo_mcore.environments.interfaces; a reward function is a component of env.rules: {type: function, path}"
+        )
+    if inspect.iscoroutinefunction(getattr(cls, "step", None)):
+        raise EnvironmentConfigError(
+            f"the environment {path!r}: step must not be async; it may call asyncio.run, and concurrent_calls is the "
+            "number of its calls at a time"
+        )
     return cls, dict(cls.needs)
 
 

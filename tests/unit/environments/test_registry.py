@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 
 import pytest
+import ray
+import torch
 
 from grpo_mcore.environments import create_env, create_env_class, register_env
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
@@ -25,6 +28,47 @@ class EchoEnvironment(EnvironmentInterface):
 
 def test_by_name():
     assert create_env_class("math") == (MathEnvironment, {"cpus": 1.0, "gpus": 0.0})
+
+
+@ray.remote(max_restarts=-1)
+class RayEnvironment(EchoEnvironment):
+    """As NeMo RL has them. It does not use what it may leave out there."""
+
+    def step(self, message_log_batch, metadata):
+        n = len(metadata)
+        return EnvironmentReturn([{}] * n, None, None, torch.full((n,), 0.5), torch.ones(n), None)
+
+
+def test_a_class_that_is_a_ray_actor_is_taken_for_its_class():
+    cls, needs = create_env_class(f"{__name__}:RayEnvironment")
+    assert needs == EchoEnvironment.needs and issubclass(cls, EchoEnvironment)
+    [outcome] = pickle.loads(ray.cloudpickle.dumps(cls))({}).advance(
+        [{"a": 1}], Trajectory("a", 0, (), (), "stop", False)
+    )
+    assert (outcome.reward, outcome.answer, outcome.metadata, outcome.stop_strings) == (0.5, None, None, None)
+
+
+class Other:
+    """It has a step, and no more."""
+
+    def step(self, message_log_batch, metadata): ...
+
+
+class AsyncEnvironment(EnvironmentInterface):
+    async def step(self, message_log_batch, metadata): ...
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("test_by_name", "is function, which does not derive from EnvironmentInterface .* a component of env.rules"),
+        ("Other", "is the class Other, which does not derive from EnvironmentInterface"),
+        ("AsyncEnvironment", "step must not be async"),
+    ],
+)
+def test_what_is_no_environment_is_refused(name, why):
+    with pytest.raises(EnvironmentConfigError, match=why):
+        create_env_class(f"{__name__}:{name}")
 
 
 class GivenEnvironment(EnvironmentInterface):
