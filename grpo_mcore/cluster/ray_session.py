@@ -337,6 +337,8 @@ def _attach(address: str) -> None:
         raise RayUnreachable(f"no Ray answers at {address} (RAY_ADDRESS): {advice}") from error
     except ValueError as error:
         raise BadRayAddress(f"RAY_ADDRESS {address}: expected HOST:PORT of a running Ray, or auto: {error}") from error
+    except (RuntimeError, ray.exceptions.AuthenticationError) as error:  # another version of Ray, another token
+        raise BadRayAddress(f"the Ray at {address} (RAY_ADDRESS) cannot be joined: {error}") from error
 
 
 def _token(folder: Path) -> dict[str, str]:

@@ -459,9 +459,20 @@ def test_names_are_unique(cluster, abacus):
 
 GUEST = """
     import pathlib, sys
+    import ray
+    from grpo_mcore.cluster.ray_session import BadRayAddress
     from grpo_mcore.cluster.ray_cluster import RayCluster
     from tests.distributed.ray_workers import Abacus
 
+    version, ray.__version__ = ray.__version__, "2.0.0"
+    try:
+        RayCluster(pathlib.Path(sys.argv[1]))
+    except BadRayAddress as error:
+        assert "cannot be joined: Version mismatch" in str(error) and version in str(error)
+    else:
+        raise AssertionError("another version of Ray joined")
+    ray.shutdown()
+    ray.__version__ = version
     with RayCluster(pathlib.Path(sys.argv[1])) as cluster:
         assert not cluster._session.started_here
         guest = cluster.spawn("guest", Abacus, cpus=0.1, env={"GRPO_TEST_GIVEN": "given"})
@@ -488,7 +499,7 @@ def test_a_second_driver_attaches_and_leaves_the_rest_alone(cluster, abacus, tmp
     # not GRPO_TEST_WANTED: the guest's recipe does not allow it
     assert guest.stdout.strip() == "{'GRPO_TEST_GIVEN': 'given'}"
     assert (tmp_path / "guest.log").exists()
-    assert abacus.call("add", 0).result() == 13
+    assert abacus.call("add", 0).result() == 13  # of the tests before
 
 
 STOPPED = """
