@@ -58,6 +58,8 @@ def settings_for(row: Row) -> dict[str, str]:
     question = next((key for key in QUESTIONS if row.get(key)), None)
     if question is not None and isinstance(row[question], dict):
         question = next((f"{question}.{part}" for part in ("stem", "text") if part in row[question]), question)
+    if _is_ranked(row):
+        return {"dataset_name": "BinaryPreferenceDataset"}
     if {"chosen", "rejected"} <= set(row):
         question = question or next((key for key in _CHATS if _is_chat(row.get(key))), None)
         if question is None and not _is_chat(_said(row["chosen"])):
@@ -252,8 +254,15 @@ def preference_pair(
     row: Row, *, prompt: str, chosen: str, rejected: str, choices: str | None = None, context: str | None = None
 ) -> Row:
     """Convert a prompt with a better and a worse answer, each text or messages. Where the answers are whole
-    conversations, the prompt is what they have in common at their start."""
+    conversations, the prompt is what they have in common at their start. Also a row in NeMo RL's form, a context with
+    completions by rank, of which the first rank is the better answer and the last one the worse."""
     _refuse_media(row)
+    if chosen not in row and _is_ranked(row):
+        best, *_, worst = sorted(row["completions"], key=lambda one: one["rank"])
+        if best["rank"] == worst["rank"]:
+            raise DataError(f"'completions' has no better and worse answer: all have the rank {best['rank']}")
+        others = {key: value for key, value in row.items() if key not in ("context", "completions")}
+        row = {**others, prompt: row["context"], chosen: best["completion"], rejected: worst["completion"]}
     better = as_messages(_said(required(row, chosen)), chosen, role="assistant")
     worse = as_messages(_said(required(row, rejected)), rejected, role="assistant")
     if better[0]["role"] != "assistant" or worse[0]["role"] != "assistant":
@@ -262,7 +271,8 @@ def preference_pair(
         if not asked:
             raise DataError(f"{chosen!r} and {rejected!r} must be answers, or conversations that begin alike")
         given = field_of(row, prompt)
-        if given is not None and as_messages(given, prompt)[-1]["content"] != asked[-1]["content"]:
+        said = [message["content"].strip() for message in asked]
+        if given is not None and as_messages(_said(given), prompt)[-1]["content"].strip() not in said:
             raise DataError(f"{chosen!r} and {rejected!r} begin with another prompt than {prompt!r}")
         better, worse = better[len(asked) :], worse[len(asked) :]
         asked = _with_system(asked, row, None)
@@ -279,6 +289,18 @@ def preference_pair(
         "chosen": better,
         "rejected": worse,
     }
+
+
+def _is_ranked(row: Row) -> bool:
+    """Return whether a row is one of NeMo RL's PreferenceDataset."""
+    completions = row.get("completions")
+    return (
+        "context" in row
+        and isinstance(completions, list)
+        and len(completions) > 1
+        and all(isinstance(one, dict) and isinstance(one.get("rank"), int) for one in completions)
+        and all("completion" in one for one in completions)
+    )
 
 
 def _said(value: Any) -> Any:

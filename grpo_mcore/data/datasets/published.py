@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from grpo_mcore.data.datasets.benchmarks import gpqa, human_eval, ifeval, math500, mbpp, mmlu, mmlu_pro
+from grpo_mcore.data.datasets.files import preference_pair
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, as_chat, setting, unusable
 from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, user
 from grpo_mcore.data.datasets.source import Source, Table, field_of, is_address, joined, missing, open_source, required
@@ -266,4 +267,8 @@ PUBLISHED: dict[str, Published] = {
     "Tulu3SftMixture": Published("allenai/tulu-3-sft-mixture", tulu3),
     "HelpSteer3": Published("nvidia/HelpSteer3", helpsteer3, subsets=("preference",)),
 }
+TULU3_PAIRS = Published(
+    "allenai/llama-3.1-tulu-3-8b-preference-mixture",
+    partial(preference_pair, prompt="prompt", chosen="chosen", rejected="rejected"),
+)
 HELPSTEER3_PAIRS = replace(PUBLISHED["HelpSteer3"], to_chat=helpsteer3_pair)

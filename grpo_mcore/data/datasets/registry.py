@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from grpo_mcore.data.datasets.contexts import unseen_context
 from grpo_mcore.data.datasets.files import gym_task, openai_row, preference_pair, question_and_answer
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_chat, hints, name_of, setting
-from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
+from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, TULU3_PAIRS, PublishedDataset
 from grpo_mcore.data.datasets.rows import Rows
 from grpo_mcore.data.datasets.source import Table, open_source, plain
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec, check_uids
@@ -199,6 +199,7 @@ DATASET_CLASSES: dict[str, DatasetClass] = {
     **{name: partial(PublishedDataset, name=name, published=published) for name, published in PUBLISHED.items()},
 }
 PREFERENCE_CLASSES: dict[str, DatasetClass] = {
-    **{name: partial(FileDataset, name=name) for name in PREFERENCE_DATASETS},
+    **{name: partial(FileDataset, name=name) for name in PREFERENCE_DATASETS if name in FILE_DATASETS},
     "HelpSteer3": partial(PublishedDataset, name="HelpSteer3", published=HELPSTEER3_PAIRS),
+    "Tulu3Preference": partial(PublishedDataset, name="Tulu3Preference", published=TULU3_PAIRS),
 }

@@ -27,7 +27,7 @@ from grpo_mcore.recipe.schema.section import (
 # Datasets that are read from `data_path`. Any other name is a dataset of its own.
 FILE_DATASETS = ("ResponseDataset", "openai_format", "BinaryPreferenceDataset", "NemoGymDataset")
 # Datasets with a better and a worse answer to each prompt, which neither GRPO nor SFT can use.
-PREFERENCE_DATASETS = ("BinaryPreferenceDataset",)
+PREFERENCE_DATASETS = ("BinaryPreferenceDataset", "Tulu3Preference")
 # All names of datasets. data/datasets/ loads them.
 DATASETS = (
     *FILE_DATASETS,
@@ -54,14 +54,16 @@ DATASETS = (
     "Squad",
     "OpenAssistant",
     "Tulu3SftMixture",
+    "Tulu3Preference",
     "HelpSteer3",
 )
+_ALIASES = {"preference": "BinaryPreferenceDataset"}  # NeMo RL's name for rows with ranked completions
 UNSET_KEYS = ("input", "output")  # input_key and output_key of an entry that sets neither
 
 
 def dataset_by_name(written: str) -> str | None:
     """Return the name in DATASETS that `written` means, ignoring case, `-`, `_`, a version and a final "Dataset"."""
-    return {_plain(name): name for name in DATASETS}.get(_plain(written))
+    return ({_plain(name): name for name in DATASETS} | _ALIASES).get(_plain(written))
 
 
 def unknown_dataset(written: str) -> str:

@@ -471,8 +471,26 @@ def test_pairs_of_answers(write_jsonl, entry):
     assert found["rejected"] == [{"role": "assistant", "content": "3"}]
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: no 'chosen' in it; it has"):
         load_preference_dataset({"data_path": path, "prompt_key": "p"})
-    with pytest.raises(DataError, match="'GSM8K' has no pairs of answers; BinaryPreferenceDataset, HelpSteer3 have"):
+    with pytest.raises(
+        DataError, match="'GSM8K' has no pairs of answers; BinaryPreferenceDataset, HelpSteer3, Tulu3Preference have"
+    ):
         load_preference_dataset({"dataset_name": "GSM8K"})
+
+
+@pytest.mark.parametrize("name", ["PreferenceDataset", "BinaryPreferenceDataset"])
+def test_pairs_of_ranked_completions(write_jsonl, name):
+    """NeMo RL's form."""
+    answers = [[{"role": "assistant", "content": text}] for text in "342"]
+    ranked = [{"rank": rank, "completion": answer} for rank, answer in zip((2, 1, 0), answers, strict=True)]
+    path = write_jsonl("a.jsonl", [{"context": CHAT[:1], "completions": ranked, "level": 1}])
+    (row,) = load_preference_dataset({"dataset_name": name, "data_path": path}).dataset
+    assert (row["messages"], row["chosen"], row["rejected"]) == (CHAT[:1], answers[2], answers[0])
+    assert row["level"] == 1 and not {"context", "completions"} & set(row)
+    tied = write_jsonl("b.jsonl", [{"context": CHAT[:1], "completions": [{**one, "rank": 0} for one in ranked]}])
+    with pytest.raises(DataError, match="'completions' has no better and worse answer: all have the rank 0"):
+        load_preference_dataset({"dataset_name": name, "data_path": tied})
+    with pytest.raises(DataError, match="Read it with dataset_name: BinaryPreferenceDataset"):
+        load_response_dataset({"data_path": path})
 
 
 def test_each_name_of_a_recipe_has_a_class() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, load_preference_dataset, load_response_dataset
 from grpo_mcore.data.datasets import source
-from grpo_mcore.data.datasets.published import PUBLISHED
+from grpo_mcore.data.datasets.published import PUBLISHED, TULU3_PAIRS
 from grpo_mcore.environments.code.tests import read_tests
 from grpo_mcore.environments.instructions import followed
 from grpo_mcore.recipe import DatasetEntry, dataset_by_name
@@ -84,6 +84,16 @@ TULU = [
         "source": "ai2-adapt-dev/oasst1_converted",
     },
     {"id": "x_2", "messages": [{"content": "hi", "role": "user"}], "source": "x"},
+]
+TALK = [{"content": text, "role": role} for text, role in (("hi ", "user"), ("yes?", "assistant"), ("so", "user"))]
+TULU_PAIRS = [
+    {
+        "id": "x_1",
+        "prompt": "hi",  # the first question, with a space that the messages may lack
+        "chosen": [*TALK, {"content": "good", "role": "assistant"}],
+        "rejected": [*TALK, {"content": "bad", "role": "assistant"}],
+        "source": "x",
+    }
 ]
 HELPSTEER3 = [
     {
@@ -188,6 +198,7 @@ HUB: dict[tuple[str, str | None], dict[str, list[dict[str, Any]]]] = {
     ("OpenAssistant/oasst1", None): {"train": OASST, "validation": OASST},
     ("allenai/tulu-3-sft-mixture", None): {"train": TULU},
     ("nvidia/HelpSteer3", "preference"): {"train": HELPSTEER3, "validation": HELPSTEER3},
+    ("allenai/llama-3.1-tulu-3-8b-preference-mixture", None): {"train": TULU_PAIRS},
 }
 
 
@@ -212,7 +223,7 @@ def said(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def test_the_fake_hub_has_every_dataset() -> None:
-    hub = [found for found in PUBLISHED.values() if "://" not in found.path]
+    hub = [found for found in (*PUBLISHED.values(), TULU3_PAIRS) if "://" not in found.path]
     assert {(found.path, subset) for found in hub for subset in found.subsets} == set(HUB)
 
 
@@ -308,6 +319,12 @@ def test_pairs_of_helpsteer3() -> None:
     pairs = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in (rows[0], rows[2])]
     assert pairs == [("first", "second"), ("second", "first")]
     assert rows[1]["unusable"] == "a pair of which neither answer is preferred"
+
+
+def test_pairs_of_tulu3() -> None:
+    (row,) = load_preference_dataset({"dataset_name": "Tulu3Preference"}).dataset
+    assert (row["messages"], row["source"]) == (TALK, "x")
+    assert [row[name][0]["content"] for name in ("chosen", "rejected")] == ["good", "bad"]
 
 
 def test_useless_rows_are_excluded_and_counted(tokenizer) -> None:
