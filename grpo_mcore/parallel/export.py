@@ -73,7 +73,7 @@ def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: s
     """Write the adapters of `checkpoint` into the folder `target`, in the format of PEFT.
 
     `base`: the name of the model that the adapters belong to. Raises ExportError if there are none, if one belongs to
-    an expert or is not finite, or if a tensor is missing.
+    an expert of a family for which PEFT has no place for it, if one is not finite, or if a tensor is missing.
     """
     from safetensors.torch import save_file
 
@@ -85,7 +85,9 @@ def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: s
         raise ExportError(f"{broken[0]} holds NaN or infinite values: such adapters are not exported")
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     modules = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors}
-    as_parameters = {name for name in modules if reader.shape.experts and name.endswith(FUSED_IN_EXPERTS)}
+    of_experts = {name for name in modules if ".experts." in name}
+    as_parameters = {name for name in modules - of_experts if reader.shape.experts and name.endswith(FUSED_IN_EXPERTS)}
+    kinds = {name.rpartition(".")[2] for name in of_experts}  # by which PEFT knows them before it stacks them
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -94,11 +96,17 @@ def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: s
         "lora_alpha": reader.adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(modules - as_parameters),
+        "target_modules": [*sorted(kinds), *sorted(modules - of_experts - as_parameters)],
         **({"target_parameters": [f"{name}.weight" for name in sorted(as_parameters)]} if as_parameters else {}),
         "inference_mode": True,
     }
     (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _stacked_by_peft(shape: ModelShape) -> bool:
+    """Return whether PEFT makes adapters of stacks of those of single experts: not for GPT-OSS, Nemotron-H, Qwen3.5."""
+    of_qwen3_5 = shape.delta is not None and not shape.delta.inputs_by_head
+    return shape.family not in ("gpt_oss", "nemotron_h") and not of_qwen3_5
 
 
 def _module_name(name: str) -> str:
@@ -172,10 +180,11 @@ class CheckpointReader:
         value; gate and up), each gets a copy of `down` and its rows of `up`."""
         if self.adapters is None:
             raise ExportError("the checkpoint has no adapters (policy.megatron_cfg.peft); leave --adapter out")
-        if experts := [name for name, (adapter, *_) in self._additions.items() if adapter.weight.expert is not None]:
+        experts = [adapter for adapter, *_ in self._additions.values() if adapter.weight.expert is not None]
+        if experts and not _stacked_by_peft(self.shape):
             raise ExportError(
-                f"{len(experts)} adapters belong to experts, which transformers keeps fused and PEFT cannot adapt one "
-                "by one; leave --adapter out to export the merged model"
+                f"{len(experts)} adapters belong to experts, which transformers keeps as stacks, and PEFT cannot adapt "
+                f"those of a {self.shape.family} model one by one; leave --adapter out to export the merged model"
             )
         values = self.read([part for _, *parts in self._additions.values() for part in parts])
         tensors = {}
