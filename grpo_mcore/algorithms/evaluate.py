@@ -84,11 +84,11 @@ def _line(sample: Sample) -> str:
     return replaced(json.dumps(sample, ensure_ascii=False)) + "\n"
 
 
-def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) -> None:
-    """Sample and score what `log` lacks of the model policy.model_name. `name`: of the model in `log`; `logs`: folder
-    of the workers' logs.
+def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) -> set[str]:
+    """Sample and score what `log` lacks of the model policy.model_name. Return the uids of the prompts, of which an
+    older log may have more. `name`: of the model in `log`; `logs`: folder of the workers' logs.
 
-    Raises what `prepare` raises.
+    Raises what `prepare` raises, and EvalError if the log has samples of a prompt that is another one now.
     """
     evaluation = config.eval
     only = config.data.model_copy(update={"train": config.data.validation, "validation": []})
@@ -97,11 +97,19 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
     assert isinstance(prepared.data.train, AllTaskProcessedDataset)
     prompts = _prompts(prepared.data.train, evaluation.num_prompts)
     seeds = range(evaluation.seed, evaluation.seed + evaluation.num_seeds)
+    asked = {prompt["uid"]: _question(_of_prompt(prompt)) for prompt in prompts}
     missing = {seed: [p for p in prompts if (name, seed, p["uid"]) not in log.groups] for seed in seeds}
+    dated = "strftime_now" in str(tokenizer.chat_template)  # prompts say the day, as Llama 3's and GPT-OSS's do
+    for (model, _, uid), samples in log.groups.items() if not dated else ():
+        if model == name and uid in asked and _question(samples[0]) != asked[uid]:
+            raise EvalError(
+                f"{log.path} has samples of another prompt {uid}: the data, a prompt file or the chat template was "
+                "changed since; choose another eval.save_path, or delete that one"
+            )
     count = sum(map(len, missing.values()))
     logger.info("%s: %d prompts x %d seeds, %d to do", name, len(prompts), len(seeds), count)
     if not count:
-        return
+        return set(asked)
     with open_sampler(prepared, logs, prepared.env_names) as sampler:
         sampling = sampling_of(config.policy.generation, tokenizer, validation=True)
         done = 0
@@ -118,6 +126,7 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
                 in_flight, done = in_flight - 1, done + 1
                 if done % PROGRESS_EVERY == 0 or done == count:
                     logger.info("%s: %d of %d prompts", name, done, count)
+    return set(asked)
 
 
 def _prompts(dataset: AllTaskProcessedDataset, limit: int | None) -> list[DatumSpec]:
@@ -128,9 +137,21 @@ def _prompts(dataset: AllTaskProcessedDataset, limit: int | None) -> list[DatumS
     return prompts
 
 
+def _of_prompt(prompt: DatumSpec) -> Sample:
+    """Return what the lines of a prompt's samples have in common."""
+    truth = prompt["extra_env_info"].get("ground_truth")
+    text = "".join(message["content"] for message in prompt["message_log"])
+    return {"prompt": text, "truth": None if truth is None else str(truth)}
+
+
+def _question(sample: Sample) -> tuple[str, str]:
+    """Return the prompt and the truth of a sample as a file has them."""
+    return replaced(sample["prompt"]), replaced(str(sample["truth"]))
+
+
 def _samples(group: Group, name: str, seed: int, cluster: Cluster) -> list[Sample]:
     """Return the lines of a group's samples."""
-    truth = group.prompt["extra_env_info"].get("ground_truth")
+    asked = _of_prompt(group.prompt)
     lines = []
     for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
         response = cluster.store.fetch(sample.ref).generated_text if sample.ref is not None else None
@@ -141,10 +162,10 @@ def _samples(group: Group, name: str, seed: int, cluster: Cluster) -> list[Sampl
                 "uid": group.uid,
                 "seed": seed,
                 "index": index,
-                "prompt": "".join(message["content"] for message in group.prompt["message_log"]),
+                "prompt": asked["prompt"],
                 "response": response,
                 "answer": score.answer,
-                "truth": None if truth is None else str(truth),
+                "truth": asked["truth"],
                 "reward": score.reward,
                 "solved": score.solved,
                 "reason": score.reason,

@@ -51,14 +51,16 @@ def evaluate(config: MasterConfig, models: Sequence[str]) -> EvalReport:
         raise EvalError(f"two of the models have the same name: {', '.join(models)}")
     _check_settings(folder, config, sources)
     with closing(SampleLog(folder / SAMPLES, evaluation.num_tests_per_prompt)) as log:
-        for name, source in sources.items():
-            evaluate_model(_config_for(config, _local(source, folder)), name, log, folder / "logs")
+        uids = {
+            name: evaluate_model(_config_for(config, _local(source, folder)), name, log, folder / "logs")
+            for name, source in sources.items()
+        }
         seeds = range(evaluation.seed, evaluation.seed + evaluation.num_seeds)
         kept = [
             sample
             for name in sources
             for key in sorted(log.groups)
-            if key[0] == name and key[1] in seeds
+            if key[0] == name and key[1] in seeds and key[2] in uids[name]
             for sample in log.groups[key]
         ]
     scores = task_scores(kept, evaluation.samples_per_prompt, evaluation.k_value)

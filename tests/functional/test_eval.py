@@ -59,6 +59,15 @@ def test_a_checkpoint_equals_its_export_and_an_interrupted_evaluation_goes_on(
     code, _, err = evaluate(recipe, str(model), "policy.hf_config_overrides={rope_theta: 5.0}")
     assert code == 1 and "holds samples that differ in hf_config_overrides" in err
 
+    changed = samples.read_text()
+    samples.write_text(changed.replace('"prompt": "', '"prompt": "Think. ', 1))  # of a prompt file that was edited
+    code, _, err = evaluate(recipe, str(model), "eval.num_prompts=5")
+    assert code == 1 and "has samples of another prompt" in err and "a prompt file or the chat template" in err
+    samples.write_text(changed)
+    code, _, err = evaluate(recipe, str(model), "eval.num_prompts=5")
+    (score,) = json.loads((folder / "report.json").read_text())["scores"]
+    assert code == 0 and (score["num_prompts"], score["num_samples"]) == (5, 5 * SAMPLES), "and no others of the folder"
+
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
