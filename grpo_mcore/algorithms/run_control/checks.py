@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -209,12 +211,20 @@ def _check_teacher_engines(policy: PolicyConfig, shape: ModelShape, settings: Ma
         raise FamilyError(f"vLLM's CPU build cannot run this {shape.family} model: {missing}; set backend: megatron")
     longest = policy.generation.vllm_kwargs.get("max_model_len", vllm.max_model_len)
     check_length(shape, longest)
-    positions = longest if settings.get("rope_scaling") else settings.get("max_position_embeddings", longest)
-    if longest > positions:
+    if longest > (positions := _positions(settings)):
         raise FamilyError(
             f"an engine needs one position more than the longest sample, {longest}, and the model has {positions}: "
             "lower policy.max_total_sequence_length, or set backend: megatron"
         )
+
+
+def _positions(settings: Mapping[str, Any]) -> float:
+    """Return the longest context that vLLM gives a model with these settings of its config.json. YaRN changes nothing
+    there: it expects `max_position_embeddings` to count the positions after scaling."""
+    if os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").lower() in ("1", "true"):
+        return math.inf
+    text = settings.get("text_config") or settings
+    return max(text.get("max_position_embeddings") or math.inf, text.get("model_max_length") or 0)
 
 
 def check_run(config: MasterConfig) -> Model:
@@ -229,6 +239,14 @@ def check_run(config: MasterConfig) -> Model:
     check_engine_arguments(config)
     shape = model.shape
     vllm = config.policy.generation.vllm_cfg
+    positions = _positions(read_hf_config(model.folder, config.policy.hf_config_overrides))
+    if vllm.max_model_len > positions:
+        raise SetupError(
+            "policy.generation.vllm_cfg.max_model_len (by default policy.max_total_sequence_length): "
+            f"{vllm.max_model_len} tokens, "
+            f"and config.json of the model has max_position_embeddings {positions}, beyond which no engine goes; lower "
+            "the one, or raise the other by policy.hf_config_overrides, with rope_scaling where the model needs it"
+        )
     for key, wanted in (
         ("policy.router_replay.enabled", config.policy.router_replay.enabled),
         ("policy.generation.vllm_cfg.enable_return_routed_experts", vllm.enable_return_routed_experts),

@@ -109,3 +109,22 @@ def test_overrides_that_ranks_would_refuse_are_refused_before_anything_starts(
     ).config
     with nullcontext() if problem is None else pytest.raises(FamilyError, match=problem):
         checks.check_model(config)
+
+
+def test_a_context_beyond_the_models_positions_is_refused_before_engines_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen2.5-Math has 4,096 positions, and recipes often say 8,192: vLLM refused when all else had been started."""
+    model = make_tiny_model("qwen3", tmp_path / "model", max_position_embeddings=256)
+    recipe: dict[str, Any] = {
+        "policy": {"model_name": str(model), "train_global_batch_size": 4, "max_total_sequence_length": 256},
+        "data": {"train": {"data_path": "x.jsonl"}},
+        "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
+    }
+    monkeypatch.setattr(checks, "check_vllm_build", lambda gpu: None)
+    checks.check_run(MasterConfig.model_validate(recipe))
+    recipe["policy"]["max_total_sequence_length"] = 257
+    with pytest.raises(SetupError, match="max_model_len .*: 257 tokens, .* max_position_embeddings 256, beyond which"):
+        checks.check_run(MasterConfig.model_validate(recipe))
+    recipe["policy"]["hf_config_overrides"] = {"max_position_embeddings": 512}
+    checks.check_run(MasterConfig.model_validate(recipe))
