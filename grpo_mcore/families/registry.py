@@ -76,6 +76,8 @@ def _instead_of(folder: Path) -> str:
         return f"it is a model of the hub's cache; give {snapshots[0].parent}"
     if next(folder.glob("*.gguf"), None) is not None:
         return "its weights are GGUF, which is not read; give the Hugging Face folder that they were made of"
+    if inside := sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime):
+        return f"give a model in it, such as {inside[-1].parent}"
     if next((path for at in ("", "step_*/") for path in folder.glob(f"{at}training_info.json")), None) is not None:
         return f"it is a checkpoint of a run: `grpo-mcore export {folder} --output DIR` makes a model of it"
     if (folder / "latest_checkpointed_iteration.txt").is_file():

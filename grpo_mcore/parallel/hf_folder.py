@@ -192,7 +192,7 @@ def check_weights(folder: Path, shape: ModelShape, *, required: bool = True) -> 
     if missing:
         raise WeightsError(
             f"policy.model_name: {folder} lacks {len(missing)} tensors, such as {missing[0]}; it has {len(tensors)} "
-            "others. Is config.json that of another model?"
+            f"others, such as {next(iter(tensors), '')}. Is config.json that of another model?"
         )
     unread = [
         name for name in tensors if name not in read and not any(part in name for part in (*shape.carried, *NEVER_READ))

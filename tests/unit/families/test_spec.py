@@ -273,6 +273,7 @@ def test_values_that_cannot_be_meant_are_one_message(family: str) -> None:
         ("snapshots/abc/config.json", "a model of the hub's cache; give .*/snapshots/abc"),
         ("q4.gguf", "its weights are GGUF, which is not read"),
         ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron; convert it"),
+        ("checkpoint-500/config.json", "give a model in it, such as .*/checkpoint-500"),
         ("training_info.json", "a checkpoint of a run: `grpo-mcore export .* --output DIR`"),
         ("step_8/training_info.json", "a checkpoint of a run: `grpo-mcore export"),
         ("notes.txt", "give a Hugging Face folder, or a name of the hub"),
