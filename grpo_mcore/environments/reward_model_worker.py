@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from grpo_mcore.rollout.chat_form import chat_form
+
 Conversation = Sequence[dict[str, str]]
 
 
@@ -63,7 +65,8 @@ class Classifier:
 
     def tokens(self, conversation: Conversation) -> list[int]:
         if self.text_template is None:
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False)
+            shown = chat_form(self.tokenizer).messages(conversation)  # Gemma 2 knows no system prompt
+            text = self.tokenizer.apply_chat_template(shown, tokenize=False)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         prompt = "\n\n".join(message["content"] for message in conversation[:-1])
         text = self.text_template.replace("{prompt}", prompt).replace("{response}", conversation[-1]["content"])
@@ -85,5 +88,5 @@ class Classifier:
         present = {token for tokens in sequences for token in tokens}
         own = self.tokenizer.pad_token_id
         padding = own if own is not None and own not in present else next(t for t in range(10**9) if t not in present)
-        self.model.config.pad_token_id = padding
+        self.model.config.get_text_config().pad_token_id = padding  # where transformers looks for it
         return padding

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
 
 from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.environments import create_env
@@ -135,6 +142,32 @@ def test_a_text_of_ones_own(folder: Path) -> None:
 def test_a_label_that_does_not_fit(two: Path, label: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         classifier(two, label)
+
+
+def test_a_system_prompt_goes_into_the_question_where_the_template_knows_none(folder: Path, tmp_path: Path) -> None:
+    """As Gemma 2's, of Skywork's reward models."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    tokenizer.chat_template = refuses + "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    [score] = classifier(tmp_path)(conversations("82"))
+    assert score == pytest.approx(logit(tmp_path, "<user>+\n\n37+45=<assistant>82"), abs=1e-6)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_batches_of_a_model_with_a_config_inside_its_config(tmp_path: Path, padding: int | None) -> None:
+    """Gemma 3 and Qwen 3.5: transformers takes the padding token of the text's config."""
+    make_tokenizer(tmp_path)
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    text |= {"num_key_value_heads": 1, "vocab_size": 32}
+    seen = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=seen | {"image_size": 28, "patch_size": 14}, num_labels=1)
+    config.text_config.pad_token_id, config.image_token_id = padding, 30
+    Gemma3ForSequenceClassification(config).save_pretrained(tmp_path)
+    model = classifier(tmp_path)
+    alone = [model([conversation])[0] for conversation in conversations("82", "1", "8" * 9)]
+    assert model(conversations("82", "1", "8" * 9)) == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.parametrize(("head", "others"), [("value_head.weight", "value_head.weight, which"), ("score.weight", "")])
