@@ -40,7 +40,7 @@ def math_hf_data_processor(
 ) -> DatumSpec:
     """Process a row in chat format: the prompt is everything before a last assistant message. The truth is
     `ground_truth`, or else that message."""
-    prompt, answer = _split_answer(datum_dict["messages"])
+    prompt, answer = _split_answer(datum_dict, task_data_spec, idx)
     return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
 
@@ -68,7 +68,7 @@ def chat_data_processor(
 ) -> DatumSpec:
     """Process a row in chat format for an environment that needs no truth, such as a reward model, rules or code. It
     gets the prompt's `messages`, and a truth where there is one."""
-    prompt, answer = _split_answer(datum_dict["messages"])
+    prompt, answer = _split_answer(datum_dict, task_data_spec, idx)
     return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx, chat=True)
 
 
@@ -268,6 +268,8 @@ def _prompt_datum(
     truth = answer if row.get("ground_truth") is None else row["ground_truth"]
     if truth is None and not chat:
         raise RowError(uid, f"neither an answer ({spec.output_key!r}) nor a 'ground_truth' to check against")
+    if isinstance(truth, str) and not truth.strip() and not chat:
+        raise RowError(uid, "its answer is blank; for rewards that need none: processor: chat_data_processor")
     messages = _with_task_prompts(prompt, spec)
     text = _render(tokenizer, messages, uid, row, add_generation_prompt=True)
     log = _tokenise([("user", text)], tokenizer)
@@ -320,10 +322,14 @@ def _uid(row: dict[str, Any], spec: TaskDataSpec, idx: int) -> str:
     return uid_text(row.get("uid"), f"{row.get('task_name', spec.task_name)}:{idx}")
 
 
-def _split_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
-    if messages[-1]["role"] == "assistant":
-        return messages[:-1], messages[-1]["content"]
-    return messages, None
+def _split_answer(row: dict[str, Any], spec: TaskDataSpec, idx: int) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the prompt, and the last message where it is the assistant's. Raises RowError for a blank prompt."""
+    prompt, answer = row["messages"], None
+    if prompt[-1]["role"] == "assistant":
+        prompt, answer = prompt[:-1], prompt[-1]["content"]
+    if not any(str(message.get("content") or "").strip() for message in prompt):
+        raise RowError(_uid(row, spec, idx), "its question is blank")
+    return prompt, answer
 
 
 def _with_task_prompts(messages: list[dict[str, Any]], spec: TaskDataSpec) -> list[dict[str, Any]]:

@@ -302,3 +302,15 @@ def test_a_row_without_its_hint_is_named(tokenizer, row) -> None:
             processor({"messages": ROW["messages"], "uid": "u:3"} | row, spec, tokenizer, 64, 0)
     with pytest.raises(DataError, match=r"has no \{prompt\} and no \{hint\}"):
         TaskDataSpec("t", hint_key="why", hint_prompt="nothing")
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "why"), [(" ", "4", "its question is blank"), ("2+2=", "\n", "its answer is blank")]
+)
+def test_prompts_with_a_blank_question_or_answer_are_excluded(question, answer, why, tokenizer):
+    """They had been sampled, and the math environment refuses to compare with a blank truth."""
+    row = {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], "uid": "u"}
+    with pytest.raises(DataError, match=f"u: {why}"):
+        math_hf_data_processor(row, TaskDataSpec("t"), tokenizer, None, 0)
+    if question.strip():  # a reward model needs no answer
+        assert chat_data_processor(row, TaskDataSpec("t"), tokenizer, None, 0)["loss_multiplier"] == 1
