@@ -73,7 +73,12 @@ def no_exit(what: str) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise RuntimeError(f"{what} called sys.exit({error.code!r}){place_of(error)}") from error
+        raise exited(what, error) from error
+
+
+def exited(what: str, error: SystemExit) -> RuntimeError:
+    """Return the error for an exit that custom code asked for."""
+    return RuntimeError(f"{what} called sys.exit({error.code!r}){place_of(error)}")
 
 
 def place_of(cause: BaseException) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from grpo_mcore.imports import no_exit
+from grpo_mcore.imports import exited
 from grpo_mcore.rollout.workers import (
     Cluster,
     DeadlineExceeded,
@@ -464,10 +464,11 @@ class _Task:
         store, before = worker.cluster.store, worker.cluster.store.worker
         store.worker = worker
         try:
-            with no_exit("it"):
-                wait = self._coroutine.send(value)
+            wait = self._coroutine.send(value)
         except StopIteration as end:
             self._end(end.value, None)
+        except SystemExit as error:
+            self._end(None, exited("it", error))
         except Exception as error:
             self._end(None, error)
         else:
