@@ -116,7 +116,10 @@ class _Conversation:
         behind = self.text[said : self._begin_of_text(index + 1)]
         places = [(behind.index(mark), -len(mark), mark) for mark in self._special if mark in behind]
         if not places:
-            raise DataError(f"the chat template puts no end behind the answer of message {index}")
+            raise DataError(
+                f"the chat template puts no end behind the answer of message {index}: no token of the tokenizer "
+                f"ends it ({behind.strip()!r:.60}); train_on: last leaves earlier answers out"
+            )
         at, _, mark = min(places)  # an answer in the middle ends otherwise, as in gpt-oss
         return said + at + len(mark)
 

@@ -93,9 +93,11 @@ def _read(path: str | None, key: str) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # Windows begins a file with a mark of its encoding
     except OSError as error:
         raise DataError(f"{key} {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key} {path}: not UTF-8 text ({error.reason}, byte {error.start})") from error
 
 
 def uid_text(uid: Any, default: str) -> str:

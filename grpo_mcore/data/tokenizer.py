@@ -123,3 +123,7 @@ def template_text(chat_template: str) -> str:
         return Path(chat_template).read_text(encoding="utf-8")
     except OSError as error:
         raise DataError(f"chat_template {chat_template}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"chat_template {chat_template}: not UTF-8 text ({error.reason}, byte {error.start})"
+        ) from error

@@ -14,6 +14,7 @@ from grpo_mcore.data.processors import (
     math_hf_data_processor,
     sft_processor,
 )
+from grpo_mcore.data.tokenizer import template_text
 from tests.unit.rollout.published_templates import GLM, GPT_OSS, tokenizer_of
 
 ROW = {
@@ -153,6 +154,18 @@ def test_a_bad_prompt_file_is_an_error_at_once(tmp_path, text, message):
         TaskDataSpec("t", str(tmp_path / "prompt.txt"))
     (tmp_path / "prompt.txt").write_text(r"{} in \boxed{{}}")
     assert TaskDataSpec("t", str(tmp_path / "prompt.txt")).format_problem("1") == r"1 in \boxed{}"
+
+
+def test_prompt_files_that_windows_wrote(tmp_path):
+    """The mark of their encoding had become part of every prompt, and UTF-16 ended in a traceback."""
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("\ufeff= {} =".encode())
+    assert TaskDataSpec("t", str(file)).format_problem("1") == "= 1 ="
+    file.write_text("= {} =", encoding="utf-16")
+    with pytest.raises(DataError, match=r"prompt_file .*prompt\.txt: not UTF-8 text \(invalid start byte, byte 0\)"):
+        TaskDataSpec("t", str(file))
+    with pytest.raises(DataError, match=r"chat_template .*prompt\.txt: not UTF-8 text"):
+        template_text(str(file))
 
 
 def test_sft_trains_on_the_answers_and_on_their_ends_only(tokenizer):

@@ -465,3 +465,12 @@ def test_a_thought_in_the_text_becomes_a_field_where_the_template_looks_for_none
     assert trained(template, eos, talk("1+1?", text)) == [f"<|channel|>final<|message|>{text}<|return|>"]
     split = [name for name in CASES if chat_form(tokenizer(*CASES[name][:2])).split_thoughts]
     assert split == ["gpt-oss"]
+
+
+def test_answers_that_no_token_ends_name_what_stands_there() -> None:
+    """ChatML for a base model whose tokenizer has none of its marks."""
+    turns = "{% for m in messages %}<im_start>{{ m.role }}\n{{ m.content }}<im_end>\n{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}<im_start>assistant\n{% endif %}"
+    with pytest.raises(DataError, match=r"no token of the tokenizer ends it \('<im_end>.n<im_start>user'\); train_on"):
+        trained(template, "<eos>", TWO)
+    assert trained(template, "<eos>", TWO, "last") == ["three<im_end>\n<eos>"]
