@@ -172,7 +172,7 @@ def load_checkpoint(policy: Any, folder: Path) -> bool:
     saved, here = saved | common["shape"], _plain_shape(policy)
     if different := {
         key: (saved.get(key), here.get(key))
-        for key in saved | here
+        for key in (saved | here).keys() - {"carried"}  # what exports copy beside the weights
         if (saved.get(key) or None) != (here.get(key) or None)
     }:
         raise CheckpointError(f"{folder} holds another model; (saved, present) values: {different}")

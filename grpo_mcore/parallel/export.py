@@ -33,6 +33,11 @@ from grpo_mcore.recipe import MegatronConfig, PolicyConfig
 
 ONE_RANK = PolicyLayout(1, 1, 1)
 JOIN_TIMEOUT_S = 60.0
+SIZES = (
+    *("family", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("ffn_hidden_size", "vocab_size", "tied_embeddings"),
+)
+"""Fields of a model's shape that a checkpoint and the config.json of its model have in common."""
 PEFT_PREFIX = "base_model.model."
 MODULE_ROOTS = {"backbone.": "model.", "language_model.model.": "model.language_model."}
 """Beginnings of tensors' names in checkpoints of Nemotron-H and Gemma 3, and those of their modules in transformers,
@@ -146,6 +151,7 @@ class CheckpointReader:
         peft = config.megatron_cfg.peft
         with torch.device("meta"):
             networks = build_model(shape, ONE_RANK, MegatronConfig(peft=peft), self.dtype, Platform("cpu"))
+        self._check_sizes()
         self.weights = ShardedWeights(networks, shape, ONE_RANK, Coordinates(0, 0, 0))
         if self.adapters is not None:
             attach_adapters(networks, self.weights, self.adapters, peft.lora_A_init_method, seed=0)
@@ -210,6 +216,22 @@ class CheckpointReader:
             merge = getattr(self._entries[name], "merge_fn", None)  # of an entry that is saved in several parts
             tensors[name] = loaded if merge is None else merge(loaded)
         return tensors
+
+    def _check_sizes(self) -> None:
+        """Raise ExportError if the checkpoint is of a model of other sizes: parts of its tensors would be read."""
+        from megatron.core import dist_checkpointing
+
+        try:
+            saved = dist_checkpointing.load_common_state_dict(str(self.folder))["shape"]
+        except Exception as error:  # as of a damaged .metadata
+            raise ExportError(f"{self.folder}/common.pt cannot be read: {type(error).__name__}: {error}") from error
+        described = {name: getattr(self.shape, name) for name in SIZES}
+        for name, value in described.items():
+            if saved.get(name, value) != value:
+                raise ExportError(
+                    f"{self.folder} holds a model of {name} {saved[name]}, and its config.json says {value}; give the "
+                    "folder of the model that the run started from with --model"
+                )
 
     def _check(self) -> None:
         """Raise ExportError if the checkpoint lacks a tensor that this model has."""

@@ -301,6 +301,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(ranks: RankPool, 
     model = make_tiny_model("qwen3_moe", tmp_path / "model")
     full, _ = checkpoint(ranks, tmp_path / "full", model, TP1)
     stacks = make_tiny_model("gpt_oss", tmp_path / "stacks")
+    fewer = make_tiny_model("qwen3_moe", tmp_path / "fewer", num_hidden_layers=3)
     lora, _ = checkpoint(ranks, tmp_path / "lora", stacks, TP1, {})
     torn = driver_files(tmp_path / "torn", model, TP1)
     ranks.run(1, f"{CASES}:save_without", str(model), TP1, str(torn / "policy"), "final_layernorm.weight")
@@ -316,6 +317,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(ranks: RankPool, 
         (full, "taken", {}, "exists and is not empty"),
         (tmp_path / "nowhere", "out", {}, "nowhere does not exist"),
         (model, "out", {}, "holds no checkpoint"),
+        (full, "out", {"model": str(fewer)}, "holds a model of num_layers 4, and its config.json says 3; give"),
         (full, "out", {"model": str(tmp_path / "gone")}, "there is no folder .*gone.*see --model"),
     ):
         with pytest.raises(RankFailed, match=message):

@@ -195,6 +195,9 @@ def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, checkpoint: s
     other = make_tiny_model("qwen3", tmp_path / "other", tie_word_embeddings=False)
     with pytest.raises(RankFailed, match="CheckpointError.*holds another model"):
         ranks.run(1, f"{CASES}:load_train", str(other), TP1, checkpoint)
+    more = {"tie_word_embeddings": True, "num_nextn_predict_layers": 1}  # layers that exports copy
+    copied = make_tiny_model("qwen3", tmp_path / "copied", **more)
+    ranks.run(1, f"{CASES}:load_train", str(copied), TP1, checkpoint)
 
 
 @pytest.mark.parametrize(
