@@ -58,6 +58,7 @@ def open_endpoint(config: MasterConfig, engines: EngineGroup, log_dir: Path) -> 
         seed=config.grpo.seed,
         timeout_s=cluster.call_timeout_s,
         max_requests=REQUESTS * len(engines.workers),
+        reads_calls=vllm.http_server_serving_chat_kwargs.tool_parser is not None,
     )
     contents = {
         "policy_base_url": f"{endpoint.address.url}/v1",

@@ -155,8 +155,8 @@ class Endpoint:
 
     A request goes to the engine that generated its last turn, or to the engine with the fewest pending requests. If the
     engine dies, another one takes the request. While no engine is reachable but one is being restarted, requests wait.
-    `timeout_s`: limit for one request. `max_requests`: maximum concurrent requests; further ones queue. Raises
-    EndpointError if it cannot listen.
+    `timeout_s`: limit for one request. `max_requests`: maximum concurrent requests; further ones queue. `reads_calls`:
+    the engines have a parser of tool calls. Raises EndpointError if it cannot listen.
     """
 
     def __init__(
@@ -170,8 +170,9 @@ class Endpoint:
         seed: int = 0,
         timeout_s: float = 3600.0,
         max_requests: int = 64,
+        reads_calls: bool = False,
     ) -> None:
-        self._engines, self._model, self._token = engines, model, token
+        self._engines, self._model, self._token, self._reads_calls = engines, model, token, reads_calls
         self._timeout_s = timeout_s
         self._record = ChatRecord(seed)
         self._pending = [0] * len(engines.workers)
@@ -331,6 +332,11 @@ class Endpoint:
         return await self._loop.run_in_executor(self._pool, self._reply, kind, body)
 
     def _reply(self, kind: str, body: dict[str, Any]) -> Reply:
+        if kind == "complete" and body.get("tools") and body.get("tool_choice") != "none" and not self._reads_calls:
+            self._warn(
+                "a request has tools, but calls of them stay text of the answers: set enable_auto_tools and tool_parser"
+                " in policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+            )
         seed = self._record.seed(body, self._engines.weight_version) if kind == "complete" else 0
         while (index := self._choose(recorded_tokens(body))) is not None:
             engine = self._engines.workers[index]

@@ -167,6 +167,15 @@ def test_errors_are_returned_and_logged_once(endpoint: Endpoint, caplog: pytest.
     assert post(endpoint).status_code == 200
 
 
+def test_tools_without_a_parser_of_calls_are_warned_of(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+    """The agent would see no call at all; vLLM's own server refuses such requests."""
+    assert post(endpoint, body={"tools": [{}], "tool_choice": "none"}).status_code == 200 and not caplog.messages
+    for _ in range(2):
+        assert post(endpoint, body={"tools": [{}]}).status_code == 200
+    (said,) = caplog.messages
+    assert "calls of them stay text of the answers: set enable_auto_tools and tool_parser" in said
+
+
 def test_the_log_of_warnings_is_bounded(
     endpoint: Endpoint, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
