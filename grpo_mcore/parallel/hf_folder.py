@@ -104,6 +104,8 @@ def weight_files(folder: Path) -> list[Path]:
         others = sorted(path.name for path in folder.iterdir() if path.name.endswith(OTHER_WEIGHTS))
         read_first = "which is not read: save the model with transformers' save_pretrained first"
         hint = f"; it has {others[0]}, {read_first}" if others else ""
+        if (folder / "adapter_config.json").is_file():
+            hint = " of a model; it is an adapter: merge it into its base model first (peft: merge_and_unload)"
         raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file{hint}")
     if ignored := [name for name, path in there.items() if path not in chosen]:
         by = "the index does not name them" if index.is_file() else "they are not the model's"

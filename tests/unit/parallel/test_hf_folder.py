@@ -151,6 +151,10 @@ def test_a_folder_without_safetensors_says_what_it_has(single: Path) -> None:
     (single / SINGLE).rename(single / "pytorch_model.bin")
     with pytest.raises(WeightsError, match="no .safetensors file; it has pytorch_model.bin, which is not read"):
         weight_files(single)
+    (single / "adapter_config.json").touch()  # beside the base model's config.json, as Unsloth saves adapters
+    (single / "adapter_model.safetensors").touch()
+    with pytest.raises(WeightsError, match="no .safetensors file of a model; it is an adapter: merge it into its base"):
+        weight_files(single)
 
 
 def test_a_tensor_larger_or_smaller_than_the_config_says_is_refused(single: Path) -> None:
