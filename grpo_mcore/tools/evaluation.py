@@ -46,9 +46,7 @@ def evaluate(config: MasterConfig, models: Sequence[str]) -> EvalReport:
         raise EvalError("data.validation is empty: there is nothing to evaluate on")
     folder, evaluation = Path(config.eval.save_path), config.eval
     folder.mkdir(parents=True, exist_ok=True)
-    sources = {_name(model): model for model in models or [config.policy.model_name]}
-    if len(sources) < max(1, len(models)):
-        raise EvalError(f"two of the models have the same name: {', '.join(models)}")
+    sources = _named(models or [config.policy.model_name])
     _check_settings(folder, config, sources)
     with closing(SampleLog(folder / SAMPLES, evaluation.num_tests_per_prompt)) as log:
         uids = {
@@ -116,12 +114,22 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _name(model: str) -> str:
-    """Return a model's name in the report: of a checkpoint its run's folder and step."""
+def _named(models: Sequence[str]) -> dict[str, str]:
+    """Return models by their names in the report. Raises EvalError if one is given twice."""
+    for parts in range(2, 12):
+        sources = {_name(model, parts): model for model in models}
+        if len(sources) == len(models):
+            return sources
+    raise EvalError(f"two of the models have the same name: {', '.join(models)}")
+
+
+def _name(model: str, parts: int) -> str:
+    """Return a model's name in the report: of a checkpoint its run's folder and step, or more `parts` of its path where
+    those of two runs are alike."""
     path = Path(model)
     if path.is_dir() and is_checkpoint(path):
         folder = find_checkpoint(path).folder.resolve()
-        return f"{folder.parent.name}/{folder.name}"
+        return "/".join(folder.parts[-parts:])
     return model.rstrip("/")
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from grpo_mcore.algorithms.evaluate import EvalError
 from grpo_mcore.cli.eval import parse
 from grpo_mcore.cli.main import main
+from grpo_mcore.tools.evaluation import _named
+from tests.unit.algorithms.training_step import step_cases
 
 
 def test_models_recipe_and_overrides_in_any_order() -> None:
@@ -16,6 +22,19 @@ def test_models_recipe_and_overrides_in_any_order() -> None:
     )  # fmt: skip
     args = parse(["my.yaml", "a/model"])
     assert (args.models, args.config) == (["a/model"], "my.yaml")
+
+
+def test_checkpoints_of_two_runs_have_names_of_their_own(tmp_path: Path) -> None:
+    """Most runs have a folder called checkpoints."""
+    places = [str(tmp_path / run / "checkpoints") for run in ("dapo", "gspo")]
+    for place in places:
+        (folder := Path(place) / "step_8").mkdir(parents=True)
+        (folder / "training_info.json").write_text('{"save_state": {"current_step": 8}, "metrics": {}}')
+        (folder / "config.yaml").write_text(json.dumps(step_cases.config().model_dump(mode="json")))
+    assert list(_named([*places, "org/model"])) == ["dapo/checkpoints/step_8", "gspo/checkpoints/step_8", "org/model"]
+    assert list(_named(places[:1])) == ["checkpoints/step_8"]
+    with pytest.raises(EvalError, match="two of the models have the same name"):
+        _named(places[:1] * 2)
 
 
 def test_two_recipes_and_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
