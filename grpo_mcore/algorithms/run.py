@@ -33,6 +33,7 @@ from grpo_mcore.algorithms.run_control.checks import (
     CHECKED_ROWS,
     Model,
     check_checkpointing,
+    check_columns,
     check_environments,
     check_model,
     check_run,
@@ -152,6 +153,7 @@ def prepare(
         check_aliases(config.on_policy_distillation, data.first_rows(CHECKED_ROWS, validation=False))
     if algorithm == "grpo" and prepared.env_names:
         check_environments(config, prepared.env_names, data.first_rows(CHECKED_ROWS))
+        check_columns(config, data.first_rows(CHECKED_ROWS, validation=False))
     if algorithm != "eval":  # raises where the data has too few rows, or others than the run that is resumed
         prepared.dataloader, prepared.val_dataloader = _build_loaders(config, algorithm, data)
         if (position := checkpointer.position()) is not None:

@@ -1,7 +1,8 @@
-"""The prompt that a dataset hands to the loop: `DatumSpec`, with its messages."""
+"""The prompt that a dataset hands to the loop: `DatumSpec`, with its messages; and the fields of a row."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 if TYPE_CHECKING:
@@ -43,3 +44,26 @@ class DatumSpec(TypedDict):
     """int64 [n]. The prompt as teachers get it, with the row's hint. Absent: as the policy does."""
     stop_strings: NotRequired[list[str] | None]
     """Strings that end a generation, besides the recipe's; an environment may change them for later turns."""
+
+
+def field_of(row: dict[str, Any], key: str) -> Any:
+    """Return the value of a field, None where there is none. Dots lead into records and lists, also those that are JSON
+    text, unless a field has that very name: `reward_model.ground_truth`, `answers.0`."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if isinstance(value, str) and value[:1] in ("{", "["):
+            value = _from_json(value)
+        if isinstance(value, dict):
+            value = value.get(part)
+        else:
+            value = value[int(part)] if isinstance(value, list) and part.isdigit() and int(part) < len(value) else None
+    return value
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

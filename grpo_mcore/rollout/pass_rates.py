@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.datum import DatumSpec, field_of
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import accuracy
 
@@ -102,8 +102,8 @@ def row_uid(uid: str) -> str:
 
 
 def column_value(prompt: DatumSpec, column: str) -> str:
-    """Return a column of a prompt's row as text; "none" where the row does not have it."""
-    value = prompt["task_name"] if column == TASK else prompt["extra_env_info"].get(column)
+    """Return a column of a prompt's row as text; "none" where the row does not have it. Dots lead into records."""
+    value = prompt["task_name"] if column == TASK else field_of(prompt["extra_env_info"], column)
     return "none" if value is None else str(value)[:60]
 
 

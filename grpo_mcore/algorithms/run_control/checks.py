@@ -54,7 +54,8 @@ from grpo_mcore.recipe import (
     world_size,
 )
 from grpo_mcore.recipe.errors import nearest_hint
-from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.datum import DatumSpec, field_of
+from grpo_mcore.rollout.pass_rates import TASK
 
 VERDICT_TIMEOUT_S = 600.0
 """Seconds that an environment has to score a group, where its section does not set verdict_timeout_s; at most half of
@@ -362,6 +363,20 @@ def check_environments(config: MasterConfig, env_names: Mapping[str, str | None]
                 raise
             # The class names its own section, such as env.rules; the recipe has it under another name.
             raise EnvironmentConfigError(f"in the recipe's section env.{name}: {error}") from error
+
+
+def check_columns(config: MasterConfig, rows: Sequence[DatumSpec]) -> None:
+    """Warn about columns that none of some prompts has: all prompts would count as `none` there."""
+    sampler = config.data.sampler
+    named = {"logger.metrics_by": config.logger.metrics_by}
+    named["data.sampler.column"] = [sampler.column] if sampler.enabled and sampler.column else []
+    for key, columns in named.items():
+        for column in columns:
+            if rows and column != TASK and all(field_of(row["extra_env_info"], column) is None for row in rows):
+                known = sorted({name for row in rows for name in row["extra_env_info"]})
+                logger.warning(
+                    "%s: none of the first %d prompts has %r; they have %s", key, len(rows), column, ", ".join(known)
+                )
 
 
 def _check_truths(cls: type[EnvironmentBase], section: Mapping[str, Any], rows: Sequence[DatumSpec]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_mcore.data.datasets.rows import Repeated, Rows
-from grpo_mcore.data.datasets.source import Source, missing
+from grpo_mcore.data.datasets.source import Source, field_of, missing
 from grpo_mcore.data.interfaces import DataError, RowError, TaskDataSpec
 from grpo_mcore.data.processors import find_processor
 from grpo_mcore.recipe import DatasetEntry
@@ -71,7 +71,8 @@ class MappedDataset:
         place = self._source.place(index)
         uid = f"{self.task_name}:{self._source.numbers[index]}"
         key = self.task_spec.hint_key
-        hint = {key: row[key]} if key in row else {}  # the answer may be the hint, too
+        given = None if key is None else field_of(row, key)
+        hint = {} if given is None else {str(key): given}  # the answer may be the hint, too
         return {**hint, **as_chat(self._to_chat, row, place), "task_name": self.task_name, "uid": uid}
 
 

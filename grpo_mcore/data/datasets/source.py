@@ -7,7 +7,6 @@ disk until they are read.
 from __future__ import annotations
 
 import csv
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from grpo_mcore.data.datasets.jsonl import SUFFIXES, Check, is_json, read_json
 from grpo_mcore.data.datasets.rows import Joined
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.recipe import nearest
+from grpo_mcore.rollout.datum import field_of
 
 _FILE_TYPES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 _TRIED_ROWS = 1_000
@@ -126,29 +126,6 @@ def joined(sources: Sequence[Source]) -> Source:
         return sources[part].place(at)
 
     return sources[0] if len(sources) == 1 else Source(rows, range(len(rows)), place)
-
-
-def field_of(row: dict[str, Any], key: str) -> Any:
-    """Return the value of a field, None where there is none. Dots lead into records and lists, also those that are JSON
-    text, unless a field has that very name: `reward_model.ground_truth`, `answers.0`."""
-    if key in row:
-        return row[key]
-    value: Any = row
-    for part in key.split("."):
-        if isinstance(value, str) and value[:1] in ("{", "["):
-            value = _from_json(value)
-        if isinstance(value, dict):
-            value = value.get(part)
-        else:
-            value = value[int(part)] if isinstance(value, list) and part.isdigit() and int(part) < len(value) else None
-    return value
-
-
-def _from_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def required(row: dict[str, Any], key: str) -> Any:

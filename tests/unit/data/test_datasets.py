@@ -136,6 +136,13 @@ def test_roles_and_tools_of_published_conversations(write_jsonl):
     assert row["messages"][0]["role"] == "user"
 
 
+def test_a_hint_may_lie_in_a_record(write_jsonl):
+    """As the solution does in verl's rows of GSM8K."""
+    path = write_jsonl("a.jsonl", [{"input": "1+1=", "output": "2", "extra_info": {"answer": "One more than 1"}}])
+    (row,) = load_response_dataset({"data_path": path, "hint_key": "extra_info.answer"}).dataset
+    assert row["extra_info.answer"] == "One more than 1"
+
+
 @pytest.mark.parametrize("text", [None, "I add."])
 def test_calls_and_tools_in_openais_older_form(write_jsonl, text):
     """A call beside a text had been left out."""

@@ -46,6 +46,13 @@ def test_rates_by_column_move_with_the_newest_groups() -> None:
     assert rates.metrics() == by_level | {"pass_rate/by/task/sums": 0.95 * 0.95}
 
 
+def test_a_column_may_lie_in_a_record() -> None:
+    """As difficulties do in verl's rows and slime's; every prompt had counted as `none`."""
+    rates = PassRates(["extra_info.level", "metadata.level"])
+    rates.add(group("a", [1, 1], extra_info={"level": 3}, metadata='{"level": 4}'))
+    assert rates.metrics() == {"pass_rate/by/extra_info.level/3": 1.0, "pass_rate/by/metadata.level/4": 1.0}
+
+
 def test_rewards_by_column_are_those_of_the_most_frequent_values() -> None:
     groups = [group(str(n), [n, None], number=n, task_name="other") for n in range(MOST_VALUES + 3)]
     groups += [group("x", [1, 0], number=1), group("y", [None])]

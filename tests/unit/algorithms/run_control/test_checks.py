@@ -128,3 +128,16 @@ def test_a_context_beyond_the_models_positions_is_refused_before_engines_start(
         checks.check_run(MasterConfig.model_validate(recipe))
     recipe["policy"]["hf_config_overrides"] = {"max_position_embeddings": 512}
     checks.check_run(MasterConfig.model_validate(recipe))
+
+
+def test_a_column_that_no_prompt_has_is_said(package_log: pytest.LogCaptureFixture) -> None:
+    """Every prompt would count as `none` there."""
+    columns = ["task", "extra_info.level", "levle"]
+    sampled = ["data.sampler.enabled=true", "data.sampler.column=label"]
+    config = load_recipe("grpo-arithmetic-cpu", [f"logger.metrics_by={json.dumps(columns)}", *sampled]).config
+    rows: Any = [{"extra_env_info": {"extra_info": {"level": 0}}}, {"extra_env_info": {"level": 3}}]
+    checks.check_columns(config, rows)
+    assert package_log.messages == [
+        f"{key}: none of the first 2 prompts has {column!r}; they have extra_info, level"
+        for key, column in (("logger.metrics_by", "levle"), ("data.sampler.column", "label"))
+    ]
