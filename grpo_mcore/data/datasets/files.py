@@ -143,7 +143,9 @@ def _is_index(truth: Any) -> bool:
 def _asked(row: Row, question: str, context: str | None = None, system: str | None = None) -> list[ChatMessage]:
     """Return a question as messages, with the other fields of its row that belong to it: Alpaca's `input` below its
     instruction, the text that it is about above it, and the system prompt."""
-    messages = as_messages(_wanted(row, question), question)
+    messages = as_messages(_said(_wanted(row, question)), question)
+    if len(messages) > 1 and messages[-1] == assistant(""):  # "...\n\nAssistant:" in the form of HH-RLHF
+        messages.pop()
     text = messages[-1]["content"]
     if len(messages) == 1:
         messages = [*_history(row), *messages]

@@ -136,6 +136,24 @@ def test_roles_and_tools_of_published_conversations(write_jsonl):
     assert row["messages"][0]["role"] == "user"
 
 
+def test_a_prompt_may_be_text_in_the_form_of_hh_rlhf(write_jsonl):
+    """As in Dahoas/full-hh-rlhf; its marks had been asked as a part of the question."""
+    row = {
+        "prompt": "\n\nHuman: 1+1=\n\nAssistant: 3\n\nHuman: Sure?\n\nAssistant:",
+        "chosen": " No, 2",
+        "rejected": " Yes",
+    }
+    path = write_jsonl("a.jsonl", [row])
+    (pair,) = load_preference_dataset({"dataset_name": "BinaryPreferenceDataset", "data_path": path}).dataset
+    asked = [
+        {"role": role, "content": text} for role, text in (("user", "1+1="), ("assistant", "3"), ("user", "Sure?"))
+    ]
+    assert pair["messages"] == asked and pair["chosen"] == [{"role": "assistant", "content": " No, 2"}]
+    keys = {"input_key": "prompt", "output_key": "chosen"}
+    (prompt,) = load_response_dataset({"data_path": path, **keys}).dataset
+    assert prompt["messages"] == [*asked, {"role": "assistant", "content": " No, 2"}]
+
+
 def test_a_hint_may_lie_in_a_record(write_jsonl):
     """As the solution does in verl's rows of GSM8K."""
     path = write_jsonl("a.jsonl", [{"input": "1+1=", "output": "2", "extra_info": {"answer": "One more than 1"}}])
