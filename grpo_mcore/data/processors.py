@@ -195,11 +195,14 @@ def _answered_log(
     return log
 
 
-_MARKS_OF_CONTEXT = ("weight", "loss", "train")
-"""Fields by which published data leave an answer out of the loss: OpenAI has weight 0, ms-swift loss, axolotl train."""
+_MARKS_OF_CONTEXT = ("weight", "loss", "train", "loss_mask", "step_loss_mask")
+"""Fields by which published data leave an answer out of the loss: OpenAI has weight 0, ms-swift loss, axolotl train,
+verl loss_mask, slime step_loss_mask."""
 
 
 def _is_trained(message: dict[str, Any], uid: str) -> bool:
+    if message.get("train_detail"):  # axolotl's, for parts of an answer
+        raise RowError(uid, "an answer has train_detail; only whole answers can be left out of the loss")
     for key in _MARKS_OF_CONTEXT:
         if (mark := message.get(key)) not in (None, 0, 1):  # true and false among them
             raise RowError(uid, f"an answer has {key} {mark!r:.40}; only 0 and 1 are supported")

@@ -67,10 +67,15 @@ def test_answers_that_the_data_marks_as_context_are_not_trained_on(tokenizer):
 
     assert talk() == talk(weight=1) == talk(loss=True) == ["2", "4"]
     assert talk(weight=0) == talk(loss=False) == talk(train=False) == ["4"]
+    assert talk(loss_mask=0) == talk(step_loss_mask=0) == ["4"]
     with pytest.raises(RowError, match="an answer has weight 0.5; only 0 and 1 are supported"):
         talk(weight=0.5)
     for marks, why in (
         ({"weight": 0}, "all its answers are marked as context"),
+        (
+            {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
+            "only whole answers can be left out",
+        ),
         ({"content": " "}, "message 1.* is blank"),
     ):
         messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", **marks}]
