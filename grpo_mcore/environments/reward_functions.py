@@ -83,8 +83,9 @@ class Sample:
 
     def named(self) -> dict[str, Any]:
         """Return all that a function may ask for by name: these names first, then the columns of the row, then
-        `reply` and `thought`."""
+        `reply`, `thought` and verl's names."""
         thought, answer = self.thought_and_answer
+        others = {"reply": answer or "", "thought": thought, "solution_str": self.response, "extra_info": self.info}
         known = {
             "response": self.response,
             "info": self.info,
@@ -97,7 +98,7 @@ class Sample:
             "response_tokens": self.response_tokens,
             "response_token_ids": list(self.completion_ids),
         }
-        return {"reply": answer or "", "thought": thought, **self.info, **known}
+        return {**others, **self.info, **known}
 
 
 def _is_answer(message: Mapping[str, Any]) -> bool:
@@ -111,9 +112,11 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
       **columns it gets all columns;
     - fn(response, info): two parameters, whatever their names; a second with the name of a column gets that column;
     - fn(prompts, completions, **columns): TRL's, called with lists of one entry. `as_messages`: prompts and completions
-      are lists of messages, as in TRL's conversational datasets, instead of texts.
+      are lists of messages, as in TRL's conversational datasets, instead of texts;
+    - fn(data_source, solution_str, ground_truth, extra_info): verl's. `extra_info` without such a column: all columns.
 
-    The value may be a number of any library, in a list for TRL's; None: the function does not apply to this sample.
+    The value may be a number of any library, in a list for TRL's, or verl's dict with `score`; None: the function does
+    not apply to this sample.
 
     The call raises TypeError for a name that a sample does not have, and whatever the function raises.
     """
@@ -194,8 +197,10 @@ def _only_one(values: Any) -> Any:
 
 def number_of(value: Any, is_trl: bool) -> float | None:
     """Return what a function returned as a number; None where it does not apply. Raises TypeError and ValueError.
-    `is_trl`: its values are in a list of one."""
+    `is_trl`: its values are in a list of one. Of verl's dict the `score` counts."""
     one = _only_one(value) if is_trl else value
+    if isinstance(one, Mapping) and "score" in one:
+        one = one["score"]
     if isinstance(one, str | bytes):
         raise TypeError(f"it returned {one!r:.80}, which is text and no number")
     return None if one is None else float(one)

@@ -198,7 +198,7 @@ def test_a_model_that_is_right_passes_the_check(refuse: Refuse, capsys: pytest.C
         ),
         (
             ["~env.math", "+env.rules={components: {own: {type: function, path: 'reward:of_level'}}}"],
-            "the reward function 'reward:of_level' does not fit the data: it asks for level, but a sample has finish_",
+            "the reward function 'reward:of_level' does not fit the data: it asks for level, but a sample has extra_",
         ),
         (["~env.math", "+env.maths={}"], "unknown environment 'maths': did you mean 'math'?"),
         (

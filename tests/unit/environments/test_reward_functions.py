@@ -73,9 +73,15 @@ def with_a_column(solution: str, ground_truth: str) -> float:
     return float(ground_truth == "42")
 
 
+def verl(level: int, solution_str: str, ground_truth: str, extra_info: Any = None, **kwargs: Any) -> dict[str, Any]:
+    assert extra_info == INFO and kwargs["prompt"]
+    return {"score": float(solution_str.endswith(ground_truth)), "acc": level}
+
+
 @pytest.mark.parametrize(
     ("function", "reward"),
     [
+        (verl, 1.0),
         (old, 1.0),
         (with_a_column, 1.0),
         (old_with_other_names, 3.0),
@@ -89,6 +95,11 @@ def with_a_column(solution: str, ground_truth: str) -> float:
 )
 def test_signatures(function: Any, reward: float) -> None:
     assert reward_call(function)(SAMPLE) == reward
+
+
+def test_verls_extra_info_is_the_column_of_that_name() -> None:
+    sample = Sample("42", {"extra_info": {"index": 7}, "data_source": "gsm8k"})
+    assert reward_call(lambda data_source, extra_info: extra_info["index"] + len(data_source))(sample) == 12
 
 
 def test_trl_with_messages() -> None:
@@ -144,7 +155,7 @@ def unknown(response: str, answer: str, other: str) -> float:
     [
         (stateful, TypeError, "it asks for trainer_state, which an environment does not have"),
         (no_list, TypeError, "must return a list with one number"),
-        (unknown, TypeError, "it asks for answer, other, but a sample has finish_reason, ground_truth, info, level"),
+        (unknown, TypeError, "it asks for answer, other, but a sample has extra_info, finish_reason, ground_truth"),
     ],
 )
 def test_what_it_returns_or_asks_for_is_wrong(function: Any, error: type[Exception], message: str) -> None:
