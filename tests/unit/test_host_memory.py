@@ -102,11 +102,16 @@ def test_lent_memory_is_the_machines_until_it_is_written_again() -> None:
         lines = Path("/proc/self/smaps").read_text().splitlines()
         return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("LazyFree"))
 
-    tensor, before = torch.ones(1 << 20), of_the_machine()
-    assert lend(tensor) and of_the_machine() - before >= tensor.nbytes - 2 * mmap.PAGESIZE
-    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    tensor.numpy().fill(2)
-    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults < 100 < tensor.nbytes // mmap.PAGESIZE
+    def lent_and_kept() -> bool:
+        """Return whether all pages are lent, and none has been taken when they are written again."""
+        tensor, before = torch.ones(1 << 20), of_the_machine()
+        assert lend(tensor)
+        lent = of_the_machine() - before >= tensor.nbytes - 2 * mmap.PAGESIZE
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        tensor.numpy().fill(2)
+        return lent and resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults < 100
+
+    assert any(lent_and_kept() for _ in range(20)), "the machine may take them at any time, but not every time"
     assert lend(torch.ones(3)), "less than a page"
     shared = torch.frombuffer(mmap.mmap(-1, 1 << 16), dtype=torch.uint8)
     assert not lend(shared)
