@@ -41,9 +41,10 @@ LATE_S = 1e-6
 """Seconds by which a wait overruns its deadline, as any does: what is left of it is then 0, and not a rounding."""
 CIRCLES, CIRCLE_S = 200_000, 1.0
 """More waits of the driver in so many virtual seconds mean that it makes no progress."""
-GIVEN_UP_S = 75.0
+GIVEN_UP_S = 90.0
 """Virtual seconds after its deadline in which a call must be over: its worker was asked for its health, which has a
-deadline of its own, and replaced, or the run is lost."""
+deadline of its own, and replaced, or the run is lost. 15 of them are the driver's: it trained, and began a refit,
+before it came to wait for that worker."""
 PATIENCE_S = 0.5
 """Virtual seconds that a patient wait gives the others once one answer has come."""
 Resume = Callable[[Any], None]
