@@ -82,9 +82,9 @@ def test_interrupted_and_resumed_it_trains_on_every_prompt_once(
             if line.lstrip().startswith("3/"):
                 break
         assert process.poll() is None, "".join(seen) + process.communicate()[1]
-        live = page_of(tmp_path)
         running = living(f"{MARK}={mark}")
         files = shared_files(running)
+        live = page_of(tmp_path)
         assert len(running) > 5 and files
         os.killpg(process.pid, signal.SIGINT)
         began = time.monotonic()
