@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_mcore.data.datasets.mapped import Row
-from grpo_mcore.data.datasets.source import field_of
 from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.rollout.datum import field_of
 
 CONTEXTS = (
     *("context", "contexts", "passage", "passages", "article", "premise", "paragraph", "paragraphs", "story"),

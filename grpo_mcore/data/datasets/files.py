@@ -22,10 +22,11 @@ from grpo_mcore.data.datasets.messages import (
     tools_of,
     user,
 )
-from grpo_mcore.data.datasets.source import field_of, missing, required
+from grpo_mcore.data.datasets.source import missing, required
 from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
 from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
+from grpo_mcore.rollout.datum import field_of
 from grpo_mcore.text import as_written
 
 QUESTIONS = (

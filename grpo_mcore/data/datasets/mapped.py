@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_mcore.data.datasets.rows import Repeated, Rows
-from grpo_mcore.data.datasets.source import Source, field_of, missing
+from grpo_mcore.data.datasets.source import Source, missing
 from grpo_mcore.data.interfaces import DataError, RowError, TaskDataSpec
 from grpo_mcore.data.processors import find_processor
 from grpo_mcore.recipe import DatasetEntry
+from grpo_mcore.rollout.datum import field_of
 
 Entry = DatasetEntry | Mapping[str, Any]
 """An entry of `data.train` or `data.validation`, or a mapping with some of its keys."""

@@ -15,9 +15,10 @@ from grpo_mcore.data.datasets.benchmarks import gpqa, human_eval, ifeval, math50
 from grpo_mcore.data.datasets.files import preference_pair
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, as_chat, setting, unusable
 from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, user
-from grpo_mcore.data.datasets.source import Source, Table, field_of, is_address, joined, missing, open_source, required
+from grpo_mcore.data.datasets.source import Source, Table, is_address, joined, missing, open_source, required
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.recipe import UNSET_KEYS
+from grpo_mcore.rollout.datum import field_of
 
 
 @dataclass(frozen=True)
