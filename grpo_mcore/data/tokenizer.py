@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_mcore.data.bounded import try_template
 from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +28,10 @@ def load_tokenizer(
     `chat_template` is Jinja text, or a file with it, that replaces the tokenizer's own. `chat_template_kwargs` are
     added to every `apply_chat_template` call, also to those of the user's processors. Raises DataError.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # else it would ask in a terminal
+        tokenizer = load_hf_tokenizer(name)
     except Exception as error:  # its library raises many kinds for files that are cut off or another program's
         raise DataError(f"cannot load the tokenizer {name!r}: {type(error).__name__}: {error}") from error
-    tokenizer.clean_up_tokenization_spaces = False  # " !" would become "!", in strings of programs too
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer {name!r} has no end-of-sequence token, so no answer could end")
     if tokenizer.pad_token_id is None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from grpo_mcore.rollout.chat_form import chat_form
+from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
 
 Conversation = Sequence[dict[str, str]]
 
@@ -26,9 +27,9 @@ class Classifier:
         device: str,
         dtype: str,
     ) -> None:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
 
-        self.tokenizer = AutoTokenizer.from_pretrained(model_name)
+        self.tokenizer = load_hf_tokenizer(model_name)
         if text_template is None and self.tokenizer.chat_template is None:
             raise ValueError("its tokenizer has no chat template; set env.reward_model.text_template")
         weights, loaded = AutoModelForSequenceClassification.from_pretrained(

@@ -36,6 +36,7 @@ from grpo_mcore.generation.worker_calls import (
     take_records,
     unlink_shared_segments,
 )
+from grpo_mcore.rollout.tokenizer_file import as_written
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 
 REFIT_TIMEOUT_S = 600.0
@@ -46,6 +47,20 @@ LOSS_REPORT_S = 3.0
 
 class EngineError(RuntimeError):
     """An engine cannot do what it was asked for; the message names the engine."""
+
+
+@contextmanager
+def tokenizer_as_written() -> Iterator[None]:
+    """Let vLLM load tokenizers as the policy's are loaded, in the block. It copies them for its threads: what is
+    changed later does not reach the copies."""
+    from vllm.tokenizers import hf
+
+    cached = hf.get_cached_tokenizer
+    hf.get_cached_tokenizer = lambda tokenizer: cached(as_written(tokenizer))
+    try:
+        yield
+    finally:
+        hf.get_cached_tokenizer = cached
 
 
 class _StreamEnded(Exception):
@@ -109,7 +124,7 @@ class Engine:
         if config.chat is not None:
             self._chat = EngineChat(
                 config.chat,
-                self._tokenizer(),
+                self._llm_engine.get_tokenizer(),
                 self.generate,
                 max_model_len=self._max_model_len,
                 vocab_size=self._llm_engine.model_config.get_vocab_size(),
@@ -117,13 +132,6 @@ class Engine:
         # Of several ranks; a single one lives in this process.
         self._ranks = [rank.proc for rank in getattr(self._llm_engine.model_executor, "workers", ())]
         self.start_seconds = time.perf_counter() - began
-
-    def _tokenizer(self) -> Any:
-        """Return the tokenizer, which shows what the policy wrote as it is: with `clean_up_tokenization_spaces`, as
-        Llama 3's folders have it, 'hi !' in a program became 'hi!'."""
-        tokenizer = self._llm_engine.get_tokenizer()
-        tokenizer.clean_up_tokenization_spaces = False
-        return tokenizer
 
     def _on_device(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call vLLM on the engine's own thread, and wait."""
@@ -144,7 +152,7 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         arguments = EngineArgs(**engine_arguments(self.config, port))
-        with self._rank_deaths():
+        with self._rank_deaths(), tokenizer_as_written():
             engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if self.config.platform == "cpu" and self.config.ranks > 1:
             engine.collective_rpc(unlink_shared_segments)
@@ -171,7 +179,7 @@ class Engine:
         mostly. Until it has ended, `join` adds requests to the stream `name`."""
         from grpo_mcore.generation.samples import to_trajectory
 
-        tokenizer = self._tokenizer()
+        tokenizer = self._llm_engine.get_tokenizer()
         with closing(self._finished(requests, sampling, name)) as steps:
             for finished in steps:
                 samples = []

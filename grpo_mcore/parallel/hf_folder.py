@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grpo_mcore.families import Box, HfTensor, ModelShape, Param, params_of, with_overrides
 from grpo_mcore.parallel.finite import all_finite
+from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
 from grpo_mcore.rollout.turn_end import turn_ends
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -403,9 +404,7 @@ def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_t
     own = name is None or Path(name) == source
     if own and not any((source / file).is_file() for file in TOKENIZER_FILES):
         return  # a model without a tokenizer, as tests have
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(source if name is None else name, trust_remote_code=False)
+    tokenizer = load_hf_tokenizer(source if name is None else name)
     files = {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}
     home = source if name is None else _folder_of_tokenizer(str(name), files)
     for path in home.iterdir():

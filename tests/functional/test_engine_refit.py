@@ -14,6 +14,7 @@ import torch
 from grpo_mcore.data.tiny_models import EOS
 from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
+from grpo_mcore.generation.engine import tokenizer_as_written
 from grpo_mcore.generation.worker_calls import divide_logits
 from grpo_mcore.parallel.layer_traces import fixed_direction
 from grpo_mcore.refit.board import Mapped, Seat
@@ -38,6 +39,7 @@ from tests.functional.engine_cases import (
     request,
     worst_difference,
 )
+from tests.unit.data.byte_level import TEXT, make_byte_level
 from tests.unit.refit.shards import Handle
 
 
@@ -120,6 +122,17 @@ def test_what_comes_out_of_layers_is_that_of_transformers(folder: Path, engine: 
     agree = first_layer(judge, samples, torch.float32, "engine")
     assert agree is not None and agree.what.endswith("agree: it is what comes after them")
     assert engine.layer_traces() == {}
+
+
+def test_vllms_tokenizer_shows_text_as_it_was_written(tmp_path: Path) -> None:
+    """Also its copies for threads. DeepSeek's folders name LlamaTokenizerFast, which had dropped spaces."""
+    from vllm.tokenizers import get_tokenizer, maybe_make_thread_pool
+
+    ids = make_byte_level(tmp_path, "LlamaTokenizerFast")(TEXT, add_special_tokens=False)["input_ids"]
+    with tokenizer_as_written():
+        tokenizer = maybe_make_thread_pool(get_tokenizer(str(tmp_path)), 2)
+    assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == ids
+    assert tokenizer.decode(ids) == TEXT == tokenizer._tokenizer.decode(ids)
 
 
 def test_greedy(engine: Engine, reference: torch.nn.Module) -> None:

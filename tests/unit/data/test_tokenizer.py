@@ -11,6 +11,7 @@ from jinja2.exceptions import SecurityError
 
 from grpo_mcore.data import DataError, check_token_ids, load_tokenizer, say_other_ends
 from grpo_mcore.data.arithmetic import make_tokenizer
+from tests.unit.data.byte_level import TEXT, make_byte_level
 
 
 def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
@@ -106,3 +107,14 @@ def test_text_is_decoded_as_it_was_written(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path))
     said = "print('hi !', x ) . y"
     assert tokenizer.decode(tokenizer(said, add_special_tokens=False)["input_ids"]) == said
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "LlamaTokenizer"])
+def test_text_is_read_by_the_rules_of_tokenizer_json(tmp_path: Path, kind: str) -> None:
+    """DeepSeek's folders name LlamaTokenizerFast, of which transformers 5 makes a tokenizer that drops all spaces."""
+    written = make_byte_level(tmp_path, kind)
+    tokenizer = load_tokenizer(str(tmp_path))
+    ids = written(TEXT, add_special_tokens=False)["input_ids"]
+    assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == ids
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.get_vocab() == written.get_vocab()  # no further token, for which there is no embedding

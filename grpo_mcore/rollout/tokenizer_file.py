@@ -1,0 +1,73 @@
+"""Tokenizers that read and write text as their own files say.
+
+transformers 5 builds some classes anew, whatever rules tokenizer.json has: with `tokenizer_class: LlamaTokenizerFast`,
+as DeepSeek's models have it (R1-Distill-Llama, R1-0528-Qwen3-8B, deepseek-math), a byte-level tokenizer gets the rules
+of Llama 2. Then "hello world" has the tokens of "helloworld", and answers are shown as "helloĠworld"
+(huggingface/transformers#45488).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_RULES = ("normalizer", "pre_tokenizer", "decoder")
+_PROBE = "Hello  world's 12345 tests:\n\n\tx = 3.14; I'LL don't é 中文 🙂\r\n 1,000"
+
+
+def load_hf_tokenizer(name: str | Path) -> Any:
+    """Load a tokenizer by name or folder. No code of its folder is run. Raises what transformers raises."""
+    from transformers import AutoTokenizer
+
+    return as_written(AutoTokenizer.from_pretrained(name, trust_remote_code=False))  # else it would ask in a terminal
+
+
+def as_written(tokenizer: Any) -> Any:
+    """Return a tokenizer that transformers has loaded, or, if that reads text otherwise than the byte-level
+    tokenizer.json of the same name or folder, the one that the file describes. It decodes what the policy wrote as it
+    is: with `clean_up_tokenization_spaces`, as Llama 3's folders have it, 'hi !' in a program became 'hi!'."""
+    if not _is_as_its_file_says(tokenizer):
+        from transformers import PreTrainedTokenizerFast
+
+        name, before = tokenizer.name_or_path, type(tokenizer).__name__
+        logger.info("%s: text is read by the rules of tokenizer.json, not by those of %s", name, before)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
+
+
+def _is_as_its_file_says(tokenizer: Any) -> bool:
+    from tokenizers import Tokenizer
+
+    loaded = getattr(tokenizer, "backend_tokenizer", None)
+    if loaded is None or (path := _file_of(str(tokenizer.name_or_path))) is None:
+        return True
+    written = json.loads(path.read_text(encoding="utf-8"))
+    if "ByteLevel" not in json.dumps(written.get("decoder")) or all(
+        _rule(loaded, part) == written.get(part) for part in _RULES
+    ):
+        return True
+    own = Tokenizer.from_file(str(path))
+    ids = own.encode(_PROBE, add_special_tokens=False).ids
+    return bool(loaded.encode(_PROBE, add_special_tokens=False).ids == ids and loaded.decode(ids) == own.decode(ids))
+
+
+def _rule(backend: Any, part: str) -> Any:
+    rule = getattr(backend, part)
+    return None if rule is None else json.loads(rule.__getstate__())
+
+
+def _file_of(name: str) -> Path | None:
+    """Return tokenizer.json of a folder or of a model on the hub, None if it has none."""
+    if Path(name).is_dir():
+        return path if (path := Path(name) / "tokenizer.json").is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        return Path(cached_file(name, "tokenizer.json"))
+    except OSError:
+        return None
