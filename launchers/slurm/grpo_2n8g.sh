@@ -39,6 +39,10 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_ACCEL_ENV_V
 export RAY_memory_monitor_refresh_ms=0 # Ray's memory monitor kills workers that hold a model
 ulimit -Sn "$(ulimit -Hn)" 2>/dev/null || true
 
+# Requests of an interactive job in which the shell that submitted was: Slurm hands them on, and srun would repeat them
+# beside those of this job. A step has the memory and the GPUs of its job without them.
+unset "${!SLURM_MEM_PER_@}" "${!SLURM_GPUS_PER_@}" "${!SLURM_CPU_BIND@}" SLURM_GPUS SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK
+
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}
 gpus=${SLURM_GPUS_ON_NODE:-0}

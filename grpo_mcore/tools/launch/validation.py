@@ -243,13 +243,12 @@ def _code(config: MasterConfig) -> Iterator[Finding]:
             yield Finding(("launch.code",), f"there is no {name} in {Path.cwd()}")
 
 
-def _code_on_slurm(config: MasterConfig) -> Iterator[Finding]:
+def _folder_on_slurm(config: MasterConfig) -> Iterator[Finding]:
+    """A job runs in the submitting folder, where relative paths start: code, checkpoints, logs."""
     launch, here = config.launch, Path.cwd()
-    sources = [Path(text.split(":")[0]).absolute() for text in launch.mounts]
-    if launch.code and launch.container and not any(here.is_relative_to(source) for source in sources):
-        yield Finding(
-            ("launch.code", "launch.mounts"), f"the container does not see {here}: add {here}:{here} to launch.mounts"
-        )
+    if launch.container and not _mounted(PurePosixPath(here), launch.mounts):
+        keys = ("launch.mounts", "launch.container")
+        yield Finding(keys, f"the job runs in {here}, which the container must see and write: add {here}:{here}")
 
 
 def _code_on_kubernetes(config: MasterConfig) -> Iterator[Finding]:
@@ -427,7 +426,7 @@ def _memory(config: MasterConfig) -> Iterator[Finding]:
 
 _COMMON: tuple[Check, ...] = (_backend, _layouts, _time, _environment, _mounts, _code)
 CHECKS: dict[Target, tuple[Check, ...]] = {
-    "slurm": (*_COMMON, _slurm, _stage_on_slurm, _shared_on_slurm, _code_on_slurm, _data_on_slurm),
+    "slurm": (*_COMMON, _slurm, _stage_on_slurm, _shared_on_slurm, _folder_on_slurm, _data_on_slurm),
     "k8s": (
         *_COMMON,
         _image,

@@ -262,9 +262,9 @@ def test_custom_code_travels_to_kubernetes_or_is_refused(tmp_path: Path, monkeyp
     assert "mine/table.bin is no UTF-8 text" in problems("launch.code=[mine]")
     assert "there is no your.py" in problems("launch.code=[mine/rewards.py, your.py]")
     assert "/etc/x.py is not below the working directory" in problems("launch.code=[/etc/x.py, mine/rewards.py]")
-    assert "the container does not see" in problems(
-        "launch.code=[mine]", "launch.container=a:1", "checkpointing.enabled=false", target="slurm"
-    )
+    assert f"the job runs in {tmp_path}, which the container must see and write: add {tmp_path}:{tmp_path}" in problems(
+        "launch.code=[mine]", "launch.container=a:1", target="slurm"
+    ), "relative paths, such as that of the checkpoints, would be lost with the container"
     found = spec(*words, "launch.code=[mine/rewards.py]", *ON_K8S, target="k8s")
     assert ("mine/rewards.py", "def score(response): return 1.0\n") in found.texts
     config_map, job = documents(found)
@@ -284,8 +284,10 @@ def test_data_and_models_of_this_machine_are_refused(tmp_path: Path, monkeypatch
     def problems(*more: str, target: str) -> str:
         with pytest.raises(RecipeError) as error:
             spec(*words, *more, target=target)
-        assert str(error.value).startswith("2 problems"), "the tokenizer is in the model's folder"
-        return str(error.value)
+        said = str(error.value)
+        count = 2 + ("the job runs in" in said)
+        assert said.startswith(f"{count} problems"), "the tokenizer is in the model's folder"
+        return said
 
     said = problems(*ON_K8S, target="k8s")
     assert f"policy.model_name: {tmp_path}/model is on this machine only: copy it to the volume" in said
@@ -392,6 +394,18 @@ def test_a_step_of_slurm_gets_all_cores_of_its_job(cores: str | None) -> None:
     settings = {"PATH": os.environ["PATH"]} | ({"SLURM_CPUS_PER_TASK": cores} if cores else {})
     done = subprocess.run(["bash", "-c", program], env=settings, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"{cores or ''}\n"
+
+
+def test_steps_do_not_repeat_the_requests_of_the_job_that_submitted() -> None:
+    """sbatch hands all SLURM_ variables of an salloc on: srun ended with "mutually exclusive" and "job doesn't have
+    GRES" (a real Slurm)."""
+    body = BODY.read_text()
+    start, end = body.index("# Requests of an interactive job"), body.index("mapfile -t nodes")
+    foreign = ("MEM_PER_CPU", "MEM_PER_NODE", "GPUS_PER_NODE", "GPUS_PER_TASK", "GPUS", "CPU_BIND", "CPU_BIND_LIST")
+    settings = {f"SLURM_{name}": "1" for name in (*foreign, "GPUS_ON_NODE", "JOB_ID")} | {"PATH": os.environ["PATH"]}
+    program = f"set -uo pipefail\n{body[start:end]}\nprintenv | grep ^SLURM | sort"
+    done = subprocess.run(["bash", "-c", program], env=settings, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "SLURM_GPUS_ON_NODE=1\nSLURM_JOB_ID=1\n"
 
 
 @pytest.mark.parametrize(("ip", "address"), [("10.0.0.1", "10.0.0.1:30010"), ("2001:db8::1", "[2001:db8::1]:30010")])
