@@ -63,6 +63,7 @@ RUNS = {"train", "sft", "dpo", "distill", "eval", "demo", "sweep"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb. Return its exit code, 2 if the command line or the recipe is wrong, or 141 if the reader of standard
     output has gone away (`grpo-mcore config X | head -1`)."""
+    _open_standard_files()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")  # a console that cannot show a letter ends nothing
@@ -79,6 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
         return 141
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null for each standard file that the process was started without (`>&-`): the next file that is opened,
+    such as one of a checkpoint, would take its number, and what libraries print."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number, which is this
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
 
 
 def run_script(verb: str, default: str) -> int:

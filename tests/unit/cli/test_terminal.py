@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,23 @@ def test_a_console_that_cannot_show_a_letter_ends_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr("sys.stdout", console)
     assert main(["config", "grpo-arithmetic-cpu", "logger.wandb.name=ü"]) == 0
     assert b"    name: \\xfc " in console.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "<&-", ">&-"])
+def test_a_command_without_standard_files_ends_as_it_should(closed: str, tmp_path: Path) -> None:
+    """It ended with 1 and a traceback, and the file that it opened first was its standard output."""
+    program = """
+import os, sys
+from grpo_mcore.cli.main import main
+code = main(["config", "grpo-arithmetic-cpu"])
+with open(sys.argv[1], "w") as file:
+    os.write(1, b"of a library")
+    print(code, file.fileno() > 2, [stream is None for stream in (sys.stdin, sys.stdout, sys.stderr)], file=file)
+"""
+    told = tmp_path / "told"
+    shell = f'exec "$0" -c "$1" "$2" {closed}'
+    done = subprocess.run(["sh", "-c", shell, sys.executable, program, str(told)], capture_output=True, timeout=60)
+    assert done.returncode == 0 and told.read_text() == "0 True [False, False, False]\n", done.stderr
 
 
 def test_the_shell_gets_the_options_of_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
