@@ -16,7 +16,7 @@ import yaml
 from grpo_mcore.algorithms.evaluate import EvalError, SampleLog, TaskScore, evaluate_model, task_scores
 from grpo_mcore.file_digests import DIGESTS, digest_file
 from grpo_mcore.observe import write_summary
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import MasterConfig, without_secrets
 from grpo_mcore.tools.export import export, find_checkpoint, is_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -219,9 +219,8 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
 
 def _page(config: MasterConfig, table: Sequence[str], sources: Mapping[str, str]) -> str:
     """Return the text of report.md."""
-    recipe = yaml.safe_dump(
-        config.model_dump(mode="json", exclude={"grpo", "sft", "loss_fn", "launch"}), sort_keys=False
-    )
+    shown = without_secrets(config.model_dump(mode="json", exclude={"grpo", "sft", "loss_fn", "launch"}))
+    recipe = yaml.safe_dump(shown, sort_keys=False)
     models = [f"- {name}: `{source}`" for name, source in sources.items()]
     lines = ["# Evaluation", "", *table, "", *models, "", "```yaml", recipe.rstrip(), "```", ""]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from grpo_mcore.recipe import without_secrets
 from grpo_mcore.recipe.errors import joined
 from grpo_mcore.text import escaped as printable
 from grpo_mcore.tools.report.run_files import RunFiles, duration
@@ -114,8 +115,8 @@ def state_of(run: RunFiles) -> str:
 
 def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return for each recipe its values, as text, of the keys whose values are not the same in all. Places of files,
-    which always differ, are left out."""
-    flat = [dict(_leaves(recipe)) for recipe in recipes]
+    which always differ, are left out, and secrets."""
+    flat = [dict(_leaves(without_secrets(recipe))) for recipe in recipes]
     keys = dict.fromkeys(key for values in flat for key in values)
     differing = [key for key in keys if key not in PLACES and len({_text(values.get(key)) for values in flat}) > 1]
     return [{key: _text(values.get(key)) for key in differing} for values in flat]
