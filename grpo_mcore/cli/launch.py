@@ -60,10 +60,20 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     try:
-        return subprocess.run(submit, input=text, text=True, encoding="utf-8").returncode
+        if args.target == "slurm":
+            return subprocess.run(submit, input=text, text=True, encoding="utf-8").returncode
+        return _create(text)
     except FileNotFoundError:
         print(f"grpo-mcore launch: {submit[0]} is not installed here; --dry-run prints the job", file=sys.stderr)
         return 1
+
+
+def _create(manifest: str) -> int:
+    """Create what a manifest describes. A ConfigMap that exists is that of an earlier launch with the same recipe."""
+    words = ["kubectl", "create", "-o", "name", "-f", "-"]
+    done = subprocess.run(words, input=manifest, text=True, encoding="utf-8", stdout=subprocess.PIPE)
+    print(done.stdout, end="")
+    return 0 if "rayjob" in done.stdout else done.returncode or 1
 
 
 def _check(files: list[str], crd: str | None) -> int:

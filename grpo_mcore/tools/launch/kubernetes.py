@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from hashlib import sha256
 from importlib import metadata
 from typing import Any
 
@@ -51,8 +53,8 @@ def documents(spec: LaunchSpec) -> list[dict[str, Any]]:
     recipe = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": f"{spec.name}-recipe", "namespace": k8s.namespace, "labels": labels},
-        "data": {"recipe.yaml": spec.recipe_yaml} | {f"text-{i}": text for i, (_, text) in enumerate(spec.texts)},
+        "metadata": {"name": _recipe_name(spec), "namespace": k8s.namespace, "labels": labels},
+        "data": _recipe_data(spec),
     }
     password = {"valueFrom": _secret(k8s.gcs_redis_secret)} if k8s.gcs_redis_secret else None
     groups = [(pool, pool.nodes - (pool == spec.pools[0])) for pool in spec.pools]
@@ -103,6 +105,16 @@ def documents(spec: LaunchSpec) -> list[dict[str, Any]]:
     return [_without_none(recipe), _without_none(job)]
 
 
+def _recipe_data(spec: LaunchSpec) -> dict[str, str]:
+    return {"recipe.yaml": spec.recipe_yaml} | {f"text-{i}": text for i, (_, text) in enumerate(spec.texts)}
+
+
+def _recipe_name(spec: LaunchSpec) -> str:
+    """Return the ConfigMap's name, which differs with its content: it outlives its job, and `kubectl create` goes on
+    with a RayJob whose ConfigMap exists, which would train the recipe of an earlier launch."""
+    return f"{spec.name}-recipe-{sha256(json.dumps(_recipe_data(spec)).encode()).hexdigest()[:8]}"
+
+
 def _without_none(value: Any) -> Any:
     """Leave out the fields that are None."""
     if isinstance(value, list):
@@ -139,7 +151,7 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         {
             "name": "recipe",
-            "configMap": {"name": f"{spec.name}-recipe", "items": [{"key": key, "path": name} for key, name in files]},
+            "configMap": {"name": _recipe_name(spec), "items": [{"key": key, "path": name} for key, name in files]},
         },
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{k8s.shm_gb}Gi"}},
     ]

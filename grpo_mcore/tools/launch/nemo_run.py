@@ -19,9 +19,9 @@ KUBECTL = """\
 set -uo pipefail
 made=$(kubectl create -o name -f - <<'END OF MANIFEST'
 {manifest}END OF MANIFEST
-) || exit 1
+)
+job=$(grep -i '^rayjob' <<<"$made") || exit 1 # the ConfigMap may be there, of an earlier job with the same recipe
 echo "$made"
-job=$(grep -i '^rayjob' <<<"$made")
 failures=0 seen=""
 while :; do # the RayJob has deadlines of its own
     if state=$(kubectl get{namespace} "$job" -o jsonpath='{{.status.jobDeploymentStatus}} {{.status.jobStatus}} \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,30 @@ def test_the_command(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (tmp_path / "job.sh").read_text().startswith("#!/bin/bash")
     with pytest.raises(SystemExit):
         main(["launch", "nowhere", TWO_NODES])
+
+
+def test_a_recipe_that_differs_has_a_configmap_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """kubectl creates the RayJob also where the ConfigMap exists, of a job that was deleted: it trained that one's
+    recipe. One with the same content does no harm."""
+    made = [
+        documents(launch_spec(load_recipe(str(ROOT / TWO_NODES), [*H100, *more]), "k8s"))
+        for more in ((), ("grpo.seed=7",))
+    ]
+    names = [recipe["metadata"]["name"] for recipe, _ in made]
+    assert names[0] != names[1]
+    for name, (_, job) in zip(names, made, strict=True):
+        assert box(job)["volumeMounts"][0]["name"] == "recipe"
+        assert group(job)["template"]["spec"]["volumes"][0]["configMap"]["name"] == name
+    kubectl = tmp_path / "kubectl"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for created, code in (("rayjob.ray.io/x", 0), ("configmap/x", 1)):  # as kubectl does it: what could be made, and 1
+        kubectl.write_text(f"#!/bin/sh\ncat >/dev/null; echo {created}; echo AlreadyExists >&2; exit 1\n")
+        kubectl.chmod(0o755)
+        assert main(["launch", "k8s", str(ROOT / TWO_NODES), *H100]) == code
+        told = capfd.readouterr()
+        assert created in told.out and "AlreadyExists" in told.err
 
 
 @pytest.mark.parametrize(
