@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,13 @@ from typing import Any
 from grpo_mcore.environments.answers import Parts, Thoughts, split_messages, split_response
 
 Info = Mapping[str, Any]
+
+_NO_COLUMNS = re.compile(
+    "answer|label|gold|target|reference|truth|expected|solution|completion|predict|response|output|action|prompt|"
+    "question|problem|text",
+    re.IGNORECASE,
+)
+"""Names of a parameter that do not mean all columns of a row."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,8 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
 
     - fn(response, ground_truth, finish_reason, ...): any names of `Sample.named`, columns of the row among them; with
       **columns it gets all columns;
-    - fn(response, info): two parameters, whatever their names; a second with the name of a column gets that column;
+    - fn(response, info): two parameters, whatever their names; a second with the name of a column gets that column, and
+      one that is called as a truth or a text is (label, reference, completion) has to be one;
     - fn(prompts, completions, **columns): TRL's, called with lists of one entry. `as_messages`: prompts and completions
       are lists of messages, as in TRL's conversational datasets, instead of texts;
     - fn(data_source, solution_str, ground_truth, extra_info): verl's. `extra_info` without such a column: all columns.
@@ -124,7 +133,12 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
 
     def call(sample: Sample) -> float | None:
         positional, named = arguments(sample)
-        return number_of(_finished(function(*positional, **named)), is_trl)
+        try:
+            return number_of(_finished(function(*positional, **named)), is_trl)
+        except TypeError as error:
+            if is_trl and not as_messages and str(error).startswith("string indices must be integers"):
+                error.args = (f"{error}; trl_messages: true gives it messages instead of texts",)
+            raise
 
     return call
 
@@ -149,14 +163,24 @@ def reward_arguments(
         offered = sample.named()
         missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
         missing += [p.name for p in by_position if p.kind is p.POSITIONAL_ONLY]
-        if missing and two:
-            second = by_position[1].name  # the column of that name, if there is one: fn(completion, answer)
-            return (sample.response, offered.get(second, sample.info)), {}
+        if missing and two and (values := _by_position(by_position[0].name, by_position[1].name, sample, offered)):
+            return values, {}
         if missing:
             raise TypeError(f"it asks for {', '.join(missing)}, but a sample has {_names(offered)}")
         return (), offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}
 
     return arguments, is_trl
+
+
+def _by_position(first: str, second: str, sample: Sample, offered: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Return the arguments of fn(response, info) or fn(completion, answer), of whose names a sample has at most one.
+    None where the names say that something else is meant: fn(label, response) would compare the response with itself,
+    and fn(response, label) with all columns."""
+    if first == "args" or (second not in offered and _NO_COLUMNS.search(second)):
+        return None
+    if first not in offered and second in ("response", "solution_str", "reply", "thought"):
+        return None
+    return offered.get(first, sample.response), offered.get(second, sample.info)
 
 
 def _of_trl(sample: Sample, named: Sequence[inspect.Parameter], takes_all: bool, as_messages: bool) -> dict[str, Any]:

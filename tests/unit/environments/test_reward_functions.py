@@ -146,6 +146,10 @@ def no_list(completions: list[str]) -> Any:
     return 1.0
 
 
+def of_messages(completions: Any, **kwargs: Any) -> list[float]:
+    return [float("42" in completion[0]["content"]) for completion in completions]
+
+
 def unknown(response: str, answer: str, other: str) -> float:
     return 0.0
 
@@ -155,6 +159,13 @@ def unknown(response: str, answer: str, other: str) -> float:
     [
         (stateful, TypeError, "it asks for trainer_state, which an environment does not have"),
         (no_list, TypeError, "must return a list with one number"),
+        (lambda label, response: float(label == response), TypeError, "it asks for label, but a sample has"),
+        (lambda response, label: float(label == response), TypeError, "it asks for label, but a sample has"),
+        (lambda prompt, completion: len(prompt), TypeError, "it asks for completion, but a sample has"),
+        (lambda ground_truth, prediction: 1.0, TypeError, "it asks for prediction, but a sample has"),
+        (lambda pred, gold: float(pred == gold), TypeError, "it asks for pred, gold, but a sample has"),
+        (lambda args, sample: sample.response, TypeError, "it asks for args, sample, but a sample has"),  # slime's
+        (of_messages, TypeError, "must be integers, .*; trl_messages: true gives it messages instead of texts"),
         (unknown, TypeError, "it asks for answer, other, but a sample has extra_info, finish_reason, ground_truth"),
     ],
 )
