@@ -35,6 +35,7 @@ from grpo_mcore.families.registry import (
     FAMILIES,
     engine_overrides,
     forward_flops,
+    other_trainers_checkpoint,
     parameter_count,
     params_of,
     read_hf_config,

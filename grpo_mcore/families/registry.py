@@ -72,6 +72,8 @@ def _instead_of(folder: Path) -> str:
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         return "it is an adapter: merge it into its base model first (peft: merge_and_unload), and give that folder"
+    if (made_by := other_trainers_checkpoint(folder)) is not None:
+        return made_by
     if snapshots := sorted(folder.glob("snapshots/*/config.json")):
         return f"it is a model of the hub's cache; give {snapshots[0].parent}"
     if next(folder.glob("*.gguf"), None) is not None:
@@ -83,6 +85,31 @@ def _instead_of(folder: Path) -> str:
     if (folder / "latest_checkpointed_iteration.txt").is_file():
         return "it is a checkpoint of Megatron; convert it to Hugging Face's format first"
     return "give a Hugging Face folder, or a name of the hub"
+
+
+_CHECKPOINTS = {
+    "model_world_size_*_rank_*.pt": "FSDP in verl's form: `python -m verl.model_merger merge --backend fsdp "
+    "--local_dir {at} --target_dir DIR` makes a model of it",
+    "dist_ckpt": "Megatron in verl's form: `python -m verl.model_merger merge --backend megatron --local_dir {at} "
+    "--target_dir DIR` makes a model of it",
+    "*mp_rank_*_model_states.pt": "DeepSpeed: `zero_to_fp32.py`, which lies beside it, makes a model of it (with "
+    "--safe_serialization)",
+    "*.distcp": "torch's distributed form: convert it with its trainer's own tool first (accelerate merge-weights, "
+    "NeMo RL's convert_dcp_to_hf.py)",
+}
+"""What lies in the checkpoints of other trainers, and what makes a model of them."""
+
+
+def other_trainers_checkpoint(folder: Path) -> str | None:
+    """Return what a folder without a model's weights is, if another trainer has written its weights into it, or beside
+    it or into folders of it, in a form of its own."""
+    for pattern, what in _CHECKPOINTS.items():
+        for place in (pattern, f"*/{pattern}", f"*/*/{pattern}", f"*/*/*/{pattern}"):
+            if found := next(iter(sorted(folder.glob(place))), None):
+                return f"it is a checkpoint of {what.format(at=found.parent)}"
+        if folder.name == "huggingface" and next(folder.parent.glob(pattern), None):  # config and tokenizer alone
+            return f"the weights are beside it, in a checkpoint of {what.format(at=folder.parent)}"
+    return None
 
 
 def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], at: str = OVERRIDES_KEY) -> dict[str, Any]:
@@ -234,6 +261,8 @@ OF_ENGINES: dict[str, Any] = {
 }
 """Keys that vLLM acts on in models of these families, and transformers and the policy do not, with the only values that
 are supported."""
+WINDOWLESS = (llama, deepseek_v3, glm4_moe, minimax_m2, nemotron_h)
+"""Families whose layers see all keys in transformers, whatever `sliding_window` says; vLLM gives them all a window."""
 QUANTIZED = ("quantization_config", "compression_config")
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -260,6 +289,12 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
             )
     if isinstance(text, dict):
         require({"model_type": config["model_type"]} | text, **OF_ENGINES)
+        if family in WINDOWLESS and text.get("sliding_window"):
+            raise FamilyError(
+                f"config.json: sliding_window {text['sliding_window']} of a {config['model_type']} model: vLLM would "
+                f"let each token see that many, and transformers lets it see all; set {OVERRIDES_KEY}.sliding_window: "
+                "null if all are meant"
+            )
     for key in SIZES if isinstance(text, dict) else ():
         if key in text and (type(text[key]) is not int or text[key] < 1):
             raise FamilyError(f"config.json of a {config['model_type']} model: {key} is {text[key]!r}")

@@ -19,13 +19,23 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mcore.families import Box, HfTensor, ModelShape, Param, params_of, with_overrides
+from grpo_mcore.families import (
+    Box,
+    HfTensor,
+    ModelShape,
+    Param,
+    other_trainers_checkpoint,
+    params_of,
+    with_overrides,
+)
 from grpo_mcore.parallel.finite import all_finite
 from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
 from grpo_mcore.rollout.turn_end import turn_ends
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHARD_BYTES = 2 << 30
+CHUNK_BYTES = 64 << 20
+"""Of two tensors that are compared, so much at a time."""
 CARRIED = "model-carried.safetensors"
 """File of an export with the tensors that the policy does not train."""
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".md")
@@ -35,6 +45,9 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".m
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NO_WEIGHTS = ("consolidated", "adapter_model", "training_args", "optimizer")
 """Beginnings of safetensors files that hold no weights in transformers' form, in a folder without an index."""
+
+QUANTIZED_BESIDE = "hf_quant_config.json"
+"""What ModelOpt writes into the folder of a quantized model, whose config.json may say nothing of it."""
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
 """Endings of files with weights that are not read."""
@@ -105,6 +118,8 @@ def weight_files(folder: Path) -> list[Path]:
         others = sorted(path.name for path in folder.iterdir() if path.name.endswith(OTHER_WEIGHTS))
         read_first = "which is not read: save the model with transformers' save_pretrained first"
         hint = f"; it has {others[0]}, {read_first}" if others else ""
+        if (made_by := other_trainers_checkpoint(folder)) is not None:
+            hint = f"; {made_by}"
         if (folder / "adapter_config.json").is_file():
             hint = " of a model; it is an adapter: merge it into its base model first (peft: merge_and_unload)"
         raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file{hint}")
@@ -166,22 +181,33 @@ def check_weights(folder: Path, shape: ModelShape, *, required: bool = True) -> 
     """Check the weights of a model's folder as a whole against what its family declares, without reading a value.
 
     Raises WeightsError for a tensor that is missing, has another shape than config.json gives it, or a number format
-    that needs a conversion. A warning names tensors that nobody reads. A folder with a config alone passes
-    where its weights are not `required`: they can be planned before they are there.
+    that needs a conversion, and for tied embeddings with another output layer. A warning names tensors that nobody
+    reads. A folder with a config alone passes where its weights are not `required`: they can be planned before they
+    are there.
     """
     weights = (".safetensors", INDEX, *OTHER_WEIGHTS)
     if not required and not any(path.name.endswith(weights) for path in folder.iterdir()):
         return
+    if (folder / QUANTIZED_BESIDE).is_file():
+        raise WeightsError(
+            f"policy.model_name: {folder} holds {QUANTIZED_BESIDE}, by which vLLM takes it for a quantized model: give "
+            "the model in bfloat16, or delete that file if the weights are not quantized"
+        )
     tensors = stored_tensors(folder)
     read, missing = set[str](), list[str]()
     for param in params_of(shape):
         for tensor in param.hf:
             name, expected = _place_of(tensor, param, tensors)
             if name not in tensors:
-                missing.append(tensor.name)
+                missing += [tensor.name] if tensor.name not in missing else []
                 continue
             read.add(name)
             stored = tensors[name]
+            if stored.shape == (0,):
+                raise WeightsError(
+                    f"policy.model_name: {stored.file}: {name} is empty, as DeepSpeed's ZeRO-3 saves a model whose "
+                    "parts were not gathered; make a whole one by zero_to_fp32.py in the checkpoint's folder"
+                )
             if stored.shape != expected:
                 raise WeightsError(
                     f"policy.model_name: {stored.file}: {name} has shape {list(stored.shape)}, config.json "
@@ -195,14 +221,61 @@ def check_weights(folder: Path, shape: ModelShape, *, required: bool = True) -> 
     if missing:
         raise WeightsError(
             f"policy.model_name: {folder} lacks {len(missing)} tensors, such as {missing[0]}; it has {len(tensors)} "
-            f"others, such as {next(iter(tensors), '')}. Is config.json that of another model?"
+            f"others, such as {next(iter(tensors), '')}. {_why_missing(missing, tensors)}"
         )
+    if shape.tied_embeddings:
+        words = next(param.hf[0].name for param in params_of(shape) if param.copy)
+        read |= _check_tied(folder, words, tensors)
     unread = [
         name for name in tensors if name not in read and not any(part in name for part in (*shape.carried, *NEVER_READ))
     ]
     if unread:
         more = f", ... ({len(unread)} in all)" if len(unread) > 3 else ""
         log.warning("policy.model_name: %s: nobody reads %s%s", folder, ", ".join(unread[:3]), more)
+
+
+def _why_missing(missing: Sequence[str], tensors: Mapping[str, StoredTensor]) -> str:
+    """Return what may have happened to a folder that lacks tensors of the model."""
+    if any(".lora_A." in name or ".base_layer." in name for name in tensors):
+        return "Adapters are not merged into it: merge them first (peft: merge_and_unload)"
+    longer = next((name for name in tensors if name.endswith(f".{missing[0]}")), None)
+    if longer is not None:
+        return (
+            f"The names begin with {longer.removesuffix(missing[0])}, as a wrapper of the model has left them: save "
+            "the model inside it, or rename the tensors"
+        )
+    if any(missing[0] == f"model.{name}" for name in tensors):
+        return "It was saved without its output layer (AutoModel): save the AutoModelForCausalLM"
+    if list(missing) == ["lm_head.weight"]:
+        return (
+            "If its embeddings are tied, config.json must say so: set policy.hf_config_overrides.tie_word_embeddings: "
+            "true"
+        )
+    if "lm_head.weight" in tensors and all(name.endswith("embed_tokens.weight") for name in missing):
+        return "Its tied embeddings were saved under the other name: rename lm_head.weight in the file"
+    return "Is config.json that of another model?"
+
+
+def _check_tied(folder: Path, words: str, tensors: Mapping[str, StoredTensor]) -> set[str]:
+    """Raise WeightsError if a model with tied embeddings has another output layer in its files, as one has whose
+    output layer was trained by itself (PEFT's `modules_to_save`): transformers uses it, and the policy would not.
+    Return the names of the output layer."""
+    heads = {name for name in tensors if name.endswith("lm_head.weight")}
+    reader = SafetensorsFolder(folder) if heads else None
+    for name in heads:
+        assert reader is not None
+        head, embedding = (reader.where[one].get_slice(one) for one in (name, words))
+        rows = tensors[name].shape[0]
+        step = max(1, CHUNK_BYTES // (4 * tensors[name].shape[1]))
+        if tensors[name].shape != tensors[words].shape or any(
+            not torch.equal(head[at : at + step], embedding[at : at + step]) for at in range(0, rows, step)
+        ):
+            raise WeightsError(
+                f"policy.model_name: config.json of {folder} says tie_word_embeddings, but {name} differs from "
+                f"{words}: set policy.hf_config_overrides.tie_word_embeddings: false to use it, or delete it from the "
+                "files"
+            )
+    return heads
 
 
 def _place_of(tensor: HfTensor, param: Param, tensors: Mapping[str, StoredTensor]) -> tuple[str, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from grpo_mcore.families import (
     pieces,
     read_hf_config,
     shape_of,
+    with_overrides,
 )
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.families.spec import YarnShape
@@ -276,6 +277,11 @@ def test_values_that_cannot_be_meant_are_one_message(family: str) -> None:
         ("checkpoint-500/config.json", "give a model in it, such as .*/checkpoint-500"),
         ("training_info.json", "a checkpoint of a run: `grpo-mcore export .* --output DIR`"),
         ("step_8/training_info.json", "a checkpoint of a run: `grpo-mcore export"),
+        ("global_step_9/actor/model_world_size_2_rank_0.pt", "verl's form: .*fsdp --local_dir .*/global_step_9/actor "),
+        ("actor/dist_ckpt/metadata.json", "verl's form: .*--backend megatron --local_dir .*/actor --target_dir DIR`"),
+        ("_actor/global_step20/mp_rank_00_model_states.pt", "a checkpoint of DeepSpeed: `zero_to_fp32.py`"),
+        ("step_9/policy/weights/__0_0.distcp", "torch's distributed form: .* NeMo RL's convert_dcp_to_hf.py"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", "torch's distributed form: .*accelerate merge-weights"),
         ("notes.txt", "give a Hugging Face folder, or a name of the hub"),
     ],
 )
@@ -310,6 +316,17 @@ def test_quantized_models_are_refused_in_every_family(name: str, key: str) -> No
     config = next(config for known, config in known_configs().items() if name in known)
     with pytest.raises(FamilyError, match=f"{key} of a .* model; convert the checkpoint to bfloat16 first"):
         shape_of(config | {key: {"quant_method": "fp8"}})
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "GLM-4.5-Air", "MiniMax-M2"])
+def test_a_window_that_only_engines_would_have_is_refused(name: str) -> None:
+    """Llama models that were made of Mistral's have one. vLLM's log-probs were 3.8 apart from the policy's."""
+    config = known_configs()[name]
+    with pytest.raises(FamilyError, match="sliding_window 4096 .* set policy.hf_config_overrides.sliding_window: null"):
+        shape_of(config | {"sliding_window": 4096})
+    assert shape_of(with_overrides(config | {"sliding_window": 4096}, {"sliding_window": None})) == shape_of(config)
+    qwen = known_configs()["Qwen3-4B"]  # says by use_sliding_window whether it counts
+    assert shape_of(qwen | {"sliding_window": 4096, "use_sliding_window": False}) == shape_of(qwen)
 
 
 @pytest.mark.parametrize("changes", [{"is_causal": False}, {"dual_chunk_attention_config": {"chunk_size": 262144}}])

@@ -232,6 +232,52 @@ def test_tied_and_untied_heads(models: dict[str, Path], tmp_path: Path) -> None:
             change(folder, **{"lm_head.weight": None})
             with pytest.raises(WeightsError, match="lacks 1 tensors, such as lm_head.weight"):
                 check_weights(folder, shape(folder))
+            check_weights(folder, shape(folder, tie_word_embeddings=True))
+
+
+def test_a_tied_model_with_another_output_layer_is_refused(
+    tmp_path: Path, package_log: pytest.LogCaptureFixture
+) -> None:
+    """As after training with PEFT's modules_to_save: transformers uses both, and the policy had used one."""
+    folder = Path(make_tiny_model("qwen3", tmp_path / "tied", tie_word_embeddings=True))
+    embedding = load_file(folder / SINGLE)[EMBEDDING]
+    change(folder, **{"lm_head.weight": embedding.clone()})
+    check_weights(folder, shape(folder))
+    assert "nobody reads" not in package_log.text
+    embedding[-1, -1] += 1
+    change(folder, **{"lm_head.weight": embedding})
+    with pytest.raises(WeightsError, match="tie_word_embeddings, but lm_head.weight differs from model.embed_tokens.w"):
+        check_weights(folder, shape(folder))
+    check_weights(folder, shape(folder, tie_word_embeddings=False))
+
+
+LEFT_BY: dict[str, Callable[[str], str]] = {
+    "The names begin with _orig_mod., as a wrapper of the model has left": lambda name: f"_orig_mod.{name}",
+    "The names begin with base_model.model., as a wrapper": lambda name: f"base_model.model.{name}",
+    "Adapters are not merged into it": lambda name: name.replace("q_proj.weight", "q_proj.base_layer.weight"),
+    "saved without its output layer": lambda name: name.removeprefix("model."),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_BY)
+def test_names_that_another_trainer_has_left_are_explained(single: Path, why: str) -> None:
+    save_file({LEFT_BY[why](name): tensor for name, tensor in load_file(single / SINGLE).items()}, single / SINGLE)
+    with pytest.raises(WeightsError, match=f"lacks .* tensors, such as .*{why}"):
+        check_weights(single, shape(single))
+
+
+def test_folders_that_another_trainer_has_left_are_explained(single: Path, tmp_path: Path) -> None:
+    change(single, **{NORM: torch.empty(0)})
+    with pytest.raises(WeightsError, match=f"{NORM} is empty, as DeepSpeed's ZeRO-3 saves .* zero_to_fp32.py"):
+        check_weights(single, shape(single))
+    (single / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(WeightsError, match=r"holds hf_quant_config.json, by which vLLM takes it for a quantized model"):
+        check_weights(single, shape(single))
+    inner = tmp_path / "actor" / "huggingface"  # verl's: config and tokenizer
+    shutil.copytree(single, inner, ignore=shutil.ignore_patterns("*.safetensors"))
+    (inner.parent / "model_world_size_1_rank_0.pt").touch()
+    with pytest.raises(WeightsError, match=r"no .safetensors file; the weights are beside it, .*--local_dir .*/actor "):
+        weight_files(inner)
 
 
 def test_every_parameter_of_a_large_model_is_looked_at(models: dict[str, Path]) -> None:
