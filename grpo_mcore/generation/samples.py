@@ -11,6 +11,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
+from grpo_mcore.rollout.text_tokens import text_of
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 
 _Span = tuple[int, int, int]  # weight version, first token, last token + 1
@@ -60,7 +61,7 @@ def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: 
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         logprobs=torch.tensor(logprobs, dtype=torch.float32),
         loss_mask=True,
-        text=completion.text or tokenizer.decode(token_ids, skip_special_tokens=True),
+        text=text_of(tokenizer, token_ids, completion.text),
     )
     reason = completion.finish_reason
     by_token = reason == "stop" and not isinstance(completion.stop_reason, str)

@@ -1,4 +1,4 @@
-"""The tokens of a text that stands behind another one.
+"""The tokens of a text that stands behind another one, and the text of tokens that were generated.
 
 The tokenizers of Llama 2, Mistral and Mixtral put a space before every text. A text that is tokenised by itself and
 goes on with another one must not have it: no answer that is generated begins with it.
@@ -6,6 +6,8 @@ goes on with another one must not have it: no answer that is generated begins wi
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -40,3 +42,27 @@ def _adds_a_space(tokenizer: Any) -> bool:
     except Exception:  # a tokenizer of a few words raises for others
         return False
     return [*line, *letter] != [*both]
+
+
+def text_of(tokenizer: Any, ids: Sequence[int], decoded: str = "") -> str:
+    """Return the text of generated tokens, without the special tokens that frame a turn. Those that mark a part of it
+    stay: recipes that add <think>, </think> and <answer> as special tokens reward the form that they give. `decoded`:
+    the text without any of them, if it is known."""
+    left_out, marks = _special_ids(tokenizer)
+    if marks.isdisjoint(ids):
+        return decoded or str(tokenizer.decode(ids, skip_special_tokens=True))
+    return str(tokenizer.decode([one for one in ids if one not in left_out], skip_special_tokens=False))
+
+
+@lru_cache(maxsize=4)
+def _special_ids(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the special tokens without and with those that come in pairs, such as <think> and </think>."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token.content: number for number, token in added.items() if token.special}
+    marks = set()
+    for closing in special:
+        name = re.fullmatch(r"(?:</([A-Za-z][\w:.-]+)>|\[/(THINK)\])", closing)
+        opening = closing.replace("/", "", 1)
+        if name is not None and opening in special:
+            marks |= {special[opening], special[closing]}
+    return frozenset(special.values()) - marks, frozenset(marks)

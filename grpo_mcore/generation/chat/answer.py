@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_mcore.generation.chat.request import ChatRequest
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.rollout.text_tokens import text_of
 from grpo_mcore.rollout.trajectory import Trajectory
 
 _HARMONY = {"openai", "openai_gptoss"}
@@ -135,7 +136,10 @@ class AnswerReader:
             parser = self._tool_parser(self._tokenizer, parsed.tools)
             parsed = parser.adjust_request(parsed)  # sets skip_special_tokens as the parser needs it
             keep_special |= not parsed.skip_special_tokens
-        text: str = self._tokenizer.decode(text_ids, skip_special_tokens=not keep_special)
+        if keep_special or self._reasoning_parser is None:
+            text = str(self._tokenizer.decode(text_ids, skip_special_tokens=not keep_special))
+        else:
+            text = text_of(self._tokenizer, text_ids)  # which look for the marks of thoughts
         if stop is not None and not request.include_stop_str_in_output:
             text = text.partition(stop)[0]
         content: str | None = text

@@ -168,6 +168,8 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     elif not isinstance(content, str):
         raise RequestError(f"a message's content must be text or a list of parts, got {type(content).__name__}")
     if calls := fields.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise RequestError(f"a message's tool_calls must be a list, got {type(calls).__name__}")
         fields["tool_calls"] = [_call(call) for call in calls]
     else:
         fields.pop("tool_calls", None)

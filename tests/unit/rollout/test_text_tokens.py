@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from grpo_mcore.data import TaskDataSpec
 from grpo_mcore.data.processors import sft_processor
 from grpo_mcore.data.turn_tokens import TurnTemplate
+from grpo_mcore.rollout.text_tokens import text_of
+from tests.unit.data.byte_level import make_byte_level
 
 # Mistral 7B's first template, and Zephyr's and TinyLlama's, whose answers begin without a space.
 MISTRAL = (
@@ -61,3 +64,19 @@ def test_what_an_environment_says_has_no_further_space(kind: str) -> None:
     said = TurnTemplate(tokenizer).turn("a</s>b", "user", tokenizer.eos_token_id)
     tokens = "".join(tokenizer.convert_ids_to_tokens(said.token_ids.tolist()))
     assert "\na</s>b</s>" in tokens
+
+
+@pytest.mark.parametrize("marks", [["<think>", "</think>"], ["<answer>", "</answer>"], ["[THINK]", "[/THINK]"]])
+def test_special_tokens_that_mark_a_part_of_an_answer_stay(tmp_path: Path, marks: list[str]) -> None:
+    """Recipes add them by add_special_tokens. Without them no thought was told apart, and no format was rewarded."""
+    tokenizer = make_byte_level(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<s>", "</s>", "<end_of_turn>", *marks]})
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("{0}6 * 7 !{1}\n\n42", "42{1} x", "42", "{0}"):
+        text = text.format(*marks)
+        ids = loaded(f"{text}<|im_end|>", add_special_tokens=False)["input_ids"]
+        assert text_of(loaded, ids) == text
+        assert text_of(loaded, [*ids, *loaded.convert_tokens_to_ids(["</s>", "<end_of_turn>", "<eos>"])]) == text
+    ids = loaded("42<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert text_of(loaded, ids, "stopped at") == "stopped at"

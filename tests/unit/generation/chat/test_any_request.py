@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grpo_mcore.generation.chat.endpoint import Endpoint
@@ -95,6 +95,7 @@ BODIES = (
 
 
 @examples(40)
+@example(body={"messages": [{"tool_calls": True}]}, path="/v1/chat/completions")
 @given(body=BODIES, path=st.sampled_from(["/v1/chat/completions", "/tokenize", "/weight_versions"]))
 def test_any_json(client: httpx.Client, body: Any, path: str) -> None:
     reply = client.post(path, content=json.dumps(body).encode())
