@@ -7,12 +7,14 @@ import ctypes
 import gc
 import math
 import multiprocessing.process
+import multiprocessing.util
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,11 +37,26 @@ POLL_S = 0.02
 COLLECT_AFTER = 50_000
 """Number of new objects after which `rare_collections` lets Python look for garbage; its default is 700."""
 
+LONGEST_TEMPORARY = 70
+"""Maximum bytes of the temporary folder's path: Python's multiprocessing puts Unix sockets 32 characters below it,
+and their paths may have 107 in all."""
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 Process = subprocess.Popen[Any] | multiprocessing.process.BaseProcess | psutil.Process
 """A child of this process. A psutil.Process may also be another's child; it must not be a child that a Popen or a
 multiprocessing.Process stands for, since only one of the two would learn its exit code."""
+
+
+def shorten_socket_paths() -> None:
+    """Let the multiprocessing of this process put its sockets below /tmp where the path of the temporary folder is too
+    long for them."""
+    if len(os.fsencode(folder := tempfile.gettempdir())) > LONGEST_TEMPORARY:
+        tempfile.tempdir = "/tmp"
+        try:
+            multiprocessing.util.get_temp_dir()  # it is made once, and removed at the end
+        finally:
+            tempfile.tempdir = folder
 
 
 @contextmanager

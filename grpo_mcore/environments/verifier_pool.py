@@ -231,6 +231,7 @@ def serve(descriptor: int) -> None:
     connection = Connection(descriptor)
     spec, parent = connection.recv()
     pebble.CONSTS.term_timeout = _TERMINATE_S
+    processes.shorten_socket_paths()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *spec.preload])
     pool = pebble.ProcessPool(spec.num_workers, initializer=_start_worker, initargs=(spec,), context=context)

@@ -103,6 +103,7 @@ class _Rank:
     """One process of the pool."""
 
     def __init__(self) -> None:
+        processes.shorten_socket_paths()
         context = get_context("forkserver")
         context.set_forkserver_preload(list(SHARED_IMPORTS))
         self.stacks = tempfile.NamedTemporaryFile(prefix="rank-", suffix=".stacks")  # noqa: SIM115, held until `end`

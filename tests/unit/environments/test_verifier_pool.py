@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -99,6 +100,15 @@ def test_a_new_worker_does_not_import_the_verifier_again(pool: VerifierPool) -> 
     (first, imported_in), (second, imported_again) = found
     assert imported_in == imported_again
     assert len({first, second, imported_in}) == 3
+
+
+def test_a_long_path_of_the_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a batch system makes. The fork server's socket lies below it, and its path may have 107 bytes."""
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    with closing(VerifierPool(spec())) as pool:
+        assert [result.value for result in pool.run([("square", 3)])] == [9]
 
 
 def test_time_to_load_is_not_time_of_the_first_job() -> None:
