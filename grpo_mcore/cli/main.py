@@ -159,6 +159,8 @@ def _guarded(verb: str, work: Callable[[], int]) -> int:
         lost = verb in RUNS and is_fault(error)
         if _is_ours(error):
             _print_error(verb, _message(error))
+        elif verb not in RUNS and isinstance(error, OSError) and error.filename is not None:  # such as of --output
+            _print_error(verb, f"{error.filename}: {error.strerror}")
         elif lost:
             traceback.print_exception(error)
         else:

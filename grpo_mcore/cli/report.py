@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         if twice := next((place for place in places if places.count(place) > 1), None):
             raise NoRun(f"two of the runs are {twice}; name the log folder (exp_NNN) of another run")
         settings = runs_by(runs, args.group_by) if args.group_by else None
-        wanted = _steps(args.samples or "")
+        wanted = _steps(args.samples or "", {step for steps in shown.samples.values() for step in steps})
     except (NoRun, ValueError) as error:
         print(f"grpo-mcore report: {error}", file=sys.stderr)
         return 1
@@ -80,12 +80,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(text: str) -> set[int]:
-    """Return the steps that "12,40-44" names. Raises ValueError."""
+def _steps(text: str, recorded: Collection[int]) -> set[int]:
+    """Return the recorded steps that "12,40-44" names. Raises ValueError if a part of it names none."""
     steps: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         if not (first.isdigit() and (last or first).isdigit()):
             raise ValueError(f"--samples: {part!r} is neither a step nor a range of steps such as 40-44")
-        steps.update(range(int(first), int(last or first) + 1))
+        named = {step for step in recorded if int(first) <= step <= int(last or first)}
+        if not named:
+            have = f"there are those from {min(recorded)} to {max(recorded)}" if recorded else "there are none"
+            raise ValueError(f"--samples: no samples of {part} are recorded; {have}")
+        steps |= named
     return steps

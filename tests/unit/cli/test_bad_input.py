@@ -412,3 +412,16 @@ def test_a_model_without_weights(refuse: Refuse, monkeypatch: pytest.MonkeyPatch
     """It had passed, and was refused only when the policy loaded it."""
     monkeypatch.setattr(f"{__name__}.lay_weights", lambda _: None)
     assert refuse("--check", code=1, verb=verb) == "policy.model_name: model contains no .safetensors file"
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was a traceback. Steps without samples made a page without them, and a long range of steps took all memory."""
+    run, gone = tmp_path / "exp_001", str(tmp_path / "gone" / "file")
+    run.mkdir()
+    (run / "hyperparams.json").write_text("{}")
+    for words in (["report", str(run)], ["launch", "slurm", "grpo_math_1B"]):
+        assert main([*words, "--output", gone]) == 1
+        assert f"grpo-mcore {words[0]}: {gone}: No such file or directory\n" in capsys.readouterr().err
+    for steps, said in (("7", "no samples of 7 are recorded; there are none"), ("1-999999999", "there are none")):
+        assert main(["report", str(run), "--samples", steps]) == 1
+        assert said in capsys.readouterr().err
