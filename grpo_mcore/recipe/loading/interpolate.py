@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
@@ -205,10 +206,12 @@ def _without_value(error: OmegaConfBaseException, nearest: Nearest) -> str:
     reason = _reason(error)
     if match := re.search(r"Interpolation key '(.+)' not found", reason):
         key = match[1]
+        if key in os.environ:
+            return f"{key} is no key of the recipe; for the environment variable write ${{oc.env:{key}}}"
         near = nearest(key)
         return f"{key} has no value" + (f"; nearest known key: {near}" if near and near != key else "")
     if match := re.search(r"Unsupported interpolation type (.+)", reason):
-        return f"there is no function {in_yaml(match[1])}; known: {', '.join(FUNCTIONS)}"
+        return f"there is no function {in_yaml(match[1])}; known: {', '.join(FUNCTIONS)}, oc.env"
     if "Recursive interpolation" in reason:
         return "the keys refer to each other in a circle"
     return reason

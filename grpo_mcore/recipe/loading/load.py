@@ -24,6 +24,7 @@ _SUFFIXES = ("", ".yaml", ".yml")
 PRESET = "defaults="
 # Base recipes of NeMo RL whose algorithm is not supported.
 _UNSUPPORTED = {"rm": "training a reward model"}
+_SHELL_VARIABLE = re.compile(r"\$([A-Z_][A-Z0-9_]*)/")
 # Keys that name a file. A file that does not exist relative to the working directory is taken from the folder of the
 # recipe that names it.
 _FILE_KEYS = {
@@ -75,7 +76,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     for variable in variables:
         notes.append(Problem(tree.value[variable].source, variable, "a variable of the recipe's interpolations"))
         del tree.value[variable]
-    _expand_home(tree)
+    _expand_home(tree, problems)
     config, tree = validated(MasterConfig, tree, name, problems, notes)
     provenance = {
         ".".join(parts): node.source if (node := tree.at(parts)) is not None else DEFAULT
@@ -240,13 +241,17 @@ def _find(
     raise RecipeError([Problem(*place, message)], recipe)
 
 
-def _expand_home(node: Node) -> None:
-    """Replace ~/ at the start of texts: shells leave it in key=~/folder, and it is the submitter's home."""
+def _expand_home(node: Node, problems: list[Problem]) -> None:
+    """Replace ~/ at the start of texts: shells leave it in key=~/folder, and it is the submitter's home. $SCRATCH/,
+    which only a shell would replace, is a problem: it would be the name of a folder."""
     for _, child in node.children():
         if isinstance(child.value, str) and child.value.startswith("~/"):
             child.value = os.path.expanduser(child.value)
+        elif isinstance(child.value, str) and (variable := _SHELL_VARIABLE.match(child.value)):
+            message = f"{in_yaml(child.value)}: a recipe is read by no shell; write ${{oc.env:{variable[1]}}}/..."
+            problems.append(Problem(child.source, child.key, message))
         else:
-            _expand_home(child)
+            _expand_home(child, problems)
 
 
 def _find_files_beside(node: Node, folder: Path) -> None:

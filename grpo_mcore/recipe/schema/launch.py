@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.schema.section import NonNegative, Positive, Section
+from grpo_mcore.recipe.schema.section import NonNegative, Positive, Section, VariableText
 
 
 class SlurmConfig(Section):
@@ -100,7 +100,7 @@ class LaunchConfig(Section):
     stage_to: Annotated[str, Field(pattern=r"^/[^\s:,']*$")] | None = None
     """Folder on each node's own disk, to which every node copies the models from the hub's cache before Ray starts
     (`grpo-mcore prefetch --stage`): they are read from there. On Kubernetes it lies on one of launch.k8s.volumes."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[str, VariableText] = Field(default_factory=dict)
     """Environment variables of the job. Not for secrets: use launch.k8s.secrets; Slurm takes them by name from the
     environment of the submitter."""
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)

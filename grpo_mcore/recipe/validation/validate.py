@@ -135,6 +135,9 @@ def validated(
             if not any(_overlap(key, bad) for key in finding.keys for bad in faulty):
                 problems.append(_placed(finding.keys, finding.message, tree, recipe))
     if problems or config is None:
+        told = {problem.key for problem in earlier or () if problem.key}  # an interpolation without a value became null
+        more = [problem for problem in problems[len(earlier or ()) :] if problem.key not in told]
+        problems = [*(earlier or ()), *more]
         raise RecipeError(sorted(problems, key=_place), recipe or "the configuration")
     return config, tree
 

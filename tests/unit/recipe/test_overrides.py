@@ -103,6 +103,25 @@ def test_home_is_the_users(load, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.data.train[0].data_path == "a~/b"
 
 
+def test_variables_of_the_environment_are_named_as_omegaconf_names_them(
+    load, problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """$SCRATCH/runs was a folder called $SCRATCH. Each problem is one line: the key's type is not its fault."""
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    text = MINIMAL + "checkpointing: {checkpoint_dir: '%s/runs'}\n"
+    assert load(text % "${oc.env:SCRATCH}").config.checkpointing.checkpoint_dir == "/scratch/me/runs"
+    for written, said in (
+        ("$SCRATCH", "a recipe is read by no shell; write ${oc.env:SCRATCH}/..."),
+        ("${SCRATCH}", "SCRATCH is no key of the recipe; for the environment variable write ${oc.env:SCRATCH}"),
+        ("${env:SCRATCH}", "there is no function 'env'; known: add, sub, mul, div, floordiv, max, min, oc.env"),
+        ("${oc.env:NOT_THERE}", "Environment variable 'NOT_THERE' not found"),
+    ):
+        (line,) = problems(text % written)
+        assert line.startswith("r.yaml:6: checkpointing.checkpoint_dir: ") and said in line
+    assert load(MINIMAL, "launch.env.OMP_NUM_THREADS=8").config.launch.env == {"OMP_NUM_THREADS": "8"}
+    assert load(text % "a$SCRATCH").config.checkpointing.checkpoint_dir == "a$SCRATCH/runs"
+
+
 def test_a_list_needs_a_position(problems) -> None:
     text = "policy: {model_name: m}\ndata: {train: [{data_path: a}, {data_path: b}]}\n"
     assert problems(text, "data.train.data_path=c", "data.train.7.data_path=c") == [
