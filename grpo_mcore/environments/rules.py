@@ -216,6 +216,10 @@ class FunctionComponent(_Component):
         function = import_by_path(self.path, what="reward function")
         if not callable(function):
             raise EnvironmentConfigError(f"the reward function {self.path!r} is {type(function).__name__}, no function")
+        if isinstance(function, type):
+            raise EnvironmentConfigError(
+                f"the reward function {self.path!r} is a class, no function; name an instance with __call__"
+            )
         return function
 
     def check(self) -> None:

@@ -72,14 +72,17 @@ def _instead_of(folder: Path) -> str:
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         return "it is an adapter: merge it into its base model first (peft: merge_and_unload), and give that folder"
-    if (made_by := other_trainers_checkpoint(folder)) is not None:
+    inside = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    deeper = sorted(folder.glob("*/*/config.json"), key=lambda path: path.stat().st_mtime)
+    whole = [path.parent for path in (*deeper, *inside) if next(path.parent.glob("*.safetensors"), None)]
+    if not whole and (made_by := other_trainers_checkpoint(folder)) is not None:
         return made_by
     if snapshots := sorted(folder.glob("snapshots/*/config.json")):
         return f"it is a model of the hub's cache; give {snapshots[0].parent}"
     if next(folder.glob("*.gguf"), None) is not None:
         return "its weights are GGUF, which is not read; give the Hugging Face folder that they were made of"
-    if inside := sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime):
-        return f"give a model in it, such as {inside[-1].parent}"
+    if whole or inside:
+        return f"give a model in it, such as {[*(path.parent for path in inside), *whole][-1]}"
     if next((path for at in ("", "step_*/") for path in folder.glob(f"{at}training_info.json")), None) is not None:
         return f"it is a checkpoint of a run: `grpo-mcore export {folder} --output DIR` makes a model of it"
     if (folder / "latest_checkpointed_iteration.txt").is_file():

@@ -292,6 +292,21 @@ def test_a_folder_of_another_form_says_what_to_give(tmp_path: Path, file: str, w
         read_hf_config(tmp_path)
 
 
+def test_a_model_beside_another_trainers_own_form_is_the_one_to_give(tmp_path: Path) -> None:
+    """verl writes one with `save_contents: [hf_model]`."""
+    model = tmp_path / "actor" / "huggingface"
+    model.mkdir(parents=True)
+    for path in (model / "config.json", model.parent / "model_world_size_1_rank_0.pt"):
+        path.touch()
+    for folder in (tmp_path, model.parent):
+        with pytest.raises(FamilyError, match="verl.model_merger"):
+            read_hf_config(folder)
+    (model / "model.safetensors").touch()
+    for folder in (tmp_path, model.parent):
+        with pytest.raises(FamilyError, match=f"give a model in it, such as {model}$"):
+            read_hf_config(folder)
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [("version https://git-lfs.github.com/spec/v1", "is no JSON"), ("[]", "must hold an object, got list")],
