@@ -25,12 +25,10 @@ from grpo_mcore.environments.answers import Parts, Thoughts, split_messages, spl
 
 Info = Mapping[str, Any]
 
-_NO_COLUMNS = re.compile(
-    "answer|label|gold|target|reference|truth|expected|solution|completion|predict|response|output|action|prompt|"
-    "question|problem|text",
-    re.IGNORECASE,
-)
-"""Names of a parameter that do not mean all columns of a row."""
+_TRUTH = re.compile("answer|label|gold|target|reference|truth|expected|solution", re.IGNORECASE)
+"""Names of a parameter that mean the truth, which is `ground_truth` here, whatever the dataset's column is called."""
+_TEXT = re.compile("completion|predict|response|output|action|prompt|question|problem|text", re.IGNORECASE)
+"""Names of a parameter that mean a text, and not all columns of a row."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +117,10 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
     - fn(response, ground_truth, finish_reason, ...): any names of `Sample.named`, columns of the row among them; with
       **columns it gets all columns;
     - fn(response, info): two parameters, whatever their names; a second with the name of a column gets that column, and
-      one that is called as a truth or a text is (label, reference, completion) has to be one;
-    - fn(prompts, completions, **columns): TRL's, called with lists of one entry. `as_messages`: prompts and completions
-      are lists of messages, as in TRL's conversational datasets, instead of texts;
+      one that is called as a truth is (answer, label, gold) gets `ground_truth`;
+    - fn(prompts, completions, **columns): TRL's, called with lists of one entry. A column that is called as a truth is,
+      and that the row does not have, is `ground_truth`. `as_messages`: prompts and completions are lists of messages,
+      as in TRL's conversational datasets, instead of texts;
     - fn(data_source, solution_str, ground_truth, extra_info): verl's. `extra_info` without such a column: all columns.
 
     The value may be a number of any library, in a list for TRL's, or verl's dict with `score`; None: the function does
@@ -173,12 +172,15 @@ def reward_arguments(
 
 
 def _by_position(first: str, second: str, sample: Sample, offered: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Return the arguments of fn(response, info) or fn(completion, answer), of whose names a sample has at most one.
-    None where the names say that something else is meant: fn(label, response) would compare the response with itself,
-    and fn(response, label) with all columns."""
-    if first == "args" or (second not in offered and _NO_COLUMNS.search(second)):
+    """Return the arguments of fn(response, info), fn(completion, answer) or fn(pred, gold), of whose names a sample has
+    at most one. None where the names say that something else is meant: fn(label, response) would compare the response
+    with itself."""
+    if first == "args" or (first not in offered and second in ("response", "solution_str", "reply", "thought")):
         return None
-    if first not in offered and second in ("response", "solution_str", "reply", "thought"):
+    if second not in offered and _TRUTH.search(second):
+        truth = sample.info.get("ground_truth")
+        return None if truth is None or _TRUTH.search(first) else (offered.get(first, sample.response), truth)
+    if second not in offered and _TEXT.search(second):
         return None
     return offered.get(first, sample.response), offered.get(second, sample.info)
 
@@ -196,6 +198,10 @@ def _of_trl(sample: Sample, named: Sequence[inspect.Parameter], takes_all: bool,
         "log_metric": lambda name, value: sample.notes.append(f"{name} {value}"),
     }
     missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+    truths = [name for name in missing if _TRUTH.search(name)]
+    if len(truths) == 1 and sample.info.get("ground_truth") is not None:
+        offered[truths[0]] = [sample.info["ground_truth"]]
+        missing.remove(truths[0])
     if "trainer_state" in missing:
         raise TypeError(
             "it asks for trainer_state, which an environment does not have: it scores samples of several steps at a "

@@ -97,6 +97,21 @@ def test_signatures(function: Any, reward: float) -> None:
     assert reward_call(function)(SAMPLE) == reward
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda completions, answer: [float(answer == ["42"])],
+        lambda prompts, completions, solution, **columns: [float(solution == ["42"] and "solution" not in SAMPLE.info)],
+        lambda completion, answer: float(answer == "42" and completion == SAMPLE.response),
+        lambda response, label: float(label == "42" and response == SAMPLE.response),
+        lambda pred, gold: float(gold == "42" and pred == SAMPLE.response),
+    ],
+)
+def test_the_column_that_the_dataset_has_as_truth_has_its_own_name_too(function: Any) -> None:
+    """Of a dataset with `output_key: answer`, rows have ground_truth and no `answer`."""
+    assert reward_call(function)(SAMPLE) == 1.0
+
+
 def test_verls_extra_info_is_the_column_of_that_name() -> None:
     sample = Sample("42", {"extra_info": {"index": 7}, "data_source": "gsm8k"})
     assert reward_call(lambda data_source, extra_info: extra_info["index"] + len(data_source))(sample) == 12
@@ -160,10 +175,10 @@ def unknown(response: str, answer: str, other: str) -> float:
         (stateful, TypeError, "it asks for trainer_state, which an environment does not have"),
         (no_list, TypeError, "must return a list with one number"),
         (lambda label, response: float(label == response), TypeError, "it asks for label, but a sample has"),
-        (lambda response, label: float(label == response), TypeError, "it asks for label, but a sample has"),
+        (lambda answer, gold: float(answer == gold), TypeError, "it asks for answer, gold, but a sample has"),
+        (lambda completions, answer, solution: [1.0], TypeError, "it asks for answer, solution, but the columns are"),
         (lambda prompt, completion: len(prompt), TypeError, "it asks for completion, but a sample has"),
         (lambda ground_truth, prediction: 1.0, TypeError, "it asks for prediction, but a sample has"),
-        (lambda pred, gold: float(pred == gold), TypeError, "it asks for pred, gold, but a sample has"),
         (lambda args, sample: sample.response, TypeError, "it asks for args, sample, but a sample has"),  # slime's
         (of_messages, TypeError, "must be integers, .*; trl_messages: true gives it messages instead of texts"),
         (unknown, TypeError, "it asks for answer, other, but a sample has extra_info, finish_reason, ground_truth"),
