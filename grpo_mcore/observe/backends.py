@@ -129,7 +129,7 @@ class MLflow:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        named = {re.sub(r"[^\w\-./: ]", "_", name): value for name, value in values.items()}
+        named = {_mlflow_name(name): value for name, value in values.items()}
         metrics = [self._metric(_file_of(name, named), float(value), now, step) for name, value in named.items()]
         for first in range(0, len(metrics), 1000):  # the server's limit
             self._client.log_batch(self._run_id, metrics=metrics[first : first + 1000])
@@ -139,6 +139,13 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
+
+
+def _mlflow_name(name: str) -> str:
+    """Return a metric's name with what MLflow refuses replaced by `_`: signs, and what is no file's name, such as the
+    empty part of `reward/by/source/` or of an address. One name refuses all metrics of its step."""
+    parts = re.sub(r"[^\w\-./: ]", "_", name).split("/")
+    return "/".join(part if part.strip(".") else "_" for part in parts)[:250].rstrip("/")
 
 
 def _file_of(name: str, names: Collection[str]) -> str:

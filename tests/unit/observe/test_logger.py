@@ -18,7 +18,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_mcore.observe.alarms import Alarm
-from grpo_mcore.observe.backends import MissingPackage, _file_of, run_id
+from grpo_mcore.observe.backends import MissingPackage, _file_of, _mlflow_name, run_id
 from grpo_mcore.observe.logger import (
     CustomLoggerError,
     Logger,
@@ -326,17 +326,34 @@ def test_mlflow_has_the_same_numbers(tmp_path, monkeypatch):
     )
     logger = Logger(config(tmp_path, mlflow_enabled=True, mlflow=where))
     logger.log_hyperparams({"a": 1})
-    logger.log_metrics({"loss": 0.5, "pass@4": 1.0, "loss/age_0/x": 2.0}, step=1, prefix="train")
+    logger.log_metrics({"loss": 0.5, "pass@4": 1.0, "loss/age_0/x": 2.0, "by/x/": 3.0}, step=1, prefix="train")
     logger.close()
     client = mlflow.MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
-    assert run.data.metrics == {"train/loss": 0.5, "train/pass_4": 1.0, "train/loss_age_0/x": 2.0}
+    others = {"train/pass_4": 1.0, "train/loss_age_0/x": 2.0, "train/by/x/_": 3.0}
+    assert run.data.metrics == {"train/loss": 0.5, **others}
     assert (run.info.run_name, run.info.status) == ("r", "FINISHED")
     resumed = Logger(config(tmp_path, mlflow_enabled=True, mlflow=where), run=logger.log_dir.name)
     resumed.log_metrics({"loss": 0.25}, step=2, prefix="train")
     resumed.close()
     (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
     assert run.data.metrics["train/loss"] == 0.25 and run.info.status == "FINISHED"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("validation/pass@4", "validation/pass_4"),
+        ("reward/by/source/", "reward/by/source/_"),
+        ("reward/by/source/https://host/a", "reward/by/source/https:/_/host/a"),
+        ("reward/by/level/..", "reward/by/level/_"),
+        ("reward/by/level/v1.5", "reward/by/level/v1.5"),
+        ("a/" * 200, "a/" * 124 + "a"),
+    ],
+)
+def test_names_that_mlflow_refuses_are_replaced(name: str, shown: str) -> None:
+    """One of them in a step, such as that of a column without a value, and MLflow takes none of its metrics."""
+    assert _mlflow_name(name) == shown
 
 
 def test_no_metric_of_mlflow_is_a_folder_of_others() -> None:
