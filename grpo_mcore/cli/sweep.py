@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_mcore.cli.train import VERBS
 from grpo_mcore.observe.exit_codes import STOPPED_EARLY, TERMINATED
-from grpo_mcore.recipe import recipe_name
+from grpo_mcore.recipe import load_recipe, recipe_name
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a run that Ctrl-C ended at once."""
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{number}/{len(runs)} {each.name}: {before}, left as it is", flush=True)
             continue
         words = [*command, *each.words]
+        if args.jobs != "local":
+            words.append(f"launch.name={_job_name(args.recipe, each)}")
         if args.dry_run:
             print(shlex.join(["grpo-mcore", *words]))
             continue
@@ -107,6 +110,14 @@ def _run(words: list[str], output: Path) -> int:
                 return child.wait()
             except KeyboardInterrupt:
                 print("stopping the run; a second Ctrl-C ends it at once", flush=True)
+
+
+def _job_name(recipe: str, run: SweepRun) -> str:
+    """Return a name for the job of a run: Kubernetes takes each only once. It begins with that of the recipe's jobs."""
+    from grpo_mcore.tools.launch.spec import job_name
+
+    name = load_recipe(recipe, run.words).config.launch.name or job_name(recipe_name(recipe))
+    return f"{name[:31].rstrip('-')}-{sha256(str(run.folder).encode()).hexdigest()[:8]}"
 
 
 def _last_line(output: Path) -> str:

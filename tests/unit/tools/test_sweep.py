@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -99,7 +100,12 @@ def test_a_dry_run_prints_the_commands(tmp_path: Path, capsys: pytest.CaptureFix
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"grpo-mcore train {DEMO} --resume auto grpo.max_num_steps=3 logger.log_dir=")
     assert main(["sweep", DEMO, *words, "--jobs", "slurm"]) == 0
-    assert capsys.readouterr().out.startswith(f"grpo-mcore launch slurm {DEMO} grpo.max_num_steps=3 ")
+    jobs = capsys.readouterr().out
+    assert jobs.startswith(f"grpo-mcore launch slurm {DEMO} grpo.max_num_steps=3 ")
+    names = re.findall(r" launch.name=(grpo-arithmetic-cpu-[0-9a-f]{8})$", jobs, re.MULTILINE)
+    assert len(set(names)) == 2, "Kubernetes takes a name once"
+    assert main(["sweep", DEMO, *words, "--jobs", "k8s", f"launch.name={'long-' * 7}name"]) == 0
+    assert re.search(r" launch.name=(long-){5}long-l-[0-9a-f]{8}\n", capsys.readouterr().out)
     assert not (tmp_path / "s").exists()
     assert main(["sweep", DEMO, *words, "--jobs", "k8s", "--algorithm", "sft"]) == 2
     assert main(["sweep", DEMO, *words, "--preset", "gspo", "--preset", "async"]) == 0
