@@ -46,6 +46,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NO_WEIGHTS = ("consolidated", "adapter_model", "training_args", "optimizer")
 """Beginnings of safetensors files that hold no weights in transformers' form, in a folder without an index."""
 
+ADAPTER = "adapter_config.json"
 QUANTIZED_BESIDE = "hf_quant_config.json"
 """What ModelOpt writes into the folder of a quantized model, whose config.json may say nothing of it."""
 
@@ -120,7 +121,7 @@ def weight_files(folder: Path) -> list[Path]:
         hint = f"; it has {others[0]}, {read_first}" if others else ""
         if (made_by := other_trainers_checkpoint(folder)) is not None:
             hint = f"; {made_by}"
-        if (folder / "adapter_config.json").is_file():
+        if (folder / ADAPTER).is_file():
             hint = " of a model; it is an adapter: merge it into its base model first (peft: merge_and_unload)"
         raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file{hint}")
     if ignored := [name for name, path in there.items() if path not in chosen]:
@@ -194,6 +195,11 @@ def check_weights(folder: Path, shape: ModelShape, *, required: bool = True) -> 
             "the model in bfloat16, or delete that file if the weights are not quantized"
         )
     tensors = stored_tensors(folder)
+    if (folder / ADAPTER).is_file() and any(folder.glob("adapter_model.*")):
+        raise WeightsError(
+            f"policy.model_name: {folder} holds a model and an adapter: transformers would add the adapter to it, and "
+            "engines and policy would not. Merge them (peft: merge_and_unload), or take the adapter's files out"
+        )
     read, missing = set[str](), list[str]()
     for param in params_of(shape):
         for tensor in param.hf:
@@ -360,7 +366,8 @@ class HfFolderWriter:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in source.iterdir():
-            if path.is_file() and not path.name.endswith(NOT_COPIED) and path.name not in TOKENIZER_FILES:
+            own = path.name.endswith(NOT_COPIED) or path.name in TOKENIZER_FILES or path.name == ADAPTER
+            if path.is_file() and not own:
                 shutil.copy(path, self.folder / path.name)
         _write_config(self.folder / "config.json", self.dtype, overrides)
         _write_tokenizer(self.folder, source, tokenizer, chat_template)

@@ -273,8 +273,13 @@ def test_folders_that_another_trainer_has_left_are_explained(single: Path, tmp_p
     (single / "hf_quant_config.json").write_text("{}")
     with pytest.raises(WeightsError, match=r"holds hf_quant_config.json, by which vLLM takes it for a quantized model"):
         check_weights(single, shape(single))
+    (single / "hf_quant_config.json").unlink()
+    (single / "adapter_config.json").write_text("{}")
+    save_file({"a": torch.zeros(1)}, single / "adapter_model.safetensors")
+    with pytest.raises(WeightsError, match="holds a model and an adapter: transformers would add the adapter to it"):
+        check_weights(single, shape(single))
     inner = tmp_path / "actor" / "huggingface"  # verl's: config and tokenizer
-    shutil.copytree(single, inner, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(single, inner, ignore=shutil.ignore_patterns("*.safetensors", "adapter_config.json"))
     (inner.parent / "model_world_size_1_rank_0.pt").touch()
     with pytest.raises(WeightsError, match=r"no .safetensors file; the weights are beside it, .*--local_dir .*/actor "):
         weight_files(inner)
@@ -302,11 +307,13 @@ def test_an_export_has_the_tokenizer_and_the_template_that_trained(single: Path,
     tokenizer.chat_template = "{{ 'of the other' }}"
     tokenizer.save_pretrained(other)
     (single / "added_tokens.json").write_text('{"<stale>": 5}')
+    (single / "adapter_config.json").write_text("{}")  # transformers would look for an adapter
     settings = {"eos_token_id": [3, 4], "temperature": 0.6}
     (single / "generation_config.json").write_text(json.dumps(settings))
     writer = HfFolderWriter(out, shape(single), torch.float32)
     writer.create(single, str(other), {}, "{{ 'that trained' }}")
     exported = AutoTokenizer.from_pretrained(out)
+    assert not (out / "adapter_config.json").exists()
     assert exported.get_vocab() == tokenizer.get_vocab() and "<stale>" not in exported.get_vocab()
     message = {"role": "user", "content": "1+1="}
     assert exported.apply_chat_template([message], tokenize=False) == "that trained"
