@@ -45,7 +45,7 @@ def distill_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
                 policy.onload()
                 policy.receive(ranks)
             with record.clock.phase("train"):
-                metrics = policy.train(loss, step.targets)
+                metrics = policy.train(loss, step.targets, meanwhile=record.look_ahead)
             record.trained(batch, step.groups, step.targets, metrics)
             if record.validation_is_due:
                 _validate(record, policy, loss, config)

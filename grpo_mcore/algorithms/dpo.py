@@ -5,8 +5,8 @@ One step: the next pairs of the data -> reference log-probs of pairs that are ne
 pair -> update. The two answers of a pair lie in one packed row (a micro-batch counts pairs), so that the loss compares
 them without a second pass.
 
-Consumes: batches of the data loader. Waits for: the policy's ranks. Nothing goes on beside it but the files that are
-being written.
+Consumes: batches of the data loader. Waits for: the policy's ranks; while they train it reads and tokenises the next
+batch. Nothing else goes on beside it but the files that are being written.
 
 Not here: what is logged and when a validation or a checkpoint is due (record/tuning_record.py), the losses
 (objective/preference.py), the network (parallel/).
@@ -59,7 +59,7 @@ def dpo_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
             with record.clock.phase("logprobs"):
                 targets = replace(step.targets, reference_sums=reference_sums(step.pairs, references, policy, config))
             with record.clock.phase("train"):
-                metrics = policy.train(loss, targets)
+                metrics = policy.train(loss, targets, meanwhile=record.look_ahead)
             record.trained(batch, step.groups, targets, metrics)
             if record.validation_is_due:
                 _validate(record, policy, loss, references, config)

@@ -3,8 +3,9 @@
 One step: the next examples of the data -> packed rows on the ranks -> negative log-prob of the assistant's tokens,
 averaged over them -> update.
 
-Consumes: batches of the data loader. Waits for: the policy's ranks. Nothing goes on beside it but the files that are
-being written. There is no padding; examples that are too long are left out and counted.
+Consumes: batches of the data loader. Waits for: the policy's ranks; while they train it reads and tokenises the next
+batch. Nothing else goes on beside it but the files that are being written. There is no padding; examples that are too
+long are left out and counted.
 
 Not here: what is logged and when a validation or a checkpoint is due (record/tuning_record.py), the loss
 (objective/loss.py), the network (parallel/).
@@ -45,7 +46,7 @@ def sft_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
                 step = build_step(batch, policy, config)
                 policy.receive(step.ranks)
             with record.clock.phase("train"):
-                metrics = policy.train(loss, step.targets)
+                metrics = policy.train(loss, step.targets, meanwhile=record.look_ahead)
             record.trained(batch, step.groups, step.targets, metrics)
             if record.validation_is_due:
                 _validate(record, policy, loss, config)

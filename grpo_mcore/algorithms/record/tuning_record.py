@@ -72,7 +72,7 @@ class TuningRecord:
         self._examples = PromptStream(
             run.dataloader, self._settings.max_num_epochs, position.stream if position else None
         )
-        self._waiting = self._take()  # the next step's batch; a short one ends the run
+        self._waiting = self._take(self.step)  # the next step's batch; a short one ends the run
         self._asked: str | None = None  # why the run stops early
         self._metrics: Metrics = {}
         self._clock = clock = policy.cluster.clock
@@ -107,8 +107,9 @@ class TuningRecord:
         self.spans.close()
         self._open.__exit__(kind, error, trace)
 
-    def _take(self) -> list[DatumSpec]:
-        return self._examples.take(self._size) if self.step < self._settings.max_num_steps else []
+    def _take(self, done: int) -> list[DatumSpec]:
+        """Return the batch that comes after `done` steps."""
+        return self._examples.take(self._size) if done < self._settings.max_num_steps else []
 
     @property
     def _is_over(self) -> bool:
@@ -118,6 +119,12 @@ class TuningRecord:
     def next_batch(self) -> list[DatumSpec]:
         """Return the examples of the next step; none if the run is over."""
         return [] if self._is_over or self._asked else self._waiting
+
+    def look_ahead(self) -> None:
+        """Read and tokenise the batch of the step after this one. The loop calls it while the ranks train, once a step:
+        they need not wait for it afterwards."""
+        with self.clock.phase("next_batch"):
+            self._waiting = self._take(self.step + 1)
 
     def trained(
         self, batch: Sequence[DatumSpec], groups: Sequence[Group], targets: TrainTargets, metrics: Metrics
@@ -144,7 +151,6 @@ class TuningRecord:
             log.alarm(alarm)
         if (alarm_reason := self._alarms.stop_reason) is not None:
             self._stop.ask(alarm_reason)
-        self._waiting = self._take()
         self._asked = None if self._is_over else self._stop.reason
         if self._is_last or self.step % SHOW_EVERY == 0:
             shown = {name: metrics[name] for name in SHOWN if name in metrics}

@@ -105,10 +105,15 @@ class PolicyGroup:
                 stats.setdefault(name, values.new_zeros(samples))[index] = values
         return stats
 
-    def train(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
-        """Run every optimizer step of the step received. Return metrics over all ranks and optimizer steps."""
+    def train(
+        self, loss_fn: LossFn, targets: TrainTargets, meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Run every optimizer step of the step received. Return metrics over all ranks and optimizer steps.
+        `meanwhile`: what the driver does while the ranks are at it."""
         sent = self.cluster.store.put(replace(targets, estimate=None))
-        reports = self._all(PolicyWorker.train, "training")(loss_fn, sent)
+        calls = [remote_call(worker, PolicyWorker.train, what="training")(loss_fn, sent) for worker in self.workers]
+        meanwhile()
+        reports = self._wait(calls)
         self.updates += 1
         self.train_times = [[report.times for report in of_rank] for of_rank in reports]
         return self._combined(reports) | {

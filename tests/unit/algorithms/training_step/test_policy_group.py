@@ -11,9 +11,11 @@ import torch
 
 from grpo_mcore.algorithms.grpo import train_on_groups
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.training_step.step_batch import TrainTargets
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.layout import PolicyLayout
+from grpo_mcore.parallel.policy import TrainReport
 from tests.unit.algorithms.training_step.step_cases import config, group
 
 
@@ -36,6 +38,35 @@ def test_a_checkpoint_without_the_optimizer_is_told(caplog: pytest.LogCaptureFix
         group.load("step_2/policy")
     told = "step_2/policy holds no optimizer (checkpointing.save_optimizer): its moments start at 0"
     assert caplog.messages == ([] if optimizer else [told])
+
+
+class Trained:
+    """Notes when it trains."""
+
+    def __init__(self, happened: list[str]) -> None:
+        self.happened = happened
+
+    def train(self, loss: Any, targets: TrainTargets) -> list[TrainReport]:
+        self.happened.append("train")
+        return [TrainReport({}, grad_norm=2.0, learning_rate=0.1)]
+
+
+def test_the_driver_has_something_to_do_while_the_ranks_train() -> None:
+    """It begins once all ranks have been asked, and before any answer is waited for."""
+    happened: list[str] = []
+
+    class Late(LocalCluster):
+        def ready(self, *args: Any, **settings: Any) -> Any:
+            happened.append("wait")
+            return super().ready(*args, **settings)
+
+    nothing: Any = None
+    ranks = [LocalWorker(f"policy-{i}", Trained(happened)) for i in range(2)]
+    policy = PolicyGroup(Late(), ranks, PolicyLayout(1, 1, 1), nothing, "", "float32", nothing)
+    targets = TrainTargets(torch.ones(1), valid_seqs=(1,), valid_toks=(1,))
+    metrics = policy.train(nothing, targets, meanwhile=lambda: happened.append("meanwhile"))
+    assert happened[:4] == ["train", "train", "meanwhile", "wait"]
+    assert (metrics["grad_norm"], policy.updates) == (2.0, 1)
 
 
 class Recorder:
