@@ -592,17 +592,23 @@ def policy_folder(folder: Path) -> str:
 
 def recipe_text(recipe: MasterConfig) -> str:
     """Return config.yaml, which every checkpoint has."""
-    sections = recipe.model_dump(mode="json")
-    return "".join(_section_text(name, json.dumps(values)) for name, values in sections.items())
+    lines: list[str] = []
+    for name, values in recipe.model_dump(mode="json").items():
+        lines.append(f"{name}:\n" if values else _entry_text("", name, json.dumps(values)))
+        lines += [_entry_text(name, key, json.dumps(value)) for key, value in values.items()]
+    return "".join(lines)
 
 
-@lru_cache(maxsize=256)
-def _section_text(name: str, values: str) -> str:
-    """Return a section of a recipe as YAML. Simulated runs, of which a process has thousands, share most sections."""
+@lru_cache(maxsize=4096)
+def _entry_text(section: str, key: str, value: str) -> str:
+    """Return a key of a section ("": of the whole recipe) as YAML. `value`: as JSON. Simulated runs, of which a process
+    has thousands, share most keys."""
     import yaml
 
+    entry = {key: json.loads(value)}
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return yaml.dump({name: json.loads(values)}, Dumper=dumper, sort_keys=False)
+    text = yaml.dump({section: entry} if section else entry, Dumper=dumper, sort_keys=False)
+    return text.removeprefix(f"{section}:\n")
 
 
 def write_driver_files(folder: Path, snapshot: RunSnapshot, config_yaml: str) -> dict[str, Digest]:

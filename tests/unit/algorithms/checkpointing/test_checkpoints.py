@@ -11,10 +11,12 @@ import random
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 
 from grpo_mcore import file_digests
 from grpo_mcore.algorithms.checkpointing import checkpoints as module
@@ -23,8 +25,10 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
     NotWritten,
     ResumeError,
     RunSnapshot,
+    recipe_text,
 )
 from grpo_mcore.cluster import WorkerFailed
+from grpo_mcore.recipe import MasterConfig, load_recipe
 from tests.unit.algorithms.checkpointing.saving import RECIPE, manager, save, save_now, write_policy
 
 NOTHING = RunSnapshot({}, {}, {})
@@ -32,6 +36,14 @@ NOTHING = RunSnapshot({}, {}, {})
 
 def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_recipe_in_a_checkpoint_is_yaml() -> None:
+    odd = {"answers": {"path": "a.py", "options": {"text": "two\nlines: 1", "long key " * 20: None, "list": [[1], []]}}}
+    plain = load_recipe("grpo-arithmetic-cpu").config.model_dump(mode="json")
+    for sections in (plain, plain | {"env": {}}, plain | {"env": odd}):
+        recipe = SimpleNamespace(model_dump=lambda mode, sections=sections: sections)
+        assert recipe_text(cast(MasterConfig, recipe)) == yaml.dump(sections, sort_keys=False)
 
 
 def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
