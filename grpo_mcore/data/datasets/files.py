@@ -59,7 +59,7 @@ def settings_for(row: Row) -> dict[str, str]:
     question = next((key for key in QUESTIONS if row.get(key)), None)
     if question is not None and isinstance(row[question], dict):
         question = next((f"{question}.{part}" for part in ("stem", "text") if part in row[question]), question)
-    if _is_ranked(row):
+    if _is_ranked(row) or _rejects_its_answer(row):
         return {"dataset_name": "BinaryPreferenceDataset"}
     if {"chosen", "rejected"} <= set(row):
         question = question or next((key for key in _CHATS if _is_chat(row.get(key))), None)
@@ -258,7 +258,8 @@ def preference_pair(
 ) -> Row:
     """Convert a prompt with a better and a worse answer, each text or messages. Where the answers are whole
     conversations, the prompt is what they have in common at their start. Also a row in NeMo RL's form, a context with
-    completions by rank, of which the first rank is the better answer and the last one the worse."""
+    completions by rank, of which the first rank is the better answer and the last one the worse; and in ms-swift's, a
+    conversation with what its last answer must not be."""
     _refuse_media(row)
     if chosen not in row and _is_ranked(row):
         best, *_, worst = sorted(row["completions"], key=lambda one: one["rank"])
@@ -266,6 +267,9 @@ def preference_pair(
             raise DataError(f"'completions' has no better and worse answer: all have the rank {best['rank']}")
         others = {key: value for key, value in row.items() if key not in ("context", "completions")}
         row = {**others, prompt: row["context"], chosen: best["completion"], rejected: worst["completion"]}
+    elif chosen not in row and _rejects_its_answer(row):
+        others = {key: value for key, value in row.items() if key not in ("messages", *_REJECTED)}
+        row = {**others, chosen: row["messages"], rejected: _whole_rejected(row)}
     better = as_messages(_said(required(row, chosen)), chosen, role="assistant")
     worse = as_messages(_said(required(row, rejected)), rejected, role="assistant")
     if better[0]["role"] != "assistant" or worse[0]["role"] != "assistant":
@@ -304,6 +308,24 @@ def _is_ranked(row: Row) -> bool:
         and all(isinstance(one, dict) and isinstance(one.get("rank"), int) for one in completions)
         and all("completion" in one for one in completions)
     )
+
+
+_REJECTED = ("rejected_messages", "rejected_response")
+
+
+def _rejects_its_answer(row: Row) -> bool:
+    """Return whether a row is one of ms-swift's: `messages`, and the whole worse conversation or its answer alone."""
+    return _is_chat(row.get("messages")) and any(row.get(key) for key in _REJECTED)
+
+
+def _whole_rejected(row: Row) -> Any:
+    """Return the worse conversation of a row in ms-swift's form."""
+    if whole := row.get("rejected_messages"):
+        return whole
+    messages, worse = as_messages(row["messages"], "messages"), row["rejected_response"]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return [*messages, *(worse if isinstance(worse, list) else [{"role": "assistant", "content": worse}])]
 
 
 def _said(value: Any) -> Any:

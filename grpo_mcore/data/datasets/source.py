@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
+from glob import glob, has_magic
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from grpo_mcore.recipe import nearest
 from grpo_mcore.rollout.datum import field_of
 
 _FILE_TYPES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+_OTHER_FILES = (".txt", ".xlsx", ".pkl", ".npz", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar")  # which are not read
+_HUB = "hf://datasets/"
 _TRIED_ROWS = 1_000
 _REASON = 300  # characters of an error of `datasets`
 
@@ -65,10 +68,23 @@ def open_source(
     download_dir: str | None = None,
     separator: str | None = None,
 ) -> Source:
-    """Open a JSONL or JSON file and parse all its rows, or open a table. Raises DataError."""
+    """Open a JSONL or JSON file and parse all its rows, open a table, or all files that a pattern matches. Raises
+    DataError."""
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     if is_address(path):
         path = _download(path, download_dir)
+    elif path.startswith(_HUB):
+        path = _from_hub(path)
+    elif "://" in path:
+        raise DataError(f"{path}: addresses are read that begin with https:// or {_HUB}; copy others to a folder first")
+    elif has_magic(path) and not Path(path).exists():
+        if not (files := sorted(glob(path, recursive=True))):
+            raise DataError(f"no file matches {path}" + ("" if Path(path).is_absolute() else f" in {Path.cwd()}"))
+        if split is not None and not split.isidentifier():
+            raise DataError(f"{path}: split {split!r} is a part of one table, and the pattern is for several files")
+        return joined(
+            [open_source(file, split=split, download_dir=download_dir, separator=separator) for file in files]
+        )
     if is_local(path) and is_json(path):
         if split is not None and not split.isidentifier():
             raise DataError(f"{path}: split {split!r} is for tables; a JSON file is read whole")
@@ -178,11 +194,28 @@ def _download(address: str, folder: str | None) -> str:
     return str(file)
 
 
+def _from_hub(address: str) -> str:
+    """Return a file of a dataset on the hub, hf://datasets/ORGANISATION/NAME[@REVISION]/FILE, in the hub's cache.
+    Raises DataError."""
+    from huggingface_hub import hf_hub_download
+
+    organisation, _, rest = address.removeprefix(_HUB).partition("/")
+    name, _, file = rest.partition("/")
+    name, _, revision = name.partition("@")
+    if not file or has_magic(file):
+        raise DataError(f"{address}: name one file, {_HUB}ORGANISATION/NAME/FILE, or ORGANISATION/NAME without {_HUB}")
+    try:
+        return hf_hub_download(f"{organisation}/{name}", file, repo_type="dataset", revision=revision or None)
+    except Exception as error:  # of the hub, of the net, or of a name that is none
+        reason = " ".join(str(error).split())[:_REASON]
+        raise DataError(f"cannot download {address}: {type(error).__name__}: {reason}") from error
+
+
 def is_local(path: str) -> bool:
     """Return whether a path names a file or folder, present or not, and not `organisation/name` on the hub."""
     return (
         Path(path).exists()
-        or path.endswith((*SUFFIXES, *_FILE_TYPES))
+        or path.lower().endswith((*SUFFIXES, *_FILE_TYPES, *_OTHER_FILES))
         or path.startswith((".", "/", "~"))
         or path.count("/") > 1
     )
@@ -201,6 +234,8 @@ def load_table(
     local = is_local(path)
     if local and not Path(path).exists():
         raise DataError(f"data not found: {path}")
+    if Path(path).suffix == ".parquet" and Path(path).is_file() and not _parquet_rows(path):
+        raise DataError(f"{path}: the dataset is empty")
     try:
         if local and (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(path)
@@ -233,6 +268,17 @@ def load_table(
     return table
 
 
+def _parquet_rows(path: str) -> int:
+    """Return the number of rows of a Parquet file; `datasets` fails obscurely where there are none."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    try:
+        return Path(path).stat().st_size and read_metadata(path).num_rows
+    except ArrowException as error:
+        raise DataError(f"{path} is no Parquet file: {error}") from error
+
+
 def _refuse_several_kinds(folder: Path) -> None:
     """Refuse a folder with data files of several kinds, of which `datasets` reads one without a word, unless a dataset
     card says which."""
@@ -256,7 +302,9 @@ def _csv_options(path: str, separator: str | None) -> dict[str, Any]:
         try:
             first: list[str] = next(filter(None, lines), [])
         except csv.Error:  # a cell of more than 128 KB
-            first = []
+            first = names
+    if not first:
+        raise DataError(f"{path}: the dataset is empty")
     if len(first) > len(names):  # pandas would take the first cells for an index, and shift all others
         raise DataError(
             f"{path}: its first row has {len(first)} cells for the {len(names)} columns of its first line; a cell with "

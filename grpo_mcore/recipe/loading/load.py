@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,11 @@ def _expand_home(node: Node, problems: list[Problem]) -> None:
             _expand_home(child, problems)
 
 
+def _is_there(path: str | Path) -> bool:
+    """Return whether there is such a file or, where the path is a pattern, one that matches it."""
+    return os.path.exists(path) or (has_magic(str(path)) and bool(glob(str(path), recursive=True)))
+
+
 def _find_files_beside(node: Node, folder: Path) -> None:
     """Give a file that is not in the working directory its path in `folder`, or in a folder of recipes: prompts/x.txt
     there, which recipes of NeMo RL call examples/prompts/x.txt."""
@@ -261,7 +267,7 @@ def _find_files_beside(node: Node, folder: Path) -> None:
         if name in _FILE_KEYS and isinstance(child.value, str) and "\n" not in child.value and "{" not in child.value:
             places = [folder, *recipe_folders()]
             beside = [place / child.value.removeprefix("examples/") for place in places]
-            if not os.path.exists(child.value) and (file := next(filter(os.path.exists, beside), None)):
+            if not _is_there(child.value) and (file := next(filter(_is_there, beside), None)):
                 child.value = shown(file.resolve())
         else:
             _find_files_beside(child, folder)

@@ -11,6 +11,7 @@ import pytest
 
 from grpo_mcore.data import DataError, load_preference_dataset, load_response_dataset
 from grpo_mcore.data.datasets import DATASET_CLASSES, PREFERENCE_CLASSES
+from grpo_mcore.data.datasets.files import settings_for
 from grpo_mcore.data.datasets.rows import Joined, Repeated
 from grpo_mcore.data.interfaces import TaskDataSpec
 from grpo_mcore.data.processors import find_processor, math_data_processor, math_hf_data_processor, sft_processor
@@ -516,6 +517,24 @@ def test_pairs_of_ranked_completions(write_jsonl, name):
         load_preference_dataset({"dataset_name": name, "data_path": tied})
     with pytest.raises(DataError, match="Read it with dataset_name: BinaryPreferenceDataset"):
         load_response_dataset({"data_path": path})
+
+
+@pytest.mark.parametrize(
+    "worse",
+    [
+        {"rejected_response": "3"},
+        {"rejected_response": [{"role": "assistant", "content": "3"}]},
+        {"rejected_messages": [*CHAT[:1], {"role": "assistant", "content": "3"}]},
+    ],
+)
+def test_pairs_of_a_conversation_and_its_rejected_answer(write_jsonl, worse):
+    """ms-swift's form."""
+    path = write_jsonl("a.jsonl", [{"messages": CHAT, "system": "Count.", "level": 1} | worse])
+    (row,) = load_preference_dataset({"dataset_name": "BinaryPreferenceDataset", "data_path": path}).dataset
+    assert row["messages"] == [{"role": "system", "content": "Count."}, *CHAT[:1]]
+    assert (row["chosen"], row["rejected"]) == (CHAT[1:], [{"role": "assistant", "content": "3"}])
+    assert row["level"] == 1 and not set(worse) & set(row)
+    assert settings_for({"messages": CHAT} | worse) == {"dataset_name": "BinaryPreferenceDataset"}
 
 
 def test_each_name_of_a_recipe_has_a_class() -> None:

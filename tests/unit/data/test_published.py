@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +10,8 @@ from threading import Thread
 from typing import Any
 
 import datasets as hf
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, load_preference_dataset, load_response_dataset
@@ -263,6 +266,50 @@ def test_a_file_on_the_net_is_downloaded_once(tmp_path) -> None:
     assert len(source.open_source(at + "rows.jsonl", download_dir=str(tmp_path / "cache")).rows) == 1
     with pytest.raises(DataError, match="unknown kind of file"):
         source.open_source(at + "rows.zip")
+
+
+def test_a_pattern_names_several_files(tmp_path, monkeypatch) -> None:
+    for name in "ba":
+        rows = [json.dumps({"input": f"{name}{number}", "output": "2"}) + "\n" for number in range(2)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    read = source.open_source(str(tmp_path / "*.jsonl"))
+    assert [row["input"] for row in read.rows] == ["a0", "a1", "b0", "b1"]
+    assert read.place(2) == f"{tmp_path}/b.jsonl:1" and len(set(read.numbers)) == 4
+    (tmp_path / "[1].jsonl").write_text('{"input": "a name, not a pattern"}\n')
+    assert len(source.open_source(str(tmp_path / "[1].jsonl")).rows) == 1
+    with pytest.raises(DataError, match=r"split 'train\[:5%\]' is a part of one table, and the pattern is for several"):
+        source.open_source(str(tmp_path / "*.jsonl"), split="train[:5%]")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"no file matches none/\*.jsonl in {tmp_path}"):
+        source.open_source("none/*.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("s3://bucket/rows.jsonl", "addresses are read that begin with https:// or hf://datasets/; copy others"),
+        ("hf://datasets/openai/gsm8k", "name one file, hf://datasets/ORGANISATION/NAME/FILE, or ORGANISATION/NAME"),
+        ("hf://datasets/openai/gsm8k/main/*.parquet", "name one file"),
+        ("rows.jsonl.zst", "data not found: rows.jsonl.zst"),
+    ],
+)
+def test_what_is_not_read_is_no_name_on_the_hub(path, message) -> None:
+    with pytest.raises(DataError, match=message):
+        source.open_source(path)
+
+
+def test_tables_without_a_row(tmp_path) -> None:
+    empty = pyarrow.table({"input": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(empty, tmp_path / "none.parquet")
+    (tmp_path / "cut.parquet").touch()
+    (tmp_path / "none.csv").write_text("input,output\n")
+    (tmp_path / "cut.csv").touch()
+    for name in ("none.parquet", "cut.parquet", "none.csv", "cut.csv"):
+        with pytest.raises(DataError, match=f"{name}: the dataset is empty"):
+            source.open_source(str(tmp_path / name))
+    (tmp_path / "text.parquet").write_text("not a table")
+    with pytest.raises(DataError, match=r"text.parquet is no Parquet file"):
+        source.open_source(str(tmp_path / "text.parquet"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ policy:
   tokenizer: {chat_template: "{% for m in messages %}{{ m.content }} {% endfor %}"}
 data:
   train: {dataset_name: ResponseDataset, data_path: tiny/sums, split: train}
-  validation: {data_path: VAL}
+  validation: [{data_path: VAL}, {data_path: hf://datasets/tiny/sums/train.jsonl}]
 """
 
 
@@ -57,7 +57,7 @@ def test_fetched_opened_offline_and_staged(tmp_path, monkeypatch, capsys, recipe
         code = main(["prefetch", str(recipe), "--folder", str(cache)])
     said = capsys.readouterr().out
     assert code == 0, said
-    assert "tiny/qwen3 (policy.model_name): " in said and "70 rows, opened without the network" in said
+    assert "tiny/qwen3 (policy.model_name): " in said and said.count("70 rows, opened without the network") == 2
     assert f"export HF_HOME={cache}" in said
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
