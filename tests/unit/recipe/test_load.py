@@ -141,13 +141,15 @@ def test_files_are_found_beside_the_recipe_that_names_them(write, tmp_path) -> N
                 - {data_path: train.jsonl, prompt_file: prompts/cot.txt}
                 - {data_path: here.jsonl}
                 - {data_path: org/on-the-hub}
+                - {data_path: "tr*.jsonl"}
             """,
             "sub/r.yaml",
         )
     )
-    first, second, third = recipe.config.data.train
+    first, second, third, fourth = recipe.config.data.train
     assert (first.data_path, first.prompt_file) == ("sub/train.jsonl", "sub/prompts/cot.txt")
     assert second.data_path == "here.jsonl" and third.data_path == "org/on-the-hub"
+    assert fourth.data_path == "sub/tr*.jsonl"
 
 
 @pytest.mark.parametrize("name", ["grpo_math_8B", "grpo-math-1B", "grpo_llama3.1_8B_2n8g.yaml"])
