@@ -36,6 +36,7 @@ from grpo_mcore.generation.worker_calls import (
     take_records,
     unlink_shared_segments,
 )
+from grpo_mcore.rollout.text_tokens import special_tokens
 from grpo_mcore.rollout.tokenizer_file import as_written
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 
@@ -257,7 +258,8 @@ class Engine:
 
         number, room = next(self._callers), self._max_model_len
         asked = {f"{number}-{index}": request for index, request in enumerate(requests)}
-        params = {key: sampling_params(request, sampling, room) for key, request in asked.items()}
+        special = special_tokens(self._llm_engine.get_tokenizer())
+        params = {key: sampling_params(request, sampling, room, special) for key, request in asked.items()}
         # Before the first refit there are no adapters. The path is not read: the refit has registered them.
         adapted = self.config.adapter_rank is not None and bool(self.weight_version)
         adapter = LoRARequest("policy", ENGINE_ADAPTER, "from a refit") if adapted else None

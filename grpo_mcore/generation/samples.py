@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,11 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajector
 _Span = tuple[int, int, int]  # weight version, first token, last token + 1
 
 
-def sampling_params(request: GenerationRequest, sampling: Sampling, max_model_len: int) -> SamplingParams:
-    """Return vLLM's parameters. Raises ValueError if a prompt fills the context or a seed is out of range."""
+def sampling_params(
+    request: GenerationRequest, sampling: Sampling, max_model_len: int, special: Mapping[str, int]
+) -> SamplingParams:
+    """Return vLLM's parameters. `special`: the tokenizer's special tokens, by their text. Raises ValueError if a prompt
+    fills the context or a seed is out of range."""
     where = f"prompt {request.uid!r}, generation {request.generation_index}"
     prompt_length = sum(len(turn) for turn in request.turns)
     room = max_model_len - prompt_length
@@ -29,7 +32,9 @@ def sampling_params(request: GenerationRequest, sampling: Sampling, max_model_le
         )
     if not 0 <= request.seed < 2**63:
         raise ValueError(f"{where}: seed {request.seed} is not in 0 .. 2**63 - 1")
-    stop = list(dict.fromkeys((*sampling.stop_strings, *request.stop_strings)))
+    stop = dict.fromkeys((*sampling.stop_strings, *request.stop_strings))
+    stop_ids = [*sampling.stop_token_ids, *(special[text] for text in stop if text in special)]
+    stop_texts = [text for text in stop if text not in special]  # vLLM looks for them in a text without special tokens
     return SamplingParams(
         max_tokens=min(sampling.max_new_tokens, room),
         temperature=sampling.temperature,
@@ -39,12 +44,12 @@ def sampling_params(request: GenerationRequest, sampling: Sampling, max_model_le
         logprobs=0,  # of the sampled token only
         prompt_logprobs=0 if sampling.scores_prompt else None,
         flat_logprobs=sampling.scores_prompt,
-        stop=stop,
-        stop_token_ids=list(sampling.stop_token_ids),
+        stop=stop_texts,
+        stop_token_ids=list(dict.fromkeys(stop_ids)),
         include_stop_str_in_output=True,
         # Stop strings are looked for in the text as it grows; without them one decoding at the end is
         # cheaper.
-        detokenize=bool(stop),
+        detokenize=bool(stop_texts),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # nobody else has them; a deep copy is a tenth of the time of adding a request
     )

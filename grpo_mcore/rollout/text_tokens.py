@@ -55,11 +55,16 @@ def text_of(tokenizer: Any, ids: Sequence[int], decoded: str = "") -> str:
 
 
 @lru_cache(maxsize=4)
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the special tokens, by their text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token.content: number for number, token in added.items() if token.special}
+
+
+@lru_cache(maxsize=4)
 def _special_ids(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
     """Return the special tokens without and with those that come in pairs, such as <think> and </think>."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {token.content: number for number, token in added.items() if token.special}
-    marks = set()
+    special, marks = special_tokens(tokenizer), set()
     for closing in special:
         name = re.fullmatch(r"(?:</([A-Za-z][\w:.-]+)>|\[/(THINK)\])", closing)
         opening = closing.replace("/", "", 1)

@@ -167,6 +167,10 @@ def test_stop_tokens_and_stop_strings_are_kept(engine: Engine) -> None:
     assert stopped and all(turn.token_ids[-1] < 40 for turn in stopped)
     assert all((turn.token_ids[:-1] >= 40).all() for turn in stopped)
 
+    found = generate(engine, [request(number, stop_strings=("<pad>",)) for number in range(60)])  # a special token
+    turns = [t.turns[-1].token_ids for t in found.values()]
+    assert any(ids[-1] == 0 for ids in turns) and all((ids[:-1] != 0).all() for ids in turns)
+
     requests = [request(number, stop_strings=("w9",)) for number in range(40)]
     found = generate(engine, requests, stop_strings=("w11", "w12"))
     stopped = [t.turns[-1] for t in found.values() if t.finish_reason == "stop"]
