@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
@@ -266,6 +267,8 @@ OF_ENGINES: dict[str, Any] = {
 are supported."""
 WINDOWLESS = (llama, deepseek_v3, glm4_moe, minimax_m2, nemotron_h)
 """Families whose layers see all keys in transformers, whatever `sliding_window` says; vLLM gives them all a window."""
+NO_POLICY = re.compile("Classification|Reward|Bidirectional")
+"""Parts of architectures' names of which vLLM makes no engine that generates."""
 QUANTIZED = ("quantization_config", "compression_config")
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -277,7 +280,7 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
     if family is None:
         raise FamilyError(f"model_type {config.get('model_type')!r} is not supported; choose one of {sorted(FAMILIES)}")
     text = config.get("text_config", config)
-    if wrong := [name for name in config.get("architectures") or () if "Classification" in str(name)]:
+    if wrong := [name for name in config.get("architectures") or () if NO_POLICY.search(str(name))]:
         raise FamilyError(f"config.json: architectures: {wrong[0]} has no head for tokens, so it cannot be a policy")
     if isinstance(text, dict) and _two_ropes(text):
         raise FamilyError(

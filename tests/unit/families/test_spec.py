@@ -234,6 +234,10 @@ def test_the_27m_model_has_its_parameters() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_scaling and other rope_parameters"),
         ({"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e4}, "has rope_scaling and other rope_parameters"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "has no head for tokens, so it cannot be a policy"),
+        (
+            {"architectures": ["Qwen2ForProcessRewardModel"]},
+            "ProcessRewardModel has no head for tokens, so it cannot be",
+        ),
         ({"layer_types": ["sliding_attention"] * 8}, "layer_types sliding_attention are not supported"),
     ],
 )
