@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     try:
-        once = args.once or not console.is_terminal or is_address(args.run)  # a copy changes with each checkpoint only
+        still = not console.is_terminal or console.is_dumb_terminal  # there is nothing to draw over
+        once = args.once or still or is_address(args.run)  # a copy changes with each checkpoint only
         watch(local_run(args.run), console, args.interval, once=once)
     except NoRun as error:
         print(f"grpo-mcore watch: {error}", file=sys.stderr)

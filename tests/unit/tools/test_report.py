@@ -292,6 +292,16 @@ def test_watch_shows_a_run_that_has_not_trained_yet(tmp_path: Path) -> None:
     assert any("no step is trained yet" in line for line in lines)
 
 
+def test_a_terminal_that_cannot_be_redrawn_is_shown_the_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a shell in Emacs: it stayed empty until the run was over."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # the stream is a terminal for rich
+    monkeypatch.setenv("TERM", "dumb")
+    assert main(["watch", str(write_run(tmp_path, steps=3))]) == 0
+    assert "step 3 of 9" in capsys.readouterr().out
+
+
 def test_a_course_keeps_its_shape_in_few_blocks() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 1, 1], 2) == "▁█" and sparkline([1.0, 1.0 + 1e-9], 9) == "▁▁"
