@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import ray
 from ray import NodeID
-from ray._private import services, worker
+from ray._private import ray_constants, services, worker
 from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 
 from grpo_mcore.addresses import split_port
@@ -53,6 +53,9 @@ SETTINGS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_dri
 scripts of Slurm and Kubernetes: at 95 % of the machine's memory it would kill a worker, mostly one that holds a model.
 Ray starts no workers in advance: one for each core, of which no run takes any, since its workers have an environment of
 their own."""
+
+UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+"""Ray's variable for what `as_this_process` prevents."""
 
 SHORTEST_SECRET = 6
 """Characters. A shorter value is not looked for in logs: it would be found everywhere."""
@@ -96,6 +99,7 @@ class RaySession:
     def _connect(self, address: str | None, num_cpus: int | None, num_gpus: int | None, start_timeout_s: float) -> None:
         if ray.is_initialized():
             return
+        as_this_process()
         if (address := (address or "").strip()) and address != "local":
             _attach(address)
             return
@@ -243,6 +247,14 @@ class NodeWatch(threading.Thread):
             for process in psutil.process_iter(["name", "cmdline"])
             if process.info["name"] == "raylet" and any(self._socket in word for word in process.info["cmdline"] or ())
         ]
+
+
+def as_this_process() -> None:
+    """Let Ray's workers run in the environment and the folder of this process also below `uv run`. Ray would start each
+    of them by uv, in a copy of the working directory, where relative paths lead elsewhere: a run waits for ever, or
+    writes its checkpoints into the copy. The variable UV_RUN of the environment wins."""
+    if UV_RUN not in os.environ:
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
 
 
 @contextmanager

@@ -45,6 +45,8 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
     """
     import ray
 
+    from grpo_mcore.cluster.ray_session import as_this_process
+
     address = address or os.environ.get("RAY_ADDRESS")
     if address is None:
         advice = "start it, or unset RAY_ADDRESS to have one started"
@@ -53,6 +55,7 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
         return {"cluster": [answer]}
     ours = not ray.is_initialized()
     if ours:
+        as_this_process()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         return _examine_all(ray, needs, address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +75,19 @@ def test_variables_are_added_inside_only(monkeypatch):
 def test_the_room_loads_without_ray_and_torch():
     code = "import sys, grpo_mcore.cluster; sys.exit(any(m in sys.modules for m in ('ray', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("asked", "answer"), [(False, "{}"), (True, "py_executable")])
+def test_workers_below_uv_run_have_the_environment_of_the_run(tmp_path: Path, asked: bool, answer: str) -> None:
+    """Ray would start them by uv, in a copy of the working directory: a run waited for its policy without end."""
+    program = """
+from ray._private.worker import _maybe_modify_runtime_env
+from grpo_mcore.cluster.ray_session import as_this_process
+as_this_process()
+print(_maybe_modify_runtime_env({}, False))
+"""
+    (tmp_path / "run").write_text(f"\"{sys.executable}\" -c '{program}'\n")
+    variables = os.environ | ({"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "1"} if asked else {})
+    words = ["bash", "-c", "exec -a uv bash run"]  # Ray looks for a parent with these words
+    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+    assert answer in done.stdout, done.stderr
