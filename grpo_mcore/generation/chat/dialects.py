@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mcore.generation.chat.request import NEUTRAL
@@ -268,6 +268,14 @@ def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat | ({"tools": tools} if tools else {})
 
 
+def _to_answer(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Do the same where an answer is to follow: there, a last turn of the assistant is the beginning of the answer."""
+    chat = of_messages(body)
+    if chat["messages"] and chat["messages"][-1]["role"] == "assistant":
+        raise DialectError("messages: an answer that is begun by the last one is not served; end with the user's turn")
+    return chat
+
+
 def _messages_tool(tool: Any) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom" or "input_schema" not in tool:
         raise DialectError(f"tools: {_kind(tool)} is not served, only tools with an input_schema")
@@ -381,4 +389,5 @@ def _id(kind: str) -> str:
 
 CHAT = Dialect(_chat, lambda answer, _: dict(answer), chat_events, lambda _, body: body)
 RESPONSES = Dialect(of_responses, as_response, response_events, lambda _, body: body)
-MESSAGES = Dialect(of_messages, as_message, message_events, _messages_error)
+MESSAGES = Dialect(_to_answer, as_message, message_events, _messages_error)
+COUNTED_MESSAGES = replace(MESSAGES, request=of_messages)

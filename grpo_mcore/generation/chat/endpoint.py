@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from grpo_mcore.addresses import with_port
-from grpo_mcore.generation.chat.dialects import CHAT, MESSAGES, RESPONSES, Dialect, DialectError
+from grpo_mcore.generation.chat.dialects import CHAT, COUNTED_MESSAGES, MESSAGES, RESPONSES, Dialect, DialectError
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
 from grpo_mcore.generation.engine import Engine
@@ -299,7 +299,7 @@ class Endpoint:
         return web.json_response(reply.body, status=reply.status)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        reply = await self._ask("tokenize", MESSAGES, await _json(request))
+        reply = await self._ask("tokenize", COUNTED_MESSAGES, await _json(request))
         if reply.status != 200:
             return web.json_response(MESSAGES.error(reply.status, reply.body), status=reply.status)
         return web.json_response({"input_tokens": reply.body["count"]})

@@ -170,6 +170,10 @@ def test_messages(claude: anthropic.Anthropic, engines: ChatEngines) -> None:
     assert (found.usage.input_tokens, found.usage.output_tokens) == (7, 5)
     given = {key: value for key, value in MESSAGES.items() if key not in ("max_tokens", "stop_sequences")}
     assert claude.messages.count_tokens(**given).input_tokens == 7
+    begun = [*MESSAGES["messages"], {"role": "assistant", "content": "The answer is"}]
+    assert claude.messages.count_tokens(**{**given, "messages": begun}).input_tokens == 7
+    with pytest.raises(anthropic.BadRequestError, match="an answer that is begun by the last one is not served"):
+        claude.messages.create(**{**MESSAGES, "messages": begun})
     for reason, wanted in (("length", "max_tokens"), ("stop", "end_turn")):
         engines.message, engines.reason = {"role": "assistant", "content": "I"}, reason
         cut = claude.messages.create(**MESSAGES)
