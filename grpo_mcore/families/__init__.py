@@ -30,6 +30,7 @@ from grpo_mcore.families.engine import (
     engine_shape,
     engine_sizes,
     missing_on_cpu,
+    needs_output_layer,
 )
 from grpo_mcore.families.registry import (
     FAMILIES,

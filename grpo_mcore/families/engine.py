@@ -118,6 +118,13 @@ def engine_options(shape: ModelShape, *, gpu: bool = False) -> dict[str, Any]:
     }
 
 
+def needs_output_layer(shape: ModelShape) -> bool:
+    """Return whether vLLM gives this model, whose embeddings are tied, an output layer of its own. No file and no refit
+    fills it: it would hold whatever its memory held."""
+    untied = shape.family in ("deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss")
+    return shape.tied_embeddings and (untied or (shape.delta is not None and shape.delta.inputs_by_head))
+
+
 def missing_on_cpu(shape: ModelShape, expert_parallel: bool = False) -> str | None:
     """Describe the kernel of this model that vLLM's CPU build lacks; None if it can run the model."""
     latent = shape.latent

@@ -27,6 +27,7 @@ from grpo_mcore.families import (
     check_settings,
     engine_overrides,
     missing_on_cpu,
+    needs_output_layer,
     read_hf_config,
     shape_of,
     with_overrides,
@@ -70,6 +71,11 @@ programs are never run: an export has them for whoever loads it with trust_remot
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Is there where the driver of NVIDIA's GPUs is loaded."""
+
+_UNTIED = (
+    "config.json says tie_word_embeddings, and vLLM does not tie the embeddings of these models: save the model with "
+    "tie_word_embeddings: false and an lm_head.weight, a copy of embed_tokens.weight"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +214,8 @@ def _check_teacher_engines(policy: PolicyConfig, shape: ModelShape, settings: Ma
     """Raise FamilyError if vLLM cannot score samples with a model. `policy.generation`: of the teacher's engines.
     `settings`: the model's Hugging Face config."""
     vllm = policy.generation.vllm_cfg
+    if needs_output_layer(shape):
+        raise FamilyError(f"{_UNTIED}, or set backend: megatron")
     if not gpu and (missing := missing_on_cpu(shape, vllm.expert_parallel_size > 1)):
         raise FamilyError(f"vLLM's CPU build cannot run this {shape.family} model: {missing}; set backend: megatron")
     longest = policy.generation.vllm_kwargs.get("max_model_len", vllm.max_model_len)
@@ -254,6 +262,8 @@ def check_run(config: MasterConfig) -> Model:
     ):
         if wanted and shape.experts is None:
             raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
+    if needs_output_layer(shape):
+        raise SetupError(f"policy.model_name: {_UNTIED}")
     if not model.gpu and (missing := missing_on_cpu(shape, vllm.expert_parallel_size > 1)):
         raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
     return model

@@ -130,6 +130,23 @@ def test_a_context_beyond_the_models_positions_is_refused_before_engines_start(
     checks.check_run(MasterConfig.model_validate(recipe))
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss", "minimax_m2", "qwen3_next"])
+def test_embeddings_that_vllm_does_not_tie_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Its output layer had what the memory held: log-probs 1.5 apart."""
+    monkeypatch.setattr(checks, "check_vllm_build", lambda gpu: None)
+    for tied in (False, True):
+        model = make_tiny_model(family, tmp_path / str(tied), tie_word_embeddings=tied)
+        recipe = {
+            "policy": {"model_name": str(model), "train_global_batch_size": 4, "max_total_sequence_length": 256},
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
+        }
+        with pytest.raises(SetupError, match="vLLM does not tie the embeddings of th") if tied else nullcontext():
+            checks.check_run(MasterConfig.model_validate(recipe))
+
+
 def test_a_column_that_no_prompt_has_is_said(package_log: pytest.LogCaptureFixture) -> None:
     """Every prompt would count as `none` there."""
     columns = ["task", "extra_info.level", "levle"]
