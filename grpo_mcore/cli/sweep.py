@@ -102,7 +102,7 @@ def _run(words: list[str], output: Path) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", encoding="utf-8") as file:
         child = subprocess.Popen(
-            [sys.executable, "-m", "grpo_mcore.cli.main", *words],
+            [sys.executable, "-P", "-m", "grpo_mcore.cli.main", *words],
             stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         while True:

@@ -115,6 +115,13 @@ class RemoteFailure(Exception):
             return None
 
 
+def search_last(folder: str) -> None:
+    """Let this process look for modules in `folder` last, as the driver does (imports.py), unless PYTHONPATH names it.
+    Ray searches the driver's working directory first: a datasets.py of the user's would be imported by transformers."""
+    if folder in sys.path and folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        sys.path[:] = [*(path for path in sys.path if path != folder), folder]
+
+
 class WorkerActor:
     """Is created in a fresh process; `build` then constructs the worker's object."""
 
@@ -128,6 +135,7 @@ class WorkerActor:
         self._failure: str | None = None
         self._built = threading.Event()
         _set_environment(extra_allowed, env, gpus)
+        search_last(os.getcwd())
         _print_to(log)
         package = logging.getLogger("grpo_mcore")  # information too: the driver shows the last line of a late worker
         package.addHandler(logging.StreamHandler())

@@ -84,7 +84,7 @@ def prefetch(words: Sequence[str], folder: Path | None) -> tuple[list[Found], li
 
 
 def _in_a_process(words: Sequence[str], env: Mapping[str, str]) -> list[Found]:
-    program = [sys.executable, "-m", "grpo_mcore.tools.prefetch", *words]
+    program = [sys.executable, "-P", "-m", "grpo_mcore.tools.prefetch", *words]
     lines = subprocess.run(program, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
     items = [json.loads(line) for line in lines if line.startswith('{"need": ')]
     return [Found(Need(**item["need"]), item["what"], item["error"]) for item in items]

@@ -476,7 +476,7 @@ def all_reduce(
     """Run ranks of all-reduces over two processes, each given as (HOST:PORT of rank 0, rank, device), and return what
     came of each."""
     began = time.monotonic()
-    program = [sys.executable, "-m", "grpo_mcore.tools.doctor.allreduce_probe", backend, f"{timeout_s}"]
+    program = [sys.executable, "-P", "-m", "grpo_mcore.tools.doctor.allreduce_probe", backend, f"{timeout_s}"]
     started = [
         subprocess.Popen(
             [*program, str(os.getpid()), *map(str, rank), str(megabytes)],

@@ -62,9 +62,9 @@ if [[ -n $STAGE_TO ]]; then
         say "STAGE_TO needs RECIPE, the recipe whose models are copied"
         exit 1
     fi
-    stage="$PYTHON -m grpo_mcore.cli.main prefetch $(printf %q "$RECIPE") --stage '$STAGE_TO' || exit 1; export HF_HUB_CACHE='$STAGE_TO/hub'; "
+    stage="$PYTHON -P -m grpo_mcore.cli.main prefetch $(printf %q "$RECIPE") --stage '$STAGE_TO' || exit 1; export HF_HUB_CACHE='$STAGE_TO/hub'; "
 fi
-node="exec >$(printf %q "$logs")/ray-\$SLURMD_NODENAME.log 2>&1; ${stage}exec $PYTHON -m grpo_mcore.cluster.ray_node \$0 \
+node="exec >$(printf %q "$logs")/ray-\$SLURMD_NODENAME.log 2>&1; ${stage}exec $PYTHON -P -m grpo_mcore.cluster.ray_node \$0 \
 --address=$address --index=\$SLURM_NODEID --cpus=\${SLURM_CPUS_ON_NODE:-1} --gpus=$gpus --within=$START_TIMEOUT \
 --object-store-gb=${OBJECT_STORE_GB:-0}"
 
@@ -125,7 +125,7 @@ for _ in $(seq "$START_TIMEOUT"); do # until the head answers: the program that 
     gone "$head_pid" && break
     sleep 1
 done
-"${on_head[@]}" "${inside[@]}" "$PYTHON" -m grpo_mcore.cluster.ray_node wait --address="$address" \
+"${on_head[@]}" "${inside[@]}" "$PYTHON" -P -m grpo_mcore.cluster.ray_node wait --address="$address" \
     --nodes=${#nodes[@]} --gpus=$((gpus * ${#nodes[@]})) --within="$START_TIMEOUT" >"$logs/ready.log" 2>&1 &
 ready_pid=$!
 while ! gone "$ready_pid" && ! gone "$head_pid"; do sleep 0.5; done

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cluster.environment import chosen, is_allowed, only_allowed
+from grpo_mcore.cluster.ray_actor import search_last
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,18 @@ def test_variables_are_added_inside_only(monkeypatch):
 def test_the_room_loads_without_ray_and_torch():
     code = "import sys, grpo_mcore.cluster; sys.exit(any(m in sys.modules for m in ('ray', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_worker_looks_for_modules_in_the_working_directory_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray searches it first: a user's datasets.py was imported in place of the package, and ended the run."""
+    monkeypatch.setattr(sys, "path", ["/ray", "/work", "/packages", "/work"])
+    monkeypatch.setenv("PYTHONPATH", "/a:/work")
+    search_last("/work")
+    assert sys.path[1] == "/work", "it is asked for"
+    monkeypatch.setenv("PYTHONPATH", "/a")
+    search_last("/elsewhere")
+    search_last("/work")
+    assert sys.path == ["/ray", "/packages", "/work"]
 
 
 @pytest.mark.parametrize(("asked", "answer"), [(False, "{}"), (True, "py_executable")])

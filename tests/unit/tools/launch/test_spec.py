@@ -433,8 +433,8 @@ def test_every_node_copies_the_models_before_its_ray_starts(tmp_path: Path) -> N
     done = subprocess.run(["bash", "-c", program], env=dict(os.environ) | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     copy, ray = shown.read_text().splitlines()
-    assert copy.strip() == "-m grpo_mcore.cli.main prefetch it's r.yaml --stage /local/models"
-    assert ray.startswith("-m grpo_mcore.cluster.ray_node head --address=a:1") and ray.endswith("/local/models/hub")
+    assert copy.strip() == "-P -m grpo_mcore.cli.main prefetch it's r.yaml --stage /local/models"
+    assert ray.startswith("-P -m grpo_mcore.cluster.ray_node head --address=a:1") and ray.endswith("/local/models/hub")
     assert "STAGE_TO=/local/models" in script and "HF_HUB_CACHE=$STAGE_TO/hub" in script
 
 
