@@ -232,7 +232,10 @@ def chosen_backends(
     for key, (module, package, cls) in BACKENDS.items():
         if getattr(config, key):
             try:
-                chosen.append((f"logger.{key}", import_module(module), cls))
+                imported = import_module(module)
+                if hasattr(imported, "__path__") and getattr(imported, "__file__", None) is None:
+                    raise ImportError(f"{module} is a mere folder, {list(imported.__path__)}")  # as W&B makes one
+                chosen.append((f"logger.{key}", imported, cls))
             except ImportError as error:
                 raise MissingPackage(
                     f"logger.{key} needs {package}: pip install {package}, or set it to false"

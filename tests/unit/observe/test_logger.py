@@ -221,6 +221,16 @@ def test_a_missing_package_is_named_before_a_folder_is_made(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_trackers_folder_is_not_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B makes a folder `wandb` where a program runs, which Python imports as an empty package."""
+    (tmp_path / "swanlab").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "swanlab", raising=False)
+    with pytest.raises(MissingPackage, match="logger.swanlab_enabled needs swanlab: pip install swanlab"):
+        check_loggers(config(tmp_path, swanlab_enabled=True))
+    monkeypatch.delitem(sys.modules, "swanlab", raising=False)
+
+
 def test_the_room_loads_without_torch_and_matplotlib():
     import subprocess
 
