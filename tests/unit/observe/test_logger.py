@@ -225,10 +225,11 @@ def test_a_trackers_folder_is_not_its_package(tmp_path: Path, monkeypatch: pytes
     """W&B makes a folder `wandb` where a program runs, which Python imports as an empty package."""
     (tmp_path / "swanlab").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "swanlab", raising=False)
-    with pytest.raises(MissingPackage, match="logger.swanlab_enabled needs swanlab: pip install swanlab"):
-        check_loggers(config(tmp_path, swanlab_enabled=True))
-    monkeypatch.delitem(sys.modules, "swanlab", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "swanlab", None)  # what is there now comes back
+        del sys.modules["swanlab"]
+        with pytest.raises(MissingPackage, match="logger.swanlab_enabled needs swanlab: pip install swanlab"):
+            check_loggers(config(tmp_path, swanlab_enabled=True))
 
 
 def test_the_room_loads_without_torch_and_matplotlib():
