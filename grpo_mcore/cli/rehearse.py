@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, metavar="N", help="steps to rehearse; default: 10, or as many as the recipe has, if fewer"
     )
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the cluster, in place of cluster.num_nodes")
     parser.add_argument("--config-json", metavar="PATH", help="the model's Hugging Face config.json")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="of the run; default: results/rehearse/RECIPE")
     parser.add_argument(
@@ -52,9 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
     folder = args.folder or Path("results/rehearse") / recipe_name(args.recipe)
 
+    nodes = [] if args.nodes is None else [f"cluster.num_nodes={args.nodes}"]
+
     def load(setting: Mapping[str, str]) -> MasterConfig:
         words = [f"{key}={value}" for key, value in setting.items()]
-        return load_recipe(args.recipe, [*args.overrides, *words]).config
+        return load_recipe(args.recipe, [*args.overrides, *nodes, *words]).config
 
     steps = args.steps or min(10, load({}).grpo.max_num_steps)
     recording = None if args.recorded is None else read_recording(local_run(args.recorded))

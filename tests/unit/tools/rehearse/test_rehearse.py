@@ -96,9 +96,15 @@ def test_a_recipe_is_rehearsed_again_in_place_of_the_last_time(
 
 
 def test_an_engine_that_is_killed_costs_time_and_no_prompt(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = rehearsed(recipe, capsys, "--kill", "engine-1@step2.generate")
+    values = rehearsed(recipe, capsys, "--kill", "engine-1@step2.generate", "--nodes", "4")
     told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
-    assert values["steps"] == 3 and told.restarts == 1 and told.fates["trained on"] == 24 and not told.flaws
+    assert (
+        values["steps"] == 3
+        and values["devices"] == 16
+        and told.restarts == 1
+        and told.fates["trained on"] == 24
+        and not told.flaws
+    )
 
 
 def test_a_teacher_is_rehearsed_and_one_that_is_killed_costs_no_sample(
