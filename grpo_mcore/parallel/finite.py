@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,17 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
         if tensor.numel() and tensor.is_floating_point():
             by_device.setdefault(tensor.device, []).append(tensor.detach())
     return all(
-        torch.stack([norm.float() for norm in torch._foreach_norm(group, math.inf)]).isfinite().all().item()
-        for group in by_device.values()
+        torch.stack([extreme.float() for extreme in _extremes(group, device.type)]).isfinite().all().item()
+        for device, group in by_device.items()
     )
+
+
+def _extremes(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
+    """Return values that are all finite if all elements are. `kind`: of the tensors' device. On the CPU the norm takes
+    six times as long as least and greatest element; elsewhere it is few kernels for all tensors."""
+    if kind == "cpu":
+        return [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
+    return list(torch._foreach_norm(tensors, math.inf))
 
 
 def state_tensors(chunks: Iterable[Any], optimizer: Any, *, host: bool = True) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from grpo_mcore.batching.prefix_trees import Prefixes, prefix_hashes
 from grpo_mcore.rollout.datum import DatumSpec, Message
@@ -30,11 +31,12 @@ def as_trajectory(uid: str, log: Sequence[Message], index: int = 0) -> Trajector
 
 def _turns(message: Message) -> Iterator[Turn]:
     """Yield the message in runs of tokens that are trained on, and tokens that are not."""
-    tokens, mask = message["token_ids"], message["token_loss_mask"].bool()
-    edges = [0, *((mask[1:] != mask[:-1]).nonzero().squeeze(1) + 1).tolist(), len(tokens)]
-    for start, stop in zip(edges, edges[1:], strict=False):
-        if stop > start:
-            yield Turn(message["role"], tokens[start:stop], loss_mask=bool(mask[start]))
+    tokens, mask = message["token_ids"], message["token_loss_mask"].tolist()  # a list: most messages are short
+    start = 0
+    for trained, run in groupby(mask, bool):
+        stop = start + sum(1 for _ in run)
+        yield Turn(message["role"], tokens[start:stop], loss_mask=trained)
+        start = stop
 
 
 def prefixes_of(trajectories: Sequence[Trajectory]) -> list[Prefixes]:

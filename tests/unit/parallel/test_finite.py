@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_mcore.parallel.finite import all_finite, is_finite
+from grpo_mcore.parallel import finite
+from grpo_mcore.parallel.finite import _extremes, all_finite, is_finite
 
 
 class Allocations(TorchDispatchMode):
@@ -42,8 +43,10 @@ def test_finite_gradients_are_found_without_temporaries(dtype: torch.dtype) -> N
     assert is_finite(values[:0])
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_value_among_many_tensors_is_found(dtype: torch.dtype) -> None:
+def test_one_value_among_many_tensors_is_found(dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finite, "_extremes", lambda tensors, _: _extremes(tensors, kind))
     tensors = [torch.linspace(-1, 1, size).to(dtype) * 3e38 for size in (0, 1, 7, 4096)]
     tensors += [torch.zeros((), dtype=torch.float64), torch.tensor([1, 2])]
     assert all_finite(tensors)
