@@ -101,7 +101,7 @@ _CHECKPOINTS = {
     "*.distcp": "torch's distributed form: convert it with its trainer's own tool first (accelerate merge-weights, "
     "NeMo RL's convert_dcp_to_hf.py)",
 }
-"""What lies in the checkpoints of other trainers, and what makes a model of them."""
+"""Patterns of files and folders in checkpoints of other trainers, and how a model is made of each."""
 
 
 def other_trainers_checkpoint(folder: Path) -> str | None:

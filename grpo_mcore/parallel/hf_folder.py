@@ -35,7 +35,7 @@ from grpo_mcore.rollout.turn_end import turn_ends
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHARD_BYTES = 2 << 30
 CHUNK_BYTES = 64 << 20
-"""Of two tensors that are compared, so much at a time."""
+"""Bytes that are read at a time where two stored tensors are compared."""
 CARRIED = "model-carried.safetensors"
 """File of an export with the tensors that the policy does not train."""
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".md")
@@ -48,7 +48,7 @@ NO_WEIGHTS = ("consolidated", "adapter_model", "training_args", "optimizer")
 
 ADAPTER = "adapter_config.json"
 QUANTIZED_BESIDE = "hf_quant_config.json"
-"""What ModelOpt writes into the folder of a quantized model, whose config.json may say nothing of it."""
+"""ModelOpt's file in the folder of a quantized model, whose config.json may not say that it is quantized."""
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
 """Endings of files with weights that are not read."""

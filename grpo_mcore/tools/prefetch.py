@@ -128,10 +128,12 @@ def _open_model(config: MasterConfig, need: Need) -> Path:
         return Path(need.name if Path(need.name).is_dir() else snapshot_download(need.name, local_files_only=True))
     folder = Path(model_folder(need.name, need.key))
     if need.kind == "reward model":
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
+
+        from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
 
         AutoConfig.from_pretrained(need.name)
-        AutoTokenizer.from_pretrained(need.name)
+        load_hf_tokenizer(need.name)
         weight_files(folder)
         return folder
     check_weights(folder, shape_of(read_hf_config(folder, config.policy.hf_config_overrides)))

@@ -188,7 +188,7 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
         **container,
         "name": "stage",
         "env": [*({"name": key, "value": value} for key, value in variables.items()), *secrets],
-        "command": ["python", "-m", "grpo_mcore.cli.main", "prefetch", f"{RECIPE_FOLDER}/recipe.yaml"],
+        "command": ["python", "-P", "-m", "grpo_mcore.cli.main", "prefetch", f"{RECIPE_FOLDER}/recipe.yaml"],
         "args": ["--stage", launch.stage_to],
     }
     return {

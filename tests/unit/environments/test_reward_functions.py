@@ -108,7 +108,7 @@ def test_signatures(function: Any, reward: float) -> None:
     ],
 )
 def test_the_column_that_the_dataset_has_as_truth_has_its_own_name_too(function: Any) -> None:
-    """Of a dataset with `output_key: answer`, rows have ground_truth and no `answer`."""
+    """Rows of a dataset with `output_key: answer` have ground_truth and no `answer`."""
     assert reward_call(function)(SAMPLE) == 1.0
 
 
