@@ -38,9 +38,11 @@ CHUNK_BYTES = 64 << 20
 """Bytes that are read at a time where two stored tensors are compared."""
 CARRIED = "model-carried.safetensors"
 """File of an export with the tensors that the policy does not train."""
-NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".md")
+NOT_COPIED = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ot", ".onnx"),
+    *(".index.json", ".md"),
+)
 """Endings of files that do not go from the source's folder into an export: other weights, and their description."""
-
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NO_WEIGHTS = ("consolidated", "adapter_model", "training_args", "optimizer")
@@ -62,6 +64,7 @@ NEVER_READ = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tiktoken.model", "chat_template.jinja", "chat_template.json"),
+    "tekken.json",
 )
 """Files that are the tokenizer's: an export has those of the tokenizer that trained, and no others."""
 
@@ -350,6 +353,7 @@ class HfFolderWriter:
     def __init__(self, folder: Path, shape: ModelShape, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> None:
         self.folder, self.dtype = folder, dtype
         self.files, self._carried = plan_files(shape, dtype, shard_bytes), shape.carried
+        self._vocab_size = shape.vocab_size
 
     def create(
         self,
@@ -368,9 +372,9 @@ class HfFolderWriter:
         for path in source.iterdir():
             own = path.name.endswith(NOT_COPIED) or path.name in TOKENIZER_FILES or path.name == ADAPTER
             if path.is_file() and not own:
-                shutil.copy(path, self.folder / path.name)
+                shutil.copyfile(path, self.folder / path.name)  # without its mode: some are changed afterwards
         _write_config(self.folder / "config.json", self.dtype, overrides)
-        _write_tokenizer(self.folder, source, tokenizer, chat_template)
+        _write_tokenizer(self.folder, source, tokenizer, chat_template, self._vocab_size)
         for name, params in self.files.items():
             _create_file(self.folder / name, tensors_of(params), self.dtype)
         carried = self._carry(source)
@@ -475,9 +479,11 @@ def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) 
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_template: str | None) -> None:
+def _write_tokenizer(
+    folder: Path, source: Path, name: str | Path | None, chat_template: str | None, vocab_size: int
+) -> None:
     """Copy the files of the tokenizer that trained, with the template that trained; and let config and generation
-    settings name the tokens that end its answers, and its padding token.
+    settings name the tokens that end its answers, and its padding token if the model has that.
 
     They are not saved anew: what transformers 5 saves, transformers 4 and what is built on it refuse to load.
     """
@@ -489,9 +495,11 @@ def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_t
     home = source if name is None else _folder_of_tokenizer(str(name), files)
     for path in home.iterdir():
         if path.name in files and path.is_file():
-            shutil.copy(path, folder / path.name)
+            shutil.copyfile(path, folder / path.name)
         elif path.name == NAMED_TEMPLATES and chat_template is None:
-            shutil.copytree(path, folder / path.name)
+            (folder / path.name).mkdir()
+            for template in path.iterdir():
+                shutil.copyfile(template, folder / path.name / template.name)
     if chat_template is not None:
         is_text = "{" in chat_template
         tokenizer.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8-sig")
@@ -507,7 +515,7 @@ def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_t
     known = [*_as_list(settings.get("eos_token_id")), *_as_list(inner.get("eos_token_id"))] if own else []
     ends = list(dict.fromkeys([end for end in (*turn_ends(tokenizer).stop_ids, *known) if end is not None]))
     changed = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
-    if tokenizer.pad_token_id is not None:
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < vocab_size:  # transformers refuses others
         changed["pad_token_id"] = tokenizer.pad_token_id
     for target in (settings, *([config["text_config"]] if "text_config" in config else []), config):
         target.update(changed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ import yaml
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder, rank_of
 from grpo_mcore.algorithms.run_control.checks import SetupError, model_folder
+from grpo_mcore.data.datasets.source import is_local
 from grpo_mcore.parallel.export import ExportError, export_adapter, export_merged
 from grpo_mcore.parallel.hf_folder import SHARD_BYTES, put_in_place
 from grpo_mcore.recipe import CheckpointingConfig, MasterConfig, load_recipe, without_secrets
 
 INFO, RECIPE, CARD = "training_info.json", "config.yaml", "README.md"
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+"""Names that a model or data may have on a hub, which refuses cards with others, such as folders."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +131,8 @@ def export_run(config: CheckpointingConfig) -> list[Path]:
 def model_card(checkpoint: SavedCheckpoint, library: str) -> str:
     """Return the text of README.md: where the weights come from, the metrics of their step, and the recipe."""
     policy = checkpoint.recipe.policy
-    # The header names the base model only where a hub could know it.
-    base = [] if Path(policy.model_name).is_dir() else [f"base_model: {policy.model_name}"]
+    on_hub = HUB_NAME.fullmatch(policy.model_name) and not Path(policy.model_name).is_dir()
+    base = [f"base_model: {policy.model_name}"] if on_hub else []
     numbers = {name: value for name, value in checkpoint.metrics.items() if isinstance(value, int | float)}
     shown = sorted(numbers.items(), key=lambda item: (not item[0].startswith("val:"), item[0]))
     return "\n".join(
@@ -171,4 +175,5 @@ def _license_of(model: str) -> list[str]:
 
 def _datasets_of(recipe: MasterConfig) -> list[str]:
     """Return the names of the training data that a hub could know."""
-    return [entry.dataset_name for entry in recipe.data.train if "/" in entry.dataset_name]
+    paths = [entry.data_path or "" for entry in recipe.data.train]
+    return [path for path in paths if HUB_NAME.fullmatch(path) and "/" in path and not is_local(path)]

@@ -327,6 +327,42 @@ def test_an_export_has_the_tokenizer_and_the_template_that_trained(single: Path,
     assert json.loads((own / "config.json").read_text())["eos_token_id"] == ends
 
 
+def test_the_export_of_a_read_only_model_can_be_written(single: Path, tmp_path: Path) -> None:
+    """Shared models have mode 0444; copies with that mode refused the changes of config.json and of the tokenizer."""
+    from grpo_mcore.data.arithmetic import make_tokenizer
+
+    make_tokenizer(single)
+    (single / "additional_chat_templates").mkdir()
+    (single / "additional_chat_templates" / "rag.jinja").write_text("")
+    (single / "flax_model.msgpack").write_text("other weights")
+    for path in (*single.rglob("*"), single):
+        path.chmod(0o444 if path.is_file() else 0o555)
+    HfFolderWriter(tmp_path / "out", shape(single), torch.float32).create(single)
+    there = list((tmp_path / "out").rglob("*"))
+    assert {"config.json", "tokenizer_config.json", "rag.jinja"} <= {path.name for path in there}
+    assert all(path.stat().st_mode & 0o200 for path in there)
+    assert not (tmp_path / "out" / "flax_model.msgpack").exists()
+
+
+def test_transformers_loads_the_export_of_a_model_whose_padding_token_has_no_embedding(
+    single: Path, tmp_path: Path
+) -> None:
+    """As finetunes of Llama 2 add one to the tokenizer alone; transformers refuses an id beyond the embeddings."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.unit.rollout.published_templates import GLM, tokenizer_of
+
+    tokenizer = tokenizer_of(GLM)
+    tokenizer.add_tokens([f"<{i}>" for i in range(shape(single).vocab_size)])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(single)
+    assert tokenizer.pad_token_id >= shape(single).vocab_size
+    writer = HfFolderWriter(tmp_path / "out", shape(single), torch.float32)
+    writer.create(single)
+    assert "pad_token_id" not in json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
 def test_layers_for_multi_token_prediction_are_copied_into_an_export(
     tmp_path: Path, package_log: pytest.LogCaptureFixture
 ) -> None:

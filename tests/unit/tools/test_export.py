@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.recipe import CheckpointingConfig
+from grpo_mcore.recipe import CheckpointingConfig, load_recipe
 from grpo_mcore.tools import export as tools
 
 
@@ -63,3 +64,23 @@ def test_the_command_says_what_is_wrong_and_writes_nothing(tmp_path: Path, capsy
         assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(tmp_path)])
+
+
+DATA = ("openai/gsm8k", "data/train.jsonl", "/data/mine.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B-Base"),
+        ("/scratch/models/qwen", None),  # a folder that has moved: a hub refuses the card of an upload
+        ("./results/hf", None),
+        ("results/demo/base/hf", None),
+    ],
+)
+def test_the_card_names_a_base_model_that_a_hub_can_know(model: str, base: str | None) -> None:
+    words = [f"policy.model_name={model}", f"data.train=[{', '.join(f'{{data_path: {path}}}' for path in DATA)}]"]
+    recipe = load_recipe("grpo-qwen3-8B-1n1g", words).config
+    card = tools.model_card(tools.SavedCheckpoint(Path("step_1"), 1, {"loss": 0.5}, recipe), "transformers")
+    header = yaml.safe_load(card.split("---")[1])
+    assert header.get("base_model") == base and header["datasets"] == ["openai/gsm8k"]
