@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from grpo_mcore.cli.json_output import print_json
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.recipe import MasterConfig, environment_class, load_recipe
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     faults = sum(finding.state == "fault" for findings in by_node.values() for finding in findings)
     if args.json:
         nodes = {node: [asdict(finding) for finding in findings] for node, findings in by_node.items()}
-        print(json.dumps({"faults": faults, "nodes": nodes}, indent=2))
+        print_json({"faults": faults, "nodes": nodes})
         return int(faults > 0)
     for node, findings in by_node.items():
         print("\n".join([*([node] if node else []), *map(_line, findings)]))

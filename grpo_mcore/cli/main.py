@@ -15,12 +15,14 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import grpo_mcore
 from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words_so_far
+from grpo_mcore.cli.json_output import only_json
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.exit_codes import LOST
 from grpo_mcore.recipe import RecipeError, is_override
@@ -129,7 +131,8 @@ def _run(argv: Sequence[str] | None) -> int:
         _sort_words(args, verb_parser, takes_recipe=VERBS[str(verb)][1])
     assert module is not None and verb is not None
     chosen, arguments = module, args
-    return guarded(verb, lambda: int(chosen.run(arguments)))
+    with only_json() if getattr(args, "json", False) else nullcontext():
+        return guarded(verb, lambda: int(chosen.run(arguments)))
 
 
 def guarded(verb: str, work: Callable[[], int]) -> int:

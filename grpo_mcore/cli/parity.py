@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from grpo_mcore.cli.json_output import print_json
 
 if TYPE_CHECKING:
     from grpo_mcore.tools.parity.parity import ParityCase
@@ -74,11 +75,14 @@ def _fuzz(args: argparse.Namespace, scratch: Path) -> int:
         else:
             done, failure = fuzz(fuzzer, args.fuzz, args.draws, args.ranks)
     if failure is None:
-        print(f"{done} cases of {args.model}: none differs")
+        if args.json:
+            print_json({"model": args.model, "cases": done, "what": None, "again": None})
+        else:
+            print(f"{done} cases of {args.model}: none differs")
         return 0
     again = f"grpo-mcore parity {args.model} --case {shlex.quote(failure.draw.to_json())}"
     if args.json:
-        print(json.dumps({"model": args.model, "cases": done, "what": failure.what, "again": again}, indent=1))
+        print_json({"model": args.model, "cases": done, "what": failure.what, "again": again})
     else:
         print(f"case {done} of {args.model} differs; the smallest that still does:")
         print(f"  {failure.draw.describe()}\n  {failure.what}\nagain: {again}")
@@ -103,7 +107,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         refused |= {"engine": reason} if reason else {}
     if args.json:
         plain = {"model": args.model, "cases": [case.plain() for case in cases], "refused": refused}
-        print(json.dumps(plain, indent=1))
+        print_json(plain)
     else:
         print("\n".join([*_table(cases), *(f"{name}: refused: {reason}" for name, reason in refused.items())]))
     return 1 if (refused and args.layouts) or not all(case.ok for case in cases) else 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_mcore.cli.json_output import print_json
 from grpo_mcore.recipe import MasterConfig, Problem, RecipeError, load_recipe
 
 if TYPE_CHECKING:
@@ -65,16 +64,22 @@ def run(args: argparse.Namespace) -> int:
         return _trace(args, config, shape, device)
     if args.search is None:
         plan = make_plan(config, shape, device, mean_length=args.mean_length)
-        print(json.dumps(plan.plain(), indent=2) if args.json else plan_text(plan))
+        if args.json:
+            print_json(plan.plain())
+        else:
+            print(plan_text(plan))
         return 0 if plan.fits else 1
     result = search(plan_workload(config, shape, device, mean_length=args.mean_length), device, args.search)
-    print(json.dumps(result.plain(), indent=2) if args.json else search_text(result, args.search))
+    if args.json:
+        print_json(result.plain())
+    else:
+        print(search_text(result, args.search))
     if args.write is not None and result.candidates:
         first = result.candidates[0]
         command = f"grpo-mcore plan {args.recipe} --search {args.search} --write {args.write}"
         head = [f"# {first.layout}", f"# {first.reason}", f"# Written by: {command}", ""]
         args.write.write_text("\n".join(head) + recipe_with(args, first.overrides), encoding="utf-8")
-        print(f"written: {args.write}, with the first of them", file=sys.stderr if args.json else sys.stdout)
+        print(f"written: {args.write}, with the first of them")
     return 0 if result.candidates else 1
 
 
@@ -110,7 +115,7 @@ def _trace(args: argparse.Namespace, config: MasterConfig, shape: ModelShape, de
     plan = make_plan(config, shape, device, mean_length=args.mean_length, kernels="torch")
     traced = trace(config, plan, plan_config(config, args.config_json))
     if args.json:
-        print(json.dumps({"model": plan.model, "phases": [asdict(phase) for phase in traced]}, indent=2))
+        print_json({"model": plan.model, "phases": [asdict(phase) for phase in traced]})
     else:
         print(trace_text(traced, device))
     return int(any(device.memory is not None and phase.peak_bytes > device.memory for phase in traced))

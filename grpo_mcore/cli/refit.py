@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_mcore.cli.json_output import print_json
 from grpo_mcore.recipe import is_override, load_recipe
 
 
@@ -83,7 +83,10 @@ def _plan(args: argparse.Namespace) -> int:
         replicas=max(1, load.engines * load.engine_layout.nodes // load.engine_nodes),
         node_of_rank=tuple(rank * load.nodes // load.world for rank in range(load.world)) if load.colocated else (),
     )
-    print(json.dumps(overview.numbers(), indent=1) if args.json else overview.text())
+    if args.json:
+        print_json(overview.numbers())
+    else:
+        print(overview.text())
     if args.picture:
         draw(args.picture, overview)
         print(f"picture {args.picture}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from grpo_mcore.cli.json_output import print_json
 from grpo_mcore.recipe import MasterConfig, load_recipe, recipe_name
 
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
                 {**setting, **(plain(run) if isinstance(run, Rehearsal) else {"error": run})}
                 for setting, run in rehearsed
             ]
-            print(json.dumps(rows, indent=2))
+            print_json(rows)
         else:
             print(sweep_text(rehearsed))
         return 0 if any(isinstance(run, Rehearsal) for _, run in rehearsed) else 1
@@ -81,5 +81,8 @@ def run(args: argparse.Namespace) -> int:
     if args.folder is None:  # the last rehearsal's; a folder that is named may hold anything
         shutil.rmtree(folder, ignore_errors=True)
     rehearsal = rehearse(config, folder, steps, faults=faults, config_json=args.config_json, recording=recording)
-    print(json.dumps(plain(rehearsal), indent=2) if args.json else rehearsal_text(rehearsal))
+    if args.json:
+        print_json(plain(rehearsal))
+    else:
+        print(rehearsal_text(rehearsal))
     return 0

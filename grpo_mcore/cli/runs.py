@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+
+from grpo_mcore.cli.json_output import print_json
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"grpo-mcore runs: {error}", file=sys.stderr)
         return 1
     if args.json:
-        print(json.dumps([asdict(line) for line in lines], indent=1))
+        print_json([asdict(line) for line in lines])
         return 0
     Console(width=None if sys.stdout.isatty() else WIDE).print(table(lines))
     return 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_mcore.cli.json_output import print_json
 from grpo_mcore.text import escaped
 
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             "causes": {side: vars(one) for side, one in verdict.causes.items()},
             "evidence": [vars(one) for one in verdict.evidence],
         }
-        print(json.dumps(plain | {"notes": notes, "again": again}, indent=1))
+        print_json(plain | {"notes": notes, "again": again})
     else:
         print(escaped(verdict.line))
         for line in verdict.table():

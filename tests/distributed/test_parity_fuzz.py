@@ -44,8 +44,9 @@ def test_the_product_has_none_and_a_case_can_be_computed_again(
     assert main(["parity", "tiny:qwen3", "--fuzz", "1", "--draws", "4"]) == 0
     assert capsys.readouterr().out == "4 cases of tiny:qwen3: none differs\n"
     case = next(draw for draw in drawn(fuzzer) if draw.layout.expert > 1)
-    assert main(["parity", f"tiny:{FAMILY}", "--case", case.to_json()]) == 0
-    capsys.readouterr()
+    assert main(["parity", f"tiny:{FAMILY}", "--case", case.to_json(), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["cases"], told["what"]) == (1, None)
     monkeypatch.setattr("grpo_mcore.tools.parity.fuzz.LOGPROB_LIMIT", 0.0)
     assert main(["parity", f"tiny:{FAMILY}", "--case", case.to_json(), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)

@@ -70,6 +70,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*words, "--picture", str(tmp_path / "plan.png"), "policy.precision=bfloat16"]) == 0
     printed = capsys.readouterr().out
     assert "moves    988.1 MB" in printed and "policy rank 1" in printed and (tmp_path / "plan.png").exists()
+    assert main([*words, "--json", "--picture", str(tmp_path / "plan.png")]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes_needed"] > 0
     assert main([*words, "policy.refit_buffer_size_gb=1.0e-6"]) == 1
     assert "one row of" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -57,8 +57,7 @@ def rehearsed(recipe: Path, capsys: pytest.CaptureFixture[str], *words: str) -> 
     config, folder = recipe.with_name("config.json"), recipe.with_name("out")
     command = ["rehearse", str(recipe), "--steps", "3", "--config-json", str(config), "--folder", str(folder), "--json"]
     assert main([*command, *words]) == 0
-    out = capsys.readouterr().out
-    return json.loads(out[out.rindex("\n{\n") :])
+    return json.loads(capsys.readouterr().out)
 
 
 def test_a_recipe_is_rehearsed_and_leaves_a_run_folder(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
