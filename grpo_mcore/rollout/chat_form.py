@@ -50,6 +50,9 @@ class ChatForm:
     split_thoughts: bool = False
     """A thought at the beginning of an answer's text, <think>...</think>, is moved to its field: the template does not
     look for it there."""
+    joint: str = "\n"
+    """What stands between two texts of one message: what the template puts there, or, where it takes one text alone, a
+    line break, as in vLLM."""
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in this form. Arguments that are no JSON object stay as they are."""
@@ -122,6 +125,15 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
             return True
         return len({"".join(text.split()) for text in texts}) == 1
 
+    def joint() -> str:
+        parts = [{"type": "text", "text": text} for text in (_TEXT, _RESULT)]
+        try:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False, **given)
+        except Exception:  # a template is code of the model's author
+            return ChatForm.joint
+        between, end, _ = text.partition(_TEXT)[2].partition(_RESULT)
+        return between if end and "text" not in between else ChatForm.joint  # not the list as Python or JSON writes it
+
     given = {"chat_template": chat_template} if chat_template else {}
     answer = {"role": "assistant", "content": _TEXT}
     alternate = not shows(ChatForm(), [_QUESTION, _QUESTION, answer], _TEXT)
@@ -134,7 +146,7 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
     told = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
     system = shows(ChatForm(), told, _SYSTEM) or not shows(ChatForm(system=False), told, _SYSTEM)
     common: dict[str, Any] = {"alternate": alternate, "system": system, "split_thoughts": apart}
-    common |= {"thought": thought or "reasoning_content"}
+    common |= {"thought": thought or "reasoning_content", "joint": joint()}
     for json_arguments in (False, True):
         for null_text in (False, True):
             form = ChatForm(True, json_arguments, null_text, **common)

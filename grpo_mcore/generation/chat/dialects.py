@@ -22,6 +22,7 @@ _SAME = (
     *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
     *(name for name in NEUTRAL if name not in ("stream", "tool_choice")),  # refused there by name
 )
+_BILLING = "x-anthropic-billing-header"
 _ANTHROPIC_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
 
@@ -101,13 +102,13 @@ def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
             of_call = {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
             _assistant(messages).setdefault("tool_calls", []).append(of_call)
         case {"type": "function_call_output", "call_id": str(call), "output": output}:
-            messages.append({"role": "tool", "tool_call_id": call, "content": _text(output)})
+            messages.append({"role": "tool", "tool_call_id": call, "content": _content(output)})
         case {"type": "reasoning"}:
             _think(_assistant(messages), _text(_list(item, "content") or _list(item, "summary")))
         case {"role": "assistant", "content": content}:
             _assistant(messages, with_text=True)["content"] = _text(content)
         case {"role": "user" | "system" | "developer" as role, "content": content}:
-            messages.append({"role": "system" if role == "developer" else role, "content": _text(content)})
+            messages.append({"role": "system" if role == "developer" else role, "content": _content(content)})
         case _:
             raise DialectError(f"input: an item of type {_kind(item)} is not served")
 
@@ -133,6 +134,14 @@ def _text(content: Any) -> str:
     if other := [part for part in parts if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
         raise DialectError(f"content: a part of type {_kind(other[0])} is not served, only text")
     return "".join(part["text"] for part in parts)
+
+
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """Return a message's content: a text, or several, which the prompt joins as the chat template does."""
+    if isinstance(content, str):
+        return content
+    texts = [_text([part]) for part in (content if isinstance(content, list) else [content])]
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -237,8 +246,8 @@ def response_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> It
 def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request for a chat completion that a request of /v1/messages stands for. Raises DialectError."""
     messages: list[dict[str, Any]] = []
-    if body.get("system"):
-        messages.append({"role": "system", "content": _text(body["system"])})
+    if told := _system(body.get("system") or ""):
+        messages.append({"role": "system", "content": told})
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise DialectError("messages: a list of messages is needed")
@@ -248,8 +257,10 @@ def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
                 messages += _user_turn(content)
             case {"role": "assistant", "content": content}:
                 messages.append(_assistant_turn(content))
+            case {"role": "system", "content": content}:
+                messages.append({"role": "system", "content": _system(content)})
             case _:
-                raise DialectError("messages: each needs a content and a role, user or assistant")
+                raise DialectError("messages: each needs a content and a role, user, assistant or system")
     shaped = _object(body, "output_format") or _object(_object(body, "output_config"), "format")
     for name, given in (("output_format", shaped), ("mcp_servers", body.get("mcp_servers"))):
         if given:
@@ -284,6 +295,14 @@ def _messages_tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _system(content: Any) -> str:
+    """Return the text of a system prompt without the one that Claude Code puts in front: it differs in each request,
+    so that no prompt would begin as the one before."""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part if isinstance(part, str) else _text([part]) for part in parts]
+    return "".join(text for text in texts if not text.startswith(_BILLING))
+
+
 def _user_turn(content: Any) -> list[dict[str, Any]]:
     """Return the messages of a user's turn: results of tools, then what he says."""
     if isinstance(content, str):
@@ -292,11 +311,11 @@ def _user_turn(content: Any) -> list[dict[str, Any]]:
     turn, said = list[dict[str, Any]](), []
     for part in parts:
         if isinstance(part, dict) and part.get("type") == "tool_result":
-            result = _text(part.get("content") or "")
+            result = _content(part.get("content") or "")
             turn.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result})
         else:
             said.append(part)
-    return [*turn, {"role": "user", "content": _text(said)}] if said else turn
+    return [*turn, {"role": "user", "content": _content(said)}] if said else turn
 
 
 def _assistant_turn(content: Any) -> dict[str, Any]:

@@ -209,7 +209,8 @@ class Endpoint:
                 web.post("/weight_versions", self._weight_versions),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # A queued request whose client has given up does not begin: clients ask again, and would wait behind it.
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
         try:
             self._server = await self._loop.create_server(partial(self._connect, runner), host, port)

@@ -40,7 +40,7 @@ class ChatPrompts:
     def tokens(self, request: ChatRequest) -> list[int]:
         """Return the prompt's tokens. Raises RequestError if messages or token ids cannot be used."""
         position, before = self._recorded(request)
-        messages = [_template_message(message) for message in request.messages]
+        messages = [_template_message(message, self._form.joint) for message in request.messages]
         if before is not None and position is not None:
             text, after = self._after(messages, position, before[-1], request)
             if messages[position].get("tool_calls"):
@@ -151,8 +151,9 @@ def _template_variables(tokenizer: Any, template: str | None) -> set[str]:
     return set(re.findall(r"[^\W\d]\w*", " ".join(texts.values()) if isinstance(texts, dict) else texts))
 
 
-def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message as templates expect it: content as text, arguments of calls as objects, no token ids."""
+def _template_message(message: Mapping[str, Any], joint: str) -> dict[str, Any]:
+    """Return the message as templates expect it: content as text, its parts joined by `joint`, arguments of calls as
+    objects, no token ids."""
     fields = {key: value for key, value in message.items() if key not in TOKEN_FIELDS}
     if fields.pop("function_call", None):
         raise RequestError(
@@ -162,7 +163,7 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
         fields["role"] = "system"
     content = fields.get("content")
     if isinstance(content, list):
-        fields["content"] = "".join(_text(part) for part in content)
+        fields["content"] = joint.join(_text(part) for part in content)
     elif content is None:
         fields["content"] = ""
     elif not isinstance(content, str):

@@ -250,7 +250,7 @@ def test_responses_that_are_refused(body: dict[str, Any], why: str) -> None:
     ("body", "why"),
     [
         ({"messages": []}, "a list of messages"),
-        ({"messages": [{"role": "system", "content": "?"}]}, "user or assistant"),
+        ({"messages": [{"role": "tool", "content": "?"}]}, "user, assistant or system"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not served, only text"),
         ({"messages": [{"role": "user", "content": "?"}], "tools": [{"type": "bash_20250124"}]}, "input_schema"),
         (
@@ -262,6 +262,31 @@ def test_responses_that_are_refused(body: dict[str, Any], why: str) -> None:
 def test_messages_that_are_refused(body: dict[str, Any], why: str) -> None:
     with pytest.raises(DialectError, match=why):
         of_messages(body)
+
+
+def test_what_claude_code_says_anew_in_each_request_is_not_in_the_prompt() -> None:
+    """No prompt began as the one before; vLLM leaves it out too."""
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=a1b2c;"}
+    told = [header, {"type": "text", "text": "You are an agent."}, {"type": "text", "text": "\nBe brief."}]
+    later = {"role": "system", "content": [{"type": "text", "text": "Hurry."}]}
+    asked = [{"role": "user", "content": "?"}, later]
+    assert of_messages({"system": told, "messages": asked})["messages"] == [
+        {"role": "system", "content": "You are an agent.\nBe brief."},
+        {"role": "user", "content": "?"},
+        {"role": "system", "content": "Hurry."},
+    ]
+    assert of_messages({"system": [header], "messages": asked[:1]})["messages"] == asked[:1]
+
+
+def test_several_texts_of_a_message_stay_apart() -> None:
+    texts = [{"type": "text", "text": "Solve it."}, {"type": "text", "text": "Use Python."}]
+    results = [{"type": "tool_result", "tool_use_id": "1", "content": texts}]
+    shown = {"role": "tool", "tool_call_id": "1", "content": texts}
+    found = of_messages({"messages": [{"role": "user", "content": [*results, *texts]}]})["messages"]
+    assert found == [shown, {"role": "user", "content": texts}]
+    given = [{"type": "input_text", "text": part["text"]} for part in texts]
+    call = {"type": "function_call_output", "call_id": "1", "output": given}
+    assert of_responses({"input": [call, {"role": "user", "content": given}]})["messages"] == found
 
 
 @pytest.mark.parametrize("read", [of_responses, of_messages])

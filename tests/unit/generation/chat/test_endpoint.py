@@ -33,8 +33,8 @@ def endpoint(engines: Engines) -> Iterator[Endpoint]:
 
 
 def post(endpoint: Endpoint, path: str = "/v1/chat/completions", body: Any = None, **more: Any) -> httpx.Response:
-    more = {"headers": HEADERS, "json": body or {}} | more
-    return httpx.post(endpoint.address.url + path, timeout=30, **more)
+    more = {"headers": HEADERS, "json": body or {}, "timeout": 30} | more
+    return httpx.post(endpoint.address.url + path, **more)
 
 
 def until(happened: Callable[[], object]) -> None:
@@ -208,6 +208,23 @@ def test_requests_wait_while_an_engine_is_being_restarted(endpoint: Endpoint, en
     engines.replace(1)
     waiting.join(30)
     assert [answer["by"] for answer in answers] == ["engine-1"]
+
+
+def test_requests_whose_client_has_given_up_do_not_reach_an_engine(engines: Engines) -> None:
+    """openai's client asks again after a timeout: each attempt that was queued had been answered, for nobody."""
+    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1", timeout_s=30, max_requests=1)
+    engines[0].hold.clear()
+    waiting = threading.Thread(target=post, args=(endpoint,))
+    waiting.start()
+    until(lambda: engines[0].asked)
+    for _ in range(3):
+        with pytest.raises(httpx.ReadTimeout):
+            post(endpoint, timeout=0.2)
+    engines[0].hold.set()
+    waiting.join(30)
+    assert post(endpoint).status_code == 200
+    assert engines[0].asked + engines[1].asked == 2
+    endpoint.close()
 
 
 def test_a_port_that_is_taken(engines: Engines) -> None:

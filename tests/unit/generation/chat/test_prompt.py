@@ -10,6 +10,7 @@ import pytest
 from grpo_mcore.generation.chat.prompt import ChatPrompts
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.rollout.chat_form import chat_form
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.unit.rollout.published_templates import GEMMA, GEMMA4_TOOLS, GLM, GPT_OSS_TOOLS, tokenizer_of
 
@@ -42,7 +43,22 @@ USER = {"role": "user", "content": "ab"}
 def test_a_first_turn_follows_the_template(tokenizer: Any) -> None:
     assert prompts(tokenizer).tokens(request(USER)) == ids(tokenizer, "<bos><user>ab<assistant>")
     parts = {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}
-    assert prompts(tokenizer).tokens(request(parts)) == ids(tokenizer, "<bos><system>ab<assistant>")
+    assert prompts(tokenizer).tokens(request(parts)) == ids(tokenizer, "<bos><system>a\nb<assistant>")
+
+
+@pytest.mark.parametrize(
+    ("shown", "joint"),
+    [
+        ("{% if m.content is string %}{{ m.content }}{% endif %}", "\n"),
+        ("{{ m['content'] | trim }}", "\n"),
+        ("{{ m.content | tojson }}", "\n"),
+        ("{{ m.content + 'x' }}", "\n"),
+        ("{% if m.content is string %}?{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}", ""),
+    ],
+)
+def test_several_texts_of_a_message_are_joined_as_in_vllm(shown: str, joint: str) -> None:
+    """They ran together: "Solve it.Use Python."."""
+    assert chat_form(tokenizer_of("{% for m in messages %}" + shown + "{% endfor %}")).joint == joint
 
 
 @pytest.mark.parametrize("ended", [True, False])
