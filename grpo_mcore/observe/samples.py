@@ -183,7 +183,7 @@ class SampleFiles:
         if last and (kind, step) in self._open:
             self._open.pop((kind, step)).close()
             path = self._path(kind, step)
-            partial = path.with_suffix(".tmp")
+            partial = _partial(path)
             size = partial.stat().st_size
             partial.replace(path)
             if kind == "train":
@@ -197,14 +197,14 @@ class SampleFiles:
             path = self._path(kind, step)
             path.parent.mkdir(parents=True, exist_ok=True)
             # Without dictionaries it takes two thirds of the time, and such small files are smaller.
-            writer = pq.ParquetWriter(path.with_suffix(".tmp"), SCHEMA, compression="zstd", use_dictionary=False)
+            writer = pq.ParquetWriter(_partial(path), SCHEMA, compression="zstd", use_dictionary=False)
             self._open[kind, step] = writer
         return self._open[kind, step]
 
     def _discard(self, kind: Kind, step: int) -> None:
         """Give up a file that is not complete."""
         if (writer := self._open.pop((kind, step), None)) is not None:
-            partial = self._path(kind, step).with_suffix(".tmp")
+            partial = _partial(self._path(kind, step))
             for give_up in (writer.close, partial.unlink):
                 with contextlib.suppress(OSError):  # of a full disk or one that is gone, which is said already
                     give_up()
@@ -235,6 +235,12 @@ class SampleFiles:
                 path.unlink()
             paths = [path for path in paths if path not in doomed]
         self._bytes = size
+
+
+def _partial(path: Path) -> Path:
+    """Return the name of a file that is not complete. Whoever reads the folder as a table, such as pandas, passes over
+    what begins with a dot."""
+    return path.with_name(f".{path.stem}.tmp")
 
 
 def _table(rows: Sequence[Row]) -> pa.Table:

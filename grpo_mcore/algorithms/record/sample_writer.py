@@ -20,6 +20,7 @@ from grpo_mcore.observe.samples import SAMPLES_FOLDER, SampleFiles
 from grpo_mcore.recipe import GRPOLoggerConfig
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef
+from grpo_mcore.text import replaced
 
 SAMPLED_PROMPTS = 4
 """Prompts of each step whose samples are written with logger.samples = sampled."""
@@ -165,7 +166,9 @@ def _known(values: Tensor) -> list[float | None]:
 
 
 def _cut(value: Any) -> Any:
-    """Return a value of a row as JSON has it, long ones as the beginning of their text."""
+    """Return a value of a row as JSON has it: NaN as null, long ones as the beginning of their text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if value is None or isinstance(value, bool | int | float):
         return value
     text = value if isinstance(value, str) else str(value)
@@ -187,7 +190,7 @@ def sample_row(
         "uid": sample.uid,
         "generation": sample.generation_index,
         "task": group.prompt["task_name"],
-        "truth": None if truth is None else str(truth),
+        "truth": None if truth is None else replaced(str(truth)),
         "reward": score.reward,
         "rewards": json.dumps(score.rewards_by_name),
         "answer": score.answer,

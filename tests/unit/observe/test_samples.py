@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -144,6 +145,20 @@ def test_older_files_make_room(tmp_path: Path) -> None:
     writer.close()
     kept = list(sample_steps(tmp_path, "train"))
     assert kept == [2, 4, *range(6, NEWEST + 6)]  # 1, 3 and 5 made room
+
+
+def test_the_folder_is_a_table_while_a_file_is_being_written(tmp_path: Path) -> None:
+    """pandas found no Parquet in the one that was not complete, and so did whoever read the folder of a killed run."""
+    writer = files(tmp_path)
+    writer.add("train", 1, lambda: [row("a")])
+    writer.add("train", 2, lambda: [row("b")], last=False)
+    folder = tmp_path / "samples" / "train"
+    end = time.monotonic() + 30
+    while not list(folder.glob("*2.tmp")):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert pq.read_table(folder)["uid"].to_pylist() == ["a"]  # as pandas reads it
+    writer.close()
 
 
 def test_a_kill_leaves_whole_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,17 @@ def test_a_group_comes_back_whole_through_a_file(tmp_path: Path) -> None:
     (back,) = recorded_groups(read_samples(tmp_path / "train" / "step_000001.parquet"), store)
     assert back == group and store.fetch(back.samples[0].ref) == trajectory
     assert back.weight_version == 1 and back.samples[1].ref is None
+
+
+def test_a_truth_that_is_no_unicode_costs_no_samples(tmp_path: Path) -> None:
+    """JSON allows half a surrogate pair: Parquet takes none, and the samples of the whole step were left out."""
+    turns = (Turn("user", torch.tensor([1])), Turn("assistant", torch.tensor([3]), torch.tensor([-0.5]), True))
+    trajectory = Trajectory("p", 0, turns, ((1, 0, 2),), "stop", False, 3, ())
+    sample, score = TrajectoryRef.of(trajectory, None), Score(1.0, None, "", 0.0)
+    info = {"ground_truth": "\ud83d", "level": float("nan")}
+    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": info}
+    files = SampleFiles(tmp_path, str, 1e9)
+    files.add("train", 1, lambda: [sample_row(Group(prompt, (sample,), (score,)), sample, score, trajectory)])
+    files.close()
+    (row,) = read_samples(tmp_path / "train" / "step_000001.parquet")
+    assert row["truth"] == "\ufffd" and json.loads(row["columns"]) == {"level": None}
