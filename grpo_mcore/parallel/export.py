@@ -26,7 +26,7 @@ from grpo_mcore import processes
 from grpo_mcore.families import AdapterShape, ModelShape, Param, adapter_shape, pieces, read_hf_config, shape_of
 from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel.finite import all_finite
-from grpo_mcore.parallel.hf_folder import SHARD_BYTES, HfFolderWriter, index_of
+from grpo_mcore.parallel.hf_folder import SHARD_BYTES, HfFolderWriter, copy_tokenizer, index_of
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig, PolicyConfig
@@ -74,11 +74,15 @@ def export_merged(
             writer.write(name, reader.slices(set(params)))
 
 
-def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: str, target: Path) -> None:
-    """Write the adapters of `checkpoint` into the folder `target`, in the format of PEFT.
+def export_adapter(
+    checkpoint: Path, config: PolicyConfig, source: Path, base: str, target: Path, *, tokenizer: str | None = None
+) -> None:
+    """Write the adapters of `checkpoint` into the folder `target`, in the format of PEFT, with the tokenizer and the
+    template that trained.
 
-    `base`: the name of the model that the adapters belong to. Raises ExportError if there are none, if one belongs to
-    an expert of a family for which PEFT has no place for it, if one is not finite, or if a tensor is missing.
+    `base`: the name of the model that the adapters belong to; the others as in `export_merged`. Raises ExportError if
+    there are none, if one belongs to an expert of a family for which PEFT has no place for it, if one is not finite, or
+    if a tensor is missing.
     """
     from safetensors.torch import save_file
 
@@ -105,6 +109,7 @@ def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: s
         **({"target_parameters": [f"{name}.weight" for name in sorted(as_parameters)]} if as_parameters else {}),
         "inference_mode": True,
     }
+    copy_tokenizer(target, source, tokenizer, config.tokenizer.chat_template)
     (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 

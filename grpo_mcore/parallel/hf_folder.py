@@ -482,28 +482,11 @@ def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) 
 def _write_tokenizer(
     folder: Path, source: Path, name: str | Path | None, chat_template: str | None, vocab_size: int
 ) -> None:
-    """Copy the files of the tokenizer that trained, with the template that trained; and let config and generation
-    settings name the tokens that end its answers, and its padding token if the model has that.
-
-    They are not saved anew: what transformers 5 saves, transformers 4 and what is built on it refuse to load.
-    """
+    """Write the tokenizer that trained, and let config and generation settings name the tokens that end its answers,
+    and its padding token if the model has that."""
     own = name is None or Path(name) == source
-    if own and not any((source / file).is_file() for file in TOKENIZER_FILES):
-        return  # a model without a tokenizer, as tests have
-    tokenizer = load_hf_tokenizer(source if name is None else name)
-    files = {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}
-    home = source if name is None else _folder_of_tokenizer(str(name), files)
-    for path in home.iterdir():
-        if path.name in files and path.is_file():
-            shutil.copyfile(path, folder / path.name)
-        elif path.name == NAMED_TEMPLATES and chat_template is None:
-            (folder / path.name).mkdir()
-            for template in path.iterdir():
-                shutil.copyfile(template, folder / path.name / template.name)
-    if chat_template is not None:
-        is_text = "{" in chat_template
-        tokenizer.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8-sig")
-        _write_template(folder, tokenizer.chat_template)
+    if (tokenizer := copy_tokenizer(folder, source, name, chat_template)) is None:
+        return
     settings_path = folder / "generation_config.json"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = (
@@ -521,6 +504,32 @@ def _write_tokenizer(
         target.update(changed)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_template: str | None) -> Any:
+    """Copy the files of the tokenizer that trained into `folder`, with the template that trained, and return it; None
+    if the model has none. `source`, `name`, `chat_template`: as in `HfFolderWriter.create`.
+
+    They are not saved anew: what transformers 5 saves, transformers 4 and what is built on it refuse to load.
+    """
+    own = name is None or Path(name) == source
+    if own and not any((source / file).is_file() for file in TOKENIZER_FILES):
+        return None  # a model without a tokenizer, as tests have
+    tokenizer = load_hf_tokenizer(source if name is None else name)
+    files = {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}
+    home = source if name is None else _folder_of_tokenizer(str(name), files)
+    for path in home.iterdir():
+        if path.name in files and path.is_file():
+            shutil.copyfile(path, folder / path.name)
+        elif path.name == NAMED_TEMPLATES and chat_template is None:
+            (folder / path.name).mkdir()
+            for template in path.iterdir():
+                shutil.copyfile(template, folder / path.name / template.name)
+    if chat_template is not None:
+        is_text = "{" in chat_template
+        tokenizer.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8-sig")
+        _write_template(folder, tokenizer.chat_template)
+    return tokenizer
 
 
 def _folder_of_tokenizer(name: str, files: Collection[str]) -> Path:

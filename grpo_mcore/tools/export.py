@@ -87,7 +87,7 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
         if adapter:
-            export_adapter(part, policy, source, name, partial)
+            export_adapter(part, policy, source, name, partial, tokenizer=tokenizer)
         else:
             export_merged(part, policy, source, partial, tokenizer=tokenizer, shard_bytes=shard_bytes)
         (partial / CARD).write_text(model_card(checkpoint, "peft" if adapter else "transformers"), encoding="utf-8")

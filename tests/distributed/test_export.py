@@ -254,8 +254,12 @@ def test_a_new_run_starts_from_an_export(ranks: RankPool, tmp_path: Path) -> Non
 
 
 def test_peft_on_the_exported_adapters_equals_the_policy_and_the_merged_export(ranks: RankPool, tmp_path: Path) -> None:
-    model = make_tiny_model("qwen3", tmp_path / "model", tie_word_embeddings=False)
-    folder, expected = checkpoint(ranks, tmp_path, model, TP2_PP2, {"exclude_modules": ["*.layers.0.*linear_proj"]})
+    from transformers import AutoTokenizer
+
+    model = make_tiny_model("qwen3", tmp_path / "model", words=True, tie_word_embeddings=False)
+    words = move_tokenizer(model, tmp_path / "words")
+    peft = {"exclude_modules": ["*.layers.0.*linear_proj"]}
+    folder, expected = checkpoint(ranks, tmp_path, model, TP2_PP2, peft, words)
     for name, options in (("merged", {}), ("adapter", {"adapter": True})):
         ranks.run(1, f"{CASES}:export_here", str(folder), str(tmp_path / name), options)
     with_peft = logprobs_of_transformers(model, tmp_path / "adapter")
@@ -271,6 +275,9 @@ def test_peft_on_the_exported_adapters_equals_the_policy_and_the_merged_export(r
     assert not parts and len(seen) == 7 * 4 - 1
     assert all(torch.equal(merged[name], base[name]) for name in base.keys() - seen)
     assert settings["base_model_name_or_path"] == str(model)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "adapter")  # the template that trained is not the base model's
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(words).get_vocab()
+    assert tokenizer.chat_template == TEMPLATE
 
 
 @pytest.mark.parametrize(
