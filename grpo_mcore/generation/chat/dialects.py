@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
 from grpo_mcore.generation.chat.request import NEUTRAL
 
 Event = tuple[str | None, Any]
@@ -59,7 +60,20 @@ def chat_events(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator
 
 
 def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    chat = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    if isinstance(chat.get("messages"), list):
+        chat["messages"] = [_with_recorded_tokens(message) for message in chat["messages"]]
+    return chat
+
+
+def _with_recorded_tokens(message: Any) -> Any:
+    """Return a message with its recorded tokens in their own fields: litellm keeps, and sends back, all fields that
+    OpenAI's messages do not have in `provider_specific_fields`."""
+    kept = message.get("provider_specific_fields") if isinstance(message, dict) else None
+    if not isinstance(kept, dict):
+        return message
+    others = {key: value for key, value in message.items() if key != "provider_specific_fields"}
+    return {name: kept[name] for name in TOKEN_FIELDS if name in kept} | others
 
 
 def of_responses(body: Mapping[str, Any]) -> dict[str, Any]:

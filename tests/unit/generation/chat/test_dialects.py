@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mcore.generation.chat.dialects import DialectError, of_messages, of_responses
-from grpo_mcore.generation.chat.endpoint import Endpoint
+from grpo_mcore.generation.chat.endpoint import Endpoint, recorded_tokens
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
@@ -262,6 +262,18 @@ def test_responses_that_are_refused(body: dict[str, Any], why: str) -> None:
 def test_messages_that_are_refused(body: dict[str, Any], why: str) -> None:
     with pytest.raises(DialectError, match=why):
         of_messages(body)
+
+
+def test_recorded_tokens_come_back_through_litellm(endpoint: Endpoint, engines: ChatEngines) -> None:
+    """The answer was tokenised again: litellm sends what it does not know in a field of its own."""
+    recorded = {"prompt_token_ids": [3], "generation_token_ids": [1, 2], "generation_log_probs": [-0.5, -0.25]}
+    turn = {"role": "assistant", "content": "a"}
+    kept = {**turn, "provider_specific_fields": {**recorded, "refusal": None}}
+    asked = [{"role": "user", "content": "?"}, kept, {**turn, "provider_specific_fields": None}]
+    url, headers = endpoint.address.url + "/v1/chat/completions", {"x-api-key": "secret"}
+    assert httpx.post(url, json={"messages": asked}, headers=headers).status_code == 200
+    (body,) = engines.bodies
+    assert body["messages"][1] == turn | recorded and recorded_tokens({"messages": body["messages"][:2]}) == [3, 1, 2]
 
 
 def test_what_claude_code_says_anew_in_each_request_is_not_in_the_prompt() -> None:
