@@ -24,6 +24,7 @@ from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, Trajectory
+from grpo_mcore.text import replaced
 
 FAILURE = "_ng_failure_class"
 STEPS_IN_FLIGHT = 4
@@ -158,7 +159,7 @@ def _lines(
 
 
 def _write(collected: Collected, line: dict[str, Any], kept: BinaryIO, failed: BinaryIO) -> None:
-    text = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+    text = replaced(json.dumps(line, ensure_ascii=False, default=str)).encode() + b"\n"
     if line.get(FAILURE) is None:
         kept.write(text)
         collected.rows += 1

@@ -60,6 +60,8 @@ MAX_CONNECTIONS = 4096
 MAX_NESTING = 100
 """Maximum depth of a request's JSON. Python's own limit differs between parsing, hashing and sending to an engine."""
 
+_COMPLETIONS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
+
 START_TIMEOUT_S = 30.0
 POLL_S = 0.1
 
@@ -201,9 +203,7 @@ class Endpoint:
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.post("/v1/chat/completions", partial(self._complete, CHAT)),
-                web.post("/v1/responses", partial(self._complete, RESPONSES)),
-                web.post("/v1/messages", partial(self._complete, MESSAGES)),
+                *(web.post(path, partial(self._complete, dialect)) for path, dialect in _COMPLETIONS.items()),
                 web.post("/v1/messages/count_tokens", self._count_tokens),
                 web.post("/tokenize", self._tokenize),
                 web.post("/weight_versions", self._weight_versions),
@@ -273,7 +273,8 @@ class Endpoint:
             try:
                 response = await handler(request)
             except web.HTTPException as error:
-                response = _error(error.status, error.reason)
+                missing = f"{request.method} {request.path} is not served; POST {', '.join(_COMPLETIONS)} are"
+                response = _error(error.status, missing if error.status in (404, 405) else error.reason)
         if not known:
             response.force_close()
         return response

@@ -123,6 +123,16 @@ def test_a_token_in_any_bytes_is_refused(endpoint: Endpoint) -> None:
     connection.close()
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("POST", "/chat/completions", 404), ("GET", "/v1/responses", 405)]
+)
+def test_a_path_that_is_not_served_says_which_are(endpoint: Endpoint, method: str, path: str, status: int) -> None:
+    """As of a base_url without its /v1, of which openai's client said "Not Found"."""
+    reply = httpx.request(method, endpoint.address.url + path, headers=HEADERS)
+    told = f"{method} {path} is not served; POST /v1/chat/completions, /v1/responses, /v1/messages are"
+    assert (reply.status_code, reply.json()["error"]["message"]) == (status, told)
+
+
 def test_the_engine_with_the_fewest_pending_requests_is_chosen(endpoint: Endpoint, engines: Engines) -> None:
     engines[0].hold.clear()
     waiting = threading.Thread(target=post, args=(endpoint,))
