@@ -510,12 +510,17 @@ def copy_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_tem
     """Copy the files of the tokenizer that trained into `folder`, with the template that trained, and return it; None
     if the model has none. `source`, `name`, `chat_template`: as in `HfFolderWriter.create`.
 
-    They are not saved anew: what transformers 5 saves, transformers 4 and what is built on it refuse to load.
+    They are not saved anew: what transformers 5 saves, transformers 4 and what is built on it refuse to load. Raises
+    WeightsError for a tokenizer or a template that is not here.
     """
     own = name is None or Path(name) == source
     if own and not any((source / file).is_file() for file in TOKENIZER_FILES):
         return None  # a model without a tokenizer, as tests have
-    tokenizer = load_hf_tokenizer(source if name is None else name)
+    try:
+        tokenizer = load_hf_tokenizer(source if name is None else name)
+    except (OSError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
+        raise WeightsError(f"policy.tokenizer.name: {name or source} is no tokenizer here: {cause}") from error
     files = {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}
     home = source if name is None else _folder_of_tokenizer(str(name), files)
     for path in home.iterdir():
@@ -526,8 +531,14 @@ def copy_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_tem
             for template in path.iterdir():
                 shutil.copyfile(template, folder / path.name / template.name)
     if chat_template is not None:
-        is_text = "{" in chat_template
-        tokenizer.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8-sig")
+        try:
+            is_text = "{" in chat_template
+            tokenizer.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise WeightsError(
+                f"policy.tokenizer.chat_template: {chat_template}: {error.strerror}; export in the folder in which the "
+                "run was started, or put the template there"
+            ) from error
         _write_template(folder, tokenizer.chat_template)
     return tokenizer
 

@@ -327,6 +327,19 @@ def test_an_export_has_the_tokenizer_and_the_template_that_trained(single: Path,
     assert json.loads((own / "config.json").read_text())["eos_token_id"] == ends
 
 
+def test_a_tokenizer_or_a_template_that_is_not_there_is_named(single: Path, tmp_path: Path) -> None:
+    """It was said that the export could not be written."""
+    from grpo_mcore.data.arithmetic import make_tokenizer
+
+    make_tokenizer(single)
+    (tmp_path / "empty").mkdir()
+    writer = HfFolderWriter(tmp_path / "out", shape(single), torch.float32)
+    with pytest.raises(WeightsError, match=r"chat_template: mine.jinja: No such file.*; export in the folder in which"):
+        writer.create(single, None, {}, "mine.jinja")
+    with pytest.raises(WeightsError, match="policy.tokenizer.name: .*empty is no tokenizer here: "):
+        writer.create(single, tmp_path / "empty")
+
+
 def test_the_export_of_a_read_only_model_can_be_written(single: Path, tmp_path: Path) -> None:
     """Shared models have mode 0444; copies with that mode refused the changes of config.json and of the tokenizer."""
     from grpo_mcore.data.arithmetic import make_tokenizer
