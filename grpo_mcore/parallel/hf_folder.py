@@ -29,7 +29,7 @@ from grpo_mcore.families import (
     with_overrides,
 )
 from grpo_mcore.parallel.finite import all_finite
-from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
+from grpo_mcore.rollout.tokenizer_file import as_written
 from grpo_mcore.rollout.turn_end import turn_ends
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -510,14 +510,18 @@ def copy_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_tem
     """Copy the files of the tokenizer that trained into `folder`, with the template that trained, and return it; None
     if the model has none. `source`, `name`, `chat_template`: as in `HfFolderWriter.create`.
 
-    They are not saved anew: what transformers 5 saves, transformers 4 and what is built on it refuse to load. Raises
-    WeightsError for a tokenizer or a template that is not here.
+    They are not saved anew: what transformers 5 saves, transformers 4 and what is built on it refuse to load. Where
+    transformers 5, and so vLLM, reads them otherwise than the policy did (tokenizer_file.py), they name another class.
+    Raises WeightsError for a tokenizer or a template that is not here.
     """
+    from transformers import AutoTokenizer
+
     own = name is None or Path(name) == source
     if own and not any((source / file).is_file() for file in TOKENIZER_FILES):
         return None  # a model without a tokenizer, as tests have
     try:
-        tokenizer = load_hf_tokenizer(source if name is None else name)
+        loaded = AutoTokenizer.from_pretrained(source if name is None else name, trust_remote_code=False)
+        tokenizer = as_written(loaded)
     except (OSError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise WeightsError(f"policy.tokenizer.name: {name or source} is no tokenizer here: {cause}") from error
@@ -530,6 +534,10 @@ def copy_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_tem
             (folder / path.name).mkdir()
             for template in path.iterdir():
                 shutil.copyfile(template, folder / path.name / template.name)
+    settings = folder / "tokenizer_config.json"
+    if tokenizer is not loaded and settings.is_file():
+        named = json.loads(settings.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        settings.write_text(json.dumps(named, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if chat_template is not None:
         try:
             is_text = "{" in chat_template

@@ -340,6 +340,23 @@ def test_a_tokenizer_or_a_template_that_is_not_there_is_named(single: Path, tmp_
         writer.create(single, tmp_path / "empty")
 
 
+def test_the_tokenizer_of_an_export_reads_text_as_the_policy_did(tmp_path: Path) -> None:
+    """Of DeepSeek-R1-Distill-Llama's class transformers 5, and so vLLM, makes a tokenizer that drops all spaces."""
+    from transformers import AutoTokenizer
+
+    from tests.unit.data.byte_level import TEXT, make_byte_level
+
+    source, out = make_tiny_model("llama", tmp_path / "model", vocab_size=280), tmp_path / "out"
+    ids = make_byte_level(source, "LlamaTokenizerFast")(TEXT, add_special_tokens=False)["input_ids"]
+    assert AutoTokenizer.from_pretrained(source)(TEXT, add_special_tokens=False)["input_ids"] != ids
+    HfFolderWriter(out, shape(source), torch.float32).create(source)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == ids
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == TEXT
+    given, written = (json.loads((folder / "tokenizer_config.json").read_text()) for folder in (source, out))
+    assert written == given | {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
 def test_the_export_of_a_read_only_model_can_be_written(single: Path, tmp_path: Path) -> None:
     """Shared models have mode 0444; copies with that mode refused the changes of config.json and of the tokenizer."""
     from grpo_mcore.data.arithmetic import make_tokenizer
