@@ -69,7 +69,8 @@ def export_merged(
     with one_rank():
         reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source, config.hf_config_overrides)))
         writer = HfFolderWriter(target, reader.shape, reader.dtype, shard_bytes)
-        writer.create(source, tokenizer, config.hf_config_overrides, config.tokenizer.chat_template)
+        template, values = config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs or {}
+        writer.create(source, tokenizer, config.hf_config_overrides, template, values)
         for name, params in writer.files.items():
             writer.write(name, reader.slices(set(params)))
 
@@ -109,7 +110,8 @@ def export_adapter(
         **({"target_parameters": [f"{name}.weight" for name in sorted(as_parameters)]} if as_parameters else {}),
         "inference_mode": True,
     }
-    copy_tokenizer(target, source, tokenizer, config.tokenizer.chat_template)
+    template, values = config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs or {}
+    copy_tokenizer(target, source, tokenizer, template, values)
     (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 

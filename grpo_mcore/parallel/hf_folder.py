@@ -361,12 +361,14 @@ class HfFolderWriter:
         tokenizer: str | Path | None = None,
         overrides: Mapping[str, Any] = MappingProxyType({}),
         chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Write everything but the weights: config, generation settings and tokenizer, and files of the right size.
 
         `tokenizer`: name or folder of the tokenizer that trained, if not that of `source`; `chat_template`: its
-        template, as text or a file, if not its own. `overrides`: policy.hf_config_overrides, which become part of the
-        config. Raises OSError if the disk is full.
+        template, as text or a file, if not its own; `template_kwargs`: values of its variables in training, which
+        become their defaults. `overrides`: policy.hf_config_overrides, which become part of the config. Raises OSError
+        if the disk is full.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in source.iterdir():
@@ -374,7 +376,10 @@ class HfFolderWriter:
             if path.is_file() and not own:
                 shutil.copyfile(path, self.folder / path.name)  # without its mode: some are changed afterwards
         _write_config(self.folder / "config.json", self.dtype, overrides)
-        _write_tokenizer(self.folder, source, tokenizer, chat_template, self._vocab_size)
+        of_model = tokenizer is None or Path(tokenizer) == source
+        trained = copy_tokenizer(self.folder, source, tokenizer, chat_template, template_kwargs)
+        if trained is not None:
+            _write_tokens(self.folder, trained, of_model, self._vocab_size)
         for name, params in self.files.items():
             _create_file(self.folder / name, tensors_of(params), self.dtype)
         carried = self._carry(source)
@@ -479,14 +484,9 @@ def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) 
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(
-    folder: Path, source: Path, name: str | Path | None, chat_template: str | None, vocab_size: int
-) -> None:
-    """Write the tokenizer that trained, and let config and generation settings name the tokens that end its answers,
-    and its padding token if the model has that."""
-    own = name is None or Path(name) == source
-    if (tokenizer := copy_tokenizer(folder, source, name, chat_template)) is None:
-        return
+def _write_tokens(folder: Path, tokenizer: Any, own: bool, vocab_size: int) -> None:
+    """Let config and generation settings name the tokens that end the answers of the tokenizer that trained, and its
+    padding token if the model has that. `own`: the tokenizer is the model's."""
     settings_path = folder / "generation_config.json"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = (
@@ -506,9 +506,15 @@ def _write_tokenizer(
     settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_template: str | None) -> Any:
+def copy_tokenizer(
+    folder: Path,
+    source: Path,
+    name: str | Path | None,
+    chat_template: str | None,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
     """Copy the files of the tokenizer that trained into `folder`, with the template that trained, and return it; None
-    if the model has none. `source`, `name`, `chat_template`: as in `HfFolderWriter.create`.
+    if the model has none. `name` and the others: as in `HfFolderWriter.create`.
 
     They are not saved anew: what transformers 5 saves, transformers 4 and what is built on it refuse to load. Where
     transformers 5, and so vLLM, reads them otherwise than the policy did (tokenizer_file.py), they name another class.
@@ -547,7 +553,15 @@ def copy_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_tem
                 f"policy.tokenizer.chat_template: {chat_template}: {error.strerror}; export in the folder in which the "
                 "run was started, or put the template there"
             ) from error
-        _write_template(folder, tokenizer.chat_template)
+    if isinstance(tokenizer.chat_template, str):
+        defaults = "".join(
+            f"{{%- set {key} = {key} | default({json.dumps(value, ensure_ascii=False)}) %}}"
+            for key, value in template_kwargs.items()
+            if value is not None and key.isidentifier() and re.search(rf"\b{key}\b", tokenizer.chat_template)
+        )
+        tokenizer.chat_template = defaults + tokenizer.chat_template
+        if defaults or chat_template is not None:
+            _write_template(folder, tokenizer.chat_template)
     return tokenizer
 
 

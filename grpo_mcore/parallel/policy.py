@@ -512,6 +512,7 @@ class Policy:
             overrides=self.config.hf_config_overrides,
             tokenizer=names.name or None,
             chat_template=names.chat_template,
+            template_kwargs=names.chat_template_kwargs or {},
         )
 
     def start_profile(self) -> None:

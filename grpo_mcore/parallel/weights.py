@@ -146,18 +146,19 @@ class ShardedWeights:
         overrides: Mapping[str, Any] = MappingProxyType({}),
         tokenizer: str | None = None,
         chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Write a folder that transformers and vLLM can load. Collective; all ranks need to see its file system.
 
         `source`: the folder that the model came from; its config, tokenizer and generation settings are copied.
-        `overrides`: policy.hf_config_overrides. `tokenizer`, `chat_template`: as in `HfFolderWriter.create`.
+        `overrides`: policy.hf_config_overrides. `tokenizer` and the others: as in `HfFolderWriter.create`.
         """
         folder, rank = Path(folder), torch.distributed.get_rank()
         partial = folder.with_name(f"tmp_{folder.name}")
         writer = HfFolderWriter(partial, self.shape, self.local[0][1].dtype, shard_bytes)
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
-            writer.create(Path(source), tokenizer, overrides, chat_template)
+            writer.create(Path(source), tokenizer, overrides, chat_template, template_kwargs)
         torch.distributed.barrier()
         for name, params in writer.files.items():
             writer.write(name, self.slices(owned_only=True, among=set(params)))

@@ -357,6 +357,33 @@ def test_the_tokenizer_of_an_export_reads_text_as_the_policy_did(tmp_path: Path)
     assert written == given | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
+def test_values_of_the_template_in_training_are_the_exports_defaults(single: Path, tmp_path: Path) -> None:
+    """Trained with `enable_thinking: false`, a Qwen 3 was served with prompts that ask for thoughts."""
+    from transformers import AutoTokenizer
+
+    from grpo_mcore.data.arithmetic import make_tokenizer
+
+    make_tokenizer(single)
+    template = (
+        "{%- macro effort() %}"
+        "{%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'medium' %}{%- endif %}"
+        "{{ reasoning_effort }}{%- endmacro %}{{ effort() }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if enable_thinking is defined and enable_thinking is false %} brief{% endif %}"
+    )
+    values = {"enable_thinking": False, "reasoning_effort": 'h"igh', "unknown": 1, "date": None}
+    HfFolderWriter(tmp_path / "out", shape(single), torch.float32).create(single, None, {}, template, values)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+
+    def shown(**given: Any) -> str:
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], tokenize=False, **given))
+
+    assert shown() == 'h"igh1+1= brief'
+    assert shown(enable_thinking=True, reasoning_effort="low") == "low1+1="
+    assert "unknown" not in tokenizer.chat_template
+    HfFolderWriter(tmp_path / "own", shape(single), torch.float32).create(single, None, {}, None, {"unknown": 1})
+    assert (tmp_path / "own" / "chat_template.jinja").read_text() == (single / "chat_template.jinja").read_text()
+
+
 def test_the_export_of_a_read_only_model_can_be_written(single: Path, tmp_path: Path) -> None:
     """Shared models have mode 0444; copies with that mode refused the changes of config.json and of the tokenizer."""
     from grpo_mcore.data.arithmetic import make_tokenizer
