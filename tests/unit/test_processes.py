@@ -83,8 +83,9 @@ def test_garbage_is_collected_rarely_and_as_before_afterwards() -> None:
 
 
 def test_sigterm_comes_first() -> None:
-    obedient = subprocess.Popen(["sleep", "60"])
-    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    obedient = subprocess.Popen(["sleep", "600"])
+    # not "fork": Ray, which other tests start here, leaves a handler of SIGTERM that a forked child would inherit
+    forked = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
     forked.start()
     assert end([obedient, forked], grace_s=60) == []
     assert (obedient.returncode, forked.exitcode) == (-signal.SIGTERM, -signal.SIGTERM)
