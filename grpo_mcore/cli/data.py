@@ -166,13 +166,24 @@ def _check(args: argparse.Namespace) -> int:
 
     files = [args.file]
     config = load_recipe(args.recipe, args.overrides).config if args.recipe else None
-    if config is None and args.file.suffix in (".yaml", ".yml"):  # all data of a recipe
+    if config is None and _is_recipe(args.file):  # all data of a recipe
         config = load_recipe(args.file, args.overrides).config
         files = recipe_files(config)
+    if config is None and args.overrides:
+        print(f"grpo-mcore data: {args.overrides[0]} replaces a recipe's value: name it, --recipe", file=sys.stderr)
+        return 2
     truths = functools.partial(_truth_problems, config)
     reports = [check_file(file, config, args.samples, truths) for file in files]
     _print("\n\n".join(map(str, reports)))
     return 0 if all(report.usable for report in reports) else 1
+
+
+def _is_recipe(file: Path) -> bool:
+    """Return whether this is a recipe: a YAML file, or the name of one in recipes/ where no file has it."""
+    from grpo_mcore.recipe import recipe_folders
+
+    named = any((folder / f"{file}.yaml").exists() for folder in recipe_folders())
+    return file.suffix in (".yaml", ".yml") or named and not file.exists()
 
 
 def _truth_problems(config: MasterConfig | None, env_name: str | None, rows: list[dict[str, Any]]) -> list[str | None]:

@@ -46,7 +46,7 @@ from grpo_mcore.recipe.derived import (
     world_size,
 )
 from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, nearest, nearest_hint
-from grpo_mcore.recipe.loading.load import Recipe, find_recipe, load_recipe, recipe_name, shown
+from grpo_mcore.recipe.loading.load import Recipe, find_recipe, load_recipe, recipe_folders, recipe_name, shown
 from grpo_mcore.recipe.loading.merge import is_override
 from grpo_mcore.recipe.loading.show import resolved_yaml, without_secrets
 from grpo_mcore.recipe.master import MasterConfig

@@ -129,6 +129,10 @@ def test_a_recipe_stands_for_all_its_data(rollouts: Path, capsys: pytest.Capture
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "train.jsonl: 3 rows, 3 usable" in said and "val.jsonl: 3 rows, 3 usable" in said
+    by_name = [*words[:2], "grpo-arithmetic-cpu", *words[3:], "data.train.data_path=val.jsonl", "data.validation=null"]
+    assert main(by_name) == 0 and "val.jsonl: 3 rows, 3 usable" in capsys.readouterr().out
+    assert main(["data", "check", "val.jsonl", "grpo.seed=3"]) == 2
+    assert "grpo.seed=3 replaces a recipe's value: name it, --recipe" in capsys.readouterr().err
     Path("val.jsonl").write_text("{}\n")
     assert main(words) == 1 and "val.jsonl: 1 rows, 0 usable" in capsys.readouterr().out
     assert main(["data", "check", "eval.yaml"]) == 1
