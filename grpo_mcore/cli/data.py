@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_mcore.cli.numbers import count, finite
 from grpo_mcore.recipe import environment_class, is_override
 from grpo_mcore.text import escaped
 
@@ -61,7 +61,7 @@ _PROMPT_FORMAT = (
 
 def _grpo_arguments(parser: argparse.ArgumentParser) -> None:
     least = "least reward of a rollout that is kept; 0.0 keeps all rollouts, negative rewards included"
-    _transformation(parser, ("--reward_threshold", _finite, 0.0, least), _PROMPT_FORMAT)
+    _transformation(parser, ("--reward_threshold", finite, 0.0, least), _PROMPT_FORMAT)
     parser.add_argument(
         "--no_ground_truth",
         dest="ground_truth",
@@ -83,7 +83,7 @@ def _sft_arguments(parser: argparse.ArgumentParser) -> None:
     formats = "whole conversations with tool calls, or the last question and the last answer as text"
     _transformation(
         parser,
-        ("--reward_threshold", _finite, 0.95, "least reward of a rollout that is kept"),
+        ("--reward_threshold", finite, 0.95, "least reward of a rollout that is kept"),
         ("--format", ("openai", "simple"), "openai", formats),
     )
     parser.add_argument(
@@ -101,10 +101,10 @@ def _dpo_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _transformation(
         parser,
-        ("--min_gap", _finite, 0.2, "least difference of the rewards of a pair"),
+        ("--min_gap", finite, 0.2, "least difference of the rewards of a pair"),
         ("--strategy", ("same_prompt", "stratified"), "same_prompt", strategies),
-        ("--high_threshold", _finite, 0.7, "least reward of a stratified pair's better answer"),
-        ("--low_threshold", _finite, 0.4, "largest reward of a stratified pair's worse answer"),
+        ("--high_threshold", finite, 0.7, "least reward of a stratified pair's better answer"),
+        ("--low_threshold", finite, 0.4, "largest reward of a stratified pair's worse answer"),
         ("--max_pairs_per_prompt", int, 8, "most stratified pairs of a prompt"),
         ("--seed", int, 0, "seed of the choice of stratified pairs"),
         _PROMPT_FORMAT,
@@ -133,9 +133,9 @@ def _collect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", required=True, type=Path, metavar="FILE", help="rollouts, JSONL; appears whole or not at all"
     )
-    parser.add_argument("--num_prompts", type=_positive, metavar="N", help="the first N prompts (default: all)")
+    parser.add_argument("--num_prompts", type=count, metavar="N", help="the first N prompts (default: all)")
     parser.add_argument(
-        "--num_repeats", type=_positive, metavar="N", help="rollouts per prompt (default: the recipe's generations)"
+        "--num_repeats", type=count, metavar="N", help="rollouts per prompt (default: the recipe's generations)"
     )
     parser.add_argument("--validation", action="store_true", help="use the validation data and its sampling")
     parser.add_argument("--token_ids", action="store_true", help="write the tokens and log-probs of every turn")
@@ -240,20 +240,6 @@ def _collect(args: argparse.Namespace) -> int:
     )
     _print(collected)
     return 0 if collected.rows else 1
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a number of at least 1 is needed, got {text}")
-    return value
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"a finite number is needed, got {text}")
-    return value
 
 
 Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]

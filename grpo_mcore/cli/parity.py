@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.cli.json_output import print_json
+from grpo_mcore.cli.numbers import count
 
 if TYPE_CHECKING:
     from grpo_mcore.tools.parity.parity import ParityCase
@@ -40,8 +41,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="random layouts, features and small shapes of the model instead, each against transformers in float64; "
         "the first case that differs is made smaller for as long as it differs",
     )
-    parser.add_argument("--draws", type=int, default=200, metavar="N", help="cases that --fuzz computes (200)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="largest layout of --fuzz, in ranks (2)")
+    parser.add_argument("--draws", type=count, default=200, metavar="N", help="cases that --fuzz computes (200)")
+    parser.add_argument("--ranks", type=count, default=2, metavar="N", help="largest layout of --fuzz, in ranks (2)")
     parser.add_argument("--case", metavar="JSON", help="compute one case that --fuzz has printed")
     return parser.parse_args(list(words))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_mcore.cli.json_output import print_json
+from grpo_mcore.cli.numbers import amount, count
 from grpo_mcore.recipe import MasterConfig, Problem, RecipeError, load_recipe
 
 if TYPE_CHECKING:
@@ -21,16 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--device", metavar="NAME", help="A100-40GB, A100, H100 (default), H200, B200, RTX4090 or cpu")
-    parser.add_argument("--memory-gb", type=float, metavar="GB", help="memory of the device, if it differs")
+    parser.add_argument("--memory-gb", type=amount, metavar="GB", help="memory of the device, if it differs")
     parser.add_argument(
         "--host-memory-gb",
-        type=float,
+        type=amount,
         metavar="GB",
         help="host memory of a node; default: launch.memory_gb_per_node, or what NVIDIA's servers with the device have",
     )
     parser.add_argument(
         "--mean-length",
-        type=int,
+        type=count,
         metavar="TOKENS",
         help="expected prompt and answer; default: half of the longest",
     )
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", action="store_true", help="let one rank run a step without values, and count memory and kernels"
     )
-    parser.add_argument("--search", type=int, metavar="NODES", help="list the fastest layouts that fit on NODES nodes")
+    parser.add_argument("--search", type=count, metavar="NODES", help="list the fastest layouts that fit NODES nodes")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="with --search: write a recipe with the first of them, on this one"
     )

@@ -9,15 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_mcore.cli.json_output import print_json
+from grpo_mcore.cli.numbers import count
 from grpo_mcore.recipe import MasterConfig, load_recipe, recipe_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps to rehearse; default: 10, or as many as the recipe has, if fewer"
+        "--steps",
+        type=count,
+        metavar="N",
+        help="steps to rehearse; default: 10, or the recipe's, if fewer",
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the cluster, in place of cluster.num_nodes")
+    parser.add_argument("--nodes", type=count, metavar="N", help="nodes of the cluster, in place of cluster.num_nodes")
     parser.add_argument("--config-json", metavar="PATH", help="the model's Hugging Face config.json")
     parser.add_argument("--folder", type=Path, metavar="PATH", help="of the run; default: results/rehearse/RECIPE")
     parser.add_argument(

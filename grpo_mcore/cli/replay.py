@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_mcore.cli.numbers import count
 from grpo_mcore.text import escaped
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="RUN",
         help="a run's log folder (exp_NNN), a folder that holds it, or the address of its mirror in an object store",
     )
-    parser.add_argument("--step", type=int, required=True, metavar="N")
+    parser.add_argument("--step", type=count, required=True, metavar="N")
     parser.add_argument("--layout", metavar="A,B", help="such as TP1,TP2xPP2; default: the run's own")
     parser.add_argument("--samples", metavar="UID,UID", help="only the samples of these prompts")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="in place of policy.precision")

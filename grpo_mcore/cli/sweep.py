@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_mcore.cli.numbers import count
 from grpo_mcore.cli.train import VERBS
 from grpo_mcore.observe.exit_codes import STOPPED_EARLY, TERMINATED
 from grpo_mcore.recipe import load_recipe, recipe_name
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Train a recipe with each combination of the values given, one run after the other or each as a job. "
         "preset=gspo,dapo compares algorithms. The same command again goes on: finished runs are left as they are."
     )
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each combination (1)")
+    parser.add_argument("--seeds", type=count, default=1, metavar="N", help="runs of each combination (1)")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="default: results/sweeps/RECIPE")
     parser.add_argument("--algorithm", choices=tuple(VERBS), default="grpo", help="which command trains (grpo)")
     parser.add_argument(

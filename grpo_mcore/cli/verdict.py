@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_mcore.cli.json_output import print_json
+from grpo_mcore.cli.numbers import count
 from grpo_mcore.text import escaped
 
 
@@ -24,8 +25,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="RUN|MODEL",
         help="a run's log folder, or the address of its mirror, or a Hugging Face folder, or tiny:FAMILY",
     )
-    parser.add_argument("--step", type=int, metavar="N", help="of a run: the recorded step")
-    parser.add_argument("--samples", type=int, default=8, metavar="N", help="of a run: samples that are judged (8)")
+    parser.add_argument("--step", type=count, metavar="N", help="of a run: the recorded step")
+    parser.add_argument("--samples", type=count, default=8, metavar="N", help="of a run: samples that are judged (8)")
     parser.add_argument("--layout", default="TP1", metavar="A", help="of a model: the policy's layout (TP1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args(list(words))

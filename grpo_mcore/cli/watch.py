@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from grpo_mcore.cli.numbers import amount
+
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the command line after `grpo-mcore watch`."""
@@ -19,7 +21,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="RUN",
         help="a run's log folder (exp_NNN), a folder that holds it, or the address of its copy in an object store",
     )
-    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two looks (2)")
+    parser.add_argument("--interval", type=amount, default=2.0, metavar="S", help="seconds between two looks (2)")
     parser.add_argument("--once", action="store_true", help="show it once and end")
     return parser.parse_args(list(words))
 

@@ -595,7 +595,7 @@ TOO_WIDE = (f"{AT}tensor_model_parallel_size=64", f"{AT}pipeline_model_parallel_
             "does not divide num_attention_heads 32",
         ),
         ((LLAMA, "--device", "H900"), 1, "known are A100-40GB"),
-        ((LLAMA, "--search", "0"), 1, "--search 0: give a number of nodes"),
+        ((LLAMA, "--search", "0"), 1, "argument --search: a whole number of at least 1"),
         ((LLAMA, "policy.dtensor_cfg.enabled=true", "policy.fsdp1_enabled=true"), 2, "2 problems"),
     ],
 )

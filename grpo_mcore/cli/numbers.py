@@ -1,0 +1,31 @@
+"""Types of options that are numbers: what is no such number is refused with the command's usage."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text!r}")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """Return a number above 0."""
+    if (value := finite(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"a number above 0 is needed, got {text!r}")
+    return value
+
+
+def finite(text: str) -> float:
+    """Return a number that is neither infinite nor NaN."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"a finite number is needed, got {text!r}")
+    return value
