@@ -1,8 +1,8 @@
 r"""Math answers compared as strings, for data whose answers are short (DAPO, arXiv 2503.14476, section 3.4): the
 answer is in a last line "Answer: ...", and the reward is 1 where it is the truth, -1 elsewhere (equation 7).
 
-Truth and answer are normalised before they are compared: no dollar signs, 1/2 for \dfrac12, 1000 for 1,000, and no
-unit, unless both have one: then it must be the same.
+Truth and answer are normalised before they are compared: no dollar signs, 1/2 for \dfrac12, 1000 for 1,000, 25 for 025
+(as AIME writes its truths), and no unit, unless both have one: then it must be the same.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _REMARK = re.compile(r"\s+\((?=[^()]*[a-z]{4})[a-zA-Z ,]+\)$")
 _SHORT_ROOT = re.compile(r"\\sqrt(\w)")
 _COMMA = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 _LEADING = re.compile(r"(?<![\w.])(-?)(?=\.\d)")
+_ZEROS = re.compile(r"^(-?)0+(?=\d+$)")
 _UNITS = (
     "dollars cents inches feet miles centimeters meters kilometers cm km mph hours minutes seconds days weeks years "
     "degrees units square cubic points percent people students ways integers numbers pages"
@@ -64,7 +65,7 @@ def normalized(answer: str) -> str:
         text = right
     text = _plain(text)
     text = _WHOLE_FRACTION.sub(r"\1/\2", _LEADING.sub(r"\g<1>0", text))
-    return text.rstrip(".").removeprefix("+")
+    return _ZEROS.sub(r"\1", text.rstrip(".").removeprefix("+"))
 
 
 def _plain(text: str) -> str:

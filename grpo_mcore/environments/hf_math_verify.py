@@ -136,6 +136,8 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
         if residue[1] != gold_residue[1] or not all(isinstance(number, sympy.Integer) for number in numbers):
             return residue == gold_residue
         return (numbers[0] - numbers[1]) % residue[1] == 0
+    if residue and gold_text.isdecimal() and int(gold_text) < residue[1]:  # the remainder, with its modulus
+        return _equal(gold, _parse_formula(residue[0]))
     if set(_PRIMED.findall(_EQUALS.split(said)[-1])) != set(_PRIMED.findall(_EQUALS.split(gold_text)[-1])):
         return False  # math-verify does not look at f'
     if re.sub(r"\s", "", said) == re.sub(r"\s", "", gold_text):

@@ -45,6 +45,7 @@ _SYMBOLS = {
     "，": ",",
     "。": ".",
     "：": ":",
+    "、": ", ",
 }
 _ONLY_WORDS = re.compile(r"[a-zA-Z]+(?:[ -][a-zA-Z]+)*")
 _CHARACTERS = {**INVISIBLE, **_SPACES, **_FULL_WIDTH, **{ord(key): value for key, value in _SYMBOLS.items()}}
@@ -91,6 +92,8 @@ _STYLE = re.compile(
 )
 _ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*)?(\{\s*)?\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}(?(1)\s*\})")
 _TEXT_ORDINAL = re.compile(r"\\(?:text|mathrm|textrm)\s*\{\s*(\d+)(?:st|nd|rd|th)\s*\}")
+_UPRIGHT_CONSTANT = re.compile(r"\\(?:mathrm|operatorname)\s*\{\s*([ei])\s*\}")
+_SPACE_BEFORE_PERCENT = re.compile(rf"(?<=[\d}}]){_SPACING}+(?=\\%)")
 _WRAPPERS = re.compile(
     r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathnormal|mbox|textbf|textit|emph|underline|uline)\s*\{"
 )
@@ -101,7 +104,7 @@ _TEXT_LETTERS = re.compile(r"\\(?:text|mathrm|textrm)\s*\{[\s~]*((?:[A-Z]\s*(?:,
 _TEXT_DIGITS = re.compile(r"\\(?:text|mathrm|textrm)\s*\{\s*([0-9A-F]+)\s*\}(?=\s*_)")
 _RESIDUE = re.compile(
     r"(?:\\?[a-zA-Z]\w*(?:_\{?\w+\}?)?\s*\\equiv\s*)?(?P<value>[^\\=]+?)\s*(?:\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)*"
-    r"(?:\(\s*)?(?:\\[pb]?mod(?![a-zA-Z])|\\(?:text|mathrm)\{\s*mod\s*\}|mod\b)(?:\\[,;: ]|~|\s)*"
+    r"(?:\(\s*)?(?:\\[pb]?mod(?![a-zA-Z])|\\(?:text|mathrm)\{\s*\(?\s*mod\s*\}|mod\b)(?:\\[,;: ]|~|\s)*"
     r"\{?\s*(?P<modulus>\d+)\s*\}?\s*\)?"
 )
 _UNSURE = re.compile(
@@ -161,7 +164,7 @@ _BOX_NAMES = (
     r"fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\})|(?<![a-zA-Z\\])boxed(?=\{)|\x08oxed(?=\s*\{)"
 )
 _BOX = re.compile(rf"\\?(?:{_BOX_NAMES})\s*(?:\[[^\]]*\]\s*){{0,2}}(?:(\{{)|([^\s{{}}\\a-zA-Z]))")
-_BETWEEN_BOXES = re.compile(
+BETWEEN_BOXES = re.compile(
     r"(?:\s|[,;&$]|\\[,;:!()\[\] ]|\\q?quad(?![a-zA-Z])|\\\\|\band\b|\bor\b|\\text\{\s*,?\s*(?:and|or)?\s*\}|"
     r"(?<![a-zA-Z])[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
 )
@@ -222,6 +225,7 @@ def normalized(text: str) -> str:
         text = _ORDINAL.sub("", _TEXT_ORDINAL.sub(r"\1", text))
         text = _TEXT_NUMBER.sub(r"\1", text).replace(r"\varnothing", r"\emptyset").replace("{:}", ":")
         text = _TEXT_MONEY.sub(r"\1", text)
+        text = _SPACE_BEFORE_PERCENT.sub("", _UPRIGHT_CONSTANT.sub(r" \1", text))
         text = _TEXT_DIGITS.sub(r"\1", _TEXT_LETTERS.sub(r"\1", text))
     text = _GROUPS.sub(lambda match: match[1] + _NOT_DIGITS.sub("", match[2]), text)
     text = _DECIMAL_COMMA.sub(".", text)
@@ -437,7 +441,7 @@ def last_statement(text: str) -> Statement | None:
     if not boxed:
         return None
     first = len(boxed) - 1
-    while first and _BETWEEN_BOXES.fullmatch(text, boxed[first - 1].end, boxed[first].start):
+    while first and BETWEEN_BOXES.fullmatch(text, boxed[first - 1].end, boxed[first].start):
         first -= 1
     chosen = boxed[first:]
     after = text[end:].partition("\n")[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from grpo_mcore.environments.math_text import INVISIBLE, boxes, without_boxes
+from grpo_mcore.environments.math_text import BETWEEN_BOXES, INVISIBLE, boxes, without_boxes
 
 _WORDS = {
     "en": "answer ans correct_option correct_choice",
@@ -47,7 +47,7 @@ _WORDS = {
     "ur": "جواب",
     "vi": "đáp_án trả_lời",
     "yo": "ìdáhùn",
-    "zh": "答案 答 故选 应选 我选 所以选 因此选",
+    "zh": "答案 答 故选 应选 我选 所以选 因此选 本题选 正确选项",
 }
 _LATIN = "ABCDEFGHIJ"
 _SCRIPTS = (_LATIN, "ＡＢＣＤＥＦＧＨＩＪ", "أبجد", "কখগঘ")  # Latin, full width, Arabic, Bengali
@@ -67,13 +67,15 @@ _OR = (
 )
 _OR_HERE = "或者|[或和とか와과및]|または|이나|또는"
 _OTHER = (
-    rf"[\s.(]*(?:[,;/&+|、،]|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|{_OR_HERE})\s*"
+    rf"[\s.(]*(?:[,;/&+|、،→⇒]|-+>|=+>|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|{_OR_HERE}|"
+    r"\\text\s*\{\s*(?:and|or)\s*\}|\s(?=[(\[<]\w))\s*"
     rf"{_OPENING}"
 )
 _NOT = "ではな ではあり じゃな でない 아니 아닙 不对 不正确 不正確 错 錯"
 _DENIED = rf"[{_CJK}\s]{{0,6}}?(?:{'|'.join(_NOT.split())}|[{_CJK}]{{0,5}}\s*[?\uff1f])"
 _BECAUSE = "because since as which that due for given rather instead not"
 _IS = "is be ist es est è é är er jest este je on to adalah ni là"
+_IS_RIGHT = r"is(?!\s+(?:not|wrong|incorrect|false)\b)"
 _SO = "therefore thus hence clearly indeed simply"
 _LABELS = (
     rf"(?:\s+(?:{'|'.join(f'{_IS} {_SO}'.split())}|are|the|choice|option|letter|would|should|must|here|key|final|"
@@ -97,7 +99,7 @@ def _pattern(words: str, letters: str) -> re.Pattern[str]:
         rf"{_ALONE}{_CLOSING}"
         rf"(?:(?P<several>{_OTHER}[{letters}]{_ALONE}{_CLOSING}(?!\s+\w)|\s*[?？]|{_DENIED}|{lines}|"
         rf"(?:\.[ \t]*{lone}{_ALONE})+\.?[ \t]*(?:\n|\Z))|"
-        rf"(?P<word>(?<![)\]）】}}>*])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|is|and not)\b)[^\W{_CJK}]))?",
+        rf"(?P<word>(?<![)\]）】}}>*])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|{_IS_RIGHT}|and not)\b)[^\W{_CJK}]))?",
         re.IGNORECASE | re.MULTILINE,
     )
 
@@ -152,11 +154,21 @@ def _last_letter(pattern: re.Pattern[str], response: str) -> str | None:
     stated = [match for match in pattern.finditer(text) if match["word"] is None]
     if stated:
         return None if stated[-1]["several"] else _latin(stated[-1]["letter"] or stated[-1]["capital"])
+    after = len(text)  # where the box behind begins
+    named: str | None = None
     for box in reversed(boxes(text)):
+        if named is not None and not BETWEEN_BOXES.fullmatch(text, box.end, after):
+            break
         content = without_boxes(box.content or "").strip()
         letter = _TRUTH.fullmatch(content) or _LABEL.match(content)
         if letter is not None:
-            return _latin(next(filter(None, letter.groups())))
+            latin = _latin(next(filter(None, letter.groups())))
+            if named not in (None, latin):  # "\boxed{A} or \boxed{B}"
+                return None
+            named = latin
+        after = box.start
+    if named is not None:
+        return named
     if (alone := _TRUTH.fullmatch(text.strip())) is not None:
         return _latin(alone[1])
     return _picked(text) or _option_at_the_end(text)
