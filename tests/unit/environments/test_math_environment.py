@@ -19,7 +19,7 @@ from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn
 @pytest.fixture(scope="module")
 def env() -> Iterator[MathEnvironment]:
     env = create_env(
-        env_name="math", env_config={"num_workers": 2, "verify_timeout_s": 1.0, "stop_strings": ["</answer>"]}
+        env_name="math", env_config={"num_workers": 2, "verify_timeout_s": 3.0, "stop_strings": ["</answer>"]}
     )
     yield env
     env.shutdown()
@@ -40,7 +40,7 @@ def test_step_answers_every_conversation(env):
     result = env.step(logs, [{"ground_truth": 82, "level": 3}] * 4)
     assert result.rewards == [1.0, 0.0, 0.0, 0.0]
     assert result.answers == ["082", "81", None, None]
-    assert result.reasons == ["correct", "wrong: 81 != 82", "no answer found", "timed out after 1 s"]
+    assert result.reasons == ["correct", "wrong: 81 != 82", "no answer found", "timed out after 3 s"]
     assert result.terminateds == [True] * 4
     assert result.next_stop_strings == [["</answer>"]] * 4
     assert result.metadata == [{"ground_truth": 82, "level": 3}] * 4
@@ -55,7 +55,7 @@ def test_step_answers_every_conversation(env):
         (r"\boxed{x^2+1}", r"\boxed{(x+1)^2}", 0.0, "x^2+1", r"wrong: x^2+1 != \boxed{(x+1)^2}"),
         ("I do not know", "82", 0.0, None, "no answer found"),
         ("", "82", 0.0, None, "no answer found"),
-        (r"\boxed{10!!!}", "7", 0.0, None, "timed out after 1 s"),
+        (r"\boxed{10!!!}", "7", 0.0, None, "timed out after 3 s"),
     ],
 )
 def test_answer_reward_and_reason(env, response, truth, reward, answer, reason):
