@@ -110,6 +110,7 @@ def test_variables_of_the_environment_are_named_as_omegaconf_names_them(
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     text = MINIMAL + "checkpointing: {checkpoint_dir: '%s/runs'}\n"
     assert load(text % "${oc.env:SCRATCH}").config.checkpointing.checkpoint_dir == "/scratch/me/runs"
+    assert load(MINIMAL, "grpo.seed=${oc.decode:${oc.env:SEED_OF_NOBODY,7}}").config.grpo.seed == 7
     for written, said in (
         ("$SCRATCH", "a recipe is read by no shell; write ${oc.env:SCRATCH}/..."),
         ("${SCRATCH}", "SCRATCH is no key of the recipe; for the environment variable write ${oc.env:SCRATCH}"),
