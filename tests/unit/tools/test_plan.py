@@ -449,6 +449,8 @@ def test_engines_apart_generate_while_the_policy_trains() -> None:
 def test_the_search_returns_layouts_that_fit_fastest_first() -> None:
     found = plan(LLAMA)
     result = search(found.load, found.device, nodes=4)
+    with pytest.raises(PlanError, match="give a number of nodes, at least 1"):
+        search(found.load, found.device, nodes=0)
     options = result.candidates
     assert 3 <= len(options) <= 5
     ranked = [it.seconds * (1.1 if it.load is not None and it.load.host_share else 1.0) for it in options]
@@ -595,7 +597,6 @@ TOO_WIDE = (f"{AT}tensor_model_parallel_size=64", f"{AT}pipeline_model_parallel_
             "does not divide num_attention_heads 32",
         ),
         ((LLAMA, "--device", "H900"), 1, "known are A100-40GB"),
-        ((LLAMA, "--search", "0"), 1, "argument --search: a whole number of at least 1"),
         ((LLAMA, "policy.dtensor_cfg.enabled=true", "policy.fsdp1_enabled=true"), 2, "2 problems"),
     ],
 )
