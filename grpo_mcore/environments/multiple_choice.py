@@ -154,24 +154,24 @@ def _last_letter(pattern: re.Pattern[str], response: str) -> str | None:
     stated = [match for match in pattern.finditer(text) if match["word"] is None]
     if stated:
         return None if stated[-1]["several"] else _latin(stated[-1]["letter"] or stated[-1]["capital"])
-    after = len(text)  # where the box behind begins
-    named: str | None = None
-    for box in reversed(boxes(text)):
-        if named is not None and not BETWEEN_BOXES.fullmatch(text, box.end, after):
-            break
-        content = without_boxes(box.content or "").strip()
-        letter = _TRUTH.fullmatch(content) or _LABEL.match(content)
-        if letter is not None:
-            latin = _latin(next(filter(None, letter.groups())))
-            if named not in (None, latin):  # "\boxed{A} or \boxed{B}"
-                return None
-            named = latin
-        after = box.start
-    if named is not None:
-        return named
+    if boxed := _boxed_letters(text):
+        return boxed.pop() if len(boxed) == 1 else None
     if (alone := _TRUTH.fullmatch(text.strip())) is not None:
         return _latin(alone[1])
     return _picked(text) or _option_at_the_end(text)
+
+
+def _boxed_letters(text: str) -> set[str]:
+    """Return the letters in the last box that has one, and in the boxes beside it, as in "\\boxed{A} or \\boxed{B}"."""
+    letters, next_start = set[str](), len(text)
+    for box in reversed(boxes(text)):
+        if letters and not BETWEEN_BOXES.fullmatch(text, box.end, next_start):
+            break
+        content = without_boxes(box.content or "").strip()
+        if (letter := _TRUTH.fullmatch(content) or _LABEL.match(content)) is not None:
+            letters.add(_latin(next(filter(None, letter.groups()))))
+        next_start = box.start
+    return letters
 
 
 def _option_at_the_end(text: str) -> str | None:

@@ -51,8 +51,8 @@ class ChatForm:
     """A thought at the beginning of an answer's text, <think>...</think>, is moved to its field: the template does not
     look for it there."""
     joint: str = "\n"
-    """What stands between two texts of one message: what the template puts there, or, where it takes one text alone, a
-    line break, as in vLLM."""
+    """Separator of the texts of one message: the template's own, or, where it takes one text alone, a line break, as in
+    vLLM."""
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in this form. Arguments that are no JSON object stay as they are."""

@@ -1,4 +1,4 @@
-"""What a command prints with `--json`."""
+"""Commands with `--json` print one value of JSON and nothing else."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def test_a_tokenizer_or_a_template_that_is_not_there_is_named(single: Path, tmp_
 
 
 def test_the_tokenizer_of_an_export_reads_text_as_the_policy_did(tmp_path: Path) -> None:
-    """Of DeepSeek-R1-Distill-Llama's class transformers 5, and so vLLM, makes a tokenizer that drops all spaces."""
+    """transformers 5, and so vLLM, drops all spaces where a tokenizer has the class of DeepSeek-R1-Distill-Llama."""
     from transformers import AutoTokenizer
 
     from tests.unit.data.byte_level import TEXT, make_byte_level

@@ -1,4 +1,4 @@
-"""What `grpo-mcore data collect` writes."""
+"""`grpo-mcore data collect` writes every rollout, whatever its text is."""
 
 from __future__ import annotations
 
