@@ -23,6 +23,7 @@ from grpo_mcore.environments.code.tests import (
     CodeTestError,
     StdinTest,
     defines,
+    missing_packages,
     read_tests,
     same_text,
     same_value,
@@ -88,6 +89,14 @@ class CodeEnvConfig(AnswerConfig):
     stop_strings: list[str] | None = None
     """Strings that end a generation for this environment."""
 
+    def tests(self, row: Mapping[str, Any]) -> list[CodeTest]:
+        """Return the tests of a prompt that are run. Raises CodeTestError where they cannot be read, or need packages,
+        of which the sandbox has none: every answer would fail."""
+        tests = read_tests(row)[: self.max_tests]
+        if self.sandbox == BUBBLEWRAP and (missing := missing_packages(tests)):
+            raise CodeTestError(f"its tests import {', '.join(missing)}; the sandbox has the standard library alone")
+        return tests
+
 
 class Report(NamedTuple):
     """The result of an answer's tests. `failed`: a reason for each test that failed, skipped ones included. `broken`:
@@ -143,10 +152,11 @@ class CodeEnvironment(EnvironmentInterface):
 
     @classmethod
     def check_truths(cls, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        section = CodeEnvConfig.read(config)
         problems: list[str | None] = []
         for row in rows:
             try:
-                read_tests(row)
+                section.tests(row)
                 problems.append(None)
             except CodeTestError as error:
                 problems.append(str(error))
@@ -176,7 +186,7 @@ class CodeEnvironment(EnvironmentInterface):
     def _report(self, answer: str | None, metadata: Mapping[str, Any]) -> Report:
         """Run all tests of an answer in one sandbox, which no other answer uses."""
         try:
-            tests = read_tests(metadata)[: self.config.max_tests]
+            tests = self.config.tests(metadata)
         except CodeTestError as error:
             return Report(last_program(answer or ""), 0, 0, [], str(error), 0.0)
         program = last_program(answer or "", _function_of(tests[0]))

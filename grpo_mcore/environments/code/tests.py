@@ -4,7 +4,8 @@ The first of these fields that a prompt's `extra_env_info` has is read:
 
 tests                    [{"input", "output", "fn_name"?} | {"call", "args", "output"} | {"assert"} | "assert ...",
                          ...], or as input_output has them (DeepCoder); also as a JSON string
-input_output             {"inputs": [...], "outputs": [...], "fn_name"?}, or that as a JSON string (APPS, TACO)
+input_output             {"inputs": [...], "outputs": [...], "fn_name"?}, or that as a JSON string (APPS, TACO); of
+                         LeetCodeDataset, which has a list there, `test` is read
 public_test_cases,       [{"input", "output", "testtype": "stdin" | "functional"}], as JSON strings, with the
 private_test_cases       function's name in `metadata` {"func_name"} (LiveCodeBench; the private ones also packed)
 public_tests,            {"input": [...], "output": [...]} (CodeContests)
@@ -15,7 +16,8 @@ test, entry_point        code that defines check(candidate) (HumanEval); the hea
                          and all of it before one that does not define the function itself
 test                     functions test_...() that import the program from `solution` (KodCode)
 verification_info        {"test_cases": as in tests} (SYNTHETIC-1)
-ground_truth             as in tests (Eurus-2, and what else comes by `output_key: reward_model.ground_truth`)
+ground_truth             as in tests (Eurus-2, and what else comes by `output_key: reward_model.ground_truth`),
+                         {"test_code", "entry_point", "import_prefix"?} (Skywork-OR1), {"assert_case": [...]} (verl)
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ import json
 import math
 import pickle
 import re
+import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from typing import Any, TypeGuard
 
 _WORDS = re.compile(r"\s+|\S+")
+_IMPORT = re.compile(r"^(?:import|from)\b", re.MULTILINE)
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?")
 
 
@@ -167,7 +171,7 @@ Row = Mapping[str, Any]
 def read_tests(row: Row) -> list[CodeTest]:
     """Return at least one test. Raises CodeTestError that says what is missing or wrong."""
     for field, reader in _READERS.items():
-        if row.get(field) is not None and (field != "ground_truth" or _may_hold_tests(row[field])):
+        if row.get(field) is not None and _holds_tests(row, field):
             try:
                 tests = list(reader(row))
             except CodeTestError:
@@ -184,21 +188,49 @@ def read_tests(row: Row) -> list[CodeTest]:
     )
 
 
-def _may_hold_tests(truth: Any) -> bool:
-    """Return whether a truth is more than an answer."""
-    return isinstance(truth, Mapping | list) or (isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["))
+def _holds_tests(row: Row, field: str) -> bool:
+    """Return whether a field has the row's tests: a truth that is more than an answer; of LeetCodeDataset `test`, and
+    not the list under `input_output`, whose texts are for readers."""
+    value = row[field]
+    if field == "ground_truth":
+        return isinstance(value, Mapping | list) or (isinstance(value, str) and value.lstrip()[:1] in ("{", "["))
+    return field != "input_output" or not (isinstance(value, list) and row.get("test"))
+
+
+def missing_packages(tests: Sequence[CodeTest]) -> list[str]:
+    """Return the packages that tests import at their top, and that Python's standard library does not have."""
+    names: set[str] = set()
+    for test in tests:
+        for code in (test.code, test.head()) if isinstance(test, AssertTest) else ():
+            try:
+                nodes = ast.parse(code).body if _IMPORT.search(code) else []
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                continue
+            for node in nodes:
+                names |= {one.name for one in node.names} if isinstance(node, ast.Import) else set()
+                names |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
+    return sorted({name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"", "solution"})
 
 
 def _cases(content: Any, field: str) -> Iterator[CodeTest]:
-    """Read a list of tests, a mapping that has one as `test_cases`, or inputs and outputs as APPS has them."""
+    """Read a list of tests, a mapping that has one as `test_cases`, inputs and outputs as APPS has them, or what
+    Skywork-OR1 and verl have for LeetCode's problems and for assertions."""
     content = _parsed(content)
     if isinstance(content, Mapping) and "test_cases" in content:
         content = _parsed(content["test_cases"])
     if isinstance(content, Mapping):
-        yield from _inputs_and_outputs(content)
+        if "test_code" in content:
+            named = {"test": content["test_code"], "prompt": content.get("import_prefix")}
+            yield from _human_eval({**named, "entry_point": content.get("entry_point")})
+        elif "assert_case" in content:
+            yield from map(AssertTest, content["assert_case"])
+        else:
+            yield from _inputs_and_outputs(content)
         return
     for number, test in enumerate(content):
         if isinstance(test, str):
+            if "assert" not in test:
+                raise CodeTestError(f"test {number} of {field!r} asserts nothing: {test[:60]!r}")
             yield AssertTest(test)
             continue
         kind = next((kind for kind in ("call", "assert", "input") if kind in test), None)
@@ -264,20 +296,31 @@ def _mbpp(row: Row) -> Iterator[CodeTest]:
 
 
 def _human_eval(row: Row) -> Iterator[CodeTest]:
-    if not row.get("entry_point"):
+    name, checks = row.get("entry_point"), defines(row["test"], "check")
+    if not name or not (checks or _runs_something(row["test"])):
         yield from _pytest(row["test"])
         return
-    name = row["entry_point"]
-    call = f"\ncheck({name})\n" if defines(row["test"], "check") else ""
-    yield AssertTest(f"{row['test']}{call}", before=row.get("prompt") or "", defines=name)
+    call = f"\ncheck({name})\n" if checks else ""
+    function = name.rpartition(".")[2]  # of Solution().twoSum
+    yield AssertTest(f"{row['test']}{call}", before=row.get("prompt") or "", defines=function)
+
+
+def _runs_something(code: str) -> bool:
+    """Return whether code does more than define what nobody calls."""
+    nodes = ast.parse(code).body
+    calls = (node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+    return any(isinstance(node, ast.Assert | ast.For | ast.With | ast.Try) for node in nodes) or any(calls)
 
 
 def _pytest(code: str) -> Iterator[CodeTest]:
     """Read functions test_...(): a test each, without the import of the program, whose names are there."""
     given = [node for node in ast.parse(code).body if not _imports(node, "pytest")]
+    inside = [part for node in given if isinstance(node, ast.ClassDef) for part in node.body]
+    if any(isinstance(part, ast.FunctionDef) and part.name.startswith("test") for part in inside):
+        raise CodeTestError("'test' has tests in a class, as unittest's; functions test_...() and check() are run")
     needs_pytest = any(isinstance(node, ast.Name) and node.id == "pytest" for one in given for node in ast.walk(one))
     renamed = any(alias.asname for node in given if _imports(node, "solution") for alias in node.names)
-    given = [node for node in given if not _imports(node, "solution")]
+    given = [node for node in given if isinstance(node, ast.Import) or not _imports(node, "solution")]
     tests = [node for node in given if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
     if needs_pytest or renamed or any(test.args.args or test.decorator_list for test in tests):
         raise CodeTestError("'test' needs pytest (fixtures, marks, raises) or renames what it imports")
@@ -296,7 +339,7 @@ def _imports(node: ast.stmt, module: str) -> TypeGuard[ast.Import | ast.ImportFr
 
 _READERS: dict[str, Callable[[Row], Iterator[CodeTest]]] = {
     "tests": lambda row: _cases(row["tests"], "tests"),
-    "input_output": lambda row: _inputs_and_outputs(_parsed(row["input_output"])),
+    "input_output": lambda row: _cases(row["input_output"], "input_output"),
     "public_test_cases": _live_code_bench,
     "public_tests": _code_contests,
     "test_list": _mbpp,
@@ -345,7 +388,9 @@ def _unpacked(value: str) -> Any:
 
 
 def _lines(value: Any) -> str:
-    """Return an input or output as text; it may also be a list of lines."""
+    """Return an input or output as text; it may also be a list of lines. Raises CodeTestError for null."""
+    if value is None:
+        raise CodeTestError("an input or output is null")
     return "\n".join(str(line) for line in value) if isinstance(value, list) else str(value)
 
 

@@ -136,6 +136,13 @@ def test_a_prompt_whose_tests_cannot_be_read_has_no_reward(env: CodeEnvironment)
     assert result.reasons[2] == "not JSON: '[{'"
 
 
+def test_tests_that_need_packages_fail_no_answer() -> None:
+    row = {"tests": ["import numpy as np\nassert np.all(f() == 1)"]}
+    [problem] = CodeEnvironment.check_truths({}, [row])
+    assert problem == "its tests import numpy; the sandbox has the standard library alone"
+    assert CodeEnvironment.check_truths({"sandbox": "none_i_trust_the_code"}, [row]) == [None]
+
+
 @pytest.mark.parametrize(
     ("keys", "reward", "reason"),
     [

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import zlib
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from grpo_mcore.environments.code.tests import (
     CallTest,
     CodeTestError,
     StdinTest,
+    missing_packages,
     read_tests,
     same_text,
     same_value,
@@ -159,6 +161,55 @@ def test_human_eval() -> None:
     assert test.program("\n" * 10**6) == prompt + "\n" * 10**6  # and not in an hour
 
 
+LEETCODE = {
+    "prompt": "from typing import *\n\nclass ListNode: ...\n",
+    "entry_point": "Solution().twice",
+    "test": "def check(candidate):\n    assert candidate(n = 3) == 6\n",
+}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**LEETCODE, "input_output": [{"input": "n = 3", "output": "6"}]},  # LeetCodeDataset
+        {  # Skywork-OR1
+            "ground_truth": json.dumps(
+                {
+                    "import_prefix": LEETCODE["prompt"],
+                    "entry_point": LEETCODE["entry_point"],
+                    "test_code": LEETCODE["test"],
+                }
+            )
+        },
+    ],
+)
+def test_problems_of_leetcode(row: dict[str, Any]) -> None:
+    [test] = read_tests(row)
+    assert isinstance(test, AssertTest) and test.code == LEETCODE["test"] + "\ncheck(Solution().twice)\n"
+    answer = "TWO = 2\nclass Solution:\n    def twice(self, n): return TWO * n\n"
+    for program, passes in ((answer, True), (answer.replace("TWO *", "3 *"), False)):
+        scope: dict[str, Any] = {}
+        exec(test.whole_program(program), scope)
+        with nullcontext() if passes else pytest.raises(AssertionError):
+            exec(test.code, scope)
+
+
+def test_a_test_may_import_the_program_as_a_module() -> None:
+    [test] = read_tests({"test": "import solution\ndef test_a():\n    assert solution.f() == 1\n"})
+    assert isinstance(test, AssertTest) and test.code.startswith("import solution\n")
+
+
+def test_packages_that_tests_need() -> None:
+    human_eval_plus = {
+        "entry_point": "f",
+        "test": "import numpy as np\nimport os\ndef check(f):\n    assert f() == 1\n",
+    }
+    assert missing_packages(read_tests(human_eval_plus)) == ["numpy"]
+    prompt = "import pandas.api\nfrom solution import g\ndef f():\n"
+    assert missing_packages([AssertTest("assert f()", prompt, "f"), AssertTest("import (", "", "f")]) == ["pandas"]
+    assert missing_packages([AssertTest("from math import inf\nassert f()"), StdinTest("import numpy", "")]) == []
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -174,6 +225,18 @@ def test_human_eval() -> None:
         ({"test": "def test_a(tmp_path): pass"}, "'test' needs pytest"),
         ({"test": "from solution import f as g\ndef test_a(): assert g()"}, "or renames what it imports"),
         ({"test": "def test_a(:"}, "the tests in 'test' cannot be read: SyntaxError"),
+        (
+            {  # BigCodeBench: nothing would run it, so that every program would pass
+                "entry_point": "f",
+                "test": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): assert f() == 1\n",
+            },
+            r"'test' has tests in a class, as unittest's; functions test_...\(\) and check\(\) are run",
+        ),
+        ({"test": "class A:\n    def test_a(self): assert 0\ndef test_b(): pass"}, "has tests in a class"),
+        ({"entry_point": "f", "test": "expected = 1\ndef verify(f): assert f() == expected"}, "no function test_"),
+        ({"tests": ["1 2\n"]}, r"test 0 of 'tests' asserts nothing: '1 2\\n'"),
+        ({"tests": [{"input": "1", "output": None}]}, "an input or output is null"),
+        ({"input_output": {"inputs": ["1"], "outputs": [None]}}, "an input or output is null"),
         ({"ground_truth": "3"}, r"needs tests in one of tests, .*; the prompt has \['ground_truth'\]"),
         ({"ground_truth": "[1"}, r"not JSON: '\[1'"),
         ({"verification_info": '{"ground_truth": "5"}'}, "'verification_info' cannot be read: KeyError: 'inputs'"),
@@ -285,7 +348,7 @@ def test_the_head_of_the_prompt_comes_before_an_answer_that_defines_the_function
     assert test.whole_program("    return a + b\n") == prompt + "    return a + b\n"
     assert test.whole_program("return a + b\n") == prompt + "    return a + b\n"
     assert test.whole_program("c = a\nreturn c + b\n") == prompt + "    c = a\n    return c + b\n"
-    [nested] = read_tests({"entry_point": "add", "prompt": "class A:\n    def add(self): ...", "test": "pass"})
+    [nested] = read_tests({"entry_point": "add", "prompt": "class A:\n    def add(self): ...", "test": "assert 1"})
     assert isinstance(nested, AssertTest) and nested.head() == ""
 
 
