@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 from torch.utils.data import Dataset
@@ -32,6 +33,7 @@ from grpo_mcore.data.interfaces import (
     uid_text,
 )
 from grpo_mcore.imports import no_exit
+from grpo_mcore.recipe import dataset_by_name
 from grpo_mcore.rollout.datum import DatumSpec
 
 CHECK_AT_ONCE = 20_000
@@ -309,6 +311,7 @@ def build_task_data(
     """
     if not train:
         raise DataError("data.train is empty: name at least one dataset")
+    _warn_of_shared_rows(train, validation)
     loaded = _load(train, default_processor, load)
     held_out = [data for data in loaded if data.val_dataset is not None]
     loaded_val = _load(validation, default_processor, load, taken={data.task_name for data in loaded})
@@ -331,6 +334,27 @@ def build_task_data(
         env_names={data.task_name: data.env_name for data in loaded},
         val_env_names={data.task_name: data.env_name for data in val_datasets},
     )
+
+
+def _warn_of_shared_rows(train: Sequence[Entry], validation: Sequence[Entry]) -> None:
+    """Warn where an entry of the validation data reads what one of the training data reads: of a dataset with several
+    splits, both read the one for training where they name none; a file has no splits, whatever they name."""
+    shared = set(map(_table_of, train)) & set(map(_table_of, validation)) - {None}
+    for name, path, *_ in filter(None, shared):
+        log.warning(
+            "data.validation reads the rows of %s that data.train reads, so that the policy is validated on what it is "
+            "trained on; name another file or `split`, or set split_validation_size in data.train instead",
+            path or name,
+        )
+
+
+def _table_of(entry: Entry) -> tuple[str | None, ...] | None:
+    """Return what an entry reads; None where a class of its own generates it."""
+    name, path, split = (setting(entry, key) for key in ("dataset_name", "data_path", "split"))
+    if not path and dataset_by_name(name or "") in (None, "SlidingPuzzle"):
+        return None
+    is_whole = path and Path(path).is_file() and str(split).isidentifier()
+    return name, path, setting(entry, "subset"), None if is_whole else split
 
 
 def _load(

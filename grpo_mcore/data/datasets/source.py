@@ -7,6 +7,7 @@ disk until they are read.
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from grpo_mcore.data.datasets.rows import Joined
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.recipe import nearest
 from grpo_mcore.rollout.datum import field_of
+
+log = logging.getLogger(__name__)
 
 _FILE_TYPES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 _OTHER_FILES = (".txt", ".xlsx", ".pkl", ".npz", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar")  # which are not read
@@ -245,9 +248,7 @@ def load_table(
             if kind is None:
                 known = ", ".join((*SUFFIXES, *_FILE_TYPES))
                 raise DataError(f"{path}: unknown kind of file; known are {known}")
-            rows = datasets.load_dataset(kind, data_files=path, cache_dir=download_dir, **options)
-            name = split if split and split.isidentifier() else "train"  # a file is whatever split was asked for
-            loaded = {name: rows["train"]}
+            loaded = datasets.load_dataset(kind, data_files=path, cache_dir=download_dir, **options)["train"]
         else:
             if local:
                 _refuse_several_kinds(Path(path))
@@ -262,7 +263,11 @@ def load_table(
         subset_text = f", subset {subset!r}" if subset else ""
         here = "" if Path(path).exists() else f" (there is no file or folder of that name in {Path.cwd()})"
         raise DataError(f"cannot load the dataset {path!r}{subset_text}{here}: {reason}") from error
-    table = _choose_split(loaded, split, path) if isinstance(loaded, dict) else loaded
+    if not isinstance(loaded, dict):  # one table is whatever split was asked for
+        loaded = {(split or "train").partition("[")[0]: loaded}
+    if split is None and len(loaded) > 1 and "train" in loaded:
+        log.info("%s: the split train is read, of %s; `split` names another", path, ", ".join(loaded))
+    table = _choose_split(loaded, split, path)
     if len(table) == 0:
         raise DataError(f"{path}: the dataset is empty")
     return table

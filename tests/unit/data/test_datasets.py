@@ -326,6 +326,9 @@ def test_a_file_is_its_own_split(tmp_path):
     entry = {"data_path": path, "download_dir": str(tmp_path / "cache")}
     assert len(load_response_dataset({**entry, "split": "test"}).dataset) == 3
     assert len(load_response_dataset({**entry, "split": "train[:2]"}).dataset) == 2
+    hf_datasets.Dataset.from_list(sums(3)).save_to_disk(str(tmp_path / "saved"))
+    for split, count in (("test", 3), ("train[:2]", 2), ("test[:34%]", 1)):
+        assert len(load_response_dataset({"data_path": str(tmp_path / "saved"), "split": split}).dataset) == count
 
 
 @pytest.mark.parametrize(

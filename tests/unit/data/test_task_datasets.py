@@ -56,6 +56,19 @@ def test_one_dataset_for_training_and_validation_keeps_its_split_in_its_name(wri
     assert set(data.val_env_names) == {"t-test", "t-2"}
 
 
+def test_validation_on_the_rows_of_the_training_is_said(write_jsonl, tokenizer, tmp_path, package_log):
+    rows, entry = hf_datasets.Dataset.from_list(sums(4)), {"data_path": str(tmp_path / "saved")}
+    hf_datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(entry["data_path"])
+    build_task_data([entry], [{**entry, "split": "test"}], tokenizer, 32)
+    assert "so that the policy is validated" not in package_log.text
+    assert "saved: the split train is read, of train, test; `split` names another" in package_log.text
+    file = {"data_path": write_jsonl("a.jsonl", sums(4))}
+    for both in (entry, file):
+        build_task_data([both], [{**both, "split": "test"} if both is file else both], tokenizer, 32)
+        said = f"reads the rows of {both['data_path']} that data.train reads, so that the policy is validated on"
+        assert said in package_log.text
+
+
 def test_without_validation_there_is_none(write_jsonl, tokenizer):
     data = build_task_data([{"data_path": write_jsonl("a.jsonl", sums(2))}], [], tokenizer, 32)
     assert data.validation is None and data.val_env_names == {}
