@@ -60,12 +60,17 @@ def row_problem(info: Mapping[str, Any]) -> str | None:
 
 def _checks(info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     if "instructions" in info or "instruction_id_list" not in info:
-        return list(info["instructions"])
-    pairs = zip(info["instruction_id_list"], info["kwargs"], strict=True)
+        return list(_parsed(info["instructions"]))
+    pairs = zip(_parsed(info["instruction_id_list"]), _parsed(info["kwargs"]), strict=True)
     return [  # tables have every argument of any instruction, null where it is another's
-        {"name": name} | {key: value for key, value in (arguments or {}).items() if value is not None}
+        {"name": name} | {key: value for key, value in (_parsed(arguments) or {}).items() if value is not None}
         for name, arguments in pairs
     ]
+
+
+def _parsed(value: Any) -> Any:
+    """Return a list or a mapping, which a table may hold as JSON text. Raises ValueError."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def _arguments(check: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ READING = [
     Attempt("uses descriptors that were left open", """
         def inside(fd):
             target = os.readlink(f"/proc/self/fd/{fd}")
-            return False if target.startswith(("pipe:", "/proc/")) else target
+            return False if target.startswith(("pipe:", "/proc/", "/scratch/.input")) else target
         tried(*[(fd, inside, fd) for fd in range(200)], *[(fd, os.listdir, fd) for fd in range(200)])
         """),
     Attempt("imports packages of the machine", """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from grpo_mcore.environments.instructions import INSTRUCTIONS, followed, row_problem
@@ -102,6 +104,9 @@ def test_rows_as_they_are_published() -> None:
     }
     assert [followed(reply, row) for reply in ("one two", "one", "one, two")] == [1.0, 0.0, 0.0]
     assert followed("one", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}) == 1.0
+    for text in ({**row, "kwargs": json.dumps(row["kwargs"])}, {**row, "kwargs": [*map(json.dumps, row["kwargs"])]}):
+        assert row_problem(text) is None
+        assert [followed(reply, text) for reply in ("one two", "one", "one, two")] == [1.0, 0.0, 0.0]
     with pytest.raises(KeyError, match="instructions"):
         followed("one", {})
 
