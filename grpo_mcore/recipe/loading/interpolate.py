@@ -94,13 +94,26 @@ def resolve_tree(tree: Node, complete: Complete, nearest: Nearest, problems: lis
 
 
 def _needed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections that have an interpolation or are named in one: OmegaConf would take a third of the time of
-    loading a recipe over the others."""
-    texts = {section: " ".join(_interpolated(value)) for section, value in values.items()}
-    text = " ".join(texts.values())
-    if _BUILT.search(text):
+    """Return the values with interpolations, and those that may be named in one: OmegaConf would take most of the time
+    of loading a recipe over the others. Keys are compared by their last word, so some too many are kept."""
+    texts = " ".join(_interpolated(values))
+    if _BUILT.search(texts):
         return values
-    return {section: value for section, value in values.items() if texts[section] or section in text}
+    keys = [key.split(".") for key in re.findall(r"""[^\s${}:,\[\]'"]+""", texts)]
+    return _named(values, {word for key in keys for word in key}, {key[-1] for key in keys})
+
+
+def _named(values: dict[str, Any], words: Collection[str], ends: Collection[str]) -> dict[str, Any]:
+    """Return the values with interpolations or named by one of the words, and whole sections named by one of the
+    ends."""
+    kept = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and str(key) not in ends:
+            if below := _named(value, words, ends):
+                kept[key] = below
+        elif str(key) in words or any(_interpolated(value)):
+            kept[key] = value
+    return kept
 
 
 def _interpolated(value: Any) -> Iterator[str]:
