@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.mirrored import local_run
     from grpo_mcore.tools.rehearse.faults import named_fault, recipe_faults
     from grpo_mcore.tools.rehearse.recording import read_recording
-    from grpo_mcore.tools.rehearse.rehearse import Rehearsal, rehearse
+    from grpo_mcore.tools.rehearse.rehearse import Rehearsal, calibrated, rehearse
     from grpo_mcore.tools.rehearse.report import plain, rehearsal_text, rehearse_all, sweep_settings, sweep_text
 
     folder = args.folder or Path("results/rehearse") / recipe_name(args.recipe)
@@ -64,9 +64,11 @@ def run(args: argparse.Namespace) -> int:
         return load_recipe(args.recipe, [*args.overrides, *nodes, *words]).config
 
     steps = args.steps or min(10, load({}).grpo.max_num_steps)
-    recording = None if args.recorded is None else read_recording(local_run(args.recorded))
+    recording = (
+        None if args.recorded is None else calibrated(read_recording(local_run(args.recorded)), args.config_json)
+    )
     if args.sweep:
-        rehearsed = list(rehearse_all(sweep_settings(args.sweep), load, folder, steps, recording))
+        rehearsed = list(rehearse_all(sweep_settings(args.sweep), load, folder, steps, args.config_json, recording))
         if args.json:
             rows = [
                 {**setting, **(plain(run) if isinstance(run, Rehearsal) else {"error": run})}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,13 +41,15 @@ class RecordedSample:
 
 @dataclass(frozen=True)
 class Recording:
-    """A run. `groups`: samples by prompt. `figures`: see `measured`."""
+    """A run. `groups`: samples by prompt. `figures`: see `measured`. `factors`: of the planned durations, with which a
+    rehearsal takes as long as the run did."""
 
     config: MasterConfig
     prompt_tokens: int
     mean_tokens: int
     groups: tuple[tuple[RecordedSample, ...], ...]
     figures: Mapping[str, float]
+    factors: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_recording(folder: Path) -> Recording:

@@ -6,7 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,8 +46,9 @@ from grpo_mcore.tools.report.device_seconds import WAITS, device_seconds
 
 LATENCY_S = 0.001
 """Longest time of a message between driver and worker."""
-CALIBRATIONS, CALIBRATION_STEPS, MOST_CHANGE = 8, 16, 1.5
-"""Rehearsals of a recorded run, steps of each, by which its durations are found; most that one changes a factor."""
+CALIBRATIONS, CALIBRATION_STEPS, MOST_CHANGE, MISS = 8, 16, 1.5, 0.005
+"""Most rehearsals of a recorded run, steps of each, by which its durations are found; most that one changes a factor;
+relative error with which they are found."""
 DEATH_NOTICE_S = 5.0
 """Longest time until the driver hears of a death."""
 WAITING_SHARE = 0.05
@@ -126,6 +127,14 @@ def planned_durations(config: MasterConfig, shape: ModelShape, mean_tokens: int 
     return planned(plan, section.start_seconds, section.save_seconds)
 
 
+def calibrated(recording: Recording, config_json: str | None = None) -> Recording:
+    """Return the recording with its factors. `config_json`: of a model that is not known by name. Raises
+    RehearsalError."""
+    shape = plan_shape(recording.config, config_json)
+    with TemporaryDirectory() as place, redirect_stdout(StringIO()):
+        return replace(recording, factors=calibration(recording, shape, Path(place)))
+
+
 def calibration(recording: Recording, shape: ModelShape, folder: Path) -> dict[str, float]:
     """Return the factors of the planned durations with which a rehearsal of the recorded run takes as long as it did.
     How fast its engines are shows best in how long it waits for them; where it does not, in how long they are asked for
@@ -150,6 +159,8 @@ def calibration(recording: Recording, shape: ModelShape, folder: Path) -> dict[s
         if waits:
             given["decode"] = given["wait"]
         tried.append(Try(factors, given, miss(wanted, given)))
+        if tried[-1].miss < MISS:
+            break
         factors = {name: better_factor(wanted[name], name, tried) for name in factors}
     return min(tried, key=lambda one: one.miss).factors
 
@@ -247,7 +258,7 @@ def rehearse(
 ) -> Rehearsal:
     """Rehearse a recipe, and return what it predicts. Its run folder is in `folder`/logs. `faults`: what breaks;
     without faults that need it, the driver is not restarted. `config_json`: of a model that is not known by name.
-    `recording`: a run whose samples come again, and whose durations are taken."""
+    `recording`: a calibrated one, whose samples and durations are taken."""
     gpu = recipe.cluster.platform != "cpu"
     shape = plan_shape(recipe, config_json)
     config = modelled_recipe(recipe, folder, steps)
@@ -258,8 +269,7 @@ def rehearse(
                 f"policy.model_name: the recorded run trained {recording.config.policy.model_name}, the recipe "
                 f"{recipe.policy.model_name}: its seconds say nothing about another model"
             )
-        with TemporaryDirectory() as place, redirect_stdout(StringIO()):
-            durations = scaled(durations, calibration(recording, shape, Path(place)))
+        durations = scaled(durations, recording.factors)
     clock = VirtualClock(config.rehearse.seed, timer=time.thread_time)
     world = World(config, durations, clock, config.rehearse.seed, recording, shared_cores(recipe, clock))
     broken, runs = Faults(faults, world), list[tuple[dict[str, Any], Path]]()

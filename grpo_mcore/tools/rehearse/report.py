@@ -49,6 +49,7 @@ def rehearse_all(
     load: Callable[[Mapping[str, str]], MasterConfig],
     folder: Path,
     steps: int,
+    config_json: str | None = None,
     recording: Recording | None = None,
 ) -> Iterator[tuple[Mapping[str, str], Rehearsal | str]]:
     """Rehearse each setting in a folder of its own. Yield it with its rehearsal, or why there is none."""
@@ -56,7 +57,7 @@ def rehearse_all(
         place = folder / f"setting-{number:02d}"
         shutil.rmtree(place, ignore_errors=True)
         try:
-            yield setting, rehearse(load(setting), place, steps, recording=recording)
+            yield setting, rehearse(load(setting), place, steps, config_json=config_json, recording=recording)
         except (RecipeError, LayoutError, PlanError, RehearsalError) as error:  # the others are rehearsed all the same
             yield setting, str(error).partition("\n")[0]
 

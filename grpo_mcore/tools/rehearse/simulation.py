@@ -192,14 +192,17 @@ DURATIONS = Durations(
 )
 
 
+TINY = {
+    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+"""A model whose refit is planned in a millisecond."""
+
+
 @cache
 def tiny_shape() -> ModelShape:
-    """Return a model whose refit is planned in a millisecond."""
-    return shape_of({
-        "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": True,
-    })  # fmt: skip
+    return shape_of(TINY)
 
 
 @dataclass

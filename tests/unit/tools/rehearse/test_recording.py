@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms.grpo import grpo_train
+from grpo_mcore.cli.main import main
 from grpo_mcore.cluster.virtual_cluster import VirtualClock
 from grpo_mcore.observe import read_metrics
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.rehearse.durations import Durations
 from grpo_mcore.tools.rehearse.recording import RecordingError, measured, read_recording, scaled
 from grpo_mcore.tools.rehearse.rehearse import calibration, open_rehearsal, planned_durations, shared_cores
-from grpo_mcore.tools.rehearse.simulation import Case, tiny_shape
+from grpo_mcore.tools.rehearse.simulation import TINY, Case, tiny_shape
 from grpo_mcore.tools.rehearse.world import World
 from grpo_mcore.tools.report.run_files import NoRun
 
@@ -90,6 +92,25 @@ def test_a_recording_predicts_other_settings(recorded: Path, factors: dict[str, 
         predicted = step_seconds(run(other, place / "predicted", durations(other, factors), recording))
         errors.append(abs(predicted / truth - 1))
     assert max(errors) <= 0.1 and median(errors) <= 0.05, errors
+
+
+def test_a_sweep_from_a_recording(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recorded setting takes as long again. The model is known by its config alone."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "recipe.yaml").write_text(json.dumps(read_recording(recorded).config.model_dump(mode="json")))
+    command = [
+        "rehearse",
+        str(tmp_path / "recipe.yaml"),
+        "--config-json",
+        str(tmp_path / "config.json"),
+        "--steps",
+        "8",
+    ]
+    sweep = ["--sweep", "grpo.async_grpo.max_trajectory_age_steps=1,2", "--folder", str(tmp_path / "swept"), "--json"]
+    assert main([*command, "--from", str(recorded), *sweep]) == 0
+    same, other = json.loads(capsys.readouterr().out)
+    assert same["step"][0] == pytest.approx(step_seconds(recorded), rel=0.03)
+    assert other["grpo.async_grpo.max_trajectory_age_steps"] == "2" and 0 < other["step"][0] < 1.05 * same["step"][0]
 
 
 def test_a_run_without_samples_predicts_nothing(recorded: Path, tmp_path: Path) -> None:
