@@ -8,6 +8,9 @@ program of its own, the host, because workers must not be forked from a process 
 because multiprocessing would import the run's `__main__` in each worker; and because workers read what a model wrote,
 so the run's environment variables, its secrets among them, and its pickle loader stay out of their reach.
 
+A function may start processes, such as programs that it tests. Those of a worker that has ended become children of the
+host, which ends them.
+
 When the run closes the pool, or dies, the host sees its connection close and stops its workers. When the host dies, the
 fork server sees that and ends, and the kernel kills the workers with it (PR_SET_PDEATHSIG).
 """
@@ -32,7 +35,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -232,6 +235,7 @@ def serve(descriptor: int) -> None:
     spec, parent = connection.recv()
     pebble.CONSTS.term_timeout = _TERMINATE_S
     processes.shorten_socket_paths()
+    processes.adopt_orphans()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *spec.preload])
     pool = pebble.ProcessPool(spec.num_workers, initializer=_start_worker, initargs=(spec,), context=context)
@@ -248,6 +252,8 @@ def serve(descriptor: int) -> None:
         connection.close()  # first: the run need not wait for what follows
         pool.stop()
         pool.join()
+        while _end_orphans():
+            time.sleep(processes.POLL_S)
 
 
 def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, str]:
@@ -283,7 +289,11 @@ def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerS
             with sending:
                 connection.send_bytes(f"[{number}, [{results}]]".encode())
 
+    next_look = 0.0
     while pool.active and os.getppid() == parent:  # a fork of the run may keep the connection open
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + _POLL_S
+            _end_orphans()
         if connection.poll(_POLL_S):
             number, payloads = connection.recv()
             try:
@@ -291,6 +301,21 @@ def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerS
             except RuntimeError:
                 return  # Pebble has given up
             threading.Thread(target=answer, args=(number, futures), daemon=True).start()
+
+
+def _end_orphans() -> bool:
+    """Kill what jobs have started and their ended workers have left. Return whether there was anything."""
+    own = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as children:
+            orphans = {int(pid) for pid in children.read().split()} - own
+    except OSError:  # not on this system
+        return False
+    for pid in orphans:  # they stay children of this process, and keep their numbers, until it has waited for them
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+    return bool(orphans)
 
 
 def _result_of(future: Future[str], spec: WorkerSpec) -> str:

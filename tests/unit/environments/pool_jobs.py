@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 IMPORTED_IN = os.getpid()
@@ -42,6 +44,13 @@ def processes() -> tuple[int, int]:
 
 
 def sleep(seconds: float = 3600.0) -> None:
+    time.sleep(seconds)
+
+
+def start_process(file: str, seconds: float) -> None:
+    """Start a process that would run for an hour, and leave it; then sleep."""
+    child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    Path(file).write_text(str(child.pid))
     time.sleep(seconds)
 
 

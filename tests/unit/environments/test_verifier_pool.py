@@ -165,6 +165,17 @@ def test_close_ends_the_workers_whatever_they_do() -> None:
         pool.run([("square", 2)])
 
 
+def test_what_a_job_has_started_ends_with_its_worker(tmp_path: Path) -> None:
+    """Of a job that runs out of its time at once, while others go on; of others when the pool closes."""
+    late, early = tmp_path / "late", tmp_path / "early"
+    with closing(VerifierPool(spec(timeout_s=1.0, num_workers=1))) as pool:
+        results = pool.run([("start_process", str(late), 60.0), ("start_process", str(early), 0.0), ("square", 2)])
+        assert [result.failure for result in results] == ["timed out after 1 s", None, None]
+        wait_until(lambda: not psutil.pid_exists(int(late.read_text())), 10.0)
+        assert psutil.pid_exists(int(early.read_text())) and pool.run([("square", 3)])[0].value == 9
+    wait_until(lambda: not psutil.pid_exists(int(early.read_text())), 10.0)
+
+
 @pytest.mark.parametrize("first", ["driver", "host"])
 def test_nothing_outlives_a_driver_that_was_killed(first: str) -> None:
     """The driver's script has no `if __name__ == "__main__"`: workers must not run it again."""
