@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 _FILE_TYPES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 _OTHER_FILES = (".txt", ".xlsx", ".pkl", ".npz", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar")  # which are not read
 _HUB = "hf://datasets/"
+_POINTER = b"version https://git-lfs"
+_LARGEST_POINTER = 1024  # bytes
 _TRIED_ROWS = 1_000
 _REASON = 300  # characters of an error of `datasets`
 
@@ -88,6 +90,8 @@ def open_source(
         return joined(
             [open_source(file, split=split, download_dir=download_dir, separator=separator) for file in files]
         )
+    if is_local(path):
+        _refuse_pointers(Path(path))
     if is_local(path) and is_json(path):
         if split is not None and not split.isidentifier():
             raise DataError(f"{path}: split {split!r} is for tables; a JSON file is read whole")
@@ -271,6 +275,16 @@ def load_table(
     if len(table) == 0:
         raise DataError(f"{path}: the dataset is empty")
     return table
+
+
+def _refuse_pointers(path: Path) -> None:
+    """Refuse a file, or one of a folder, that only says where Git LFS has its content."""
+    files = (file for kind in (*SUFFIXES, *_FILE_TYPES) for file in path.rglob(f"*{kind}")) if path.is_dir() else [path]
+    for file in files:
+        if file.is_file() and file.stat().st_size < _LARGEST_POINTER:
+            with file.open("rb") as content:
+                if content.read(len(_POINTER)) == _POINTER:
+                    raise DataError(f"{file} is a pointer of Git LFS, without the rows; get them by `git lfs pull`")
 
 
 def _parquet_rows(path: str) -> int:

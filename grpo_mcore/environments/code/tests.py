@@ -8,6 +8,7 @@ input_output             {"inputs": [...], "outputs": [...], "fn_name"?}, or tha
                          LeetCodeDataset, which has a list there, `test` is read
 public_test_cases,       [{"input", "output", "testtype": "stdin" | "functional"}], as JSON strings, with the
 private_test_cases       function's name in `metadata` {"func_name"} (LiveCodeBench; the private ones also packed)
+official_tests           as in tests (open-r1/codeforces), for problems without a checker or files
 public_tests,            {"input": [...], "output": [...]} (CodeContests)
 private_tests, generated_tests
 test_cases               as in tests (AceCode)
@@ -170,6 +171,10 @@ Row = Mapping[str, Any]
 
 def read_tests(row: Row) -> list[CodeTest]:
     """Return at least one test. Raises CodeTestError that says what is missing or wrong."""
+    if row.get("generated_checker"):  # open-r1/codeforces
+        raise CodeTestError("it has several right outputs, and its 'generated_checker' is not run")
+    if row.get("input_mode") == "file":
+        raise CodeTestError("its programs read and write files ('input_mode': file), which is not supported")
     for field, reader in _READERS.items():
         if row.get(field) is not None and _holds_tests(row, field):
             try:
@@ -341,6 +346,7 @@ _READERS: dict[str, Callable[[Row], Iterator[CodeTest]]] = {
     "tests": lambda row: _cases(row["tests"], "tests"),
     "input_output": lambda row: _cases(row["input_output"], "input_output"),
     "public_test_cases": _live_code_bench,
+    "official_tests": lambda row: _cases(row["official_tests"], "official_tests"),
     "public_tests": _code_contests,
     "test_list": _mbpp,
     "test_cases": lambda row: _cases(row["test_cases"], "test_cases"),

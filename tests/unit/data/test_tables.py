@@ -231,3 +231,15 @@ def test_values_of_numpy_in_custom_datasets_become_plain() -> None:
 
     (row,) = completed(Custom({}), {}, "sft_processor").dataset
     assert (row["n"], row["a"], row["none"], type(row["n"])) == (3, [1.0, 1.0], None, int)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "copy/data/train-0.parquet"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
+    path = file if file.parent == tmp_path else tmp_path / "copy"
+    with pytest.raises(
+        DataError, match=f"{name} is a pointer of Git LFS, without the rows; get them by `git lfs pull`"
+    ):
+        load_response_dataset({"data_path": str(path)})

@@ -98,9 +98,9 @@ def test_the_packed_tests_of_live_code_bench() -> None:
             read_tests(row | {"private_test_cases": wrong})
 
 
-@pytest.mark.parametrize("field", ["tests", "verification_info", "ground_truth"])
+@pytest.mark.parametrize("field", ["tests", "verification_info", "ground_truth", "official_tests"])
 def test_the_forms_of_collections(field: str) -> None:
-    """DeepCoder, Eurus-2 and SYNTHETIC-1 write theirs under different names."""
+    """DeepCoder, Eurus-2, SYNTHETIC-1 and open-r1/codeforces write theirs under different names."""
     pairs = {"inputs": ["1\n"], "outputs": ["2\n"]}
     cases = [
         {"type": "stdin_stdout", "input": "1\n", "output": "2\n"},
@@ -236,6 +236,8 @@ def test_packages_that_tests_need() -> None:
         ({"entry_point": "f", "test": "expected = 1\ndef verify(f): assert f() == expected"}, "no function test_"),
         ({"tests": ["1 2\n"]}, r"test 0 of 'tests' asserts nothing: '1 2\\n'"),
         ({"tests": [{"input": "1", "output": None}]}, "an input or output is null"),
+        ({"official_tests": [], "generated_checker": "import sys"}, "it has several right outputs"),
+        ({"official_tests": [], "input_mode": "file"}, "its programs read and write files"),
         ({"input_output": {"inputs": ["1"], "outputs": [None]}}, "an input or output is null"),
         ({"ground_truth": "3"}, r"needs tests in one of tests, .*; the prompt has \['ground_truth'\]"),
         ({"ground_truth": "[1"}, r"not JSON: '\[1'"),
