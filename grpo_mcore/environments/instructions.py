@@ -2,7 +2,8 @@
 
 `followed` is a rule for `env.rules`: the prompt's `instructions` are [{"name": "length_constraints:number_words",
 "num_words": 200, "relation": "at least"}, ...], and all of them must be followed ("strict" accuracy per prompt). Rows
-as IFEval publishes them, with `instruction_id_list` and `kwargs`, are read as well.
+as IFEval publishes them, with `instruction_id_list` and `kwargs`, are read as well, and those of Tulu 3 whose
+`ground_truth` names one (see tulu_instructions.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_mcore.environments.answers import split_response
+from grpo_mcore.environments.tulu_instructions import TULU
 
 _BULLETS = re.compile(r"^\s*(?:\*[^*].*|-.*)$", re.MULTILINE)
 _PLACEHOLDER = re.compile(r"\[.*?\]")
@@ -38,27 +40,29 @@ def followed(reply: str, info: Mapping[str, Any]) -> float:
     if not response.strip():
         return 0.0
     checks = _checks(info)
-    return float(all(INSTRUCTIONS[check["name"]](response, **_arguments(check)) for check in checks))
+    return float(all(_RULES[check["name"]](response, **_arguments(check)) for check in checks))
 
 
 def row_problem(info: Mapping[str, Any]) -> str | None:
     """Return why no answer to a prompt with these fields can be judged: an instruction that is not known, or has other
     arguments; None where one can."""
-    if "instructions" not in info and "instruction_id_list" not in info:
+    if "instructions" not in info and "instruction_id_list" not in info and _of_tulu(info) is None:
         return "the prompt has neither 'instructions' nor 'instruction_id_list' with 'kwargs'"
     try:
         checks = _checks(info)
-        unknown = sorted({str(check["name"]) for check in checks} - INSTRUCTIONS.keys())
+        unknown = sorted({str(check["name"]) for check in checks} - _RULES.keys())
         if unknown:
             return f"no rule checks the instruction {unknown[0]!r}; those of IFEval without its languages are checked"
         for check in checks:
-            INSTRUCTIONS[check["name"]]("a", **_arguments(check))
+            _RULES[check["name"]]("a", **_arguments(check))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         return f"its instructions cannot be read: {type(error).__name__}: {error}"
     return None if checks else "it has no instruction"
 
 
 def _checks(info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    if "instructions" not in info and "instruction_id_list" not in info and (given := _of_tulu(info)) is not None:
+        return [{"name": given["func_name"]} | {k: v for k, v in given.items() if v is not None and k != "func_name"}]
     if "instructions" in info or "instruction_id_list" not in info:
         return list(_parsed(info["instructions"]))
     pairs = zip(_parsed(info["instruction_id_list"]), _parsed(info["kwargs"]), strict=True)
@@ -66,6 +70,15 @@ def _checks(info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         {"name": name} | {key: value for key, value in (_parsed(arguments) or {}).items() if value is not None}
         for name, arguments in pairs
     ]
+
+
+def _of_tulu(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the truth of a prompt of Tulu 3, {"func_name", and the arguments of any function}; None of another."""
+    try:
+        truth = _parsed(info.get("ground_truth"))
+    except ValueError:
+        return None
+    return truth if isinstance(truth, Mapping) and "func_name" in truth else None
 
 
 def _parsed(value: Any) -> Any:
@@ -241,4 +254,5 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "change_case:english_lowercase": english_lowercase,
     "punctuation:no_comma": no_comma,
 }
+_RULES = INSTRUCTIONS | TULU
 followed.row_problem = row_problem  # type: ignore[attr-defined]

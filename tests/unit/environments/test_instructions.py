@@ -7,6 +7,7 @@ import json
 import pytest
 
 from grpo_mcore.environments.instructions import INSTRUCTIONS, followed, row_problem
+from grpo_mcore.environments.tulu_instructions import TULU
 
 CASES = [
     ("keywords:existence", {"keywords": ["sun", "moon"]}, "Moon and sun.", "Only the sun."),
@@ -109,6 +110,52 @@ def test_rows_as_they_are_published() -> None:
         assert [followed(reply, text) for reply in ("one two", "one", "one, two")] == [1.0, 0.0, 0.0]
     with pytest.raises(KeyError, match="instructions"):
         followed("one", {})
+
+
+TULU_CASES: list[tuple[str, dict[str, object], list[str], list[str]]] = [
+    ("verify_keywords", {"keyword_list": ["sun", "moon"]}, ["Moon and sun."], ["Only the sun."]),
+    ("verify_keyword_frequency", {"word": "cat", "N": 2}, ["Cat, cat; cats"], ["cat", "cat cat cat"]),
+    ("validate_forbidden_words", {"forbidden_words": ["cat"]}, ["dog"], ["concatenate", "Cat"]),
+    ("verify_letter_frequency", {"letter": "z", "N": 2}, ["zzZ"], ["z"]),
+    ("verify_paragraph_count", {"N": 2}, ["a\n* * *\nb"], ["a", "a\n* * *\n", "a * * * b * * * c"]),
+    ("validate_word_constraint", {"N": 30, "quantifier": "around"}, ["a " * 27, "a " * 33], ["a " * 26, "a " * 34]),
+    ("validate_word_constraint", {"N": 2, "quantifier": "at most"}, ["a b"], ["a b c"]),
+    ("verify_sentence_constraint", {"N": 2, "quantifier": "at least"}, ["One. Two?", "Hi! Mr. X, e.g. Y."], ["One"]),
+    ("validate_paragraphs", {"N": 2, "i": 2, "first_word": "So"}, ["a\n\nSo b"], ["a\n\nb", "So", "a\n\nb\n\nSo"]),
+    ("verify_postscript", {"postscript_marker": "P.S."}, ["a\nP.S. b"], ["a", "a P.S. "]),
+    ("validate_placeholders", {"N": 2}, ["[a] [b] [c]"], ["[a]"]),
+    ("verify_bullet_points", {"N": 2}, ["* a\n - b\nc"], ["* a", "* a\n* b\n* c"]),
+    ("validate_title", {}, ["<<a>>\nb"], ["<a>"]),
+    ("validate_choice", {"options": ["yes", "no"]}, ["yes"], ["maybe"]),
+    ("validate_highlighted_sections", {"N": 2}, ["*a* and *b*"], ["*a*"]),
+    ("validate_sections", {"N": 2, "section_splitter": "Part"}, ["PART 1 a\nPart 2 b"], ["Part 1 a", "Part Part"]),
+    ("validate_json_format", {}, ['{"a": 1}'], ["a"]),
+    ("validate_repeat_prompt", {"original_prompt": "Say a"}, ["Say a. a"], ["a"]),
+    ("validate_two_responses", {}, ["a\n******\nb"], ["a", "a ****** a", "a ****** b ****** c"]),
+    ("validate_uppercase", {}, ["A 1"], ["a"]),
+    ("validate_lowercase", {}, ["a 1"], ["A"]),
+    ("validate_frequency_capital_words", {"N": 2, "quantifier": "around"}, ["A BC", "AB", "A B C"], ["ab", "A B C D"]),
+    ("validate_end", {"end_phrase": "Bye."}, ["a Bye."], ["Bye. a"]),
+    ("validate_quotation", {}, ['"a"'], ["a"]),
+    ("validate_no_commas", {}, ["a"], ["a, b"]),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "good", "bad"), TULU_CASES)
+def test_instructions_of_tulu(name: str, arguments: dict[str, object], good: list[str], bad: list[str]) -> None:
+    """The truth has the arguments of all functions, null where they are another's."""
+    nulls = {key: None for _, others, *_ in TULU_CASES for key in others}
+    row = {"ground_truth": json.dumps({"func_name": name, **nulls, **arguments})}
+    assert row_problem(row) is None
+    assert [followed(f"<think>a, B</think>{text}", row) for text in good + bad] == [1.0] * len(good) + [0.0] * len(bad)
+
+
+def test_all_of_tulu_are_tested_and_the_language_is_named() -> None:
+    assert TULU.keys() == {name for name, *_ in TULU_CASES}
+    language = {"ground_truth": {"func_name": "validate_response_language", "language": "hi"}}
+    assert "no rule checks the instruction 'validate_response_language'" in str(row_problem(language))
+    unclear = {"ground_truth": {"func_name": "validate_word_constraint", "N": 3, "quantifier": "about"}}
+    assert "quantifier 'about' is none of" in str(row_problem(unclear))
 
 
 def test_prompts_that_cannot_be_judged_are_named() -> None:
