@@ -145,7 +145,7 @@ def run(subject: Subject, words: Sequence[str], folder: Path) -> Path:
 def measured(folder: Path, probes: Path) -> tuple[float, float]:
     """Return (mean seconds of a step, of the probe meanwhile), both without the first step."""
     rows = list(read_metrics(folder / "metrics.jsonl", "train"))
-    events = [event for event in EventFile(folder) if event["process"] == "driver"]
+    events = [event for event in EventFile(folder) if event.get("process") == "driver"]
     first = max(event["start"] + event["seconds"] for event in events if event["step"] == rows[0]["step"])
     last = max(event["start"] + event["seconds"] for event in events)
     lines = [line.split() for file in probes.iterdir() for line in file.read_text().splitlines()]

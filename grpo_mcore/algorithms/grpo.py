@@ -124,7 +124,8 @@ def grpo_train(
     else:
         rollouts = RecordedRollouts(follow, store, stop)
     sampling = sampling_of(config.policy.generation, tokenizer)
-    generate = partial(rollouts.dispatch, sampling=sampling, generations=config.grpo.num_generations_per_prompt)
+    generations = config.grpo.num_generations_per_prompt
+    generate = partial(rollouts.dispatch, sampling=sampling, generations=generations)
     groups = StepGroups(config)
     profile = StepProfile(policy, engines, Path(logger.log_dir, "profile"), config.logger.profile_steps)
     checkpoints = BackgroundCheckpoints(
@@ -134,7 +135,10 @@ def grpo_train(
     with record, checkpoints, policy.run_alongside(rollouts), stop.listening():
         if position is not None:
             again = partial(generate, step=record.step + 1)
-            resume_in_flight(position, record, groups, policy.cluster, refit, again, goes_on=record.goes_on)
+            sizes = range(config.grpo.async_grpo.min_samples_per_group or generations, generations + 1)
+            resume_in_flight(
+                position, record, groups, policy.cluster, refit, again, sizes=sizes, goes_on=record.goes_on
+            )
         record.follow()
         while True:
             record.stop_asked(stop)

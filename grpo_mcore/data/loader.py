@@ -58,11 +58,28 @@ FINGERPRINT_ROWS = 20_000
 def fingerprint(dataloader: Any) -> str | None:
     """Return a digest of the rows that a loader reads, or all of its loaders; None for a loader of another class. Names
     do not count, so that a file may move. It is computed once for each dataset."""
+    datasets = _datasets(dataloader)
+    return " ".join(dataset.fingerprint(FINGERPRINT_ROWS) for dataset in datasets) or None
+
+
+def as_read_now(prompt: DatumSpec, dataloader: Any) -> DatumSpec:
+    """Return a prompt of a checkpoint as the loader reads its row now: with the tokenizer, the chat template and the
+    task's prompt of this run. One whose row it does not have, or can no longer use, stays as it was."""
+    idx, uid = prompt.get("idx"), prompt["uid"]
+    for dataset in _datasets(dataloader):
+        if isinstance(idx, int) and idx < len(dataset) and dataset.usable(idx):
+            now = dataset[idx]
+            if now["uid"] in (uid, uid.rpartition("@")[0]):
+                return {**now, "uid": uid}
+    return prompt
+
+
+def _datasets(dataloader: Any) -> list[AllTaskProcessedDataset]:
+    """Return the datasets that a loader reads, or all of its loaders, by name; none for a loader of another class."""
     loaders = getattr(dataloader, "dataloaders", {"": dataloader})
     datasets = [getattr(loader, "dataset", None) for _, loader in sorted(loaders.items())]
-    if not all(isinstance(dataset, AllTaskProcessedDataset) for dataset in datasets):
-        return None
-    return " ".join(dataset.fingerprint(FINGERPRINT_ROWS) for dataset in datasets if dataset is not None)
+    ours = [dataset for dataset in datasets if isinstance(dataset, AllTaskProcessedDataset)]
+    return ours if len(ours) == len(datasets) else []
 
 
 class PromptLoader(StatefulDataLoader):

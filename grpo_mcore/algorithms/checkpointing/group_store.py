@@ -45,15 +45,15 @@ def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> dic
 
 
 def read_groups(
-    folder: Path, prompts: Sequence[DatumSpec], cluster: Cluster, wanted: Mapping[str, int]
+    folder: Path, prompts: Sequence[DatumSpec], cluster: Cluster, wanted: Mapping[str, int], sizes: range
 ) -> dict[str, Group]:
-    """Return the groups, by uid, that `write_groups` has written and whose uid is in `wanted`. `prompts`: of the
-    groups."""
+    """Return the groups, by uid, that `write_groups` has written, whose uid is in `wanted` and whose number of samples
+    in `sizes`. `prompts`: of the groups."""
     by_uid = {prompt["uid"]: prompt for prompt in prompts}
     groups = {}
     for path in sorted((folder / FOLDER).glob("*.pt")):
         saved = tensor_files.load(path, TYPES)
-        if saved["uid"] in wanted:
+        if saved["uid"] in wanted and len(saved["samples"]) in sizes:
             samples = tuple(
                 sample if trajectory is None else replace(sample, ref=cluster.store.put(trajectory))
                 for sample, trajectory in saved["samples"]
@@ -80,11 +80,13 @@ def resume_in_flight(
     refit: Callable[[], RefitReport | None],
     dispatch: Callable[[Sequence[DatumSpec]], None],
     *,
+    sizes: range,
     goes_on: bool = False,
 ) -> None:
-    """Restore the finished groups of a checkpoint that are young enough for their step, and `dispatch` the other
-    prompts that were in flight, in their order. Does nothing if the run is over already. `goes_on`: the run was not
-    stopped here, so the prompts are under way with the weights that they had."""
+    """Restore the finished groups of a checkpoint that are young enough for their step and have as many samples as
+    `sizes` allows, and `dispatch` the other prompts that were in flight, in their order: the recipe may have changed.
+    Does nothing if the run is over already. `goes_on`: the run was not stopped here, so the prompts are under way with
+    the weights that they had."""
     schedule = record.schedule
     if not position.in_flight or isinstance(schedule.next(), s.Finish):
         return
@@ -93,7 +95,7 @@ def resume_in_flight(
     version = schedule.policy_version
     batch = record.prompts.take(len(position.in_flight))  # the stream hands these out first, in their order
     young = position.in_flight if goes_on else young_enough(position.in_flight, schedule.config, version)
-    restored = read_groups(position.folder, batch, cluster, young)
+    restored = read_groups(position.folder, batch, cluster, young, sizes)
     dispatch([prompt for prompt in batch if prompt["uid"] not in restored])
     for group in restored.values():
         groups.add(group)

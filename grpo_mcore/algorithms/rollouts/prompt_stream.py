@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from grpo_mcore.algorithms.rollouts.prompt_sampler import PromptSampler
 from grpo_mcore.data import DataError, MultipleDataloaderWrapper
-from grpo_mcore.data.loader import fingerprint
+from grpo_mcore.data.loader import as_read_now, fingerprint
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.pass_rates import PassRates
 
@@ -59,7 +59,7 @@ class PromptStream:
         if state is not None:
             check_same_data(state, dataloader)
             self.epoch = state["epoch"]
-            self._waiting.extend(state["waiting"])
+            self._waiting.extend(as_read_now(prompt, dataloader) for prompt in state["waiting"])
             self.dataloader.load_state_dict(state["dataloader"])
         if isinstance(dataloader, MultipleDataloaderWrapper):
             dataloader.pass_rates = self.rates

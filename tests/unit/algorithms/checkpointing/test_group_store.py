@@ -29,11 +29,19 @@ def test_groups_come_back_with_their_trajectories(tmp_path: Path) -> None:
     first, then = Shuffling(0), Shuffling(0)
     then.store.put("something else")
     write_groups(tmp_path, [group(first, 4), group(first, 2), group(first, 9)], first)
-    found = read_groups(tmp_path, [prompt(2), prompt(4)], then, {"p2": 3, "p4": 3})
+    found = read_groups(tmp_path, [prompt(2), prompt(4)], then, {"p2": 3, "p4": 3}, range(2, 3))
     assert list(found) == ["p4", "p2"]
     back = found["p2"]
     assert back.prompt["uid"] == "p2" and back.weight_version == 3 and back.scores == group(first, 2).scores
     assert [then.store.fetch(sample.ref).token_ids().tolist() for sample in back.samples] == [[2, 0], [2, 1]]
+
+
+def test_groups_of_another_size_are_left_out(tmp_path: Path) -> None:
+    """grpo.num_generations_per_prompt may have changed: their prompts are generated again."""
+    cluster = Shuffling(0)
+    write_groups(tmp_path, [group(cluster, 2)], cluster)
+    for sizes, there in ((range(2, 3), True), (range(2, 9), True), (range(4, 5), False), (range(1, 2), False)):
+        assert bool(read_groups(tmp_path, [prompt(2)], cluster, {"p2": 3}, sizes)) is there
 
 
 def test_a_sample_without_a_trajectory_comes_back_without_one(tmp_path: Path) -> None:
@@ -42,13 +50,13 @@ def test_a_sample_without_a_trajectory_comes_back_without_one(tmp_path: Path) ->
     whole = group(first, 2)
     failed = replace(whole.samples[0], ref=None)
     write_groups(tmp_path, [Group(whole.prompt, (failed, whole.samples[1]), whole.scores)], first)
-    back = read_groups(tmp_path, [prompt(2)], then, {"p2": 3})["p2"]
+    back = read_groups(tmp_path, [prompt(2)], then, {"p2": 3}, range(2, 3))["p2"]
     assert back.samples[0].ref is None and then.store.fetch(back.samples[1].ref).token_ids().tolist() == [2, 1]
 
 
 def test_none_were_written(tmp_path: Path) -> None:
     write_groups(tmp_path, [], Shuffling(0))
-    assert not list(tmp_path.iterdir()) and read_groups(tmp_path, [], Shuffling(0), {}) == {}
+    assert not list(tmp_path.iterdir()) and read_groups(tmp_path, [], Shuffling(0), {}, range(2, 3)) == {}
 
 
 @pytest.mark.parametrize(

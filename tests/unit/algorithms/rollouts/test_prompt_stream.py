@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -77,14 +77,17 @@ def test_prompts_under_way_come_next_in_a_resumed_run() -> None:
     assert uids(first.take(99)) == "a@2 b@2 c@2 d@2"  # the run itself continues after them
 
 
-def stream_of(answers: str, state: Any = None) -> PromptStream:
+def stream_of(answers: Sequence[str], state: Any = None, template: str = "", limit: int = 10) -> PromptStream:
+    """Prompts of which each is the template and its answer."""
     rows = [{"question": "q", "answer": answer, "task_name": "t", "uid": f"t:{n}"} for n, answer in enumerate(answers)]
 
     def process(row: Any, spec: Any, tokenizer: Any, limit: Any, idx: int) -> Any:
-        return {"length": 1, "loss_multiplier": 1.0, "uid": row["uid"], "message_log": [], "extra_env_info": {}}
+        text = template + row["answer"]
+        datum = {"length": len(text), "uid": row["uid"], "message_log": [{"content": text}], "extra_env_info": {}}
+        return datum | {"loss_multiplier": float(len(text) <= limit), "idx": idx}
 
-    data = AllTaskProcessedDataset(rows, None, None, {"t": (TaskDataSpec("t"), process)}, max_seq_length=10)
-    return PromptStream(build_dataloader(data, 2, True, 0), 1, state)
+    data = AllTaskProcessedDataset(rows, None, None, {"t": (TaskDataSpec("t"), process)}, max_seq_length=limit)
+    return PromptStream(build_dataloader(data, 2, True, 0), 2, state)
 
 
 def test_a_resumed_run_refuses_other_rows_as_many_as_before() -> None:
@@ -96,3 +99,23 @@ def test_a_resumed_run_refuses_other_rows_as_many_as_before() -> None:
         stream_of("abcx", state)
     del state["data"]  # of a checkpoint before this version
     stream_of("abcx", state)
+
+
+def test_prompts_under_way_are_read_as_this_run_reads_them() -> None:
+    """The tokenizer, its template or the task's prompt may be another one since the checkpoint."""
+    before = stream_of("abcd")
+    taken = before.take(6)
+    before.mark_done([prompt["uid"] for prompt in taken[:3]])
+    state = pickle.loads(pickle.dumps(before.state_dict()))
+    again = stream_of("abcd", state, template="new ").take(3)
+    assert uids(again) == uids(taken[3:]) and again[1]["uid"].endswith("@2")
+    assert [one["message_log"][0]["content"] for one in again] == [
+        "new " + one["message_log"][0]["content"] for one in taken[3:]
+    ]
+
+
+def test_a_prompt_under_way_that_is_too_long_now_is_used_as_it_was() -> None:
+    before = stream_of(["a", "long", "c", "d"])
+    before.take(4)
+    again = stream_of(["a", "long", "c", "d"], before.state_dict(), limit=2).take(4)
+    assert sorted(one["message_log"][0]["content"] for one in again) == ["a", "c", "d", "long"]
