@@ -239,8 +239,7 @@ def open_run(
     with ExitStack() as stack:
         if prepared.trains:
             stack.enter_context(checkpointer.held())
-        goes_on = prepared.trains and (prepared.follow is None or checkpointer.goes_on_here)
-        log_run = checkpointer.log_run() if goes_on else None  # a run that follows another leaves its log alone
+        log_run = checkpointer.log_run() if prepared.trains else None
         if log_run is not None:
             checkpointer.fetch_log(Path(config.logger.log_dir))
         log = stack.enter_context(closing(Logger(config.logger, run=log_run, clock=clock)))

@@ -9,6 +9,7 @@ import operator
 import os
 import re
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.cli.main import main
 from grpo_mcore.object_store import RemoteStore
 from grpo_mcore.observe import audit, read_ledger
+from grpo_mcore.observe.logger import read_metrics
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.observe.spans import EventFile
 from grpo_mcore.recipe import load_recipe
@@ -430,6 +432,22 @@ def test_a_checkpoint_of_another_model(tmp_path: Path, recipe: dict[str, Any], t
     recipe = recipe | {"policy": recipe["policy"] | {"model_name": str(other)}}
     run = run_here("train", tmp_path, recipe, "--resume", str(checkpoint), "grpo.max_num_steps=5")
     assert_one_message(run, 1, f"{checkpoint / 'policy'} holds another model", "num_layers")
+
+
+def test_a_branch_from_another_folder_has_a_log_of_its_own(
+    recipe: dict[str, Any], whole: tuple[Run, Inside], tmp_path: Path
+) -> None:
+    """Only the checkpoints' folder is another; both runs have the same logger.log_dir."""
+    run, _ = whole
+    logs = run.logs  # the newest folder: the branch adds one
+    before = {path: path.read_bytes() for path in logs.glob("*.json*")}
+    words = [f"logger.log_dir={logs.parent}", "grpo.max_num_steps=5", "--resume", str(run.checkpoints / "step_4")]
+    branch = run_here("train", tmp_path, recipe, *words)
+    assert branch.code == 0, branch.err
+    assert {path: path.read_bytes() for path in logs.glob("*.json*")} == before
+    (own,) = [folder for folder in logs.parent.glob("exp_*") if folder != logs]
+    shutil.move(own, tmp_path / "own")  # the other tests know one run there
+    assert [line["step"] for line in read_metrics(tmp_path / "own" / "metrics.jsonl", "train")] == [5]
 
 
 # Files and output of a run.

@@ -372,8 +372,11 @@ class CheckpointManager:
         }
 
     def log_run(self) -> str | None:
-        """Return the log folder (exp_NNN) of the run that this one resumes, or None."""
-        return _read_info(self.resumed_from)["save_state"].get("log_run") if self.resumed_from else None
+        """Return the log folder (exp_NNN) of the run that this one continues, or None. A run that starts from a
+        checkpoint of another folder is a branch: the log of the run that wrote it stays as it is."""
+        if self.resumed_from is None or not self.goes_on_here:
+            return None
+        return _read_info(self.resumed_from)["save_state"].get("log_run")
 
     def changes(self, recipe: MasterConfig) -> list[Change]:
         """Return the values of the recipe that differ from those of the checkpoint that this run resumes. Raises
