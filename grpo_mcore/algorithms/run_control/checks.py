@@ -368,6 +368,7 @@ def check_environments(config: MasterConfig, env_names: Mapping[str, str | None]
             for row in of_task:
                 cls.check_row(section, row["extra_env_info"])
             _check_truths(cls, section, of_task)
+            _warn_of_opened_thoughts(f"env.{name}", section, of_task)
         except EnvironmentConfigError as error:
             if environment_class(str(name), config.env.get(name or "", {}))[0] == name:
                 raise
@@ -387,6 +388,24 @@ def check_columns(config: MasterConfig, rows: Sequence[DatumSpec]) -> None:
                 logger.warning(
                     "%s: none of the first %d prompts has %r; they have %s", key, len(rows), column, ", ".join(known)
                 )
+
+
+def _warn_of_opened_thoughts(place: str, section: Mapping[str, Any], rows: Sequence[DatumSpec]) -> None:
+    """Warn about a pattern that asks for the opening mark of a thought where the prompt ends with it, as the chat
+    templates of thinking models have it: the response begins behind the mark."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            _warn_of_opened_thoughts(f"{place}.{key}", value, rows)
+        elif "pattern" in key and isinstance(value, str) and "<think>" in value and any(map(_opens_a_thought, rows)):
+            logger.warning(
+                "%s.%s asks for <think>, which the chat template writes at the end of the prompt: a response begins "
+                "behind it and may never match; leave <think> out of the pattern, or make it optional",
+                place, key,
+            )  # fmt: skip
+
+
+def _opens_a_thought(row: DatumSpec) -> bool:
+    return any(str(message["content"]).rstrip().endswith("<think>") for message in row["message_log"][-1:])
 
 
 def _check_truths(cls: type[EnvironmentBase], section: Mapping[str, Any], rows: Sequence[DatumSpec]) -> None:

@@ -10,7 +10,7 @@ import csv
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -106,12 +106,29 @@ class Table(Sequence[dict[str, Any]]):
 
     def __init__(self, table: Any) -> None:
         self.table = table
+        self._is_single = any(f"'float{bits}'" in str(table.features) for bits in (16, 32))
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        return {name: plain(value) for name, value in self.table[index].items()}
+        row = self.table[index]
+        if self._is_single:
+            row = _shortest(row, self.table.features)
+        return {name: plain(value) for name, value in row.items()}
+
+
+def _shortest(value: Any, feature: Any) -> Any:
+    """Return a value whose numbers of half and single precision have the digits that they were written with: 0.1 of
+    float32, as a number of double precision, is 0.10000000149011612, which no answer equals. `feature`: its type."""
+    if isinstance(value, Mapping) and isinstance(feature, Mapping):
+        return {name: _shortest(item, feature.get(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        of_items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [_shortest(item, of_items) for item in value]
+    if isinstance(value, float) and getattr(feature, "dtype", None) in ("float16", "float32"):
+        return float(str(np.dtype(feature.dtype).type(value)))
+    return value
 
 
 def plain(value: Any, *, nulls: bool = False) -> Any:

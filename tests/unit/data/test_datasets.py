@@ -7,12 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets as hf_datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from grpo_mcore.data import DataError, load_preference_dataset, load_response_dataset
 from grpo_mcore.data.datasets import DATASET_CLASSES, PREFERENCE_CLASSES
 from grpo_mcore.data.datasets.files import settings_for
 from grpo_mcore.data.datasets.rows import Joined, Repeated
+from grpo_mcore.data.datasets.source import Table, load_table
 from grpo_mcore.data.interfaces import TaskDataSpec
 from grpo_mcore.data.processors import find_processor, math_data_processor, math_hf_data_processor, sft_processor
 from grpo_mcore.recipe import DATASETS, load_recipe
@@ -273,6 +277,28 @@ def test_joined_concatenates_all_parts():
 def test_in_turn_shares_the_first_rows_evenly():
     rows = Joined([[{"n": 0}], [{"n": 1}, {"n": 2}, {"n": 3}], [{"n": 4}, {"n": 5}]], in_turn=True)
     assert [row["n"] for row in rows] == [0, 1, 4, 2, 5, 3] and len(rows) == 6
+
+
+def test_numbers_of_single_precision_are_those_that_were_written(tmp_path: Path) -> None:
+    """0.1 of float32 is 0.10000000149011612 as a Python number, which no answer equals."""
+    single, half, double = pa.float32(), pa.float16(), pa.float64()
+    columns = {
+        "truth": pa.array([0.1, None], single),
+        "reward_model": pa.array(
+            [{"ground_truth": 1234.56, "other": 0.1}] * 2, pa.struct({"ground_truth": single, "other": double})
+        ),
+        "answers": pa.array([[0.3], []], pa.list_(single)),
+        "steps": pa.array([[{"x": 0.7}], []], pa.list_(pa.struct({"x": single}))),
+        "half": pa.array(np.array([0.1, 2.5], np.float16), half),
+        "double": pa.array([0.1 + 0.2, 1e300], double),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    first, second = Table(load_table(str(tmp_path / "rows.parquet"), None, None, None))
+    assert first == {
+        "truth": 0.1, "reward_model": {"ground_truth": 1234.56, "other": 0.1}, "answers": [0.3], "steps": [{"x": 0.7}],
+        "half": 0.1, "double": 0.1 + 0.2,
+    }  # fmt: skip
+    assert second["truth"] is None and second["double"] == 1e300
 
 
 @pytest.mark.parametrize("kind", ["folder", "saved", "parquet"])

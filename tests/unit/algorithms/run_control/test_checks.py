@@ -158,3 +158,22 @@ def test_a_column_that_no_prompt_has_is_said(package_log: pytest.LogCaptureFixtu
         f"{key}: none of the first 2 prompts has {column!r}; they have extra_info, level"
         for key, column in (("logger.metrics_by", "levle"), ("data.sampler.column", "label"))
     ]
+
+
+@pytest.mark.parametrize(("prompt", "told"), [("Q\n<think>\n", True), ("Q", False)])
+@pytest.mark.parametrize("env", ["math", "rules"])
+def test_a_pattern_for_a_mark_that_the_prompt_ends_with_is_said(
+    env: str, prompt: str, told: bool, package_log: pytest.LogCaptureFixture
+) -> None:
+    """Responses of such models begin behind <think>: the format's reward was 0 for all of them."""
+    pattern = "(?s)<think>.*</think>.*"
+    sections = {
+        "math": {"num_workers": 1, "format_pattern": pattern},
+        "rules": {"components": {"format": {"type": "regex", "pattern": pattern}}},
+    }
+    config = load_recipe("grpo-arithmetic-cpu").config.model_copy(update={"env": {env: sections[env]}})
+    info = {"ground_truth": "4", "messages": []}
+    row: Any = {"task_name": "t", "uid": "t:0", "message_log": [{"content": prompt}], "extra_env_info": info}
+    checks.check_environments(config, {"t": env}, [row])
+    said = [message for message in package_log.messages if "asks for <think>, which the chat template" in message]
+    assert len(said) == told
