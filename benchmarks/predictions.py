@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 class Subject(NamedTuple):
-    """What is trained. `prompts`: of a step, of 8 samples each."""
+    """A recipe with its overrides. `prompts`: in a step, each with 8 samples."""
 
     recipe: str
     ranks: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,8 @@ VERDICT_TIMEOUT_S = 600.0
 cluster.step_timeout_s."""
 CHECKED_ROWS = 32
 """Rows of each dataset whose truths are verified against themselves at the start."""
+
+_MARK_AT_THE_END = re.compile(r"([<\[◁][\w:]+[>\]▷])\s*$")
 
 ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 OTHER_FORMS = ["consolidated*", "original/*", "metal/*", "onnx/*", "*/*.safetensors", "*/*.py"]
@@ -391,21 +394,20 @@ def check_columns(config: MasterConfig, rows: Sequence[DatumSpec]) -> None:
 
 
 def _warn_of_opened_thoughts(place: str, section: Mapping[str, Any], rows: Sequence[DatumSpec]) -> None:
-    """Warn about a pattern that asks for the opening mark of a thought where the prompt ends with it, as the chat
+    """Warn about a pattern that asks for a mark, such as <think> or [THINK], with which the prompts end, as the chat
     templates of thinking models have it: the response begins behind the mark."""
+    ends = [_MARK_AT_THE_END.search(str(message["content"])) for row in rows for message in row["message_log"][-1:]]
+    marks = sorted({end[1] for end in ends if end is not None})
     for key, value in section.items():
         if isinstance(value, Mapping):
             _warn_of_opened_thoughts(f"{place}.{key}", value, rows)
-        elif "pattern" in key and isinstance(value, str) and "<think>" in value and any(map(_opens_a_thought, rows)):
-            logger.warning(
-                "%s.%s asks for <think>, which the chat template writes at the end of the prompt: a response begins "
-                "behind it and may never match; leave <think> out of the pattern, or make it optional",
-                place, key,
-            )  # fmt: skip
-
-
-def _opens_a_thought(row: DatumSpec) -> bool:
-    return any(str(message["content"]).rstrip().endswith("<think>") for message in row["message_log"][-1:])
+        elif "pattern" in key and isinstance(value, str):
+            for mark in (mark for mark in marks if mark in value.replace("\\", "")):
+                logger.warning(
+                    "%s.%s asks for %s, which the chat template writes at the end of the prompt: a response begins "
+                    "behind it and may never match; leave it out of the pattern, or make it optional",
+                    place, key, mark,
+                )  # fmt: skip
 
 
 def _check_truths(cls: type[EnvironmentBase], section: Mapping[str, Any], rows: Sequence[DatumSpec]) -> None:

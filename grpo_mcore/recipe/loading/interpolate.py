@@ -95,7 +95,7 @@ def resolve_tree(tree: Node, complete: Complete, nearest: Nearest, problems: lis
 
 def _needed(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with interpolations, and those that may be named in one: OmegaConf would take most of the time
-    of loading a recipe over the others. Keys are compared by their last word, so some too many are kept."""
+    of loading a recipe over the others. Only words of keys are compared, so that a few too many are kept."""
     texts = " ".join(_interpolated(values))
     if _BUILT.search(texts):
         return values

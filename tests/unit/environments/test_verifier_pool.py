@@ -166,7 +166,7 @@ def test_close_ends_the_workers_whatever_they_do() -> None:
 
 
 def test_what_a_job_has_started_ends_with_its_worker(tmp_path: Path) -> None:
-    """Of a job that runs out of its time at once, while others go on; of others when the pool closes."""
+    """Those of a job that is out of time at once, while others go on; those of the others when the pool closes."""
     late, early = tmp_path / "late", tmp_path / "early"
     with closing(VerifierPool(spec(timeout_s=1.0, num_workers=1))) as pool:
         results = pool.run([("start_process", str(late), 60.0), ("start_process", str(early), 0.0), ("square", 2)])

@@ -160,13 +160,21 @@ def test_a_column_that_no_prompt_has_is_said(package_log: pytest.LogCaptureFixtu
     ]
 
 
-@pytest.mark.parametrize(("prompt", "told"), [("Q\n<think>\n", True), ("Q", False)])
+@pytest.mark.parametrize(
+    ("prompt", "mark", "told"),
+    [
+        ("Q\n<think>\n", "<think>", True),
+        ("Q[THINK]", r"\[THINK\]", True),
+        ("Q", "<think>", False),
+        ("Q</s>", "<think>", False),
+    ],
+)
 @pytest.mark.parametrize("env", ["math", "rules"])
 def test_a_pattern_for_a_mark_that_the_prompt_ends_with_is_said(
-    env: str, prompt: str, told: bool, package_log: pytest.LogCaptureFixture
+    env: str, prompt: str, mark: str, told: bool, package_log: pytest.LogCaptureFixture
 ) -> None:
     """Responses of such models begin behind <think>: the format's reward was 0 for all of them."""
-    pattern = "(?s)<think>.*</think>.*"
+    pattern = f"(?s){mark}.*"
     sections = {
         "math": {"num_workers": 1, "format_pattern": pattern},
         "rules": {"components": {"format": {"type": "regex", "pattern": pattern}}},
@@ -175,5 +183,5 @@ def test_a_pattern_for_a_mark_that_the_prompt_ends_with_is_said(
     info = {"ground_truth": "4", "messages": []}
     row: Any = {"task_name": "t", "uid": "t:0", "message_log": [{"content": prompt}], "extra_env_info": info}
     checks.check_environments(config, {"t": env}, [row])
-    said = [message for message in package_log.messages if "asks for <think>, which the chat template" in message]
+    said = [message for message in package_log.messages if "which the chat template writes at the end" in message]
     assert len(said) == told
