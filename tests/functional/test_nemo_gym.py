@@ -412,6 +412,23 @@ def test_an_answer_without_a_thought_is_its_content(
     assert (found["content"], found.get("reasoning_content")) == (("It is 82.", None) if off else ("", "It is 82."))
 
 
+@pytest.mark.parametrize(("family", "switched"), [("qwen3_coder", None), ("glm45", None), ("glm45", False)])
+def test_thoughts_that_no_parser_takes_stay_in_the_content(tmp_path: Path, family: str, switched: bool | None) -> None:
+    """As in vLLM's server. Their parsers of calls dropped </think>, or the whole thought with its marks, so that an
+    agent took a thought for the answer, or found none."""
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>")
+    make_tokenizer(tmp_path, string.printable, (*marks, "</arg_value>"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    reasoning, kwargs = (None, {}) if switched is None else ("glm45", {"enable_thinking": switched})
+    config = ChatConfig("policy", (Sampling(8),), None, kwargs, family, reasoning)
+    reader = AnswerReader(tokenizer, config)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    request = ChatRequest.read({"messages": [{"role": "user", "content": "?"}], "tools": tools}, config)
+    for said in ("<think>so</think>It is 2.", "so</think>It is 2.", "<think>it was cut"):
+        ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+        assert reader.message(request, ids, None) == {"role": "assistant", "content": said}
+
+
 def test_channels_of_gpt_oss_are_read_as_thoughts_texts_and_calls() -> None:
     """vLLM has one parser of channels; its parsers by name are stubs. The tokens are those of OpenAI's package."""
     harmony = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)

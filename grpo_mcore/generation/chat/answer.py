@@ -24,13 +24,12 @@ class AnswerReader:
 
     def __init__(self, tokenizer: Any, config: ChatConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
-        self._tool_parser: Any = None
-        self._reasoning_parser: Any = None
+        self._parsers: dict[bool, Any] = {False: None, True: None}  # by whether a request has tools
         self._harmony: Any = None
         tool_plugin, reasoning_plugin = config.plugins
+        if config.tool_parser or config.reasoning_parser:
+            from vllm.parser import ParserManager
         if {config.tool_parser, config.reasoning_parser} & _HARMONY:
-            from vllm.parser.parser_manager import ParserManager
-
             names = config.tool_parser, config.reasoning_parser
             if tokenizer.convert_tokens_to_ids(_CHANNEL[0]) != _CHANNEL[1]:
                 raise ValueError(
@@ -43,14 +42,19 @@ class AnswerReader:
 
             if tool_plugin:
                 ToolParserManager.import_tool_parser(tool_plugin)
-            self._tool_parser = _find_parser(ToolParserManager.get_tool_parser, config.tool_parser, "tool_parser")
+            _check_parser(ToolParserManager.get_tool_parser, config.tool_parser, "tool_parser")
         if config.reasoning_parser and self._harmony is None:
             from vllm.reasoning import ReasoningParserManager
 
             if reasoning_plugin:
                 ReasoningParserManager.import_reasoning_parser(reasoning_plugin)
             get = ReasoningParserManager.get_reasoning_parser
-            self._reasoning_parser = _find_parser(get, config.reasoning_parser, "reasoning_parser")
+            _check_parser(get, config.reasoning_parser, "reasoning_parser")
+        if self._harmony is None and (config.tool_parser or config.reasoning_parser):
+            # As in vLLM's server: the parser of calls must know whether there is one that takes the thoughts.
+            for with_tools in self._parsers:
+                names = config.tool_parser if with_tools else None, config.reasoning_parser
+                self._parsers[with_tools] = ParserManager.get_parser(*names, enable_auto_tools=True)
         tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
         for key, name, tools in (
             ("reasoning_parser", config.reasoning_parser, None),
@@ -117,50 +121,36 @@ class AnswerReader:
         `stop`: text of the client's at which the answer ended; it is not in the message, but its tokens stay tokens."""
         if self._harmony is not None:
             return self._message_of_channels(request, ids, stop)
-        message: dict[str, Any] = {"role": "assistant"}
-        tools = request.tools if self._tool_parser is not None and request.tool_choice != "none" else None
-        parsed: Any = None
-        parser: Any = None
+        tools = request.tools if self._config.tool_parser and request.tool_choice != "none" else None
         keep_special = request.skip_special_tokens is False
         # By them parsers know whether the prompt has opened a thought: enable_thinking of Qwen 3, thinking of DeepSeek.
         variables = {**self._config.chat_template_kwargs, **(request.chat_template_kwargs or {})}
         text_ids = ids if stop_token is None else ids[:-1]
-        if tools or self._reasoning_parser is not None:
+        parser: Any = None
+        if (parser_class := self._parsers[bool(tools)]) is not None:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
             fields = {"tools": tools, "tool_choice": "auto"} if tools else {}
             parsed = ChatCompletionRequest(
                 model=self._config.model, messages=[], chat_template_kwargs=variables, **fields
             )
-        if tools:
-            parser = self._tool_parser(self._tokenizer, parsed.tools)
-            parsed = parser.adjust_request(parsed)  # sets skip_special_tokens as the parser needs it
-            keep_special |= not parsed.skip_special_tokens
-        if keep_special or self._reasoning_parser is None:
+            parser = parser_class(self._tokenizer, parsed.tools, chat_template_kwargs=variables)
+            if tools:
+                parsed = parser.tool_parser.adjust_request(parsed)  # sets skip_special_tokens as the parser needs it
+                keep_special |= not parsed.skip_special_tokens
+        if keep_special or not self._config.reasoning_parser:
             text = str(self._tokenizer.decode(text_ids, skip_special_tokens=not keep_special))
         else:
             text = text_of(self._tokenizer, text_ids)  # which look for the marks of thoughts
         if stop is not None and not request.include_stop_str_in_output:
             text = text.partition(stop)[0]
-        content: str | None = text
-        if self._reasoning_parser is not None:
-            thoughts = self._reasoning_parser(self._tokenizer, chat_template_kwargs=variables)
-            reasoning, content = thoughts.extract_reasoning(content, parsed)
-            if reasoning:
-                message["reasoning_content"] = reasoning
-        if parser is not None and content:
-            called = parser.extract_tool_calls(content, parsed)
-            content = called.content
-            if called.tools_called:
-                calls = called.tool_calls[:1] if request.parallel_tool_calls is False else called.tool_calls
-                message["tool_calls"] = [call.model_dump() for call in calls]
-        message["content"] = content or ("" if "tool_calls" not in message else None)
-        return message
+        if parser is None:
+            return _message(request, None, text, None)
+        return _message(request, *parser.parse(text, parsed, enable_auto_tools=True, model_output_token_ids=text_ids))
 
     def _message_of_channels(self, request: ChatRequest, ids: list[int], stop: str | None) -> dict[str, Any]:
         """Return the message of an answer in gpt-oss's channels. One that has none stays text."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.renderers.chat_utils import make_tool_call_id
 
         parser = self._harmony(self._tokenizer)
         asked = ChatCompletionRequest(model=self._config.model, messages=[])
@@ -170,18 +160,29 @@ class AnswerReader:
             content = self._tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens is not False)
         if content and stop is not None and not request.include_stop_str_in_output:
             content = content.partition(stop)[0]
-        message: dict[str, Any] = {"role": "assistant"} | ({"reasoning_content": reasoning} if reasoning else {})
-        if calls:
-            calls = calls[:1] if request.parallel_tool_calls is False else calls
-            message["tool_calls"] = [
-                {"id": make_tool_call_id(), "type": "function", "function": call.model_dump()} for call in calls
-            ]
-        message["content"] = content or (None if calls else "")
-        return message
+        return _message(request, reasoning, content, calls)
 
 
-def _find_parser(get: Any, name: str, key: str) -> Any:
+def _message(request: ChatRequest, reasoning: str | None, content: str | None, calls: Any) -> dict[str, Any]:
+    """Return an assistant's message of what vLLM's parsers found. `calls`: its FunctionCalls."""
+    message: dict[str, Any] = {"role": "assistant"} | ({"reasoning_content": reasoning} if reasoning else {})
+    if calls:
+        from vllm.renderers.chat_utils import make_tool_call_id
+
+        message["tool_calls"] = [
+            {
+                "id": call.id or make_tool_call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in (calls[:1] if request.parallel_tool_calls is False else calls)
+        ]
+    message["content"] = content or (None if calls else "")
+    return message
+
+
+def _check_parser(get: Any, name: str, key: str) -> None:
     try:
-        return get(name)
+        get(name)
     except KeyError as error:
         raise ValueError(f"{_KEYS}{key}: {error.args[0]}") from error
