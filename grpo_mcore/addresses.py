@@ -45,8 +45,11 @@ def with_port(host: str, port: int) -> str:
 
 
 def split_port(address: str) -> tuple[str, str]:
-    """Split host:port into the host, an IPv6 address without its brackets, and the port as text ("" without one)."""
-    host, _, port = address.rpartition(":")
+    """Split host:port into the host, an IPv6 address without its brackets, and the port as text ("" without one). An
+    IPv6 address without brackets has no port."""
+    host, colon, port = address.rpartition(":")
+    if not colon or port.endswith("]") or (":" in host and not host.startswith("[")):
+        host, port = address, ""
     return host.removeprefix("[").removesuffix("]"), port
 
 

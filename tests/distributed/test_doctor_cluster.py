@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,18 @@ from grpo_mcore.tools.doctor import Needs, checks, nodes
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    """As the job scripts start Ray on a node whose GPUs are 3 and 5."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+        ray.init(
+            address="local",
+            num_cpus=1,
+            num_gpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 
@@ -34,6 +46,12 @@ def test_every_node_is_examined(address: str, tmp_path: Path, monkeypatch: pytes
     states = {finding.check: finding.state for finding in node}
     assert states["logs"] == "fault" and states["checkpoints"] == states["versions"] == "ok"
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_a_task_sees_the_gpus_of_its_node(address: str) -> None:
+    """Also one that asks for none: it may be that a run has them all."""
+    (node,) = (each["NodeID"] for each in ray.nodes())
+    assert ray.get(nodes._task(ray, node, os.getenv).remote("CUDA_VISIBLE_DEVICES"), timeout=60) == "3,5"
 
 
 def test_nodes_that_reach_each_other_and_nodes_that_do_not(address: str) -> None:

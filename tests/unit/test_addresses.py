@@ -14,7 +14,8 @@ from grpo_mcore.processes import free_port
 def test_an_address_stands_in_a_url_and_comes_out_of_it() -> None:
     for host, text in (("10.0.0.1", "10.0.0.1:80"), ("fd00::1", "[fd00::1]:80"), ("node-1", "node-1:80")):
         assert with_port(host, 80) == text and split_port(text) == (host, "80")
-    assert split_port("auto") == ("", "auto")
+    for text in ("auto", "10.0.0.1", "fd00::1", "[fd00::1]"):
+        assert split_port(text) == (text.strip("[]"), "")
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])

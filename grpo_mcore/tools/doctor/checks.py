@@ -112,7 +112,7 @@ def checks_of(needs: Needs) -> dict[str, Check]:
         "disk": lambda: disk(
             [*folders.values()], needs.disk_bytes, {folders.get("checkpoints"): needs.checkpoint_bytes}
         ),
-        "ports": lambda: ports(needs.ports or (() if "RAY_ADDRESS" in os.environ else RAY_PORTS)),
+        "ports": lambda: ports(needs.ports or (() if running_ray() else RAY_PORTS)),
         "open files": open_files,
         "sandbox": lambda: sandbox(needs.sandbox),
         "load": load,
@@ -171,7 +171,8 @@ def gpu_kernels(packages: Sequence[str]) -> Iterator[CheckResult]:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi lists it. Memory in bytes; `errors`: uncorrected ECC errors, None if they are not counted."""
+    """A GPU as nvidia-smi lists it. Memory in bytes, 0 where it is not known; `errors`: uncorrected ECC errors, None if
+    they are not counted."""
 
     index: int
     name: str
@@ -190,12 +191,18 @@ def list_gpus(timeout_s: float = 15.0) -> list[Gpu] | None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         raise OSError(f"nvidia-smi: {(done.stderr or done.stdout).strip()}")
-    listed = []
-    for line in done.stdout.splitlines():
-        index, name, driver, total, used, errors = (part.strip() for part in line.split(","))
-        count = int(errors) if errors.isdigit() else None
-        listed.append(Gpu(int(index), name, driver, int(total) * 2**20, int(used) * 2**20, count))
-    return listed
+    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+    # Among the GPUs nvidia-smi prints warnings; for a value that it cannot read "[N/A]" or what is wrong with the GPU.
+    listed = [row for row in rows if len(row) == len(fields.split(",")) and row[0].isdigit()]
+    return [
+        Gpu(int(index), name, driver, _mib(total), _mib(used), int(errors) if errors.isdigit() else None)
+        for index, name, driver, total, used, errors in listed
+    ]
+
+
+def _mib(text: str) -> int:
+    """Return the bytes of a number of MiB, 0 for anything else."""
+    return int(text) * 2**20 if text.isdigit() else 0
 
 
 def _on_gpu(needs: Needs) -> bool:
@@ -210,7 +217,7 @@ def gpus(needs: Needs) -> Iterable[CheckResult]:
     if present:
         import torch
 
-        return judge_gpus(present, wanted, torch.cuda.device_count())
+        return judge_gpus(present, wanted, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not wanted:
         return [CheckResult("GPUs", "ok", "none, and none asked for")]
     reason = "no nvidia-smi" if present is None else "no device"
@@ -218,28 +225,41 @@ def gpus(needs: Needs) -> Iterable[CheckResult]:
     return [fault("GPUs", f"{reason}, but {wanted} are asked for", advice)]
 
 
-def judge_gpus(present: Sequence[Gpu], wanted: int, seen_by_torch: int) -> list[CheckResult]:
-    """Check the GPUs of a node. `wanted`: GPUs that the recipe needs (0: any)."""
-    names, drivers = sorted({gpu.name for gpu in present}), sorted({gpu.driver for gpu in present})
-    faults = []
-    if len(present) < wanted:
-        faults.append(fault("GPUs", f"{len(present)} instead of {wanted}", "lower cluster.gpus_per_node, or see dmesg"))
-    if seen_by_torch != len(present):
-        saw = f"torch sees {seen_by_torch} of {len(present)}"
+def judge_gpus(
+    present: Sequence[Gpu], wanted: int, seen_by_torch: int, visible: str | None = None
+) -> list[CheckResult]:
+    """Check the GPUs of a node. `wanted`: GPUs that the recipe needs (0: any). `visible`: CUDA_VISIBLE_DEVICES, by
+    which a scheduler gives a job some of a node's GPUs, or MIG instances: the others are not ours to judge."""
+    lost = [gpu for gpu in present if not gpu.driver[:1].isdigit()]
+    sound = [gpu for gpu in present if gpu not in lost]
+    given = visible.split(",") if visible else None
+    ours = [gpu for gpu in sound if given is None or str(gpu.index) in given]
+    names, drivers = sorted({gpu.name for gpu in sound}), sorted({gpu.driver for gpu in sound})
+    faults = [
+        fault("GPUs", f"GPU {gpu.index}: {gpu.driver}", "drain the node and reset or replace the GPU") for gpu in lost
+    ]
+    if len(sound) < wanted and given is None:
+        faults.append(fault("GPUs", f"{len(sound)} instead of {wanted}", "lower cluster.gpus_per_node, or see dmesg"))
+    if seen_by_torch == 0 or (given is None and seen_by_torch != len(sound)):
+        saw = f"torch sees {seen_by_torch} of {len(sound)}"
         faults.append(fault("GPUs", saw, "unset CUDA_VISIBLE_DEVICES; install a CUDA build of torch"))
+    elif given is not None and seen_by_torch < wanted:
+        saw = f"CUDA_VISIBLE_DEVICES gives this job {seen_by_torch} of {len(sound)} GPUs, and {wanted} are asked for"
+        faults.append(fault("GPUs", saw, "ask the scheduler for all of them, or lower cluster.gpus_per_node"))
     if any(int(driver.split(".")[0]) < MIN_DRIVER for driver in drivers):
         faults.append(fault("driver", f"driver {', '.join(drivers)}", f"CUDA 13 needs {MIN_DRIVER} or newer"))
     if len(names) > 1:
         faults.append(fault("GPUs", f"they differ: {', '.join(names)}", "use nodes of one kind of GPU"))
-    for gpu in present:
+    for gpu in ours:
         if gpu.used > USED_BEFORE * gpu.memory:
             saw = f"GPU {gpu.index}: {gpu.used / GB:.1f} GB are in use"
             faults.append(fault("GPU memory", saw, "end the processes that nvidia-smi lists"))
         if gpu.errors:
             saw = f"GPU {gpu.index}: {gpu.errors} uncorrected ECC errors"
             faults.append(fault("GPU errors", saw, "drain the node and reset or replace the GPU"))
-    sound = CheckResult("GPUs", "ok", f"{len(present)} x {', '.join(names)}, driver {', '.join(drivers)}")
-    return faults or [sound]
+    some = f" of {len(sound)}, by CUDA_VISIBLE_DEVICES" if given is not None and seen_by_torch != len(sound) else ""
+    saw = f"{seen_by_torch}{some} x {', '.join(names)}, driver {', '.join(drivers)}"
+    return faults or [CheckResult("GPUs", "ok", saw)]
 
 
 def shared_memory(needed: int, path: str = "/dev/shm") -> Iterator[CheckResult]:
@@ -423,8 +443,7 @@ def model(name: str | None) -> Iterator[CheckResult]:
 
 def ray(nodes: int) -> Iterator[CheckResult]:
     """Check whether Ray answers; `--cluster` examines its nodes."""
-    address = os.environ.get("RAY_ADDRESS")
-    if address is not None:
+    if address := running_ray():
         yield ray_answers(address)
     elif nodes > 1:
         advice = "start Ray on all nodes (ray start) and set RAY_ADDRESS"
@@ -433,15 +452,30 @@ def ray(nodes: int) -> Iterator[CheckResult]:
         yield CheckResult("Ray", "ok", "none is running; a run starts its own")
 
 
+def running_ray() -> str | None:
+    """Return RAY_ADDRESS if it names a running Ray. A run takes "local" and an empty one as none."""
+    address = os.environ.get("RAY_ADDRESS", "").strip()
+    return None if address in ("", "local") else address
+
+
 def ray_answers(address: str, timeout_s: float = 5.0) -> CheckResult:
-    """Check that something listens at host:port. An address that is a name is left to Ray to resolve."""
+    """Check that something listens at host:port, or where Ray finds itself with "auto"."""
     if "://" in address:
         advice = "start the run on a node of the cluster, with RAY_ADDRESS=HOST:6379 or auto"
         return fault("Ray", f"RAY_ADDRESS {address} is for a client outside the cluster", advice)
+    if address == "auto":
+        from ray._private.services import canonicalize_bootstrap_address
+
+        address = canonicalize_bootstrap_address(address) or ""
+        if not address:
+            return fault(
+                "Ray", "RAY_ADDRESS is auto, but no Ray runs on this machine", "start it, or unset RAY_ADDRESS"
+            )
     host, port = split_port(address)
+    if not port.isdigit():
+        return fault("Ray", f"RAY_ADDRESS {address} has no port", "RAY_ADDRESS=HOST:6379, or auto on a node of it")
     try:
-        if port.isdigit():
-            socket.create_connection((host, int(port)), timeout_s).close()
+        socket.create_connection((host, int(port)), timeout_s).close()
     except OSError as error:
         advice = "start it, or unset RAY_ADDRESS to have one started"
         return fault("Ray", f"{address}: nobody answers ({error})", advice)
@@ -450,7 +484,11 @@ def ray_answers(address: str, timeout_s: float = 5.0) -> CheckResult:
 
 def collectives(needs: Needs) -> Iterator[CheckResult]:
     """Test gloo on this host, or with several GPUs NCCL between neighbours, so that every link is used once."""
-    count = len(list_gpus() or ()) if needs.gpu is not False else 0
+    count = 0
+    if needs.gpu is not False and list_gpus():
+        import torch
+
+        count = torch.cuda.device_count()  # of a shared node the job may have some
     backend, pairs = ("nccl", [(rank, rank + 1) for rank in range(count - 1)]) if count > 1 else ("gloo", [(0, 1)])
     for half in (pairs[::2], pairs[1::2]):  # pairs without a common GPU at the same time
         addresses = [f"127.0.0.1:{processes.free_port()}" for _ in half]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore import processes
+from grpo_mcore.addresses import with_port
 from grpo_mcore.rollout.workers import DeadlineExceeded
 from grpo_mcore.tools.doctor import checks
 from grpo_mcore.tools.doctor.checks import CheckResult, Needs, Reduced, examine, fault, judged
@@ -29,6 +30,11 @@ LINK_S = 30.0
 
 LINK_MB = {"gloo": 32, "nccl": 256}
 """Size of an all-reduce over two nodes: large enough that the bandwidth decides its time."""
+
+ALL_GPUS = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+"""Runtime environment of tasks that see the GPUs of their node. A task that asks for none sees none in a Ray that was
+started with RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1, as the job scripts start it; one that asks for them would wait for a
+run that has them."""
 
 PARTNERS = 3
 """Number of other nodes with which each node's bandwidth is measured, if there are so many."""
@@ -47,10 +53,9 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
 
     from grpo_mcore.cluster.ray_session import as_this_process
 
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = address or checks.running_ray()
     if address is None:
-        advice = "start it, or unset RAY_ADDRESS to have one started"
-        return {"cluster": [fault("Ray", "RAY_ADDRESS is not set: no cluster", advice)]}
+        return {"cluster": [fault("Ray", "RAY_ADDRESS is not set", "start Ray on all nodes and set RAY_ADDRESS")]}
     if (answer := checks.ray_answers(address)).state == "fault":
         return {"cluster": [answer]}
     ours = not ray.is_initialized()
@@ -218,7 +223,7 @@ def _links(
     for pair in pairs:
         free = _task(ray, pair[0], processes.free_port)
         ports = ray.get([free.remote("") for _ in range(devices)], timeout=NODE_S)
-        where = [f"{hosts[pair[0]]}:{port}" for port in ports]
+        where = [with_port(hosts[pair[0]], port) for port in ports]
         ranks = [
             _task(ray, node, checks.all_reduce).remote(
                 backend, [(address, i, device) for device, address in enumerate(where)], seconds, LINK_MB[backend]
@@ -235,7 +240,7 @@ def _task(ray: Any, node: str, function: Any) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=strategy)(function)
+    return ray.remote(num_cpus=0, scheduling_strategy=strategy, runtime_env=ALL_GPUS)(function)
 
 
 def _names(alive: dict[str, Any]) -> dict[str, str]:

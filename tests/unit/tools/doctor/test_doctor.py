@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -221,8 +222,16 @@ def test_a_ray_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     fault(look("Ray"), "nobody answers", "RAY_ADDRESS")
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
     fault(look("Ray"), "a client outside the cluster", "HOST:6379")
+    for without_port in ("10.0.0.1", "node1", "[::1]", "::1", "node1:x"):
+        monkeypatch.setenv("RAY_ADDRESS", without_port)
+        fault(look("Ray"), f"{without_port} has no port", "HOST:6379")
+    monkeypatch.setenv("RAY_ADDRESS", " local ")
+    assert look("Ray")[0].saw.startswith("none is running"), "as a run reads it"
     monkeypatch.delenv("RAY_ADDRESS")
     fault(look("Ray", Needs(nodes=2)), "2 nodes are asked for", "ray start")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address", lambda _: None)
+    fault(look("Ray"), "no Ray runs on this machine", "start it")
 
 
 def test_a_ray_cluster_that_is_too_small() -> None:
@@ -251,6 +260,27 @@ def test_gpus_that_something_is_wrong_with(tmp_path: Path, monkeypatch: pytest.M
     for words in ("2 instead of 4", "CUDA 13 needs 580", "GPU 0: 41.9 GB are in use", "GPU 1: 3 uncorrected"):
         assert words in text
     assert checks.judge_gpus([GPU], wanted=1, seen_by_torch=1)[0].state == "ok"
+
+
+def test_gpus_that_nvidia_smi_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that shares the host's memory, a lost one, and a warning among them."""
+    lost = ", ".join(["[GPU is lost]"] * 5)
+    warning = "WARNING: infoROM is corrupted at gpu 0000:3B:00.0"
+    fake_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA GB10, 580.95.05, [N/A], [N/A], [N/A]", f"1, {lost}", warning)
+    present = checks.list_gpus() or []
+    assert [(gpu.index, gpu.memory, gpu.errors) for gpu in present] == [(0, 0, None), (1, 0, None)]
+    fault(checks.judge_gpus(present, wanted=1, seen_by_torch=1), "GPU 1: [GPU is lost]", "replace the GPU")
+
+
+def test_a_share_of_a_node_is_judged_by_itself() -> None:
+    """By CUDA_VISIBLE_DEVICES, where nvidia-smi lists the GPUs of other jobs too."""
+    busy = replace(GPU, index=1, used=GPU.memory // 2)
+    (found,) = checks.judge_gpus([GPU, busy], 1, 1, "0")
+    assert found.state == "ok" and found.saw.startswith("1 of 2, by CUDA_VISIBLE_DEVICES x NVIDIA H100")
+    fault(checks.judge_gpus([GPU, busy], 2, 1, "0"), "1 of 2 GPUs, and 2 are asked for", "ask the scheduler")
+    fault(checks.judge_gpus([GPU, busy], 1, 1, "1"), "GPU 1: 42.9 GB are in use")
+    assert checks.judge_gpus([busy], 1, 1, "MIG-5a1a94cf")[0].state == "ok", "a part of it is another job's"
+    fault(checks.judge_gpus([GPU], 1, 0, "0"), "torch sees 0 of 1", "CUDA build")
 
 
 def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
