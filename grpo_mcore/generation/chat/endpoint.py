@@ -40,7 +40,7 @@ from grpo_mcore.text import has_surrogates
 Spans = tuple[tuple[int, int, int], ...]
 
 MAX_REMEMBERED = 200_000
-"""Maximum number of remembered completions (about 50 MB): more than are ever in flight."""
+"""Maximum number of remembered completions (about 60 MB): more than are ever in flight."""
 
 MAX_BODY_BYTES = 64 * 2**20
 """Maximum size of a request: a long conversation carries all its tokens as JSON, about 7 bytes each, twice."""
@@ -116,7 +116,7 @@ class ChatRecord:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._lock = threading.Lock()
-        self._generated: OrderedDict[str, tuple[Spans, int]] = OrderedDict()
+        self._generated: OrderedDict[str, tuple[Spans, int, bytes]] = OrderedDict()
         self._asked: Counter[bytes] = Counter()
         self._version = 0
 
@@ -132,10 +132,10 @@ class ChatRecord:
             self._asked[key.digest()] += 1
         return sample_seed(self._seed, weight_version, key.hexdigest(), number)
 
-    def note(self, fingerprint: str, spans: Spans, engine: int) -> None:
-        """Remember a completion. `fingerprint`: of its prompt and answer together."""
+    def note(self, fingerprint: str, spans: Spans, engine: int, messages: Sequence[Any] = ()) -> None:
+        """Remember a completion. `fingerprint`: of its prompt and answer together; `messages`: of its request."""
         with self._lock:
-            self._generated[fingerprint] = spans, engine
+            self._generated[fingerprint] = spans, engine, _told(messages)
             while len(self._generated) > MAX_REMEMBERED:
                 self._generated.popitem(last=False)
 
@@ -144,6 +144,12 @@ class ChatRecord:
         with self._lock:
             entries = [self._generated.get(fingerprint) for fingerprint in fingerprints]
         return [known and known[0] for known in entries]
+
+    def answered(self, fingerprint: str, messages: Sequence[Any]) -> bool:
+        """Return whether a completion answered these messages. One that is not remembered may have."""
+        with self._lock:
+            known = self._generated.get(fingerprint)
+        return known is None or known[2] == _told(messages)
 
     def engine_of(self, fingerprint: str) -> int | None:
         """Return the engine that generated a completion, and so may have it in its prefix cache."""
@@ -340,6 +346,7 @@ class Endpoint:
                 " in policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
             )
         seed = self._record.seed(body, self._engines.weight_version) if kind == "complete" else 0
+        body = self._without_stale_tokens(body)
         while (index := self._choose(recorded_tokens(body))) is not None:
             engine = self._engines.workers[index]
             try:
@@ -356,11 +363,31 @@ class Endpoint:
                 with self._lock:
                     self._pending[index] -= 1
             if reply.fingerprint is not None:
-                self._record.note(reply.fingerprint, reply.weight_versions, index)
+                self._record.note(reply.fingerprint, reply.weight_versions, index, body.get("messages") or ())
             elif reply.status == 400:
                 self._warn(f"a request was refused: {reply.body['error']['message']}")
             return reply
         return _no_reply(503, "NoEngine", "no engine is there now")
+
+    def _without_stale_tokens(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the request without recorded tokens whose prompt was another conversation: an agent has changed or
+        dropped messages before that answer, and the tokens would show them as they were."""
+        messages = body.get("messages")
+        if not isinstance(messages, list):
+            return body
+        kept = list(messages)
+        for position in reversed(range(len(messages))):
+            tokens = _recorded(messages[position])
+            if tokens is None:
+                continue
+            if self._record.answered(fingerprint(tokens), messages[:position]):
+                break
+            kept[position] = {name: value for name, value in messages[position].items() if name not in TOKEN_FIELDS}
+            self._warn(
+                "a conversation came back with other messages before an earlier answer: the whole of it is tokenised "
+                "again, and what follows is another branch of its sample"
+            )
+        return {**body, "messages": kept}
 
     def _choose(self, before: list[int] | None) -> int | None:
         """Choose an engine for a request that continues the tokens `before`, and count the request as pending there.
@@ -398,11 +425,32 @@ def _no_reply(status: int, kind: str, why: str) -> Reply:
 def recorded_tokens(body: Mapping[str, Any]) -> list[int] | None:
     """Return the tokens of prompt and answer that are recorded in the conversation's last answer."""
     messages = body.get("messages")
-    for message in reversed(messages if isinstance(messages, list) else []):
-        parts = [message.get(name) for name in TOKEN_FIELDS[:2]] if isinstance(message, dict) else [None]
-        if all(isinstance(part, list) and all(type(i) is int for i in part) for part in parts):
-            return [i for part in parts if part is not None for i in part]
+    tokens = map(_recorded, reversed(messages if isinstance(messages, list) else []))
+    return next((each for each in tokens if each is not None), None)
+
+
+def _recorded(message: Any) -> list[int] | None:
+    """Return the tokens of prompt and answer that are recorded in a message."""
+    parts = [message.get(name) for name in TOKEN_FIELDS[:2]] if isinstance(message, dict) else [None]
+    if all(isinstance(part, list) and all(type(i) is int and 0 <= i < 2**63 for i in part) for part in parts):
+        return [i for part in parts if part is not None for i in part]
     return None
+
+
+def _told(messages: Sequence[Any]) -> bytes:
+    """Return a hash of what others than the policy say in messages. Its own come back in other forms, such as without
+    their thoughts; their tokens count."""
+
+    def text(content: Any) -> Any:
+        parts = content if isinstance(content, list) else [content]
+        return [(part.get("text") if isinstance(part, dict) else part) or "" for part in parts]
+
+    said = [
+        (message.get("role"), None if message.get("role") == "assistant" else text(message.get("content")))
+        for message in messages
+        if isinstance(message, dict)
+    ]
+    return blake2b(json.dumps(said).encode(), digest_size=16).digest()
 
 
 class _Refused(asyncio.Protocol):

@@ -15,15 +15,16 @@ HEADERS = {"Authorization": "Bearer secret"}
 
 
 class Engine:
-    """Answers with its name and the seed; holds requests back while `hold` is clear."""
+    """Answers with its name and the seed; holds requests back while `hold` is clear. `body`: of the last request."""
 
     def __init__(self, name: str) -> None:
         self.name, self.hold, self.asked, self.dead = name, threading.Event(), 0, False
         self.hold.set()
+        self.body: Any = None
 
     def stream(self, method: str, kind: str, body: Any, seed: int, **_: Any) -> Iterator[Reply]:
         assert method == "chat"
-        self.asked += 1
+        self.asked, self.body = self.asked + 1, body
         assert self.hold.wait(30)
         if self.dead:
             raise EOFError("its process ended")

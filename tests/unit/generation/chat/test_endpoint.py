@@ -157,6 +157,31 @@ def test_a_conversation_stays_with_its_engine_unless_that_is_busy(endpoint: Endp
     assert post(endpoint, body={"messages": [answer | {"generation_token_ids": [4]}]}).json()["by"] == "engine-0"
 
 
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [
+        ([{"role": "user", "content": [{"type": "text", "text": "go"}]}, {"role": "assistant", "content": "b"}], True),
+        ([{"role": "user", "content": "go"}, {"role": "assistant", "content": None}], True),
+        ([{"role": "user", "content": "go on"}, {"role": "assistant", "content": "b"}], False),
+        ([{"role": "user", "content": "go"}], False),
+    ],
+)
+def test_tokens_of_a_conversation_that_was_changed_are_left_out(
+    endpoint: Endpoint, engines: Engines, caplog: pytest.LogCaptureFixture, before: list[Any], kept: bool
+) -> None:
+    """An agent shortened what a tool had said, or dropped old turns: the policy was shown all of it nevertheless."""
+    engines.gone = {1}
+    asked = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "<think>a</think>b"}]
+    post(endpoint, body={"ids": [1, 2, 3], "messages": asked})
+    tokens = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-1.0]}
+    answer = {"role": "assistant", "content": "c"}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        post(endpoint, path, {"messages": [*before, answer | tokens, {"role": "user", "content": "d"}]})
+        told = [*before, answer | tokens if kept else answer, {"role": "user", "content": "d"}]
+        assert engines[0].body["messages"] == told
+    assert any("other messages before an earlier answer" in text for text in caplog.messages) != kept
+
+
 def test_weight_versions_of_generated_tokens(endpoint: Endpoint) -> None:
     post(endpoint, body={"ids": [4, 5]})
     names = [fingerprint([4, 5]), fingerprint([5, 4])]
