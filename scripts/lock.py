@@ -32,7 +32,7 @@ LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
 TO_BUILD = ["setuptools>=78.1.1,<81", "wheel", "ninja", "pybind11", "hatchling>=1.27"]
 
 # All that grpo_mcore.tools.launch and grpo_mcore.recipe import.
-TO_RENDER = {"omegaconf", "pydantic", "pyyaml"}
+TO_RENDER = {"omegaconf", "psutil", "pydantic", "pyyaml"}
 
 HEADER = """\
 # The CPU environment, exactly: Python 3.11, Linux, x86_64. Written by scripts/lock.py, installed without
