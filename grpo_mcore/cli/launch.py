@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,11 +70,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _create(manifest: str) -> int:
-    """Create what a manifest describes. A ConfigMap that exists is that of an earlier launch with the same recipe."""
+    """Create what a manifest describes. A ConfigMap that exists is that of an earlier launch with the same recipe; a
+    RayJob stays when it has ended."""
     words = ["kubectl", "create", "-o", "name", "-f", "-"]
-    done = subprocess.run(words, input=manifest, text=True, encoding="utf-8", stdout=subprocess.PIPE)
+    done = subprocess.run(words, input=manifest, text=True, encoding="utf-8", capture_output=True)
     print(done.stdout, end="")
-    return 0 if "rayjob" in done.stdout else done.returncode or 1
+    print(done.stderr, end="", file=sys.stderr)
+    if "rayjob" in done.stdout:
+        return 0
+    if found := re.search(r'rayjobs\S* "(\S+)" already exists', done.stderr):
+        advice = f"kubectl delete rayjob {found[1]} if that one has ended, or launch.name=ANOTHER"
+        print(f"grpo-mcore launch: an earlier job has this name: {advice}", file=sys.stderr)
+    return done.returncode or 1
 
 
 def _check(files: list[str], crd: str | None) -> int:

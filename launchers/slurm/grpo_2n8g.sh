@@ -47,7 +47,7 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}
 gpus=${SLURM_GPUS_ON_NODE:-0}
 logs=$(realpath -m "$LOGS")/$SLURM_JOB_ID-$restart
-mkdir -p "$logs"
+mkdir -p "$logs" || { say "no folder for logs; set LOGS to one on the shared file system that you may write"; exit 1; }
 if [[ -n $(type -t resolved_recipe) ]]; then # as it was when the job was submitted
     export RECIPE=$logs/recipe.yaml
     resolved_recipe >"$RECIPE"
@@ -77,7 +77,8 @@ fi
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 on_head=(srun --overlap --export=ALL --nodes=1 --ntasks=1 --nodelist="$head")
 
-head_ip=${HEAD_IP:-$("${on_head[@]}" hostname -I | awk '{print $1}')}
+# The first address that others can reach: a server's BMC may have a network of its own, 169.254.x.x.
+head_ip=${HEAD_IP:-$("${on_head[@]}" hostname -I | tr ' ' '\n' | grep -v -m 1 '^169\.254\.')}
 if [[ -z $head_ip ]]; then
     say "no address of $head found; set HEAD_IP"
     exit 1
@@ -154,7 +155,7 @@ for _ in $(seq "$START_TIMEOUT"); do # until the head answers: the program that 
     gone "$head_pid" && break
     sleep 1
 done
-"${on_head[@]}" "${inside[@]}" "$PYTHON" -P -m grpo_mcore.cluster.ray_node wait --address="$address" \
+"${on_head[@]}" "${inside[@]}" $PYTHON -P -m grpo_mcore.cluster.ray_node wait --address="$address" \
     --nodes=${#nodes[@]} --gpus=$((gpus * ${#nodes[@]})) --within="$START_TIMEOUT" >"$logs/ready.log" 2>&1 &
 ready_pid=$!
 while ! gone "$ready_pid" && ! gone "$head_pid"; do sleep 0.5; done

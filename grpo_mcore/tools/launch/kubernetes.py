@@ -143,7 +143,8 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
     if rdma:
         amounts[rdma] = str(k8s.rdma_count)
     cache = {"HF_HOME": f"{k8s.volume_path}/huggingface"} if k8s.volume_claim else {}
-    variables = ENVIRONMENT | cache | dict(sorted(launch.env.items()))
+    variables = {key: value for key, value in (ENVIRONMENT | cache).items() if key not in k8s.secrets}
+    variables |= dict(sorted(launch.env.items()))
     staged = {"HF_HUB_CACHE": f"{launch.stage_to}/hub"} if launch.stage_to else {}
     if launch.code:
         variables["PYTHONPATH"] = ":".join([RECIPE_FOLDER, *([own] if (own := launch.env.get("PYTHONPATH")) else [])])
@@ -173,7 +174,7 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
         "image": launch.container,
         "workingDir": k8s.volume_path if k8s.volume_claim else "/tmp",
         "env": [
-            *({"name": key, "value": value} for key, value in (variables | staged).items()),
+            *({"name": key, "value": _literal(value)} for key, value in (variables | staged).items()),
             *secrets,
         ],
         "resources": {"limits": amounts, "requests": amounts},
@@ -187,9 +188,9 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
     copying = {  # it reads the models from where they are without launch.stage_to
         **container,
         "name": "stage",
-        "env": [*({"name": key, "value": value} for key, value in variables.items()), *secrets],
+        "env": [*({"name": key, "value": _literal(value)} for key, value in variables.items()), *secrets],
         "command": ["python", "-P", "-m", "grpo_mcore.cli.main", "prefetch", f"{RECIPE_FOLDER}/recipe.yaml"],
-        "args": ["--stage", launch.stage_to],
+        "args": ["--stage", _literal(launch.stage_to or "")],
     }
     return {
         "restartPolicy": "Always" if head and k8s.gcs_redis_address else "Never",
@@ -213,6 +214,11 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
         "containers": [container],
         "volumes": volumes,
     }
+
+
+def _literal(text: str) -> str:
+    """Return a text for a container's env or args, in which Kubernetes reads $$ as $ and $(NAME) as a variable."""
+    return text.replace("$", "$$")
 
 
 def _secret(reference: str) -> dict[str, Any]:

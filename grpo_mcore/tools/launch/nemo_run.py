@@ -8,6 +8,7 @@ from typing import Any
 from grpo_mcore.tools.launch.kubernetes import manifest
 from grpo_mcore.tools.launch.slurm import job_script, sbatch_options
 from grpo_mcore.tools.launch.spec import LaunchSpec, Target
+from grpo_mcore.tools.launch.validation import split_option
 
 TASK = "train"
 """Name of the task; NeMo-Run names its script after it."""
@@ -74,9 +75,7 @@ def slurm_fields(spec: LaunchSpec) -> dict[str, Any]:
     """
     options = sbatch_options(spec)
     further = {key: value for key, value in options.items() if key not in (*FIELDS, *SET_BY_NEMO_RUN)}
-    for option in spec.launch.slurm.options:
-        key, _, value = option.removeprefix("--").partition("=")
-        further[key] = value
+    further |= map(split_option, spec.launch.slurm.options)
     # NeMo-Run always submits with --requeue.
     stay = [] if spec.restarts else ['scontrol update jobid="$SLURM_JOB_ID" requeue=0']
     return {

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_mcore.tools.launch.spec import FOR_MIRROR, FOR_TRACKERS, FROM_SUBMITTER, LaunchSpec
-from grpo_mcore.tools.launch.validation import option_name
+from grpo_mcore.tools.launch.validation import gpus_of, split_option
 
 BODY = Path(__file__).with_name("slurm_body.sh")
 
@@ -31,10 +31,18 @@ def sbatch_script(spec: LaunchSpec, *, carries_recipe: bool = True) -> str:
         "# Usage: sbatch FILE, from a shell in which `grpo-mcore` is in PATH, or with a container (pyxis):",
         '#   CONTAINER=image.sqsh MOUNTS="$PWD:$PWD" COMMAND="grpo-mcore train ... --resume=auto" sbatch FILE',
         "# Options on sbatch's own command line override those below.",
-        *[f"#SBATCH --{key}={value}".rstrip("=") for key, value in sbatch_options(spec).items()],
-        *[f"#SBATCH {option}" for option in spec.launch.slurm.options],
+        *[sbatch_line(key, str(value)) for key, value in sbatch_options(spec).items()],
+        *[sbatch_line(*split_option(option)) for option in spec.launch.slurm.options],
     ]
     return "\n".join([*head, job_script(spec, carries_recipe=carries_recipe)])
+
+
+def sbatch_line(name: str, value: str) -> str:
+    """Return an option as a script has it: sbatch takes a space for the end of an option, and # for a comment."""
+    if re.search(r"[\s#'\"\\]", value):
+        escaped = re.sub(r'(["\\])', r"\\\1", value)
+        value = f'"{escaped}"'
+    return f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}"
 
 
 REPLACED = {"mem-per-cpu": "mem", "mem-per-gpu": "mem", "cpus-per-gpu": "cpus-per-task", "no-requeue": "requeue"}
@@ -138,6 +146,8 @@ def sbatch_options(spec: LaunchSpec) -> dict[str, str | int]:
         "output": "%x-%j.out",
         "export": ",".join(passed),
     }
-    named = {option_name(option) for option in spec.launch.slurm.options}
-    replaced = named | {REPLACED[name] for name in named & REPLACED.keys()}
+    given = dict(map(split_option, spec.launch.slurm.options))
+    replaced = given.keys() | {REPLACED[name] for name in given.keys() & REPLACED.keys()}
+    if gpus_of("gres", given.get("gres", "")) is not None:
+        replaced.add("gpus-per-node")
     return {key: value for key, value in options.items() if value is not None and key not in replaced}

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -20,9 +22,10 @@ Target = Literal["slurm", "k8s", "local"]
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_KEY)", re.IGNORECASE)
 RESERVED_VARIABLES = re.compile(r"^(SLURM_|SBATCH_|RAY_|GRPO_MCORE_|CUDA_VISIBLE_DEVICES$)")
-RESERVED_OPTIONS = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres", "time", "signal", "export", "output")
-K8S_NAME = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
-K8S_LABEL = re.compile(f"({K8S_NAME}/)?[A-Za-z0-9]([-._A-Za-z0-9]{{0,61}}[A-Za-z0-9])?")
+RESERVED_OPTIONS = ("nodes", "ntasks", "ntasks-per-node", "time", "signal", "export", "output")
+K8S_NAME = "[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+K8S_VALUE = "[A-Za-z0-9]([-._A-Za-z0-9]{0,61}[A-Za-z0-9])?"
+K8S_LABEL = re.compile(f"({K8S_NAME}/)?{K8S_VALUE}")
 """A key of labels and annotations. The value of a label is one without a domain, or empty."""
 IMAGE = re.compile(
     r"([\w.-]+(:\d+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*(:\w[\w.-]{0,127})?"
@@ -31,13 +34,16 @@ IMAGE = re.compile(
 )
 K8S_VALUES = {
     **dict.fromkeys(
-        ("service_account", "volume_claim", "priority_class"),
+        ("service_account", "volume_claim"),
         (K8S_NAME, "a Kubernetes name (lower-case letters, digits and -)"),
     ),
-    "namespace": ("[a-z0-9]([-a-z0-9]*[a-z0-9])?", "a name of lower-case letters, digits and -"),
+    # These two are written into labels, too.
+    "queue": (K8S_VALUE, "at most 63 letters, digits, -, _ and ."),
+    "priority_class": ("[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?", "at most 63 lower-case letters, digits, - and ."),
+    "namespace": ("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "a name of at most 63 lower-case letters, digits and -"),
     "gcs_redis_address": (r"(redis://)?[-\w.]+:\d+", "HOST:PORT"),
     "rdma_resource": (f"{K8S_NAME}/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?", '"DOMAIN/NAME" of a device plugin'),
-    "volume_path": (r"/.+", "an absolute folder"),
+    "volume_path": (r"/[^:]+", "an absolute folder without a colon"),
 }
 """For each key of launch.k8s: pattern, and what it stands for."""
 
@@ -271,9 +277,30 @@ def _code_on_kubernetes(config: MasterConfig) -> Iterator[Finding]:
         )
 
 
-def option_name(option: str) -> str:
-    """Return the name of a long option, such as "qos" of "--qos=high"."""
-    return option.removeprefix("--").partition("=")[0].split(" ")[0]
+def split_option(option: str) -> tuple[str, str]:
+    """Return name and value of a long option of sbatch, such as --qos=high, "--qos high" or '--comment="my run"'; the
+    value is "" without one. Raises ValueError for anything else."""
+    parts = re.fullmatch(r"--([a-z][a-z-]*)(?:[= ](.*))?", option)
+    if parts is None or not option.isprintable():
+        raise ValueError(f"expected one long option of sbatch, got {option!r}")
+    value = parts[2] or ""
+    if re.search(r"[\\'\"]", value):
+        with suppress(ValueError):  # an apostrophe
+            value = " ".join(shlex.split(value))
+    return parts[1], value
+
+
+def gpus_of(name: str, value: str) -> int | None:
+    """Return the GPUs in each node that --gpus-per-node or --gres asks for, such as 8 of gpu:h100:8; None if it names
+    none."""
+    pattern = (
+        r"(?:[\w.-]+:)?(\d+)"
+        if name == "gpus-per-node"
+        else r"(?:.*,)?gpu(?::[\w.-]*[A-Za-z][\w.-]*)?(?::(\d+))?(?:,.*)?"
+    )
+    if name not in ("gpus-per-node", "gres") or (found := re.fullmatch(pattern, value)) is None:
+        return None
+    return int(found[1] or 1)
 
 
 LONGEST_SIGNAL_S = 65_535
@@ -287,11 +314,23 @@ def _slurm(config: MasterConfig) -> Iterator[Finding]:
         if {"*", "?"} & set(name):
             yield Finding(("cluster.env_vars",), f"{name}: sbatch takes names of variables only, no patterns")
     for option in config.launch.slurm.options:
-        name = option_name(option)
-        if not option.startswith("--") or not option.isprintable():
-            yield Finding(("launch.slurm.options",), f"expected one long option of sbatch, got {option!r}")
-        elif name in RESERVED_OPTIONS:
+        try:
+            name, value = split_option(option)
+        except ValueError as error:
+            yield Finding(("launch.slurm.options",), str(error))
+            continue
+        gpus = gpus_of(name, value)
+        if name in RESERVED_OPTIONS:
             yield Finding(("launch.slurm.options",), f"--{name} follows from the recipe; change the recipe instead")
+        elif gpus != _gpus_per_node(config) and (gpus is not None or name == "gpus-per-node"):
+            wanted = f"the recipe asks for {_gpus_per_node(config)} GPUs in each node (cluster.gpus_per_node)"
+            yield Finding(("launch.slurm.options",), f"--{name}={value}: {wanted}")
+
+
+def _gpus_per_node(config: MasterConfig) -> int:
+    """Return the GPUs that the job asks for in each node."""
+    engines = config.policy.generation.colocated.resources.gpus_per_node or 0
+    return 0 if config.cluster.platform == "cpu" else max(config.cluster.gpus_per_node, engines)
 
 
 def _stage_on_slurm(config: MasterConfig) -> Iterator[Finding]:
@@ -363,10 +402,14 @@ def _kubernetes(config: MasterConfig) -> Iterator[Finding]:
     for name in k8s.secrets:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or RESERVED_VARIABLES.match(name):
             yield Finding(("launch.k8s.secrets",), f"{name} is no variable that a secret may set")
+        elif name in config.launch.env:
+            yield Finding((f"launch.k8s.secrets.{name}", "launch.k8s.secrets"), f"{name} is in launch.env, too")
     for toleration in k8s.tolerations:
         for key, known in TOLERATION.items():
             if (given := toleration.get(key)) is not None and given not in known:
                 yield Finding(("launch.k8s.tolerations",), f"{key}: expected one of {', '.join(known)}, got {given!r}")
+        if toleration.get("operator") == "Exists" and toleration.get("value"):
+            yield Finding(("launch.k8s.tolerations",), f"{toleration['value']}: with operator Exists there is no value")
     points = [posixpath.normpath(path) for path in (RECIPE_FOLDER, "/dev/shm", *k8s.volumes)]
     points += [posixpath.normpath(k8s.volume_path)] if k8s.volume_claim else []
     for path in k8s.volumes:

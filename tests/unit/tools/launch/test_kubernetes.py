@@ -217,6 +217,10 @@ def test_a_recipe_that_differs_has_a_configmap_of_its_own(
         assert main(["launch", "k8s", str(ROOT / TWO_NODES), *H100]) == code
         told = capfd.readouterr()
         assert created in told.out and "AlreadyExists" in told.err
+    there = 'Error from server (AlreadyExists): error when creating "STDIN": rayjobs.ray.io "x-1" already exists'
+    kubectl.write_text(f"#!/bin/sh\ncat >/dev/null; echo '{there}' >&2; exit 1\n")
+    assert main(["launch", "k8s", str(ROOT / TWO_NODES), *H100]) == 1
+    assert "kubectl delete rayjob x-1 if that one has ended, or launch.name=ANOTHER" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

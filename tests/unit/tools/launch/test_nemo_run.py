@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,42 @@ def test_only_the_launcher_imports_nemo_run() -> None:
             assert not [name for name in names if name.split(".")[0] == "nemo_run"], file
 
 
+def test_jobs_are_written_by_the_packages_of_the_environment_that_submits() -> None:
+    """By those of requirements/launch.lock alone, in which NeMo-Run is and what trains is not."""
+    program = """
+import re, sys
+from importlib.metadata import packages_distributions
+normal = lambda name: re.sub(r"[-_.]+", "-", name).lower()
+locked = {normal(line.split("==")[0]) for line in open("requirements/launch.lock") if "==" in line}
+absent = {m for m, names in packages_distributions().items() if not locked & {*map(normal, names)}} - {"grpo_mcore"}
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in absent:
+            raise ModuleNotFoundError(f"{name} is not in requirements/launch.lock")
+sys.meta_path.insert(0, Absent())
+from grpo_mcore.recipe import load_recipe
+from grpo_mcore.tools.launch import launch_spec, nemo_run
+job = launch_spec(load_recipe(sys.argv[1], []), "slurm")
+print(len(nemo_run.script(job, "slurm")), nemo_run.slurm_fields(job)["nodes"])
+"""
+    done = subprocess.run([sys.executable, "-c", program, TWO_NODES], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_slurm_gets_the_same_options_and_hands_over_to_our_script() -> None:
-    spec = launch_spec(load_recipe(TWO_NODES, ["launch.slurm.options=['--qos=high', '--exclusive']"]), "slurm")
+    spec = launch_spec(
+        load_recipe(TWO_NODES, ["launch.slurm.options=['--qos high', '--exclusive', '--comment=a b']"]), "slurm"
+    )
     fields = nemo_run.slurm_fields(spec)
     assert (fields["nodes"], fields["gpus_per_node"], fields["time"]) == (2, 8, "04:00:00")
     assert fields["signal"] == "B:USR1@600" and fields["account"] is None
     further = fields["additional_parameters"]
-    assert further["qos"] == "high" and further["exclusive"] is True and "HF_TOKEN" in further["export"].split(",")
+    assert (
+        further["comment"] == "a b"
+        and further["qos"] == "high"
+        and further["exclusive"] is True
+        and "HF_TOKEN" in further["export"].split(",")
+    )
     assert fields["setup_lines"] == "exec bash /nemo_run/scripts/train.sh"
     assert nemo_run.script(spec, "slurm") == job_script(spec)
 

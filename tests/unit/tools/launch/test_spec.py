@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -162,6 +163,12 @@ WRONG = {
         "launch.slurm.account",
         "a name without spaces",
     ),
+    "other GPUs": (
+        "slurm",
+        ["launch.slurm.options=['--gres=nvme:1,gpu:h100:4']"],
+        "launch.slurm.options",
+        "gpu:h100:4: the recipe asks for 8 GPUs in each node (cluster.gpus_per_node)",
+    ),
     "not an option": ("slurm", ["launch.slurm.options=['-N 9']"], "launch.slurm.options", "one long option"),
     "a bad secret": ("k8s", [*ON_K8S, "+launch.k8s.secrets.HF_TOKEN=hf_abc"], "launch.k8s.secrets.HF_TOKEN", "SECRET/"),
     "a bad claim": (
@@ -189,6 +196,37 @@ WRONG = {
         [*ON_K8S, "+launch.k8s.secrets.RAY_AUTH_TOKEN=a/b"],
         "launch.k8s.secrets",
         "RAY_AUTH_TOKEN is no variable",
+    ),
+    "a variable twice": (
+        "k8s",
+        [*ON_K8S, "launch.env={HF_HOME: /a}", "launch.k8s.secrets={HF_HOME: a/b}"],
+        "launch.k8s.secrets.HF_HOME",
+        "HF_HOME is in launch.env, too",
+    ),
+    "a value where there is none": (
+        "k8s",
+        [*ON_K8S, "launch.k8s.tolerations=[{key: a, operator: Exists, value: present}]"],
+        "launch.k8s.tolerations",
+        "with operator Exists there is no value",
+    ),
+    "a long namespace": ("k8s", [*ON_K8S, f"launch.k8s.namespace={'n' * 64}"], "launch.k8s.namespace", "at most 63"),
+    "a path as a queue": (
+        "k8s",
+        [*ON_K8S, "launch.k8s.scheduler=kueue", "launch.k8s.queue=team/gpu"],
+        "launch.k8s.queue",
+        "at most 63 letters, digits",
+    ),
+    "a long priority": (
+        "k8s",
+        [*ON_K8S, f"launch.k8s.priority_class={'p' * 64}"],
+        "launch.k8s.priority_class",
+        "at most 63",
+    ),
+    "a colon in a mount point": (
+        "k8s",
+        [*ON_K8S, "launch.k8s.volume_path=/a:b", "checkpointing.checkpoint_dir=x"],
+        "launch.k8s.volume_path",
+        "without a colon",
     ),
     "two volumes at one place": (
         "k8s",
@@ -356,6 +394,33 @@ def test_options_of_the_site_replace_ours() -> None:
     assert not options.keys() & {"mem", "requeue", "job-name"} and options["cpus-per-task"] == 64
 
 
+@pytest.mark.parametrize(
+    "option", ["--gres=gpu:h100:8", "--gpus-per-node=h100:8", "--gres=nvme:1,gpu:8", "--gres=gpu:8"]
+)
+def test_the_kind_of_gpu_may_be_named(option: str) -> None:
+    lines = sbatch_script(spec(f"launch.slurm.options=['{option}']")).splitlines()
+    assert [line for line in lines if "SBATCH --g" in line] == [f"#SBATCH {option}"]
+    both = sbatch_options(spec("launch.slurm.options=['--gres=lscratch:200']"))
+    assert both["gpus-per-node"] == 8
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("--comment=my run #2", '--comment="my run #2"'),
+        ("--comment=\"my 'run'\"", "--comment=\"my 'run'\""),
+        ("--comment=it's", '--comment="it\'s"'),
+        ("--qos high", "--qos=high"),
+        ("--exclude=node[001-003,007]", "--exclude=node[001-003,007]"),
+        ("--exclusive", "--exclusive"),
+    ],
+)
+def test_options_with_spaces_reach_sbatch_whole(option: str, line: str) -> None:
+    """An unquoted # starts a comment there: what follows was lost without a word."""
+    words = "launch.slurm.options=[" + json.dumps(option) + "]"
+    assert f"#SBATCH {line}" in sbatch_script(spec(words)).splitlines()
+
+
 def test_a_line_break_in_the_name_of_a_recipe_stays_in_its_comment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +435,16 @@ def test_a_variable_of_the_recipe_is_not_replaced_on_kubernetes() -> None:
     pod = documents(spec(*ON_K8S, "launch.env={HF_HOME: /cache}", target="k8s"))[1]["spec"]["rayClusterSpec"]
     variables = pod["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
     assert [one["value"] for one in variables if one["name"] == "HF_HOME"] == ["/cache"]
+
+
+def test_variables_reach_the_pods_as_they_are() -> None:
+    """Kubernetes reads $$ as $, and $(NAME) as another variable; a secret takes the place of a default."""
+    words = ("launch.env={NCCL_A: 'a$$b $(HOME) $c'}", "launch.k8s.secrets={HF_HOME: a/b}")
+    pod = documents(spec(*ON_K8S, *words, target="k8s"))[1]["spec"]["rayClusterSpec"]
+    variables = pod["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
+    values = {one["name"]: one.get("value") for one in variables}
+    assert values["NCCL_A"] == "a$$$$b $$(HOME) $$c" and values["HF_HOME"] is None
+    assert len(variables) == len(values)
 
 
 def test_the_job_script_trains_the_recipe_that_was_submitted(tmp_path: Path) -> None:
@@ -415,6 +490,17 @@ def test_the_heads_address_may_be_one_of_ipv6(ip: str, address: str) -> None:
     program = f"on_head=(false); port=30010; {body[start:end]} echo $address"
     done = subprocess.run(["bash", "-c", program], env={"HEAD_IP": ip}, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{address}\n"
+
+
+def test_the_heads_address_is_one_that_others_reach() -> None:
+    """A server's BMC has a network of its own, whose interface may come first."""
+    body = BODY.read_text()
+    start, end = body.index("head_ip=${HEAD_IP"), body.index('stage=""')
+    program = (
+        f"on_head=(at); at() {{ echo '169.254.0.18 10.0.0.1 fd00::1 '; }}; port=1; {body[start:end]} echo $address"
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "10.0.0.1:1\n"
 
 
 def test_every_node_copies_the_models_before_its_ray_starts(tmp_path: Path) -> None:
