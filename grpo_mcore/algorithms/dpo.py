@@ -14,10 +14,10 @@ Not here: what is logged and when a validation or a checkpoint is due (record/tu
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -38,8 +38,9 @@ NEMO_RL_LOSS = "validation-default_loss"
 """NeMo RL's name of the validation loss, for recipes that choose checkpoints by it."""
 
 References = dict[str, tuple[float, float]]
-"""Row of the data -> log-probs of its chosen and its rejected answer under the reference. Computed when the row first
-occurs, and held by every checkpoint: a resumed run has the same values."""
+"""Digest of a pair, see `_digest` -> log-probs of its chosen and its rejected answer under the reference. Computed when
+the pair first occurs, and held by every checkpoint: a resumed run has the same values, unless it reads other tokens or
+starts from another model."""
 
 
 def dpo_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
@@ -142,18 +143,25 @@ def reference_sums(
     pairs: Sequence[DatumSpec], references: References, policy: PolicyGroup, config: MasterConfig
 ) -> Tensor | None:
     """Return the log-prob of each answer of the pairs just sent under the reference, float64 [2 x pairs]; None for a
-    loss without a reference. The passes over all of them run only if a row is new, which `references` then gets."""
+    loss without a reference. The passes over all of them run only if a pair is new, which `references` then gets."""
     if not needs_reference(config):
         return None
-    rows = [_row(pair) for pair in pairs]
-    if any(row not in references for row in rows):
-        stats = policy.infer_logprobs(2 * len(rows), prev=False, reference=True, kl_kind=None)
+    digests = [_digest(pair, config) for pair in pairs]
+    if any(digest not in references for digest in digests):
+        stats = policy.infer_logprobs(2 * len(digests), prev=False, reference=True, kl_kind=None)
         sums = stats["reference_sum"].reshape(-1, 2).tolist()
-        for row, (chosen, rejected) in zip(rows, sums, strict=True):
-            references.setdefault(row, (chosen, rejected))
-    return torch.tensor([references[row] for row in rows], dtype=torch.float64).reshape(-1)
+        for digest, (chosen, rejected) in zip(digests, sums, strict=True):
+            references.setdefault(digest, (chosen, rejected))
+    return torch.tensor([references[digest] for digest in digests], dtype=torch.float64).reshape(-1)
 
 
-def _row(pair: DatumSpec) -> str:
-    """Return the name of the pair's row in the data. From the second epoch on, the uid ends with `@` and the epoch."""
-    return re.sub(r"@\d+$", "", pair["uid"])
+def _digest(pair: DatumSpec, config: MasterConfig) -> str:
+    """Return a digest of what decides the log-probs of a pair under the reference: the model, the tokens, and which of
+    them count. Its uid does not: a resumed run may read a file, or a template, that was changed."""
+    model = config.policy.model_name, config.policy.hf_config_overrides
+    digest = sha256(repr(model).encode())
+    for log in (pair["message_log"], pair["rejected_log"]):
+        digest.update(b"answer")
+        for message in log:
+            digest.update(message["token_ids"].numpy().tobytes() + message["token_loss_mask"].numpy().tobytes())
+    return digest.hexdigest()[:32]

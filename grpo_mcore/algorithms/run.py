@@ -138,6 +138,8 @@ def prepare(
     if algorithm != "eval":
         models = _models_written(config, algorithm) if trains else ()
         checkpointer.open(resume, trains=trains, models=models, renames=trains and starts)
+        if trains:
+            checkpointer.check_algorithm(algorithm)
         changes = checkpointer.changes(config)
         check_writable(config)
     if tokenizer is None:

@@ -86,7 +86,9 @@ class Logger:
     def __init__(self, config: GRPOLoggerConfig, *, run: str | None = None, clock: Clock = REAL) -> None:
         chosen = chosen_backends(config)
         self.log_dir = run_folder(Path(config.log_dir), run)
-        (self.log_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is not over
+        summary = self.log_dir / "summary.json"
+        self._summary = summary.read_bytes() if summary.is_file() else None
+        summary.unlink(missing_ok=True)  # a run that goes on is not over
         self._file = AppendFile(self.log_dir / METRICS_FILE)
         self.console = AppendFile(self.log_dir / CONSOLE_FILE)
         """The text of the run's console."""
@@ -156,6 +158,11 @@ class Logger:
             run = str(self.log_dir)
             self._webhook.call(f"the alarm of step {alarm.step}", lambda url: post_alarm(url, run, alarm))
 
+    def put_summary_back(self) -> None:
+        """Let the summary be that of the run before, as this one has ended without a step. Raises OSError."""
+        if self._summary is not None:
+            (self.log_dir / "summary.json").write_bytes(self._summary)
+
     def outages(self) -> dict[str, str]:
         """Return, by tracker or mirror that lacks something at the moment, how much and why."""
         lacking = {
@@ -223,11 +230,13 @@ def run_folder(parent: Path, run: str | None = None) -> Path:
 
 
 def read_metrics(path: Path, prefix: str) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` with this prefix, by step. A resumed run repeats steps: the last counts.
+    """The lines of a `metrics.jsonl` with this prefix, by step. A resumed run repeats steps: the last counts, and what
+    came after the first of them, or was validated there, is of a run that was given up.
 
     A line that a crash has cut off is left out with a warning.
     """
     by_step: dict[int, dict[str, Any]] = {}
+    trained = -math.inf  # the last step
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             if not (line := line.rstrip("\n")):
@@ -237,7 +246,13 @@ def read_metrics(path: Path, prefix: str) -> list[dict[str, Any]]:
             except json.JSONDecodeError as error:
                 log.warning("%s:%d is left out, it is not JSON: %s", path, number, error)
                 continue
-            if isinstance(row, dict) and row.get("prefix") == prefix and "step" in row:
+            if not isinstance(row, dict) or "step" not in row:
+                continue
+            if row.get("prefix") == "train":
+                if row["step"] < trained:
+                    by_step = {step: kept for step, kept in by_step.items() if step < row["step"]}
+                trained = row["step"]
+            if row.get("prefix") == prefix:
                 by_step[row["step"]] = by_step.get(row["step"], {}) | row
     return [by_step[step] for step in sorted(by_step)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,23 @@ def test_resumes_bit_for_bit(dpo_run: Run, task: Task, pairs: dict[str, Path], t
     assert "resuming from" in resumed.out
     assert resumed.outcome() == whole
     assert resumed.outcome("validation")[-1] == dpo_run.outcome("validation")[-1]
+
+
+def test_a_resumed_run_has_the_reference_of_what_it_reads_now(
+    dpo_run: Run, task: Task, pairs: dict[str, Path], tmp_path: Path
+) -> None:
+    """The rows of the validation file are the same in another order, under the same uids."""
+    shutil.copytree(dpo_run.checkpoints / "step_6", tmp_path / "step_6")
+    other = tmp_path / pairs["val"].parent.name / "val.jsonl"  # names and so uids derive from both
+    other.parent.mkdir()
+    other.write_text("\n".join(reversed(pairs["val"].read_text().splitlines())))
+    recipe = dpo_recipe(task, pairs)
+    recipe["data"]["validation"] |= {"data_path": str(other)}
+    resumed = run_here("dpo", tmp_path, recipe, "--resume", str(tmp_path / "step_6"))
+    assert resumed.code == 0, resumed.err
+    (now,), (*_, then) = resumed.metrics("validation"), dpo_run.metrics("validation")
+    for name in ("loss", "rewards_margin_mean", "rewards_chosen_mean", "accuracy"):
+        assert now[name] == pytest.approx(then[name], abs=1e-5), name
 
 
 @pytest.mark.parametrize(

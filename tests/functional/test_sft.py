@@ -114,6 +114,21 @@ def test_a_model_of_another_run_is_never_replaced(task: Task, tmp_path: Path, sa
     assert model.read_bytes() == b"of another run" and [path.name for path in model.parent.parent.iterdir()] == ["hf"]
 
 
+def test_a_run_that_is_over_stays_over_when_it_is_resumed(task: Task, tmp_path: Path) -> None:
+    """As in a chain of jobs. A checkpoint is ranked by a validation of its own step alone."""
+    recipe = sft_recipe(task) | {"checkpointing": {"save_period": 1, "keep_top_k": 9}}
+    words = ("sft.max_num_steps=3", "sft.val_period=2")
+    run = run_here("sft", tmp_path, recipe, *words)
+    before = (run.logs / "summary.json").read_bytes()
+    assert run_here("sft", tmp_path, recipe, *words, "--resume=auto").code == 0
+    assert (run.logs / "summary.json").read_bytes() == before
+    infos = [json.loads((run.checkpoints / f"step_{step}" / "training_info.json").read_text()) for step in (1, 2, 3)]
+    losses = {line["step"]: line["val_loss"] for line in run.metrics("validation")}
+    assert [info["metrics"].get("val:val_loss") for info in infos] == [None, losses[2], losses[3]]
+    other = run_here("train", tmp_path, {"grpo": {}} | recipe, "--resume")
+    assert_one_message(other, 1, f"{run.checkpoints / 'step_3'} is of a run of SFT, which GRPO cannot resume")
+
+
 def test_checks_alone_start_nothing(task: Task, sft_run: Run, tmp_path: Path) -> None:
     run = run_here("sft", tmp_path, sft_recipe(task), "--check")
     assert run.code == 0 and run.out == "all checks passed; 20 steps are left, nothing was started\n"

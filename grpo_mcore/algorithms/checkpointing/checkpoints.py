@@ -35,7 +35,7 @@ from grpo_mcore.file_digests import (
 from grpo_mcore.formats import FORMATS, newer_format
 from grpo_mcore.object_store import RemoteStore, StoreError
 from grpo_mcore.observe import LEDGER_FILE, Logger
-from grpo_mcore.recipe import Change, CheckpointingConfig, MasterConfig, changes
+from grpo_mcore.recipe import Algorithm, Change, CheckpointingConfig, MasterConfig, changes
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class GRPOSaveState(TypedDict, total=False):
     val_reward: float
     val_metrics: dict[str, float | None]  # of the validation after current_step, if there was one
     log_run: str  # the run's folder in logger.log_dir, which a resumed run continues
+    algorithm: str  # "sft" or "dpo"
 
 
 def first_save_state() -> GRPOSaveState:
@@ -373,10 +374,35 @@ class CheckpointManager:
 
     def log_run(self) -> str | None:
         """Return the log folder (exp_NNN) of the run that this one continues, or None. A run that starts from a
-        checkpoint of another folder is a branch: the log of the run that wrote it stays as it is."""
-        if self.resumed_from is None or not self.goes_on_here:
+        checkpoint of another folder, or of a copied one, is a branch: the log of the run that wrote it stays as it
+        is."""
+        if self.resumed_from is None or not self.goes_on_here or self._is_copied():
             return None
         return _read_info(self.resumed_from)["save_state"].get("log_run")
+
+    def _is_copied(self) -> bool:
+        """Whether the folder is a copy: that which the checkpoint was written to is another one, and still in use."""
+        import yaml
+
+        assert self.resumed_from is not None
+        recipe = yaml.safe_load((self.resumed_from / "config.yaml").read_text(encoding="utf-8"))
+        written = Path(recipe["checkpointing"]["checkpoint_dir"])
+        return written.is_dir() and not written.samefile(self.folder) and any(written.glob(f"step_*/{INFO}"))
+
+    def check_algorithm(self, algorithm: Algorithm) -> None:
+        """Raise ResumeError if another algorithm has written the checkpoint that this run resumes: its counters, its
+        data and its log are of another kind. Older checkpoints of SFT and DPO do not differ."""
+        if self.resumed_from is None:
+            return
+        state = _read_info(self.resumed_from)["save_state"]
+        wrote = "grpo" if "consumed_samples" in state else state.get("algorithm")
+        if algorithm != wrote and (wrote is not None or algorithm == "grpo"):
+            name = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
+            raise ResumeError(
+                f"--resume: {self.resumed_from} is of a run of {name.get(wrote or '', 'SFT or DPO')}, which "
+                f"{name[algorithm]} cannot resume. To start from its weights: grpo-mcore export {self.resumed_from} "
+                "--output MODEL, then policy.model_name=MODEL without --resume, in another checkpointing.checkpoint_dir"
+            )
 
     def changes(self, recipe: MasterConfig) -> list[Change]:
         """Return the values of the recipe that differ from those of the checkpoint that this run resumes. Raises

@@ -370,6 +370,9 @@ class RunReport:
             with _left_out_if_it_fails(f"the reward curve {curve}"):
                 if self.logger.draws_curve:
                     reward_curve_png(curve, self._rewards, courses, title=title)
+        else:
+            with _left_out_if_it_fails(f"the summary {summary}"):
+                self.logger.put_summary_back()
         spent = ", ".join(f"{name} {value:.0f}" for name, value in phases.items() if value >= 0.5)
         facts = (
             {"end": reason}

@@ -60,7 +60,7 @@ class TuningRecord:
     """
 
     def __init__(self, algorithm: Algorithm, run: Run, stop: StopRequest) -> None:
-        self._run, self._stop = run, stop
+        self._run, self._stop, self._algorithm = run, stop, algorithm
         self._name = algorithm.upper() if run.policy.teachers is None else "Distillation"
         config, log, policy = run.master_config, run.logger, run.policy
         self._settings: FineTuningConfig = config[algorithm]
@@ -74,7 +74,7 @@ class TuningRecord:
         )
         self._waiting = self._take(self.step)  # the next step's batch; a short one ends the run
         self._asked: str | None = None  # why the run stops early
-        self._metrics: Metrics = {}
+        self._metrics: Metrics = {}  # of the last step and the validation after it: checkpoints are ranked by them
         self._clock = clock = policy.cluster.clock
         self.console = RunConsole(kept=log.console, clock=clock.now)
         self.spans = SpanFile(log.log_dir, step=lambda: self.step + 1, clock=clock)
@@ -139,7 +139,7 @@ class TuningRecord:
         self.spans.flush()
         self._examples.mark_done([datum["uid"] for datum in batch])
         self.step += 1
-        self._metrics |= {f"train:{name}": value for name, value in metrics.items()}
+        self._metrics = {f"train:{name}": value for name, value in metrics.items()}
         seconds = self.clock.take()
         lengths = [sample.length for group in groups for sample in group.samples]
         self._tokens += sum(lengths)
@@ -207,7 +207,12 @@ class TuningRecord:
 
     def snapshot(self) -> RunSnapshot:
         """Return what a checkpoint must hold for a resumed run to go on from here."""
-        state = GRPOSaveState(current_step=self.step, total_steps=self.step, log_run=self._run.logger.log_dir.name)
+        state = GRPOSaveState(
+            current_step=self.step,
+            total_steps=self.step,
+            log_run=self._run.logger.log_dir.name,
+            algorithm=self._algorithm,
+        )
         data_state = self._examples.state_dict() | {"tuning": self.extra_state}
         return RunSnapshot(state, data_state, dict(self._metrics))
 
@@ -239,11 +244,13 @@ class TuningRecord:
             summary["alarms"] = [asdict(alarm) for alarm in self._alarms.raised]
         if outages := log.outages():
             summary["outages"] = outages
-        if self.step >= self._first_step:
-            try:
+        try:
+            if self.step >= self._first_step:
                 write_summary(log.log_dir / "summary.json", summary)
-            except OSError as error:  # a full disk must not change the end of a run
-                logger.warning("the summary cannot be written to %s: %s", log.log_dir, error.strerror)
+            else:
+                log.put_summary_back()
+        except OSError as error:  # a full disk must not change the end of a run
+            logger.warning("the summary cannot be written to %s: %s", log.log_dir, error.strerror)
         if early:
             resumable = "; --resume goes on from there" if config.checkpointing.enabled else ""
             self.console.note(f"{self._asked}: stopped after step {self.step}{resumable}")

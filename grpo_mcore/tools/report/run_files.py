@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +128,11 @@ def read_run(folder: Path) -> RunFiles:
         else:
             marks.append(event)
             last_event = max(last_event, event.get("time", 0.0))
-    samples: dict[Kind, dict[int, Path]] = {kind: sample_steps(run, kind) for kind in ("train", "validation")}
+    last = metrics["train"][-1]["step"] if metrics["train"] else math.inf  # later samples: a run went back since
+    samples: dict[Kind, dict[int, Path]] = {
+        kind: {step: path for step, path in sample_steps(run, kind).items() if step <= last}
+        for kind in ("train", "validation")
+    }
     return RunFiles(
         run,
         metrics,

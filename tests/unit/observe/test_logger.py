@@ -116,6 +116,36 @@ def test_a_resumed_run_appends_and_its_repeated_steps_count(tmp_path):
     assert [row["accuracy"] for row in read_metrics(path, "validation")] == [0.5]
 
 
+def test_steps_that_a_run_went_back_from_do_not_count(tmp_path):
+    first = Logger(config(tmp_path))
+    first.log_metrics({"loss": 9.0}, 0, "validation")
+    for step in range(1, 21):
+        first.log_metrics({"loss": 1.0 / step}, step, "train")
+        if step % 4 == 0:
+            first.log_metrics({"loss": 1.0 / step}, step, "validation")
+    first.close()
+    path = first.log_dir / "metrics.jsonl"
+    second = Logger(config(tmp_path), run=first.log_dir.name)
+    assert read_metrics(path, "train")[-1]["step"] == 20  # until it has trained
+    for step in range(11, 14):
+        second.log_metrics({"loss": 5.0}, step, "train")
+    second.log_metrics({"loss": 5.0}, 13, "validation")
+    second.close()
+    assert [row["step"] for row in read_metrics(path, "train")] == list(range(1, 14))
+    assert {row["step"]: row["loss"] for row in read_metrics(path, "validation")} == {0: 9, 4: 1 / 4, 8: 1 / 8, 13: 5}
+
+
+def test_a_run_that_goes_on_without_a_step_keeps_the_summary(tmp_path):
+    first = Logger(config(tmp_path))
+    first.close()
+    write_summary(first.log_dir / "summary.json", {"end": "all 3 steps are done"})
+    second = Logger(config(tmp_path), run=first.log_dir.name)
+    second.put_summary_back()
+    second.close()
+    assert json.loads((first.log_dir / "summary.json").read_text()) == {"end": "all 3 steps are done"}
+    Logger(config(tmp_path)).put_summary_back()  # of a new run there is none
+
+
 def test_a_line_cut_off_by_a_crash_is_left_out_also_after_a_resume(tmp_path, package_log):
     """A version before this one has appended the next line to it."""
     path = tmp_path / "metrics.jsonl"

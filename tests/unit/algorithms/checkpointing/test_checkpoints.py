@@ -91,6 +91,45 @@ def test_a_run_that_does_not_resume_refuses_the_folder_of_another(tmp_path: Path
     manager(tmp_path, enabled=False).open(None)
 
 
+def test_a_copied_folder_is_a_branch_and_a_moved_one_goes_on_in_its_log(tmp_path: Path) -> None:
+    here, copy = tmp_path / "here", tmp_path / "copy"
+    recipe = RECIPE.model_copy(update={"checkpointing": manager(here).config})
+    saved = RunSnapshot({"current_step": 5, "log_run": "exp_001"}, {}, {})
+    save_now(manager(here), 5, write_policy, saved, recipe)
+    shutil.copytree(here, copy)
+    runs = []
+    for folder in (here, copy):
+        runs.append(manager(folder))
+        runs[-1].open(True)
+    assert [run.log_run() for run in runs] == ["exp_001", None]
+    shutil.rmtree(here)
+    assert runs[1].log_run() == "exp_001"
+
+
+@pytest.mark.parametrize(
+    ("state", "of", "refused"),
+    [
+        ({"consumed_samples": 8}, "GRPO", ("sft", "dpo")),
+        ({"algorithm": "sft"}, "SFT", ("grpo", "dpo")),
+        ({"algorithm": "dpo"}, "DPO", ("grpo", "sft")),
+        ({}, "SFT or DPO", ("grpo",)),  # before this version
+    ],
+)
+def test_a_checkpoint_of_another_algorithm_is_refused(
+    tmp_path: Path, state: Any, of: str, refused: tuple[str, ...]
+) -> None:
+    save_now(manager(tmp_path), 5, write_policy, RunSnapshot({"current_step": 5, **state}, {}, {}), RECIPE)
+    run = manager(tmp_path)
+    run.check_algorithm("grpo")  # it resumes nothing
+    run.open(True)
+    for algorithm in ("grpo", "sft", "dpo"):
+        if algorithm in refused:
+            with pytest.raises(ResumeError, match=rf"step_5 is of a run of {of}, which {algorithm.upper()} cannot"):
+                run.check_algorithm(algorithm)
+        else:
+            run.check_algorithm(algorithm)
+
+
 def test_what_a_killed_run_left_is_no_checkpoint(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep_top_k=1)
     (tmp_path / "step_7").mkdir()  # half deleted
