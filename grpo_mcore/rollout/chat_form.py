@@ -3,10 +3,13 @@ brought into that form: for SFT and DPO, for prompts, and for the endpoint, so t
 
 Templates disagree about a message that calls tools: most want a call's arguments as an object, DeepSeek as JSON text;
 DeepSeek shows calls only beside a text that is null; Llama 3.1 allows one call a message; Mistral refuses ids of calls
-that have not nine letters and digits. Llama 3 and Gemma 3 know no
-calls at all: there they become text of the message, and results messages of the user, as in a rollout of several turns.
-Gemma 2 knows no system prompt: it becomes the beginning of the first question. Data of reasoning models often have a
-thought in the text, <think>...</think>, where gpt-oss would show it as part of the answer: it becomes a field.
+that have not nine letters and digits. Llama 3 and Gemma 3 know no calls at all: there they become text of the message,
+and results messages of the user, as in a rollout of several turns.
+
+Gemma 2 knows no system prompt: it becomes the beginning of the first question. Qwen 3.5 and Mistral refuse a second
+one, gpt-oss and MiniMax leave it out: it is joined to the first, or, later on, becomes a message of the user. Data of
+reasoning models often have a thought in the text, <think>...</think>, where gpt-oss would show it as part of the
+answer: it becomes a field.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 _NAME, _VALUE, _RESULT = "probe_name", "@@value@@", "@@result@@"
-_TEXT, _THOUGHT, _SYSTEM = "@@text@@", "@@thought@@", "@@system@@"
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_TEXT, _THOUGHT, _SYSTEM, _LATER = "@@text@@", "@@thought@@", "@@system@@", "@@later@@"
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _QUESTION = {"role": "user", "content": "question"}
 
 
@@ -44,8 +48,11 @@ class ChatForm:
     """Neighbouring messages of one role are joined."""
     system: bool = True
     """There is a role `system`. Without it, a system prompt stands in front of the first question."""
+    one_system: bool = False
+    """Only one system prompt is shown, at the beginning. Others right behind it are joined to it, later ones become
+    messages of the user."""
     thought: str = "reasoning_content"
-    """The field of a message's thought: gpt-oss has `thinking`. A thought under another name of _THOUGHTS is moved
+    """The field of a message's thought: gpt-oss has `thinking`. A thought under another name of THOUGHTS is moved
     there."""
     split_thoughts: bool = False
     """A thought at the beginning of an answer's text, <think>...</think>, is moved to its field: the template does not
@@ -57,6 +64,10 @@ class ChatForm:
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in this form. Arguments that are no JSON object stay as they are."""
         shown = [dict(message) for message in messages]
+        if self.one_system:
+            first = list(takewhile(lambda message: message.get("role") == "system", shown))
+            later = shown[len(first) :]
+            shown = [*_joined(first), *({**m, "role": "user"} if m.get("role") == "system" else m for m in later)]
         if not self.system and shown and shown[0].get("role") == "system":
             shown = [*_joined([{**shown[0], "role": "user"}, *shown[1:2]]), *shown[2:]]
         if self.one_call:
@@ -72,7 +83,7 @@ class ChatForm:
         calls = message.get("tool_calls")
         if self.split_thoughts and message.get("role") == "assistant":
             message = _with_thought_apart(message)
-        thoughts = [message.pop(key) for key in _THOUGHTS if isinstance(message.get(key), str)]
+        thoughts = [message.pop(key) for key in THOUGHTS if isinstance(message.get(key), str)]
         thought = next(filter(None, thoughts), None)
         if thought and self.thought == "reasoning_content":
             message |= {self.thought: thought}
@@ -139,13 +150,16 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
     alternate = not shows(ChatForm(), [_QUESTION, _QUESTION, answer], _TEXT)
     called = [_QUESTION, _calling(1), _result(0)]
     thought = next(
-        (key for key in _THOUGHTS if shows(ChatForm(thought=key), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT)),
+        (key for key in THOUGHTS if shows(ChatForm(thought=key), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT)),
         None,
     )
     apart = thought is not None and not alike(ChatForm(thought=thought), thought)
     told = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
     system = shows(ChatForm(), told, _SYSTEM) or not shows(ChatForm(system=False), told, _SYSTEM)
     common: dict[str, Any] = {"alternate": alternate, "system": system, "split_thoughts": apart}
+    reminded = [*told, {"role": "system", "content": _LATER}, _QUESTION, answer]
+    if not shows(ChatForm(**common), reminded, _SYSTEM, _LATER):
+        common["one_system"] = shows(ChatForm(**common, one_system=True), reminded, _SYSTEM, _LATER)
     common |= {"thought": thought or "reasoning_content", "joint": joint()}
     for json_arguments in (False, True):
         for null_text in (False, True):
@@ -162,13 +176,13 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
 def _with_thought_apart(message: dict[str, Any]) -> dict[str, Any]:
     """Return an answer whose text begins with a thought with the thought in a field, unless it has one there."""
     text = message.get("content")
-    if not isinstance(text, str) or any(message.get(key) for key in _THOUGHTS):
+    if not isinstance(text, str) or any(message.get(key) for key in THOUGHTS):
         return message
     thought, end, said = text.partition("</think>")
     begun = thought.lstrip().startswith("<think>")  # else the generation prompt has said it
     if not end or not (begun or thought.endswith("\n")):
         return message
-    return {**message, "content": said.lstrip(), _THOUGHTS[0]: thought.lstrip().removeprefix("<think>").strip()}
+    return {**message, "content": said.lstrip(), THOUGHTS[0]: thought.lstrip().removeprefix("<think>").strip()}
 
 
 def _calling(calls: int, kind: str = "") -> dict[str, Any]:

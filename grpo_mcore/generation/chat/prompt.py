@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
-from grpo_mcore.rollout.chat_form import chat_form
+from grpo_mcore.rollout.chat_form import THOUGHTS, chat_form
 from grpo_mcore.rollout.text_tokens import tokens_behind
 from grpo_mcore.rollout.turn_end import marks_of, said_already
 
@@ -45,7 +45,9 @@ class ChatPrompts:
             text, after = self._after(messages, position, before[-1], request)
             if messages[position].get("tool_calls"):
                 # Templates may write a result by the call that it answers (Gemma 4), or another end behind calls.
-                calls = [*messages[:position], {**messages[position], "content": ""}, *messages[position + 1 :]]
+                # Its text and thought are in its tokens; a later question would hide the thought.
+                answer = {key: value for key, value in messages[position].items() if key not in THOUGHTS}
+                calls = [*messages[:position], {**answer, "content": ""}, *messages[position + 1 :]]
                 if not (text and self._render(calls, request).endswith(text)):
                     after = self._after_calls(calls, position, before[-1], request) or after
             if after is not None:
@@ -86,6 +88,9 @@ class ChatPrompts:
         if whole.count(_ANSWER) != 1 or alone.count(_ANSWER) != 1:
             return "", None
         text = whole.partition(_ANSWER)[2]
+        told = (message["content"].strip() for message in messages[position + 1 :] if message.get("role") == "system")
+        if any(each in whole and each not in text for each in told):
+            return "", None  # the template gathers them at the beginning, as DeepSeek's does
         ids, last = self._ids(text), self._ids(alone.partition(_ANSWER)[2])
         stop_token = last_token if last_token in self._stop_token_ids else None
         return text, ids[said_already(ids, last, stop_token, self._marks, self._tokenizer.eos_token_id) :]

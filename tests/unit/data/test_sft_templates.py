@@ -288,6 +288,34 @@ def test_a_system_prompt_goes_into_the_question_where_a_template_knows_none() ->
     assert chat_form(tokenizer(QWEN3, "<|im_end|>")).messages(messages) == messages
 
 
+def test_a_second_system_prompt_is_shown_where_a_template_shows_one_alone() -> None:
+    """Agents send a prompt of the developer behind the system's, and reminders later on. Qwen 3.5 and Mistral refuse
+    them; gpt-oss, MiniMax and Qwen 3-VL left them out without a word, R1's distilled models the first one."""
+    system = [{"role": "system", "content": text} for text in ("Be brief.", "Use tools.", "Two turns are left.")]
+    messages = [*system[:2], *TWO[:2], system[2], *TWO[2:]]
+    turns = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    others = turns.replace("in messages", "in messages if m.role != 'system'")
+    refuses = "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('not here') }}{% endfor %}" + turns
+    drops = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}" + others
+    gathers = "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}" + others
+    last = (
+        "{% for m in messages if m.role == 'system' %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}" + others
+    )
+    for template in (refuses, drops, last):
+        there = tokenizer(template, "<eos>")
+        shown = chat_form(there).messages(messages)
+        assert [(m["role"], m["content"]) for m in shown] == [
+            ("system", "Be brief.\n\nUse tools."),
+            *((m["role"], m["content"]) for m in TWO[:2]),
+            ("user", "Two turns are left."),
+            *((m["role"], m["content"]) for m in TWO[2:]),
+        ]
+        text = there.apply_chat_template(shown, tokenize=False)
+        assert all(message["content"] in text for message in messages)
+    for template in (turns, gathers):  # as DeepSeek's does
+        assert chat_form(tokenizer(template, "<eos>")).messages(messages) == messages
+
+
 @pytest.mark.parametrize(
     ("name", "stop", "rest"),
     [

@@ -120,6 +120,40 @@ def test_results_are_shown_where_the_template_writes_them_by_their_calls(text: s
     assert found == [*asked, *said, *ids(tokenizer, "1=12<|end|>")]
 
 
+def test_a_thought_that_a_later_question_hides_does_not_cost_the_tokens() -> None:
+    """MiniMax-M2's template hides thoughts before the last question: behind a result and a question of the user, what
+    the template wrote up to the call was no beginning of the whole."""
+    template = (
+        "{% set ns = namespace(called=false) %}{% for m in messages %}{% if m.role == 'tool' and not ns.called %}"
+        "{{ raise_exception('no call before') }}{% endif %}"
+        "<|{{ m.role }}|>{% if m.reasoning_content and 'user' not in messages[loop.index:]|map(attribute='role') %}"
+        "({{ m.reasoning_content }}){% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments|tojson }}{% set ns.called = true %}{% endfor %}<eos>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    there = tokenizer_of(template)
+    asked, said = ids(there, "<|user|>ab<eos><|assistant|>"), ids(there, '(so)f{"x": 1}<eos>')
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    answer = {"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": [call]}
+    answer |= {"prompt_token_ids": asked, "generation_token_ids": said}
+    result = {"role": "tool", "tool_call_id": "1", "content": "12"}
+    found = prompts(there, vocab_size=len(there)).tokens(request(USER, answer, result, USER))
+    assert found == [*asked, *said, *ids(there, "<|tool|>12<eos><|user|>ab<eos><|assistant|>")]
+
+
+def test_a_later_system_prompt_that_the_template_shows_first_is_not_lost() -> None:
+    """DeepSeek's template gathers them: behind the recorded tokens, it was nowhere."""
+    template = (
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    )
+    there = tokenizer_of(template)
+    answer = {"role": "assistant", "content": "x", "prompt_token_ids": [1], "generation_token_ids": [2]}
+    reminder = {"role": "developer", "content": "cd"}
+    found = prompts(there, vocab_size=len(there)).tokens(request(USER, answer, reminder, USER))
+    assert there.decode(found).replace(" ", "") == "cd<|user|>ab<|assistant|>x<|user|>ab".replace(" ", "")
+
+
 def test_the_last_recorded_answer_is_the_prefix(tokenizer: Any) -> None:
     first = {"role": "assistant", "content": "a", "prompt_token_ids": [8], "generation_token_ids": [9]}
     second = {"role": "assistant", "content": "b", "prompt_token_ids": [8, 9, 10], "generation_token_ids": [11, 2]}
