@@ -91,7 +91,8 @@ class ChatPrompts:
         told = (message["content"].strip() for message in messages[position + 1 :] if message.get("role") == "system")
         if any(each in whole and each not in text for each in told):
             return "", None  # the template gathers them at the beginning, as DeepSeek's does
-        ids, last = self._ids(text), self._ids(alone.partition(_ANSWER)[2])
+        ids = tokens_behind(self._tokenizer, _ANSWER, text)
+        last = tokens_behind(self._tokenizer, _ANSWER, alone.partition(_ANSWER)[2])
         stop_token = last_token if last_token in self._stop_token_ids else None
         return text, ids[said_already(ids, last, stop_token, self._marks, self._tokenizer.eos_token_id) :]
 

@@ -12,7 +12,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from grpo_mcore.data import TaskDataSpec
 from grpo_mcore.data.processors import sft_processor
 from grpo_mcore.data.turn_tokens import TurnTemplate
+from grpo_mcore.generation.chat.prompt import ChatPrompts
+from grpo_mcore.generation.chat.request import ChatRequest
+from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.text_tokens import text_of
+from grpo_mcore.rollout.trajectory import Sampling
 from tests.unit.data.byte_level import make_byte_level
 
 # Mistral 7B's first template, and Zephyr's and TinyLlama's, whose answers begin without a space.
@@ -64,6 +68,20 @@ def test_what_an_environment_says_has_no_further_space(kind: str) -> None:
     said = TurnTemplate(tokenizer).turn("a</s>b", "user", tokenizer.eos_token_id)
     tokens = "".join(tokenizer.convert_ids_to_tokens(said.token_ids.tolist()))
     assert "\na</s>b</s>" in tokens
+
+
+@pytest.mark.parametrize("kind", ["prepend", "always", "first"])
+def test_what_follows_a_recorded_answer_has_no_further_space(kind: str) -> None:
+    """Where the template puts no special token behind an answer, the endpoint's prompts had one."""
+    tokenizer = sentence_piece("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}a:", kind)
+    asked, said = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("user:1\na:", "2"))
+    answer = {"role": "assistant", "content": "2", "prompt_token_ids": asked, "generation_token_ids": said}
+    config = ChatConfig("policy", (Sampling(8, stop_token_ids=(tokenizer.eos_token_id,)),))
+    body = {"messages": [{"role": "user", "content": "1"}, answer, {"role": "user", "content": "3"}]}
+    shown = ChatPrompts(tokenizer, config, len(tokenizer)).tokens(ChatRequest.read(body, config))
+    assert shown[: len(asked) + len(said)] == [*asked, *said]
+    behind = tokenizer.convert_ids_to_tokens(shown[len(asked) + len(said) :])
+    assert "".join(behind) == "\nuser:3\na:"
 
 
 @pytest.mark.parametrize("marks", [["<think>", "</think>"], ["<answer>", "</answer>"], ["[THINK]", "[/THINK]"]])
