@@ -14,6 +14,7 @@ from typing import Any
 from grpo_mcore.rollout.turn_end import marks_of
 
 _LINES = ("\n", ">", "a")  # texts that a text can stand behind
+_OF_A_CALL = re.compile(r"tool.?(?:call|sep)|python_tag|^\[(?:ARGS|CALL_ID)\]$", re.IGNORECASE)
 
 
 def tokens_behind(tokenizer: Any, before: str, text: str, **options: Any) -> list[int]:
@@ -46,8 +47,9 @@ def _adds_a_space(tokenizer: Any) -> bool:
 
 def text_of(tokenizer: Any, ids: Sequence[int], decoded: str = "") -> str:
     """Return the text of generated tokens, without the special tokens that frame a turn. Those that mark a part of it
-    stay: recipes that add <think>, </think> and <answer> as special tokens reward the form that they give. `decoded`:
-    the text without any of them, if it is known."""
+    stay: recipes that add <think>, </think> and <answer> as special tokens reward the form that they give, and a tool
+    of a custom environment looks for the mark of a call, such as Mistral's [TOOL_CALLS]. `decoded`: the text without
+    any of them, if it is known."""
     left_out, marks = _special_ids(tokenizer)
     if marks.isdisjoint(ids):
         return decoded or str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -63,8 +65,10 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 @lru_cache(maxsize=4)
 def _special_ids(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the special tokens without and with those that come in pairs, such as <think> and </think>."""
-    special, marks = special_tokens(tokenizer), set()
+    """Return the special tokens without and with those that mark a part of an answer: calls, and those that come in
+    pairs, such as <think> and </think>."""
+    special = special_tokens(tokenizer)
+    marks = {number for token, number in special.items() if _OF_A_CALL.search(token)}
     for closing in special:
         name = re.fullmatch(r"(?:</([A-Za-z][\w:.-]+)>|\[/(THINK)\])", closing)
         opening = closing.replace("/", "", 1)

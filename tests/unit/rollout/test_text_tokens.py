@@ -98,3 +98,22 @@ def test_special_tokens_that_mark_a_part_of_an_answer_stay(tmp_path: Path, marks
         assert text_of(loaded, [*ids, *loaded.convert_tokens_to_ids(["</s>", "<end_of_turn>", "<eos>"])]) == text
     ids = loaded("42<|im_end|>", add_special_tokens=False)["input_ids"]
     assert text_of(loaded, ids, "stopped at") == "stopped at"
+
+
+@pytest.mark.parametrize(
+    ("marks", "text"),
+    [
+        (["[TOOL_CALLS]", "[ARGS]"], '[TOOL_CALLS]add[ARGS]{"x": 1}'),
+        (["<|python_tag|>"], "<|python_tag|>print(1)"),
+        (
+            ["<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"],
+            "I add.<｜tool▁calls▁begin｜>add<｜tool▁sep｜>{}<｜tool▁calls▁end｜>",
+        ),
+    ],
+)
+def test_special_tokens_that_mark_a_call_stay(tmp_path: Path, marks: list[str], text: str) -> None:
+    """A custom environment that looks for Mistral's [TOOL_CALLS] or Llama 3's <|python_tag|> never found a call."""
+    tokenizer = make_byte_level(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eom_id|>", "[TOOL_RESULTS]", *marks]})
+    ids = tokenizer(f"{text}<|eom_id|>[TOOL_RESULTS]", add_special_tokens=False)["input_ids"]
+    assert text_of(tokenizer, ids, "the engine's text") == text
