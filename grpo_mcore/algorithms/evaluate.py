@@ -46,13 +46,16 @@ class SampleLog:
     """The samples of an evaluation, in a JSONL file. A prompt's samples with one seed are written together."""
 
     def __init__(self, path: Path, samples_per_seed: int) -> None:
-        """Read what the file holds, and drop groups that an interruption left incomplete."""
+        """Read what the file holds, and drop groups that an interruption left incomplete. Of samples that were made
+        again the last count."""
         self.path = path
         self.groups: dict[tuple[str, int, str], list[Sample]] = {}  # by (model, seed, uid)
-        by_prompt: dict[tuple[str, int, str], list[Sample]] = defaultdict(list)
+        by_prompt: dict[tuple[str, int, str], dict[int, Sample]] = defaultdict(dict)
         for sample in _lines(path):
-            by_prompt[sample["model"], sample["seed"], sample["uid"]].append(sample)
-        self.groups = {key: samples for key, samples in by_prompt.items() if len(samples) == samples_per_seed}
+            by_prompt[sample["model"], sample["seed"], sample["uid"]][sample["index"]] = sample
+        self.groups = {
+            key: list(samples.values()) for key, samples in by_prompt.items() if len(samples) == samples_per_seed
+        }
         partial = path.with_name(f"tmp_{path.name}")
         partial.write_text(
             "".join(_line(sample) for samples in self.groups.values() for sample in samples), encoding="utf-8"
@@ -67,13 +70,18 @@ class SampleLog:
         self._file.write("".join(map(_line, samples)))
         self._file.flush()
 
+    def is_scored(self, model: str, seed: int, uid: str) -> bool:
+        """Return whether the samples of a prompt are there, each with a reward: what failed is tried again."""
+        samples = self.groups.get((model, seed, uid), ())
+        return bool(samples) and all(sample["reward"] is not None for sample in samples)
+
     def close(self) -> None:
         self._file.close()
 
 
 def _lines(path: Path) -> Iterator[Sample]:
     """Yield the lines of a file, if there is one. A last line that was not written whole is left out."""
-    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
         try:
             yield json.loads(line)
         except ValueError:
@@ -85,8 +93,8 @@ def _line(sample: Sample) -> str:
 
 
 def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) -> set[str]:
-    """Sample and score what `log` lacks of the model policy.model_name. Return the uids of the prompts, of which an
-    older log may have more. `name`: of the model in `log`; `logs`: folder of the workers' logs.
+    """Sample and score what `log` lacks of the model policy.model_name, or has without a reward. Return the uids of the
+    prompts, of which an older log may have more. `name`: of the model in `log`; `logs`: folder of the workers' logs.
 
     Raises what `prepare` raises, and EvalError if the log has samples of a prompt that is another one now.
     """
@@ -98,7 +106,7 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
     prompts = _prompts(prepared.data.train, evaluation.num_prompts)
     seeds = range(evaluation.seed, evaluation.seed + evaluation.num_seeds)
     asked = {prompt["uid"]: _question(_of_prompt(prompt)) for prompt in prompts}
-    missing = {seed: [p for p in prompts if (name, seed, p["uid"]) not in log.groups] for seed in seeds}
+    missing = {seed: [p for p in prompts if not log.is_scored(name, seed, p["uid"])] for seed in seeds}
     dated = "strftime_now" in str(tokenizer.chat_template)  # prompts say the day, as Llama 3's and GPT-OSS's do
     for (model, _, uid), samples in log.groups.items() if not dated else ():
         if model == name and uid in asked and _question(samples[0]) != asked[uid]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from grpo_mcore.algorithms.checkpointing.lease import Lease
 from grpo_mcore.algorithms.evaluate import EvalError, SampleLog, TaskScore, evaluate_model, task_scores
 from grpo_mcore.file_digests import DIGESTS, digest_file
 from grpo_mcore.observe import write_summary
@@ -40,14 +41,21 @@ def evaluate(config: MasterConfig, models: Sequence[str]) -> EvalReport:
     hub, checkpoints, or folders of checkpoints (the newest); none: policy.model_name.
 
     A checkpoint is exported to a folder `models` there first. Raises EvalError if the folder holds samples of other
-    settings; ExportError, and what `evaluate_model` raises.
+    settings, FolderInUse if another evaluation writes there; ExportError, and what `evaluate_model` raises.
     """
     if not config.data.validation:
         raise EvalError("data.validation is empty: there is nothing to evaluate on")
-    folder, evaluation = Path(config.eval.save_path), config.eval
+    folder = Path(config.eval.save_path)
     folder.mkdir(parents=True, exist_ok=True)
     sources = _named(models or [config.policy.model_name])
-    _check_settings(folder, config, sources)
+    with Lease(folder, key="eval.save_path"):
+        _check_settings(folder, config, sources)
+        return _evaluate(config, sources, folder)
+
+
+def _evaluate(config: MasterConfig, sources: Mapping[str, str], folder: Path) -> EvalReport:
+    """Evaluate models, each under its name, into a folder that nobody else writes."""
+    evaluation = config.eval
     with closing(SampleLog(folder / SAMPLES, evaluation.num_tests_per_prompt)) as log:
         uids = {
             name: evaluate_model(_config_for(config, _local(source, folder)), name, log, folder / "logs")

@@ -80,8 +80,17 @@ class Holder:
 class Lease:
     """Holds `folder` for this process until `release`, or until the process ends. Raises FolderInUse."""
 
-    def __init__(self, folder: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S, clock: Clock = REAL) -> None:
-        self.file, self._me = folder / LEASE_FILE, Holder.this_process()
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        beat_s: float = BEAT_S,
+        stale_s: float = STALE_S,
+        clock: Clock = REAL,
+        key: str = "checkpointing.checkpoint_dir",
+    ) -> None:
+        """`key`: of the recipe, for the message."""
+        self.file, self._me, self._key = folder / LEASE_FILE, Holder.this_process(), key
         self._beat_s, self._stale_s, self._clock = beat_s, stale_s, clock
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -138,7 +147,9 @@ class Lease:
 
     def _take_over(self) -> None:
         """Remove the file of a run that is dead. Raises FolderInUse if it lives."""
-        seen = dead_holder(self.file.parent, beat_s=self._beat_s, stale_s=self._stale_s, clock=self._clock)
+        seen = dead_holder(
+            self.file.parent, beat_s=self._beat_s, stale_s=self._stale_s, clock=self._clock, key=self._key
+        )
         aside = self.file.with_name(f".{LEASE_FILE}.{self._me.token}.dead")
         with contextlib.suppress(FileNotFoundError):  # its holder has just released it
             os.rename(self.file, aside)
@@ -163,7 +174,12 @@ class Lease:
 
 
 def dead_holder(
-    folder: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S, clock: Clock = REAL
+    folder: Path,
+    *,
+    beat_s: float = BEAT_S,
+    stale_s: float = STALE_S,
+    clock: Clock = REAL,
+    key: str = "checkpointing.checkpoint_dir",
 ) -> Holder | None:
     """Return the run that holds the folder and is dead, None if no run holds it. Raises FolderInUse if it lives: a
     process of this machine can be asked, one of another is watched."""
@@ -178,10 +194,7 @@ def dead_holder(
             clock.sleep(min(beat_s / 5, stale_s / 10))
             lives = _beat_of(file) not in (beat, None)
     if lives:
-        raise FolderInUse(
-            f"checkpointing.checkpoint_dir {folder} is in use by {holder}; wait for its end, end it, or choose another "
-            "folder"
-        )
+        raise FolderInUse(f"{key} {folder} is in use by {holder}; wait for its end, end it, or choose another folder")
     return holder
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.algorithms.checkpointing.lease import FolderInUse, Lease
 from grpo_mcore.algorithms.evaluate import EvalError, Sample, SampleLog, task_scores
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.tools.evaluation import _check_settings, report_table
+from grpo_mcore.tools.evaluation import _check_settings, evaluate, report_table
 
 
 def sample(uid: str, index: int, reward: float | None = 1.0, **more: Any) -> Sample:
@@ -33,6 +34,39 @@ def test_a_log_keeps_whole_groups_only(tmp_path: Path) -> None:
         log.add([sample("t:1", 0), sample("t:1", 1)])
         log.close()
         assert path.read_text() == whole
+
+
+def test_a_log_that_was_cut_within_a_letter_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    log = SampleLog(path, 1)
+    log.add([sample("t:0", 0)])
+    log.add([sample("t:1", 0, answer="ä")])
+    log.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index("ä".encode()) + 1])
+    assert list(SampleLog(path, 1).groups) == [("m", 1, "t:0")]
+
+
+def test_samples_without_a_reward_are_made_again(tmp_path: Path) -> None:
+    """The sandbox or the reward model was away."""
+    path = tmp_path / "samples.jsonl"
+    log = SampleLog(path, 2)
+    log.add([sample("t:0", 0), sample("t:0", 1)])
+    log.add([sample("t:1", 0), sample("t:1", 1, None)])
+    assert [log.is_scored("m", 1, uid) for uid in ("t:0", "t:1", "t:2")] == [True, False, False]
+    log.add([sample("t:1", 0), sample("t:1", 1, 0.0)])
+    log.close()
+    again = SampleLog(path, 2)
+    assert again.is_scored("m", 1, "t:1") and len(path.read_text().splitlines()) == 4
+
+
+def test_two_evaluations_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    """Each would drop the lines of the other: jobs of an array, one for each checkpoint."""
+    recipe = {"policy": {"model_name": "m"}, "data": {"validation": {"data_path": "x"}}}
+    config = MasterConfig.model_validate(recipe | {"eval": {"save_path": str(tmp_path)}})
+    with Lease(tmp_path), pytest.raises(FolderInUse, match=rf"eval.save_path {tmp_path} is in use by process"):
+        evaluate(config, [])
+    assert not list(tmp_path.iterdir())
 
 
 def test_scores_of_each_model_and_task_do_not_depend_on_the_order_of_the_lines() -> None:
