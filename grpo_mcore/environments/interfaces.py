@@ -188,10 +188,12 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         another type costs the sample its reward. `seconds`: the call's, for a return that has none."""
         try:
             content, role = _observation(row["observations"])
+            name = type(self).__name__
+            none = f"{name} returned None as the reward: it could not score the turn (0.0: a turn without one)"
             return Outcome(
                 reward=None if row["rewards"] is None else _finite("rewards", row["rewards"]),
                 answer=_answer(row["answers"]),
-                reason=replaced(_text("reasons", row["reasons"]) or ""),
+                reason=replaced(_text("reasons", row["reasons"]) or "") or (none if row["rewards"] is None else ""),
                 seconds=seconds if row["seconds"] is None else _finite("seconds", row["seconds"]),
                 rewards_by_name=_parts(row["rewards_by_name"]),
                 terminated=_flag("terminateds", row["terminateds"]),

@@ -90,6 +90,16 @@ class Exiting(EnvironmentInterface):
         sys.exit(3)
 
 
+def test_none_as_a_reward_says_what_it_means() -> None:
+    """Environments of other frameworks give it to each turn but the last: the run ended without a reason."""
+    row = GOOD | {"rewards": None, "reasons": None}
+    said, silent = advance(Careless([row | {"reasons": "the judge is down"}, row]), 2)
+    assert (said.reward, said.reason) == (None, "the judge is down")
+    assert (
+        silent.reason == "Careless returned None as the reward: it could not score the turn (0.0: a turn without one)"
+    )
+
+
 def test_a_step_that_exits_is_an_error_with_its_place() -> None:
     with pytest.raises(RuntimeError, match=r"Exiting.step called sys.exit\(3\) \(.*test_returns.py:\d+\)"):
         advance(Exiting(), 1)
