@@ -20,7 +20,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (None,)),
     "logit_bias": ({},),
     "bad_words": ([],),
-    "tool_choice": ("auto", "none"),
+    "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
 }
 """Accepted values of fields, besides null. Any other value constrains the tokens or draws them from a distribution that

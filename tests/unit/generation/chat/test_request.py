@@ -43,6 +43,12 @@ def test_fields_that_would_constrain_the_policy_are_refused(body: dict[str, Any]
         read(**body)
 
 
+def test_a_choice_of_tools_that_is_not_served_is_told_the_one_that_is() -> None:
+    """It said 'none', by which no call would be read."""
+    with pytest.raises(RequestError, match="tool_choice: 'required' is not served, leave it at 'auto'"):
+        read(tool_choice="required")
+
+
 def test_neutral_and_unknown_fields_have_no_effect() -> None:
     read(n=1, stream=False, presence_penalty=0.0, top_logprobs=0, tool_choice="auto", user="me", metadata={"a": "b"})
 
