@@ -61,7 +61,8 @@ TEXT_FILE = re.compile(r"(^|\.)(prompt_file|system_prompt_file|tokenizer\.chat_t
 """Keys of text files; a chat template may also be its text."""
 CONFIG_MAP_BYTES = 900_000
 """Kubernetes takes 1 MiB with the recipe and all names."""
-MOUNT = re.compile(r"[^:,]+:(/[^:,]*)(:ro|:rw)?")
+MOUNT = re.compile(r"(?:/[^:,]*|tmpfs):(/[^:,]*)(:[\w+=-]+)?")
+"""A mount of pyxis, whose flags are joined by +, such as ro+rprivate."""
 
 
 def seconds(limit: str) -> int:
@@ -144,7 +145,7 @@ def _mounts(config: MasterConfig) -> Iterator[Finding]:
     for text in launch.mounts:
         mount = MOUNT.fullmatch(text)
         if mount is None:
-            expected = '"FROM:TO" or "FROM:TO:ro", without commas, with an absolute folder TO in the container'
+            expected = '"FROM:TO" or "FROM:TO:ro", two absolute folders without commas'
             yield Finding(("launch.mounts",), f'expected {expected}, got "{text}"')
             continue
         if mount[1] in targets:
@@ -357,7 +358,9 @@ def _shared_on_slurm(config: MasterConfig) -> Iterator[Finding]:
 
 def _mounted(folder: PurePosixPath, mounts: list[str]) -> bool:
     parts = (text.split(":") for text in mounts)
-    return any(len(part) > 1 and folder.is_relative_to(part[1]) and part[2:] != ["ro"] for part in parts)
+    return any(
+        len(part) > 1 and folder.is_relative_to(part[1]) and "ro" not in "".join(part[2:]).split("+") for part in parts
+    )
 
 
 def _this_machine(config: MasterConfig) -> Iterator[Finding]:

@@ -115,7 +115,7 @@ WRONG = {
     ),
     "a read-only mount": (
         "slurm",
-        ["launch.container=i:1", "checkpointing.checkpoint_dir=/runs/x", "launch.mounts=['/runs:/runs:ro']"],
+        ["launch.container=i:1", "checkpointing.checkpoint_dir=/runs/x", "launch.mounts=['/runs:/runs:ro+rprivate']"],
         "checkpointing.checkpoint_dir",
         "mount a shared folder",
     ),
@@ -141,6 +141,12 @@ WRONG = {
     "a pattern of variables": ("slurm", ["cluster.env_vars=[MY_*]"], "cluster.env_vars", "names of variables only"),
     "a comma in a mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a,b:/x']"], "launch.mounts", "commas"),
     "a relative mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a:b']"], "launch.mounts", "absolute"),
+    "a mount from a relative folder": (
+        "slurm",
+        ["launch.container=i:1", "launch.mounts=['data:/a']"],
+        "launch.mounts",
+        "absolute",
+    ),
     "a copy that the container would lose": (
         "slurm",
         ["launch.container=i:1", "launch.stage_to=/local"],
