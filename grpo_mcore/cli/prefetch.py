@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from grpo_mcore.recipe import load_recipe
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stage is not None:
         for need, folder, size in stage(config, args.stage):
             print(f"{need.kind} {need.name}: {f'{size / 1e9:,.2f} GB copied to' if size else 'is in'} {folder}")
-        print(f"export HF_HUB_CACHE={args.stage.absolute() / 'hub'}")
+        print(f"export HF_HUB_CACHE={shlex.quote(str(args.stage.absolute() / 'hub'))}")
         return 0
     fetched, offline = prefetch([args.recipe, *args.overrides], args.folder)
     missing = 0
@@ -49,6 +50,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{missing} of {len(offline)} would be missing")
         return 1
     if args.folder is not None:
-        print(f"export HF_HOME={args.folder.absolute()}")
+        print(f"export HF_HOME={shlex.quote(str(args.folder.absolute()))}")
     print("export HF_HUB_OFFLINE=1   # on nodes without a network")
     return 0

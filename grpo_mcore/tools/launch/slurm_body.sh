@@ -181,7 +181,11 @@ queue_again() { # WHAT: exclude the bad nodes, unless that leaves too few
     fi
     echo $((used + 1)) >"$used_up"
     say "$1; the job is queued again (restart $((used + 1)) of $RESTARTS)${bad:+, without $bad}"
-    scontrol requeue "$SLURM_JOB_ID"
+    for wait in 5 20 60 stop; do # a controller that is busy, or a job that must not be queued again (--no-requeue)
+        scontrol requeue "$SLURM_JOB_ID" && break
+        [[ $wait == stop ]] && say "Slurm does not queue it again: submit again to go on" && return
+        sleep "$wait"
+    done
     for _ in $(seq 20); do # only a job that waits takes it
         [[ -z $bad ]] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$bad" 2>/dev/null && break
         sleep 0.5

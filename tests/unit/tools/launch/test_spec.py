@@ -509,6 +509,20 @@ def test_the_heads_address_is_one_that_others_reach() -> None:
     assert done.stdout == "10.0.0.1:1\n"
 
 
+@pytest.mark.parametrize(("refusals", "code", "said"), [(2, 0, ""), (9, 75, "submit again to go on")])
+def test_a_job_that_slurm_does_not_queue_again_has_not_completed(
+    refusals: int, code: int, said: str, tmp_path: Path
+) -> None:
+    """It ended as COMPLETED, with its run unfinished. A controller that is busy is asked again."""
+    body = BODY.read_text()
+    program = f"""
+say() {{ echo "$*"; }}; sleep() {{ :; }}; bad="" used=0 RESTARTS=3 SLURM_JOB_ID=7 code=75 used_up={tmp_path}/used
+scontrol() {{ echo "$1" >>{tmp_path}/asked; (($(grep -c requeue {tmp_path}/asked) > {refusals})); }}
+{body[body.index("queue_again() {") :]}"""
+    done = subprocess.run(["bash", "-uc", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and said in done.stdout, done
+
+
 def test_every_node_copies_the_models_before_its_ray_starts(tmp_path: Path) -> None:
     job = spec("launch.stage_to=/local/models", target="slurm")
     tmp_path = tmp_path / "it's here"
