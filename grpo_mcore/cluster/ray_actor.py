@@ -41,10 +41,11 @@ BEHIND = b"behind"
 
 @dataclass(frozen=True)
 class Sent:
-    """An item of a stream as it is sent, pickled. `labels`: of its parcels; without parcels, the item itself. `inline`:
-    the contents, pickled one by one; None: there are none, or they came before. `together`: it is a list."""
+    """An item of a stream as it is sent, pickled. `labels`: of its parcels, pickled, as who is sent one of the contents
+    need not read them; without parcels, the item itself. `inline`: the contents, pickled one by one; None: there are
+    none, or they came before. `together`: it is a list."""
 
-    labels: list[Any]
+    labels: bytes
     inline: list[bytes] | None
     parcels: bool
     together: bool
@@ -59,13 +60,14 @@ def sent(item: Any) -> Iterator[Any]:
     together = isinstance(item, list)
     parcels = item if together else [item] if isinstance(item, Parcel) else []
     if not (parcels or together):
-        yield ray.cloudpickle.dumps(Sent([item], None, parcels=False, together=False))
+        yield pickle.dumps(Sent(ray.cloudpickle.dumps([item]), None, parcels=False, together=False))
         return
     inline = _inline([parcel.content for parcel in parcels])
     if inline is None:
         yield BEHIND
         yield [parcel.content for parcel in parcels]
-    yield ray.cloudpickle.dumps(Sent([parcel.label for parcel in parcels], inline, parcels=True, together=together))
+    labels = ray.cloudpickle.dumps([parcel.label for parcel in parcels])
+    yield pickle.dumps(Sent(labels, inline, parcels=True, together=together))
 
 
 def _inline(contents: list[Any]) -> list[bytes] | None:
@@ -187,17 +189,14 @@ class WorkerActor:
             gc.enable()
             self._built.set()
 
-    def call(self, method: str, parts: Mapping[int, tuple[int, int]], *args: Any) -> Any:
-        """Call a method. `parts`: place of an argument of it -> (list, entry), where it is an entry of a list. The
-        lists are the last of `args`, the other arguments the first. All places are one argument of this call, as each
-        argument costs the caller time."""
-        target, others = self._wait_for_target(), iter(args)
-        count = len(parts) + len(args) - len({number for number, _ in parts.values()})
-        wholes = args[count - len(parts) :]
-        given = [
-            entry(wholes[parts[place][0]], parts[place][1]) if place in parts else next(others)
-            for place in range(count)
-        ]
+    def call(self, asked: tuple[str, list[Any], Mapping[int, tuple[int, int | None]]], *wholes: Any) -> Any:
+        """Call a method. `asked`: its name, its arguments, and which of them are objects of the store: place -> (object
+        among `wholes`, entry of the list that it is; None for all of it). They are one argument, as each argument costs
+        the caller time."""
+        target = self._wait_for_target()
+        method, given, references = asked
+        for place, (number, index) in references.items():
+            given[place] = wholes[number] if index is None else entry(wholes[number], index)
         try:
             with no_exit("it"):
                 return getattr(target, method)(*given)

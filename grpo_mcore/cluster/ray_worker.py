@@ -102,9 +102,10 @@ class RayStream(_RayCall):
                 raise WorkerFailed(self.whom, self.what, "its stream ended in the middle of an item") from None
             data = self.worker.fetch(self.what, label)
         item: Sent = pickle.loads(data)
+        labels = pickle.loads(item.labels)
         if not item.parcels:
-            return item.labels[0]
-        parcels = [Parcel(label, PartRef(content, index)) for index, label in enumerate(item.labels)]
+            return labels[0]
+        parcels = [Parcel(label, PartRef(content, index)) for index, label in enumerate(labels)]
         return parcels if item.together else parcels[0]
 
     def _next_reference(self) -> ray.ObjectRef:
@@ -162,11 +163,14 @@ class RayWorker:
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayFuture:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        entries = {place: arg for place, arg in enumerate(args) if isinstance(arg, PartRef)}
-        number = {whole: number for number, whole in enumerate(dict.fromkeys(part.whole for part in entries.values()))}
-        parts = {place: (number[part.whole], part.index) for place, part in entries.items()}
-        others = [arg for place, arg in enumerate(args) if place not in entries]
-        answer = self.actor.call.remote(method, parts, *others, *number)
+        given, references = list(args), {}
+        wholes: dict[ray.ObjectRef, int] = {}
+        for place, arg in enumerate(args):
+            if isinstance(arg, PartRef | ray.ObjectRef):
+                whole, index = (arg.whole, arg.index) if isinstance(arg, PartRef) else (arg, None)
+                references[place] = wholes.setdefault(whole, len(wholes)), index
+                given[place] = None
+        answer = self.actor.call.remote((method, given, references), *wholes)
         future = RayFuture(self, what or method, answer, timeout_s)
         with self._lock:
             self._calls.add(future)
