@@ -363,7 +363,7 @@ def test_calls_and_thoughts_are_read_with_vllms_parsers(tmp_path: Path) -> None:
 
     call = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
     found = read(f"<think>so</think>sure{call}", tools=tools)
-    assert (found["reasoning_content"], found["content"]) == ("so", "sure")
+    assert (found["reasoning_content"], found["reasoning"], found["content"]) == ("so", "so", "sure")
     assert [c["function"] for c in found["tool_calls"]] == [{"name": "add", "arguments": '{"x": 1}'}]
     assert read(f"<think>so</think>{call}", tools=tools)["content"] is None
     two = f"<think>so</think>{call}{call}"
@@ -449,6 +449,7 @@ def test_channels_of_gpt_oss_are_read_as_thoughts_texts_and_calls() -> None:
     assert (found["reasoning_content"], found["content"]) == ("I add.", None)
     assert [c["function"] for c in found["tool_calls"]] == [{"name": "add", "arguments": '{"x": 1}'}]
     said = read(thought + "<|channel|>final<|message|>It is 2 END<|return|>", " END", tools=tools)
-    assert said == {"role": "assistant", "reasoning_content": "I add.", "content": "It is 2"}
+    both = {"reasoning_content": "I add.", "reasoning": "I add."}
+    assert said == {"role": "assistant", **both, "content": "It is 2"}
     assert read(thought + call)["content"] == "", "there are no tools to call"
     assert read("<|channel|>analysis<|message|>I ad")["reasoning_content"] == "I ad", "it was cut off"

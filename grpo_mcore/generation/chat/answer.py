@@ -117,7 +117,8 @@ class AnswerReader:
     def message(
         self, request: ChatRequest, ids: list[int], stop_token: int | None, stop: str | None = None
     ) -> dict[str, Any]:
-        """Return the assistant's message: `content`, plus `tool_calls` and `reasoning_content` if parsers find any.
+        """Return the assistant's message: `content`, plus `tool_calls`, `reasoning_content` and `reasoning` if parsers
+        find any.
         `stop`: text of the client's at which the answer ended; it is not in the message, but its tokens stay tokens."""
         if self._harmony is not None:
             return self._message_of_channels(request, ids, stop)
@@ -164,8 +165,11 @@ class AnswerReader:
 
 
 def _message(request: ChatRequest, reasoning: str | None, content: str | None, calls: Any) -> dict[str, Any]:
-    """Return an assistant's message of what vLLM's parsers found. `calls`: its FunctionCalls."""
-    message: dict[str, Any] = {"role": "assistant"} | ({"reasoning_content": reasoning} if reasoning else {})
+    """Return an assistant's message of what vLLM's parsers found. `calls`: its FunctionCalls. A thought has two names:
+    vLLM's own since 0.16, and the older one, which litellm and most agents read."""
+    message: dict[str, Any] = {"role": "assistant"}
+    if reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
     if calls:
         from vllm.renderers.chat_utils import make_tool_call_id
 
