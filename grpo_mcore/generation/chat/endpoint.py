@@ -120,9 +120,10 @@ class ChatRecord:
         self._asked: Counter[bytes] = Counter()
         self._version = 0
 
-    def seed(self, body: Any, weight_version: int) -> int:
-        """Derive a seed for a request from the run's seed, the weight version, the request and the number of equal
-        requests before it. So the samples of a prompt differ, and a rerun draws the same ones."""
+    def seed(self, body: Mapping[str, Any], weight_version: int) -> int:
+        """Derive a seed for a request from its own, or else from the run's seed, the weight version and the request,
+        and from the number of equal requests before it. So the samples of a prompt differ, also those of an agent that
+        tries again or asks several times, whose requests a Gym gives one seed; and a rerun draws the same ones."""
         key = blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16)
         with self._lock:
             if weight_version != self._version:
@@ -130,6 +131,8 @@ class ChatRecord:
                 self._version = weight_version
             number = self._asked[key.digest()]
             self._asked[key.digest()] += 1
+        if type(asked := body.get("seed")) is int:
+            return sample_seed(asked, 0, "again", number) if number else asked
         return sample_seed(self._seed, weight_version, key.hexdigest(), number)
 
     def note(self, fingerprint: str, spans: Spans, engine: int, messages: Sequence[Any] = ()) -> None:

@@ -41,7 +41,8 @@ class EngineChat:
         self._reader = AnswerReader(tokenizer, config)
 
     def answer(self, kind: str, body: Any, seed: int) -> Reply:
-        """Answer a request. `kind`: "complete" or "tokenize". `seed`: used if the body has none."""
+        """Answer a request. `kind`: "complete" or "tokenize". `seed`: as ChatRecord.seed derives it, also from the
+        body's own."""
         try:
             request = ChatRequest.read(body, self._config)
             sampling = request.sampling(self._config) if kind == "complete" else None
@@ -59,7 +60,7 @@ class EngineChat:
             return Reply(error.status, {"error": details, "object": "error", "message": str(error)})
         turn = Turn("user", torch.tensor(ids, dtype=torch.int64))
         # An agent may send the same seed with every request: the length of the prompt makes each turn draw anew.
-        seed = sample_seed(seed if request.seed is None else request.seed, 0, "chat", len(ids))
+        seed = sample_seed(seed, 0, "chat", len(ids))
         [trajectory] = self._generate([GenerationRequest("chat", 0, (turn,), seed)], sampling)
         return Reply(
             200,

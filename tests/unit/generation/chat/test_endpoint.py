@@ -313,3 +313,12 @@ def test_equal_requests_get_different_seeds_and_a_rerun_the_same() -> None:
 
     first = seeds(ChatRecord(5))
     assert len(set(first)) == 4 and seeds(ChatRecord(5)) == first and not set(seeds(ChatRecord(6))) & set(first)
+
+
+def test_equal_requests_with_one_seed_are_different_samples() -> None:
+    """A Gym gives all requests of a rollout one seed: an agent that tried again, or asked several times for a vote, got
+    one and the same answer."""
+    record, body = ChatRecord(5), {"messages": [{"role": "user", "content": "a"}], "seed": 7}
+    first, *others = [record.seed(body, 1) for _ in range(3)]
+    assert first == 7 == ChatRecord(6).seed(body, 3) and len({first, *others}) == 3
+    assert record.seed(body | {"seed": 8}, 1) == 8
