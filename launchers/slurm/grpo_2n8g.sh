@@ -41,7 +41,8 @@ ulimit -Sn "$(ulimit -Hn)" 2>/dev/null || true
 
 # Requests of an interactive job in which the shell that submitted was: Slurm hands them on, and srun would repeat them
 # beside those of this job. A step has the memory and the GPUs of its job without them.
-unset "${!SLURM_MEM_PER_@}" "${!SLURM_GPUS_PER_@}" "${!SLURM_CPU_BIND@}" SLURM_GPUS SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK
+unset "${!SLURM_MEM_PER_@}" "${!SLURM_GPUS_PER_@}" "${!SLURM_CPU_BIND@}" SLURM_GPUS SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK \
+    SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_TRES
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}

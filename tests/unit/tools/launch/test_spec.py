@@ -482,7 +482,10 @@ def test_steps_do_not_repeat_the_requests_of_the_job_that_submitted() -> None:
     GRES" (a real Slurm)."""
     body = BODY.read_text()
     start, end = body.index("# Requests of an interactive job"), body.index("mapfile -t nodes")
-    foreign = ("MEM_PER_CPU", "MEM_PER_NODE", "GPUS_PER_NODE", "GPUS_PER_TASK", "GPUS", "CPU_BIND", "CPU_BIND_LIST")
+    foreign = (
+        *("MEM_PER_CPU", "MEM_PER_NODE", "GPUS_PER_NODE", "GPUS_PER_TASK", "GPUS", "CPU_BIND", "CPU_BIND_LIST"),
+        *("NTASKS_PER_GPU", "NTASKS_PER_TRES"),
+    )
     settings = {f"SLURM_{name}": "1" for name in (*foreign, "GPUS_ON_NODE", "JOB_ID")} | {"PATH": os.environ["PATH"]}
     program = f"set -uo pipefail\n{body[start:end]}\nprintenv | grep ^SLURM | sort"
     done = subprocess.run(["bash", "-c", program], env=settings, capture_output=True, text=True, timeout=60)
