@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     for note in spec.notes:
         print(f"grpo-mcore launch: {note}", file=sys.stderr)
     if args.target == "slurm":
-        from grpo_mcore.tools.launch.slurm import sbatch_script
+        from grpo_mcore.tools.launch.slurm import sbatch_command, sbatch_script
 
-        text, submit = sbatch_script(spec), ["sbatch"]
+        text, submit, by_hand = sbatch_script(spec), sbatch_command(spec), "sbatch"
     else:
         from grpo_mcore.tools.launch.kubernetes import documents, manifest
         from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check
@@ -52,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
             rules = "\n".join(f"  {problem}" for problem in problems)
             print(f"grpo-mcore launch: Kubernetes would refuse what launch.k8s asks for:\n{rules}", file=sys.stderr)
             return 2
-        text, submit = manifest(spec), ["kubectl", "create", "-f", "-"]
+        text, submit, by_hand = manifest(spec), ["kubectl"], "kubectl create -f"
     if args.output:
         Path(args.output).write_text(text, encoding="utf-8")
-        print(f"written: {args.output}; {' '.join(submit).removesuffix(' -')} {args.output}")
+        print(f"written: {args.output}; {by_hand} {shlex.quote(args.output)}")
         return 0
     if args.dry_run:
         print(text, end="")

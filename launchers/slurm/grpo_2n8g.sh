@@ -34,6 +34,9 @@
 set -uo pipefail
 restart=${SLURM_RESTART_COUNT:-0}
 say() { echo "[$(date +%H:%M:%S)] $*"; }
+if [[ ${SLURM_EXPORT_ENV:-} == NONE ]]; then
+    say "this job has no variable of the shell that submitted, not even PATH: unset SBATCH_EXPORT there, or no --export"
+fi
 
 export RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1
 export RAY_memory_monitor_refresh_ms=0 # Ray's memory monitor kills workers that hold a model
@@ -159,11 +162,13 @@ done
 "${on_head[@]}" "${inside[@]}" $PYTHON -P -m grpo_mcore.cluster.ray_node wait --address="$address" \
     --nodes=${#nodes[@]} --gpus=$((gpus * ${#nodes[@]})) --within="$START_TIMEOUT" >"$logs/ready.log" 2>&1 &
 ready_pid=$!
-while ! gone "$ready_pid" && ! gone "$head_pid"; do sleep 0.5; done
+ended="this node of Ray ended by itself"
+fallen() { gone "$head_pid" || { [[ -n $workers_pid ]] && gone "$workers_pid"; } || grep -qs "$ended" "$logs"/ray-*.log; }
+while ! gone "$ready_pid" && ! fallen; do sleep 0.5; done # without a node that has ended, the others would wait for long
 gone "$ready_pid" || kill "$ready_pid"
 if ! wait "$ready_pid"; then
     say "Ray did not come together:"
-    tail -n 20 "$logs/ready.log" "$logs"/ray-*.log
+    tail -n 20 "$logs/ready.log" "$logs"/ray-*.log 2>/dev/null
     finish
     exit 1
 fi
@@ -190,7 +195,7 @@ fi
 bad=""
 find_bad() { # nodes whose Ray ended by itself; where the head did, the others only followed it
     for log in "$logs/ray-$head.log" "$logs"/ray-*.log; do
-        if grep -qs "this node of Ray ended by itself" "$log"; then
+        if grep -qs "$ended" "$log"; then
             node_name=${log##*/ray-}
             bad=${bad:+$bad,}${node_name%.log}
             [[ ${node_name%.log} == "$head" ]] && break

@@ -31,10 +31,21 @@ def sbatch_script(spec: LaunchSpec, *, carries_recipe: bool = True) -> str:
         "# Usage: sbatch FILE, from a shell in which `grpo-mcore` is in PATH, or with a container (pyxis):",
         '#   CONTAINER=image.sqsh MOUNTS="$PWD:$PWD" COMMAND="grpo-mcore train ... --resume=auto" sbatch FILE',
         "# Options on sbatch's own command line override those below.",
-        *[sbatch_line(key, str(value)) for key, value in sbatch_options(spec).items()],
-        *[sbatch_line(*split_option(option)) for option in spec.launch.slurm.options],
+        *[sbatch_line(name, value) for name, value in all_options(spec)],
     ]
     return "\n".join([*head, job_script(spec, carries_recipe=carries_recipe)])
+
+
+def all_options(spec: LaunchSpec) -> list[tuple[str, str]]:
+    """Return name and value of sbatch's options for a job: those that follow from the recipe, then the site's own."""
+    ours = [(name, str(value)) for name, value in sbatch_options(spec).items()]
+    return [*ours, *map(split_option, spec.launch.slurm.options)]
+
+
+def sbatch_command(spec: LaunchSpec) -> list[str]:
+    """Return the command that submits the script from its standard input. It repeats the script's options: sbatch puts
+    variables of the shell, such as SBATCH_ACCOUNT and SBATCH_EXPORT, above what a script says."""
+    return ["sbatch", *(f"--{name}={value}" if value else f"--{name}" for name, value in all_options(spec))]
 
 
 def sbatch_line(name: str, value: str) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_mcore.cli.main import main
+from grpo_mcore.cluster.ray_node import ENDED_BY_ITSELF
 from grpo_mcore.recipe import MasterConfig, RecipeError, load_recipe
 from grpo_mcore.tools.launch import LaunchSpec, Pool, launch_spec, validation
 from grpo_mcore.tools.launch.kubernetes import documents
@@ -466,6 +468,20 @@ def test_the_job_script_trains_the_recipe_that_was_submitted(tmp_path: Path) -> 
     assert "grpo-mcore 0." in job.code
 
 
+def test_variables_of_the_shell_do_not_replace_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch puts SBATCH_ACCOUNT above an #SBATCH line, and its own command line above both."""
+    program, asked = tmp_path / "sbatch", tmp_path / "asked"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{asked}\ncat >{tmp_path}/script\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    words = ("launch.slurm.account=ours", "launch.slurm.options=['--comment=my run', '--exclusive']")
+    assert main(["launch", "slurm", TWO_NODES, *words]) == 0
+    options = asked.read_text().splitlines()
+    assert {"--account=ours", "--comment=my run", "--exclusive", "--requeue", "--nodes=2"} <= {*options}
+    lines = [line for line in (tmp_path / "script").read_text().splitlines() if line.startswith("#SBATCH ")]
+    assert [line.replace('"', "") for line in lines] == [f"#SBATCH {option}" for option in options]
+
+
 @pytest.mark.parametrize("cores", [None, "64"])
 def test_a_step_of_slurm_gets_all_cores_of_its_job(cores: str | None) -> None:
     """srun's -c, also by this variable, limits a step to so many cores: it must be the job's or not there."""
@@ -524,6 +540,20 @@ scontrol() {{ echo "$1" >>{tmp_path}/asked; (($(grep -c requeue {tmp_path}/asked
 {body[body.index("queue_again() {") :]}"""
     done = subprocess.run(["bash", "-uc", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == code and said in done.stdout, done
+
+
+@pytest.mark.parametrize("how", ["its srun", "its log"])
+def test_a_node_that_ends_before_all_are_there_ends_the_wait(how: str, tmp_path: Path) -> None:
+    """The others waited for it as long as launch.start_timeout_s, half an hour."""
+    body, log = BODY.read_text(), tmp_path / "ray-node2.log"
+    end = "sleep 1" if how == "its srun" else f"(sleep 1; echo '{ENDED_BY_ITSELF}: exit code 1' >{log}) & sleep 50"
+    program = f"""
+gone() {{ [[ -z $1 ]] || ! kill -0 "$1" 2>/dev/null; }}; logs={tmp_path}
+sleep 50 & head_pid=$!; sleep 50 & ready_pid=$!; {end} & workers_pid=$!
+{body[body.index("ended=") : body.index('gone "$ready_pid" ||')]}
+kill $head_pid $ready_pid; kill $workers_pid 2>/dev/null; echo over"""
+    done = subprocess.run(["bash", "-uc", program], capture_output=True, text=True, timeout=40)
+    assert done.stdout == "over\n"
 
 
 def test_every_node_copies_the_models_before_its_ray_starts(tmp_path: Path) -> None:
