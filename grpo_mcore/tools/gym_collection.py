@@ -1,30 +1,36 @@
 """Collection of rollouts without training: samples a recipe's prompts, scores the samples and writes them to a file in
 NeMo Gym's format.
 
-Rollouts of a Gym's agents are written unchanged. Samples without a reward go to NAME_failures.jsonl.
+Rollouts of a Gym's agents are written unchanged. Samples without a reward go to NAME_failures.jsonl. What an
+interrupted collection has got is in NAME_unfinished.jsonl, from which the same command goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.algorithms.run import open_sampler, prepare
 from grpo_mcore.data import AllTaskProcessedDataset, DataError
 from grpo_mcore.data.gym.files import whole_file
+from grpo_mcore.data.loader import FINGERPRINT_ROWS
 from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, Trajectory
 from grpo_mcore.text import replaced
+
+logger = logging.getLogger(__name__)
 
 FAILURE = "_ng_failure_class"
 STEPS_IN_FLIGHT = 4
@@ -53,6 +59,82 @@ class Collected:
         return text
 
 
+class _Unfinished:
+    """The rollouts so far, in a file beside the output: first what they depend on, then a line for each prompt."""
+
+    def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
+        """Go on with the file of a collection that was interrupted. Raises DataError for one of other settings, and if
+        it cannot be written."""
+        self.path = output.with_name(output.stem + "_unfinished.jsonl")
+        if output.is_dir():
+            raise DataError(f"{output}: the output must be a file")
+        self._uids: set[str] = set()  # prompts that have their rollouts
+        self.is_done = False
+        head: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+        try:
+            whole = 0  # bytes: a kill may have cut the last line off
+            for line in self._whole_lines():
+                if not whole:
+                    self._refuse_other(json.loads(line), head)
+                else:
+                    self._uids.add(json.loads(line)["uid"])
+                whole += len(line)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab")
+            self._file.truncate(whole)
+            if not whole:
+                self._write(head)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be written: {error.strerror}") from error
+        if self._uids:
+            logger.info("%d prompts are there from an interrupted collection, in %s", len(self._uids), self.path)
+
+    def _whole_lines(self) -> Iterator[bytes]:
+        """Yield the lines that were written whole, if the file is there."""
+        if self.path.is_file():
+            with self.path.open("rb") as file:
+                yield from itertools.takewhile(lambda line: line.endswith(b"\n"), file)
+
+    def _refuse_other(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        if different := ", ".join(name for name in now if saved.get(name) != now[name]):
+            raise DataError(
+                f"{self.path} has rollouts of an interrupted collection that differ in {different}; delete it, or "
+                "choose another --output"
+            )
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(replaced(json.dumps(line, ensure_ascii=False, default=str)).encode() + b"\n")
+        self._file.flush()
+
+    def add(self, uid: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rollouts of a prompt."""
+        self._write({"uid": uid, "lines": lines})
+        self._uids.add(uid)
+
+    def missing(self, prompts: Iterable[DatumSpec], asked: dict[str, None]) -> Iterator[DatumSpec]:
+        """Yield the prompts that have no rollouts yet. `asked` gets the uids of all."""
+        for prompt in prompts:
+            asked[prompt["uid"]] = None
+            if prompt["uid"] not in self._uids:
+                yield prompt
+
+    def groups(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Yield the uid and the rollouts of each prompt."""
+        for line in map(json.loads, itertools.islice(self._whole_lines(), 1, None)):
+            yield line["uid"], line["lines"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Delete the file where the collection is done, or has got nothing; else say what it is for."""
+        self._file.close()
+        if self.is_done or not self._uids:
+            self.path.unlink(missing_ok=True)
+        elif error is not None:
+            error.add_note(f"{len(self._uids)} prompts are done, in {self.path}: the same command goes on from there")
+
+
 def collect(
     config: MasterConfig,
     output: Path,
@@ -66,7 +148,8 @@ def collect(
     """Sample policy.model_name on the first `num_prompts` training prompts (None: all), or with `validation` on the
     validation prompts with their sampling. Each prompt gets `generations` samples (None: the recipe's number).
 
-    The file appears whole or not at all. Raises what the start of a run raises, and DataError where there is no prompt.
+    The file appears whole or not at all. Raises what the start of a run raises, and DataError where there is no prompt,
+    or where an interrupted collection had other settings.
     """
     prepared = prepare(config, algorithm="eval")
     tokenizer, data = prepared.tokenizer, prepared.data
@@ -78,7 +161,19 @@ def collect(
     count = generations or (grpo.val_num_generations_per_prompt if validation else grpo.num_generations_per_prompt)
     failures = output.with_name(output.stem + "_failures.jsonl")
     collected = Collected(output, failures)
+    sampling = sampling_of(config.policy.generation, tokenizer, validation=validation)
+    settings = {
+        "policy.model_name": config.policy.model_name,
+        "the rows of the data": dataset.fingerprint(FINGERPRINT_ROWS),
+        "env": config.env,
+        "the sampling": asdict(sampling),
+        "grpo.seed": grpo.seed,
+        "grpo.max_rollout_turns": grpo.max_rollout_turns,
+        "--num_repeats": count,
+        "--token_ids": token_ids,
+    }
     with contextlib.ExitStack() as stack:
+        unfinished = stack.enter_context(_Unfinished(output, settings))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="collect-")))
         sampler = stack.enter_context(open_sampler(prepared, logs, env_names))
         results: dict[tuple[str, int], GymOutcome] = {}
@@ -90,9 +185,8 @@ def collect(
             seed=grpo.seed,
             hooks=RolloutHooks(on_outcome=lambda done: results.update({(done.uid, done.generation_index): done})),
         )
-        sampling = sampling_of(config.policy.generation, tokenizer, validation=validation)
-        kept, failed = stack.enter_context(whole_file(output)), stack.enter_context(whole_file(failures))
-        prompts = _usable(dataset, num_prompts)
+        asked: dict[str, None] = {}  # uids
+        prompts = unfinished.missing(_usable(dataset, num_prompts), asked)
         most_in_flight = STEPS_IN_FLIGHT * grpo.num_prompts_per_step
         in_flight = 0
         while True:
@@ -103,22 +197,28 @@ def collect(
                 break
             group = rollouts.next_group()
             in_flight -= 1
-            collected.prompts += 1
-            row = dataset.dataset[group.prompt["idx"]]
-            for line in _lines(
+            lines = _lines(
                 group,
-                row,
+                dataset.dataset[group.prompt["idx"]],
                 results,
                 sampler.cluster.store.fetch,
                 agent=env_names[group.prompt["task_name"]] or "",
                 sampling={"temperature": sampling.temperature, "top_p": sampling.top_p},
                 model=config.policy.model_name,
                 token_ids=token_ids,
-            ):
-                _write(collected, line, kept, failed)
+            )
+            unfinished.add(group.uid, list(lines))
             on_group(group)
-        if not collected.prompts:
+        if not asked:
             raise DataError("there is no usable prompt to collect rollouts of")
+        with whole_file(output) as kept, whole_file(failures) as failed:
+            for uid, rollout_lines in unfinished.groups():
+                if uid in asked:
+                    del asked[uid]
+                    collected.prompts += 1
+                    for line in rollout_lines:
+                        _write(collected, line, kept, failed)
+        unfinished.is_done = True
     return collected
 
 

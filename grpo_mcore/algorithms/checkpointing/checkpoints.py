@@ -540,12 +540,18 @@ class CheckpointManager:
         ):
             self._warned = True
             missing = self._metric(just_saved) == float("-inf")
+            there = sorted(
+                {name for step in ranked for name in _metrics(self.folder / f"step_{step}") if "val:" in name}
+            )
+            known = f" (there are {', '.join(there)})" if there and self.config.metric_name not in there else ""
             logger.warning(
                 "checkpointing.metric_name: %s is %s in steps %s, so the newest are kept; %s (said only once)",
                 self.config.metric_name,
                 "missing" if missing else "the same",
                 ", ".join(map(str, sorted(ranked))),
-                "validate more often, or set it to null" if missing else "name a metric that moves, such as val:reward",
+                f"validate more often, name another metric{known}, or set it to null"
+                if missing
+                else "name a metric that moves, such as val:reward",
             )
         kept = self._to_keep({step: self._metric(step) for step in steps}, just_saved)
         self._delete_all(set(steps) - kept)
@@ -578,13 +584,15 @@ def rank_of(folder: Path, config: CheckpointingConfig) -> tuple[float, int]:
 def metric_of(folder: Path, config: CheckpointingConfig) -> float:
     """Return the metric for the ranking: higher is better. A checkpoint without the metric, or with NaN, ranks last.
     Graded rewards have no accuracy; their mean takes its place, which equals it for rewards of 0 and 1."""
-    if config.metric_name is None:
-        return 0.0
+    return 0.0 if config.metric_name is None else _rank(_metrics(folder), config)
+
+
+def _metrics(folder: Path) -> Mapping[str, float]:
+    """Return the metrics of a checkpoint, none of a damaged one: only a resume needs it whole."""
     try:
-        metrics = _read_info(folder)["metrics"]
-    except (OSError, ValueError, KeyError, TypeError):  # damaged: only a resume needs it whole
-        return float("-inf")
-    return _rank(metrics, config)
+        return dict(_read_info(folder)["metrics"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _rank(metrics: Mapping[str, float], config: CheckpointingConfig) -> float:

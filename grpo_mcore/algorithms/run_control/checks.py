@@ -338,6 +338,12 @@ def check_checkpointing(config: MasterConfig, algorithm: Algorithm = "grpo") -> 
         and (why := unknown_validation_metric(name, config.grpo.val_num_generations_per_prompt))
     ):
         raise SetupError(f"checkpointing.metric_name: {why}; or null")
+    if name.endswith("loss") and saving.higher_is_better:
+        logger.warning(
+            "checkpointing.metric_name: %s is a loss, and the checkpoints with the highest are kept; set "
+            "checkpointing.higher_is_better: false",
+            saving.metric_name,
+        )
 
 
 def check_writable(config: MasterConfig) -> None:

@@ -538,6 +538,14 @@ def test_a_metric_that_stands_still_is_said_once(
     assert f"val:accuracy is {why} in steps 1, 2, 3" in said
 
 
+def test_the_metrics_that_there_are_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of SFT, which has no val:accuracy."""
+    checkpoints = manager(tmp_path, keep_top_k=1)
+    for step in (1, 2):
+        save(checkpoints, step, val_val_loss=1.0, train_loss=2.0)
+    assert "name another metric (there are val:val_loss), or set it to null" in caplog.text
+
+
 def test_a_rename_is_on_the_disk_before_an_old_checkpoint_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

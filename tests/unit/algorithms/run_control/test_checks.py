@@ -185,3 +185,17 @@ def test_a_pattern_for_a_mark_that_the_prompt_ends_with_is_said(
     checks.check_environments(config, {"t": env}, [row])
     said = [message for message in package_log.messages if "which the chat template writes at the end" in message]
     assert len(said) == told
+
+
+@pytest.mark.parametrize(("metric", "said"), [("val:val_loss", True), ("val:accuracy", False)])
+def test_a_loss_that_ranks_by_its_highest_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, metric: str, said: bool
+) -> None:
+    saving = {"checkpoint_dir": str(tmp_path), "metric_name": metric}
+    recipe = {"policy": {"model_name": "m"}, "data": {"train": {"data_path": "x"}}, "checkpointing": saving}
+    checks.check_checkpointing(MasterConfig.model_validate(recipe), "sft")
+    assert ("set checkpointing.higher_is_better: false" in caplog.text) is said
+    saving["higher_is_better"] = False
+    caplog.clear()
+    checks.check_checkpointing(MasterConfig.model_validate(recipe), "sft")
+    assert not caplog.text
