@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
@@ -166,10 +168,10 @@ class EnvironmentInterface(EnvironmentBase, ABC):
     @abstractmethod
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
-    ) -> EnvironmentReturn:
+    ) -> EnvironmentReturn | Awaitable[EnvironmentReturn]:
         """Return the environment's answer to each conversation. `message_log_batch[i]`: the messages {"role",
         "content"} so far; `metadata[i]`: a mapping of its own, the prompt's `extra_env_info` or what the last step
-        returned for it."""
+        returned for it. It may be async: all calls in a process have one event loop."""
 
     def advance(self, metadata: Sequence[dict[str, Any]], *trajectories: Trajectory) -> list[Outcome]:
         """Call `step` on these trajectories and return the outcomes of their last turns, in order. Trajectories are
@@ -178,8 +180,11 @@ class EnvironmentInterface(EnvironmentBase, ABC):
             raise ValueError(f"advance: {len(metadata)} metadata for {len(trajectories)} trajectories")
         start = time.perf_counter()
         of_each = [dict(info) for info in metadata]  # those of a prompt's samples may be one mapping
-        with no_exit(f"{type(self).__name__}.step"):
+        what = f"{type(self).__name__}.step"
+        with no_exit(what):
             result = self.step([conversation(trajectory) for trajectory in trajectories], of_each)
+        if inspect.isawaitable(result):
+            result = asyncio.run_coroutine_threadsafe(_awaited(result, what), _event_loop()).result()
         seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
         return [self._outcome(row, seconds) for row in _rows(result, len(trajectories))]
 
@@ -213,6 +218,26 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         return {}
 
 
+_loop_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process's environments, which runs in a thread: clients that they open are bound to
+    it."""
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="environments", daemon=True).start()
+        return _loop
+
+
+async def _awaited(result: Awaitable[EnvironmentReturn], what: str) -> EnvironmentReturn:
+    with no_exit(what):
+        return await result
+
+
 _REQUIRED_FIELDS = ("observations", "rewards", "terminateds")
 OPTIONAL_FIELDS = tuple(name for name in EnvironmentReturn._fields if name not in _REQUIRED_FIELDS)
 
@@ -222,8 +247,7 @@ def _rows(result: EnvironmentReturn, count: int) -> list[dict[str, Any]]:
     list of as many: which entry is whose is then unknown."""
     columns: dict[str, list[Any]] = {}
     if not hasattr(result, "rewards"):
-        hint = "; `step` is called without await, so it must not be async" if inspect.isawaitable(result) else ""
-        raise TypeError(f"step returned {type(result).__name__}; an EnvironmentReturn is needed{hint}")
+        raise TypeError(f"step returned {type(result).__name__}; an EnvironmentReturn is needed")
     for field in EnvironmentReturn._fields:
         values: Any = getattr(result, field, None)
         if values is None and field in OPTIONAL_FIELDS:

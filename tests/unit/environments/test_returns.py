@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import sys
-from typing import Any
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -146,3 +149,30 @@ def test_iterators_without_an_end_and_sets_are_refused(changes: dict[str, Any], 
 def test_what_a_return_leaves_out_has_a_default() -> None:
     (outcome,) = advance(Careless([GOOD], seconds=None, rewards_by_name=None, tracebacks=None), 1)
     assert outcome.rewards_by_name == {} and outcome.seconds >= 0 and outcome.traceback is None
+
+
+class Waiting(Careless):
+    """Waits for others of its calls, as for a service; exits if it is told to."""
+
+    together = threading.Barrier(2, timeout=30)
+    loops: ClassVar[set[int]] = set()
+
+    async def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:  # type: ignore[override]
+        self.loops.add(id(asyncio.get_running_loop()))
+        await asyncio.to_thread(self.together.wait)
+        if self.columns["reasons"] == ["exit"]:
+            sys.exit(3)
+        return super().step(message_log_batch, metadata)
+
+
+def test_a_step_may_be_async() -> None:
+    """Its clients are bound to an event loop: all calls have the same one."""
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            outcomes = pool.map(lambda _: advance(Waiting([GOOD]), 1), range(2))
+            assert [outcome.reward for (outcome,) in outcomes] == [0.5, 0.5]
+        calls = [pool.submit(advance, Waiting([GOOD | {"reasons": "exit"}]), 1) for _ in range(2)]
+        for call in calls:
+            with pytest.raises(RuntimeError, match=r"Waiting.step called sys.exit\(3\)"):
+                call.result()
+    assert len(Waiting.loops) == 1
