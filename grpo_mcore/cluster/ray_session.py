@@ -101,7 +101,7 @@ class RaySession:
             return
         as_this_process()
         if (address := (address or "").strip()) and address != "local":
-            _attach(address)
+            attach(address)
             return
         self.started_here = True
         self.reaper = OrphanReaper(_short_folder())
@@ -329,7 +329,7 @@ def start_node(words: Sequence[str], timeout_s: float) -> None:
         cli(["start", *words])
 
 
-def _attach(address: str) -> None:
+def attach(address: str) -> None:
     """Join a running Ray as a driver. Raises RayUnreachable or BadRayAddress."""
     advice = "start it, or unset RAY_ADDRESS to have one started; if it asks for a token, set RAY_AUTH_MODE=token"
     if "://" in address:

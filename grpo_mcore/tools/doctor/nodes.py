@@ -3,7 +3,6 @@ the network between them."""
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import uuid
@@ -51,7 +50,7 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
     """
     import ray
 
-    from grpo_mcore.cluster.ray_session import as_this_process
+    from grpo_mcore.cluster.ray_session import BadRayAddress, RayUnreachable, as_this_process, attach
 
     address = address or checks.running_ray()
     if address is None:
@@ -61,7 +60,10 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
     ours = not ray.is_initialized()
     if ours:
         as_this_process()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            attach(address)
+        except (RayUnreachable, BadRayAddress) as error:
+            return {"cluster": [fault("Ray", str(error), "a run could not join it either")]}
     try:
         return _examine_all(ray, needs, address)
     finally:

@@ -38,7 +38,7 @@ def read_crd(file: Path) -> Object:
     rayjobs.ray.io -o yaml` prints it, or from a file that holds only the schema. Raises CrdError."""
     try:
         schema = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise CrdError(f"{file} is not readable: {error}") from error
     versions = schema.get("spec", {}).get("versions", []) if isinstance(schema, dict) else []
     for version in versions:
@@ -56,7 +56,7 @@ def check_file(file: Path, schema: Object) -> list[str]:
         documents = [
             document for document in yaml.safe_load_all(file.read_text(encoding="utf-8")) if document is not None
         ]
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         return [f"  not readable: {error}"]
     jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == "RayJob"]
     if not jobs:

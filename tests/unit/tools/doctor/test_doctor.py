@@ -234,6 +234,18 @@ def test_a_ray_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     fault(look("Ray"), "no Ray runs on this machine", "start it")
 
 
+def test_a_ray_that_cannot_be_joined_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray answers a driver with another token, after most of a minute."""
+
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr("ray.init", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        fault(nodes.examine_cluster(Needs(), address)["cluster"], f"no Ray answers at {address}", "asks for a token")
+
+
 def test_a_ray_cluster_that_is_too_small() -> None:
     fault(
         nodes.compare_size("10.0.0.1:6379", 1, 8, Needs(gpu=True, nodes=2, gpus_per_node=8)),

@@ -195,6 +195,14 @@ def test_the_command(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str
         main(["launch", "nowhere", TWO_NODES])
 
 
+def test_files_that_are_no_text_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "job.yaml").write_bytes("kind: RayJob".encode("utf-16"))
+    assert main(["launch", "k8s", "--check", str(file)]) == 1
+    assert "not readable: 'utf-8' codec" in capsys.readouterr().out
+    assert main(["launch", "k8s", "--check", str(file), "--crd", str(file)]) == 1
+    assert f"{file} is not readable" in capsys.readouterr().err
+
+
 def test_a_recipe_that_differs_has_a_configmap_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
