@@ -5,7 +5,6 @@ time that such a process needs to start."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +59,6 @@ def create_env_class(env_name: str) -> tuple[type[EnvironmentBase], dict[str, fl
         raise EnvironmentConfigError(
             f"the environment {path!r} is {what}, which does not derive from EnvironmentInterface of "
             "grpo_mcore.environments.interfaces; a reward function is a component of env.rules: {type: function, path}"
-        )
-    if inspect.iscoroutinefunction(getattr(cls, "step", None)):
-        raise EnvironmentConfigError(
-            f"the environment {path!r}: step must not be async; it may call asyncio.run, and concurrent_calls is the "
-            "number of its calls at a time"
         )
     return cls, dict(cls.needs)
 

@@ -48,14 +48,21 @@ def test_a_class_that_is_a_ray_actor_is_taken_for_its_class():
     assert (outcome.reward, outcome.answer, outcome.metadata, outcome.stop_strings) == (0.5, None, None, None)
 
 
+class AsyncEnvironment(EchoEnvironment):
+    async def step(self, message_log_batch, metadata):
+        return super().step(message_log_batch, metadata)
+
+
+def test_a_class_whose_step_is_async_is_taken():
+    cls, _ = create_env_class(f"{__name__}:AsyncEnvironment")
+    [outcome] = cls({}).advance([{}], Trajectory("a", 0, (), (), "stop", False))
+    assert outcome.reward == 0.5
+
+
 class Other:
     """It has a step, and no more."""
 
     def step(self, message_log_batch, metadata): ...
-
-
-class AsyncEnvironment(EnvironmentInterface):
-    async def step(self, message_log_batch, metadata): ...
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,6 @@ class AsyncEnvironment(EnvironmentInterface):
     [
         ("test_by_name", "is function, which does not derive from EnvironmentInterface .* a component of env.rules"),
         ("Other", "is the class Other, which does not derive from EnvironmentInterface"),
-        ("AsyncEnvironment", "step must not be async"),
     ],
 )
 def test_what_is_no_environment_is_refused(name, why):
