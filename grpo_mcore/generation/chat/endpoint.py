@@ -387,8 +387,8 @@ class Endpoint:
                 break
             kept[position] = {name: value for name, value in messages[position].items() if name not in TOKEN_FIELDS}
             self._warn(
-                "a conversation came back with other messages before an earlier answer: the whole of it is tokenised "
-                "again, and what follows is another branch of its sample"
+                "a conversation came back with other messages before an earlier answer: it is tokenised again from "
+                "there on, as another branch of its sample"
             )
         return {**body, "messages": kept}
 
