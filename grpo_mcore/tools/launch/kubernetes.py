@@ -96,8 +96,11 @@ def documents(spec: LaunchSpec) -> list[dict[str, Any]]:
             # A failed run starts again on new pods and resumes from its newest checkpoint.
             "backoffLimit": spec.restarts,
             "activeDeadlineSeconds": seconds(spec.time_limit) * (spec.restarts + 1),
-            # Limits the wait for pods that cannot be scheduled.
-            "preRunningDeadlineSeconds": max(1800, 3 * spec.start_timeout_s),
+            # Limits the wait for pods that cannot be scheduled; not that in a queue, which these schedulers keep with
+            # the pods pending. Kueue's begins after its queue.
+            "preRunningDeadlineSeconds": (
+                None if k8s.scheduler in ("volcano", "yunikorn", "kai") else max(1800, 3 * spec.start_timeout_s)
+            ),
             "suspend": True if k8s.scheduler == "kueue" else None,  # Kueue starts it when there is room for all pods
             "rayClusterSpec": cluster,
         },

@@ -445,6 +445,14 @@ def test_a_variable_of_the_recipe_is_not_replaced_on_kubernetes() -> None:
     assert [one["value"] for one in variables if one["name"] == "HF_HOME"] == ["/cache"]
 
 
+@pytest.mark.parametrize(("scheduler", "limited"), [("kueue", True), ("volcano", False), ("kai", False)])
+def test_a_job_may_wait_in_its_queue(scheduler: str, limited: bool) -> None:
+    """KubeRay counts pods that are pending as starting: the job was given up after 90 minutes."""
+    words = (f"launch.k8s.scheduler={scheduler}", "launch.k8s.queue=q")
+    job = documents(spec(*ON_K8S, *words, target="k8s"))[1]
+    assert ("preRunningDeadlineSeconds" in job["spec"]) == limited and check(job, bundled_schema()) == []
+
+
 def test_variables_reach_the_pods_as_they_are() -> None:
     """Kubernetes reads $$ as $, and $(NAME) as another variable; a secret takes the place of a default."""
     words = ("launch.env={NCCL_A: 'a$$b $(HOME) $c'}", "launch.k8s.secrets={HF_HOME: a/b}")
