@@ -30,6 +30,10 @@ from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
 ENDED_BY_ITSELF = "this node of Ray ended by itself"
 """Line that a node prints if it ends without having been asked to. Job scripts look for it (slurm_body.sh)."""
 
+STARTS, START_AGAIN = 3, 76
+"""Maximum starts of a node whose node process ends while it starts, as it does where its agent takes longer than 15
+seconds, such as that of many nodes at once from one file system; and the exit code of such a start."""
+
 END_S = 8.0
 """Seconds that Ray gets to end its processes by itself."""
 
@@ -49,8 +53,13 @@ def main(words: Sequence[str] | None = None) -> int:
     except (DeadlineExceeded, NotEnoughResources, OSError) as error:
         print(f"ray {args.role} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
         return 1
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path, and only the owner may enter
-    return run_node(start_command(args, folder / RAYS_OWN), folder)
+    for left in reversed(range(STARTS)):
+        folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path, and only the owner may enter
+        code = run_node(start_command(args, folder / RAYS_OWN), folder, again=left > 0)
+        if code != START_AGAIN or not left:
+            break
+        print(f"it is started again; {left} starts are left", file=sys.stderr, flush=True)
+    return code
 
 
 def start_command(args: argparse.Namespace, folder: Path) -> list[str]:
@@ -74,13 +83,15 @@ def start_command(args: argparse.Namespace, folder: Path) -> list[str]:
         options["object-store-memory"] = int(args.object_store_gb * 2**30)
     words = [f"--{name}={value}" for name, value in options.items()]
     start = (
-        f"import sys; from grpo_mcore.cluster.ray_session import start_node; start_node(sys.argv[1:], {args.within})"
+        f"import sys; from grpo_mcore.cluster.ray_session import start_node; start_node(sys.argv[1:], {args.within}); "
+        f"sys.exit({START_AGAIN})"
     )
     return [sys.executable, "-c", start, "--block", "--disable-usage-stats", *where, *words]
 
 
-def run_node(command: Sequence[str], folder: Path) -> int:
-    """Run `command` until it ends or a signal comes, then end everything it has started and remove `folder`."""
+def run_node(command: Sequence[str], folder: Path, *, again: bool = False) -> int:
+    """Run `command` until it ends or a signal comes, then end everything it has started and remove `folder`. Return 0
+    after a signal, else its exit code, or 1 for 0. again: START_AGAIN is not the node's end."""
     signals: list[int] = []
     reaper = OrphanReaper(folder)
     with only_allowed(added=reaper.variables), private_files():  # secrets stay with the driver
@@ -97,7 +108,7 @@ def run_node(command: Sequence[str], folder: Path) -> int:
     if surviving:
         print(f"processes of Ray could not be ended: {surviving}", file=sys.stderr, flush=True)
         return 1
-    if not signals:
+    if not signals and not (again and code == START_AGAIN):
         print(f"{ENDED_BY_ITSELF}: {processes.describe_exit(code)}", file=sys.stderr, flush=True)
     return 0 if signals else code or 1
 

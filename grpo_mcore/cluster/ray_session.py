@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -321,12 +322,16 @@ def last_failure(logs: Path) -> str:
 
 def start_node(words: Sequence[str], timeout_s: float) -> None:
     """Run `ray start` with these words in this process, with as much patience as `RaySession` has, and watch the node
-    that it starts."""
+    that it starts. Return, having said so, if its node process ended while it started; otherwise this process ends."""
     from ray.scripts.scripts import cli
 
     threading.Thread(target=NodeWatch.of_child, name="node watch", daemon=True).start()
-    with _patience(timeout_s):
-        cli(["start", *words])
+    folder = next((Path(word.partition("=")[2]) for word in words if word.startswith("--temp-dir=")), Path())
+    try:
+        with _patience(timeout_s):
+            cli(["start", *words])
+    except EndedWhileStarting as error:
+        print(f"{error}{last_failure(folder / 'session_latest' / 'logs')}", file=sys.stderr, flush=True)
 
 
 def attach(address: str) -> None:

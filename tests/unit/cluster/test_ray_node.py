@@ -53,6 +53,33 @@ def test_a_taken_port_is_named() -> None:
             ray_node.check_ports("127.0.0.1", port)
 
 
+@pytest.mark.parametrize(("failures", "starts", "code"), [(1, 2, 1), (9, 3, ray_node.START_AGAIN)])
+def test_a_node_that_ends_while_it_starts_is_started_again(
+    failures: int,
+    starts: int,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A launcher's node gave up at once, where a run's own Ray had three tries."""
+    program = f"""
+import pathlib, sys
+file = pathlib.Path({str(tmp_path / "starts")!r})
+file.write_text(text := (file.read_text() if file.exists() else "") + ".")
+sys.exit({ray_node.START_AGAIN} if len(text) <= {failures} else 0)"""
+    monkeypatch.setattr(ray_node, "start_command", lambda *_: [sys.executable, "-c", program])
+    number = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2}
+    handlers = {each: signal.getsignal(each) for each in number}
+    try:
+        assert ray_node.main(["head", "--address=127.0.0.1:31230"]) == code
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert (tmp_path / "starts").read_text() == "." * starts
+    assert capfd.readouterr().err.count(ray_node.ENDED_BY_ITSELF) == 1, "job scripts take that line for its end"
+
+
 @pytest.mark.slow
 def test_a_head_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DeadlineExceeded, match="Ray's head"):
@@ -64,7 +91,7 @@ def test_a_head_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]
 def test_rays_files_are_in_a_new_private_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else can make it before, or read it."""
     folders = list[Path]()
-    monkeypatch.setattr(ray_node, "run_node", lambda command, folder: folders.append(folder))
+    monkeypatch.setattr(ray_node, "run_node", lambda command, folder, again: folders.append(folder))
     monkeypatch.setattr(ray_node, "check_ports", lambda host, port: None)
     for _ in range(2):
         ray_node.main(["head", "--address=127.0.0.1:30120"])
