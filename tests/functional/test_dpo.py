@@ -190,13 +190,18 @@ def test_long_prompts_are_computed_once(
 
 
 def test_a_stopped_run_saves_and_goes_on(task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:
+    """It is saved without a validation, which may take longer than there is time; the resumed run makes up for it."""
     stop = ("checkpointing.checkpoint_must_save_by=00:00:00:00",)
-    stopped = run_here("dpo", tmp_path, dpo_recipe(task, pairs, val_at_start=False, max_num_steps=2), *stop)
+    recipe = dpo_recipe(task, pairs, val_at_start=False, max_num_steps=2, val_period=1)
+    stopped = run_here("dpo", tmp_path, recipe, *stop)
     assert stopped.code == 75, stopped.err
-    assert [line["step"] for line in stopped.metrics()] == [1]
+    assert [line["step"] for line in stopped.metrics()] == [1] and not stopped.metrics("validation")
     assert not (stopped.checkpoints / "hf").exists()
-    resumed = run_here("dpo", tmp_path, dpo_recipe(task, pairs, max_num_steps=2), "--resume")
+    resumed = run_here("dpo", tmp_path, recipe, "--resume")
     assert resumed.code == 0 and [line["step"] for line in resumed.metrics()] == [1, 2]
+    assert [line["step"] for line in resumed.metrics("validation")] == [1, 2]
+    again = run_here("dpo", tmp_path, recipe, "--resume", "dpo.max_num_steps=3")
+    assert again.code == 0 and [line["step"] for line in again.metrics("validation")] == [1, 2, 3]
 
 
 def test_the_script(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ class TuningRecord:
         )
         self._waiting = self._take(self.step)  # the next step's batch; a short one ends the run
         self._asked: str | None = None  # why the run stops early
+        self._val_metrics = run.grpo_save_state.get("val_metrics")  # of a validation after the last step
         self._metrics: Metrics = {}  # of the last step and the validation after it: checkpoints are ranked by them
         self._clock = clock = policy.cluster.clock
         self.console = RunConsole(kept=log.console, clock=clock.now)
@@ -139,6 +140,7 @@ class TuningRecord:
         self.spans.flush()
         self._examples.mark_done([datum["uid"] for datum in batch])
         self.step += 1
+        self._val_metrics = None
         self._metrics = {f"train:{name}": value for name, value in metrics.items()}
         seconds = self.clock.take()
         lengths = [sample.length for group in groups for sample in group.samples]
@@ -178,13 +180,18 @@ class TuningRecord:
 
     @property
     def validates_first(self) -> bool:
-        """Whether a validation comes before the first step."""
-        return self._run.val_dataloader is not None and self._settings.val_at_start and self.step == 0
+        """Whether a validation comes before the first step. A resumed run makes up for one that the run before it has
+        left out, as it was asked to stop."""
+        if self._run.val_dataloader is None:
+            return False
+        left_out = self._val_metrics is None and not self._is_over and _every(self._settings.val_period, self.step)
+        return self._settings.val_at_start if self.step == 0 else left_out
 
     @property
     def validation_is_due(self) -> bool:
-        """Whether a validation comes after the step that was just recorded."""
-        if self._run.val_dataloader is None:
+        """Whether a validation comes after the step that was just recorded. One that was asked to stop saves first of
+        all: whoever asked may not wait for longer."""
+        if self._run.val_dataloader is None or self._asked is not None:
             return False
         return _every(self._settings.val_period, self.step) or (self._is_over and self._settings.val_at_end)
 
@@ -204,6 +211,7 @@ class TuningRecord:
         self._run.logger.log_metrics(metrics, self.step, "validation")
         self.console.note(f"step {self.step}: {_listed(metrics)}")
         self._metrics |= {f"val:{name}": value for name, value in metrics.items()}
+        self._val_metrics = dict(metrics)
 
     def snapshot(self) -> RunSnapshot:
         """Return what a checkpoint must hold for a resumed run to go on from here."""
@@ -213,6 +221,8 @@ class TuningRecord:
             log_run=self._run.logger.log_dir.name,
             algorithm=self._algorithm,
         )
+        if self._val_metrics is not None:
+            state["val_metrics"] = self._val_metrics
         data_state = self._examples.state_dict() | {"tuning": self.extra_state}
         return RunSnapshot(state, data_state, dict(self._metrics))
 
