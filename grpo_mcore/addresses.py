@@ -53,6 +53,12 @@ def split_port(address: str) -> tuple[str, str]:
     return host.removeprefix("[").removesuffix("]"), port
 
 
+def running_ray(address: str | None) -> str | None:
+    """Return the address if it names a running Ray. With an empty one and with "local" a run starts its own."""
+    address = (address or "").strip()
+    return None if address in ("", "local") else address
+
+
 def gloo_towards(host: str) -> None:
     """Make the Gloo groups of this process, and of its children, listen where `host` reaches this machine: by default
     they listen at the machine's own name. A GLOO_SOCKET_IFNAME that is set already stays."""

@@ -80,8 +80,8 @@ class SampleLog:
 
 
 def _lines(path: Path) -> Iterator[Sample]:
-    """Yield the lines of a file, if there is one. A last line that was not written whole is left out."""
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
+    """Yield the lines of a file, if there is one. A line that was not written whole, or is damaged, is left out."""
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():  # a kill may have cut a letter
         try:
             yield json.loads(line)
         except ValueError:

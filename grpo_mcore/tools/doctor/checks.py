@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from grpo_mcore import processes
-from grpo_mcore.addresses import split_port
+from grpo_mcore.addresses import running_ray, split_port
 from grpo_mcore.imports import NOT_INSTALLED, why_not_imported
 
 GB = 10**9
@@ -112,7 +112,7 @@ def checks_of(needs: Needs) -> dict[str, Check]:
         "disk": lambda: disk(
             [*folders.values()], needs.disk_bytes, {folders.get("checkpoints"): needs.checkpoint_bytes}
         ),
-        "ports": lambda: ports(needs.ports or (() if running_ray() else RAY_PORTS)),
+        "ports": lambda: ports(needs.ports or (() if running_ray(os.environ.get("RAY_ADDRESS")) else RAY_PORTS)),
         "open files": open_files,
         "sandbox": lambda: sandbox(needs.sandbox),
         "load": load,
@@ -443,19 +443,13 @@ def model(name: str | None) -> Iterator[CheckResult]:
 
 def ray(nodes: int) -> Iterator[CheckResult]:
     """Check whether Ray answers; `--cluster` examines its nodes."""
-    if address := running_ray():
+    if address := running_ray(os.environ.get("RAY_ADDRESS")):
         yield ray_answers(address)
     elif nodes > 1:
         advice = "start Ray on all nodes (ray start) and set RAY_ADDRESS"
         yield fault("Ray", f"{nodes} nodes are asked for, but RAY_ADDRESS is not set", advice)
     else:
         yield CheckResult("Ray", "ok", "none is running; a run starts its own")
-
-
-def running_ray() -> str | None:
-    """Return RAY_ADDRESS if it names a running Ray. A run takes "local" and an empty one as none."""
-    address = os.environ.get("RAY_ADDRESS", "").strip()
-    return None if address in ("", "local") else address
 
 
 def ray_answers(address: str, timeout_s: float = 5.0) -> CheckResult:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore import processes
-from grpo_mcore.addresses import with_port
+from grpo_mcore.addresses import running_ray, with_port
 from grpo_mcore.rollout.workers import DeadlineExceeded
 from grpo_mcore.tools.doctor import checks
 from grpo_mcore.tools.doctor.checks import CheckResult, Needs, Reduced, examine, fault, judged
@@ -52,7 +52,7 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
 
     from grpo_mcore.cluster.ray_session import BadRayAddress, RayUnreachable, as_this_process, attach
 
-    address = address or checks.running_ray()
+    address = running_ray(address or os.environ.get("RAY_ADDRESS"))
     if address is None:
         return {"cluster": [fault("Ray", "RAY_ADDRESS is not set", "start Ray on all nodes and set RAY_ADDRESS")]}
     if (answer := checks.ray_answers(address)).state == "fault":

@@ -45,6 +45,8 @@ def test_a_log_that_was_cut_within_a_letter_is_read(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index("ä".encode()) + 1])
     assert list(SampleLog(path, 1).groups) == [("m", 1, "t:0")]
+    path.write_bytes(whole.replace("ä".encode(), b"\xff"))  # a damaged answer is made again, not read as another one
+    assert list(SampleLog(path, 1).groups) == [("m", 1, "t:0")]
 
 
 def test_samples_without_a_reward_are_made_again(tmp_path: Path) -> None:

@@ -539,7 +539,7 @@ def test_a_metric_that_stands_still_is_said_once(
 
 
 def test_the_metrics_that_there_are_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of SFT, which has no val:accuracy."""
+    """A run of SFT has no val:accuracy, by which checkpoints are ranked unless a recipe says otherwise."""
     checkpoints = manager(tmp_path, keep_top_k=1)
     for step in (1, 2):
         save(checkpoints, step, val_val_loss=1.0, train_loss=2.0)
