@@ -273,6 +273,9 @@ class Engine:
                         raise _StreamEnded
                     prompt = tokens_input(tokens, cache_salt=str(self._cache_number))
                     engine_id = self._llm_engine.add_request(key, prompt, params[key], lora_request=adapter)
+                    if params[key].detokenize:  # for stop strings; the text of each log-prob's token is not read
+                        state = self._llm_engine.output_processor.request_states[engine_id]
+                        state.logprobs_processor.tokenizer = None
                     stream.engine_ids[key], stream.requests[key] = engine_id, request
                     self._steps.add(stream.caller, key, engine_id)
         except _StreamEnded:

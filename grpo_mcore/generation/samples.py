@@ -43,7 +43,7 @@ def sampling_params(
         seed=request.seed,
         logprobs=0,  # of the sampled token only
         prompt_logprobs=0 if sampling.scores_prompt else None,
-        flat_logprobs=sampling.scores_prompt,
+        flat_logprobs=True,  # lists of numbers, in place of a dictionary and an object a token
         stop=stop_texts,
         stop_token_ids=list(dict.fromkeys(stop_ids)),
         include_stop_str_in_output=True,
@@ -59,12 +59,12 @@ def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: 
     """Return all earlier turns and the generated one, with its tokens as sampled, end-of-sequence included."""
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
-    assert completion.logprobs is not None and len(completion.logprobs) == len(token_ids)
-    logprobs = [at[token].logprob for at, token in zip(completion.logprobs, token_ids, strict=True)]
+    flat = completion.logprobs
+    assert isinstance(flat, FlatLogprobs) and flat.token_ids == token_ids, "one log-prob a token"
     generated = Turn(
         role="assistant",
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        logprobs=torch.tensor(flat.logprobs, dtype=torch.float32),
         loss_mask=True,
         text=text_of(tokenizer, token_ids, completion.text),
     )

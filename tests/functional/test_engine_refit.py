@@ -161,7 +161,7 @@ def test_the_end_of_sequence_token_is_part_of_the_sample(engine: Engine) -> None
             assert len(turn) == 40
 
 
-def test_stop_tokens_and_stop_strings_are_kept(engine: Engine) -> None:
+def test_stop_tokens_and_stop_strings_are_kept(engine: Engine, reference: torch.nn.Module) -> None:
     found = generate(engine, [request(number) for number in range(20)], stop_token_ids=tuple(range(40)))
     stopped = [t.turns[-1] for t in found.values() if t.finish_reason == "stop"]
     assert stopped and all(turn.token_ids[-1] < 40 for turn in stopped)
@@ -179,6 +179,7 @@ def test_stop_tokens_and_stop_strings_are_kept(engine: Engine) -> None:
     assert any(turn.text.endswith("w9") for turn in stopped)
     for turn in stopped:  # the token is whole, the text ends with the stop string: "w119" stops at "w11"
         assert f"w{turn.token_ids[-1]}".startswith(turn.text.split()[-1])
+    assert worst_difference(reference, found) < 1e-5
 
 
 def test_the_context_limits_new_tokens(engine: Engine) -> None:
