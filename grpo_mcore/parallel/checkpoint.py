@@ -26,6 +26,10 @@ from grpo_mcore.parallel.memory import on_device, on_host
 WEIGHTS = "weights and optimizer"
 MASTER = "master_param"
 """Name of a float32 weight in an optimizer's state, where the optimizer keeps it."""
+STATE = ("param", "exp_avg", "exp_avg_sq")
+"""Megatron-Core's names of what an optimizer keeps of a weight."""
+GATHERED = 2**26
+"""Maximum number of elements that a save gathers on a rank's device at a time: 256 MiB. Engines may be awake there."""
 
 
 class CheckpointError(ValueError):
@@ -306,7 +310,7 @@ def _optimizer_state(policy: Any, state: dict[str, Any], *, loading: bool, in_pa
     for index, part in enumerate(policy.optimizer.chained_optimizers):
         with _replaced(
             part,
-            get_parameter_state_dp_zero=functools.partial(_padded_state, part, part.get_parameter_state_dp_zero),
+            get_parameter_state_dp_zero=functools.partial(_whole_state, part),
             state_dict=functools.partial(_plain_state, part.state_dict),
             load_state_dict=lambda state: None,  # it would create what `make_moments` has
         ):
@@ -356,22 +360,42 @@ def _plain_state(state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return state | {"optimizer": state["optimizer"] | {"param_groups": plain}}
 
 
-def _padded_state(part: Any, gather: Any, **kwargs: Any) -> Any:
-    """Correct where Megatron-Core 0.16 looks for a parameter's state.
+def _whole_state(part: Any, *, empty_data: bool, **_: Any) -> dict[Any, Any]:
+    """Return the optimizer's state of this rank's parameters, float32 on the host, by position in the padded buffers.
+    Collective over the data-parallel ranks, unless `empty_data`.
 
-    It gathers a buffer's buckets without the padding at their ends, but then cuts parameters out by their positions in
-    the padded buffer. With several buckets, as tied embeddings on two stages make them, it would save shifted values.
+    Megatron-Core 0.16's own function gathers a whole bucket on the device at a time, two copies of it under NCCL; the
+    later stages of a pipeline have all their weights in one. It also leaves the padding between buckets out and then
+    cuts parameters out by their positions in the padded buffer: it would save shifted values.
     """
-    state = gather(**kwargs)
-    for index, buffer in enumerate(part.buffers) if state is not None else ():
-        (tensors,) = state[index].values()
-        for key in ("param", "exp_avg", "exp_avg_sq"):
-            whole = tensors[key].new_zeros(buffer.numel)
-            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
-            for bucket, values in zip(buffer.buckets, tensors[key].split(sizes), strict=True):
-                whole[bucket.offset : bucket.offset + len(values)] = values
-            tensors[key] = whole
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    for index, (buffer, by_dtype) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
+        ((dtype, ranges),) = by_dtype.items()
+        whole = {key: torch.zeros(buffer.numel, dtype=torch.float32, device="cpu") for key in STATE}
+        for bucket, mine in () if empty_data else zip(buffer.buckets, ranges, strict=True):
+            places = [(there["gbuf_local"], weight) for weight, there in mine["param_map"].items()]
+            owned = [(at, part._get_main_param_and_optimizer_states(weight)) for at, weight in places]
+            for key, values in whole.items():
+                rows = values[bucket.offset :][: bucket.grad_data.numel()].view(part.data_parallel_group.size(), -1)
+                here = torch.zeros(rows.size(1), dtype=torch.float32, device="cpu")
+                for at, tensors in owned:
+                    here[at.start : at.end].copy_(tensors[key].detach())
+                _gather(here, rows, part.data_parallel_group, bucket.grad_data.device)
+        state[index] = {dtype: whole}
     return state
+
+
+def _gather(here: torch.Tensor, rows: torch.Tensor, group: Any, device: torch.device) -> None:
+    """Fill `rows` [ranks, n] with `here` [n] of each rank, all on the host, by way of the device."""
+    ranks = group.size()
+    if ranks == 1:
+        rows[0].copy_(here)
+        return
+    piece = max(1, GATHERED // ranks)
+    for sent, places in zip(here.split(piece), rows.split(piece, dim=1), strict=True):
+        received = torch.empty(places.numel(), dtype=here.dtype, device=device)
+        torch.distributed.all_gather_into_tensor(received, sent.to(device), group)
+        places.copy_(received.view(places.shape))
 
 
 def _rng_file() -> str:

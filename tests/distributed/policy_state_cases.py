@@ -15,6 +15,7 @@ import torch
 
 from grpo_mcore import host_memory
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
+from grpo_mcore.parallel import checkpoint
 from grpo_mcore.parallel.checkpoint import MASTER, SaveError
 from grpo_mcore.parallel.finite import NonFiniteState
 from grpo_mcore.parallel.memory import on_device, on_host, storage_key
@@ -126,6 +127,33 @@ def train_save_train(
     later = [step(policy) for _ in range(3)]  # while the checkpoint is written
     policy.is_saved(wait=True)
     return later
+
+
+def train_save_train_in_pieces(
+    address: Address, model: str, case: LayoutCase, folder: str, most: int
+) -> tuple[list[tuple[float, float]], int]:
+    """Train and save as `train_save_train`, gathering `most` elements at a time: (its steps, the most elements that one
+    gathering of the save took)."""
+    taken, whole, listed = [0], torch.distributed.all_gather_into_tensor, torch.distributed.all_gather
+
+    def gather_whole(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        taken.append(out.numel())
+        return whole(out, *args, **kwargs)
+
+    def gather_listed(out: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        taken.append(sum(part.numel() for part in out if part.dtype == torch.float32))
+        return listed(out, *args, **kwargs)
+
+    policy = adam_policy(address, model, case)
+    for _ in range(3):
+        step(policy)
+    with (
+        mock.patch.object(torch.distributed, "all_gather_into_tensor", gather_whole),
+        mock.patch.object(torch.distributed, "all_gather", gather_listed),
+        mock.patch.object(checkpoint, "GATHERED", most),
+    ):
+        policy.save(folder)
+    return [step(policy) for _ in range(3)], max(taken)
 
 
 def save_failing_on_rank_1(address: Address, model: str, case: LayoutCase, folder: str) -> str:

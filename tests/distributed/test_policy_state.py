@@ -23,6 +23,7 @@ PP2_UNEVEN = LayoutCase("PP2-uneven", pipeline=2, first_stage=1)
 EP2 = LayoutCase("EP2", data=2, expert=2)
 ETP2 = LayoutCase("ETP2", tensor=2, sequence_parallel=True, expert_tensor=2)
 EP2_CP2 = LayoutCase("EP2xCP2", context=2, expert=2)
+EP2_DP4 = LayoutCase("EP2xDP4", data=4, expert=2)
 EP2_PP2 = LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2)
 EP2_ETP2 = LayoutCase("EP2xETP2", tensor=2, data=2, sequence_parallel=True, expert=2, expert_tensor=2)
 CP2_DP2_EP2 = LayoutCase("CP2xDP2-EP2", context=2, data=2, expert=2)
@@ -76,6 +77,23 @@ def test_training_continues_from_a_checkpoint_as_without_interruption(
     exact = saved == loaded
     for before, after in zip(steps_of(through), steps_of(resumed), strict=True):
         assert after == (before if exact else pytest.approx(before, rel=1e-4)), (through, resumed)
+
+
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [("qwen3", PP2_DP2), rarely("qwen3_moe", EP2_DP4)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_a_save_gathers_the_optimizer_in_pieces(
+    ranks: RankPool, models: dict[str, str], tmp_path: Path, family: str, saved: LayoutCase
+) -> None:
+    """A stage after the first has one bucket with all of its weights, and engines may hold most of the device."""
+    most, folder = 1000, str(tmp_path / "ckpt")
+    found = ranks.run(saved.world_size, f"{CASES}:train_save_train_in_pieces", models[family], saved, folder, most)
+    assert all(0 < taken <= most for _, taken in found)
+    resumed = ranks.run(1, f"{CASES}:load_train", models[family], TP1, folder)
+    for before, after in zip(steps_of([steps for steps, _ in found]), steps_of(resumed), strict=True):
+        assert after == pytest.approx(before, rel=1e-3)
 
 
 @pytest.mark.parametrize(
