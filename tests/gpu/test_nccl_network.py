@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mcore.addresses import LOOPBACK
 from grpo_mcore.refit.network import Network
 
 MESSAGES, MESSAGE_MIB = 16, 256  # 4 GiB
@@ -36,7 +37,7 @@ def receive(pipe: Any) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of its ranks: two are needed")
 def test_what_is_sent_arrives() -> None:
     torch.cuda.set_device(0)
-    network = Network.host(2, [1], [-1], [[0]], TIMEOUT_S, torch.device("cuda", 0))
+    network = Network.host(2, [1], [-1], TIMEOUT_S, torch.device("cuda", 0), LOOPBACK)
     assert network.description["kind"] == "nccl" and network.device.type == "cuda"
     pipe, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=receive, args=(there,), daemon=True)

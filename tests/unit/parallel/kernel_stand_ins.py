@@ -130,7 +130,7 @@ def chunk_gated_delta_rule(
     return out[None].to(dtype), None
 
 
-KERNELS = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "causal_conv1d": causal_conv1d_fn,
     "mamba_ssm.ops.triton.ssd_combined": mamba_chunk_scan_combined,
     "fla.ops.gated_delta_rule": chunk_gated_delta_rule,
