@@ -94,7 +94,7 @@ def install_fused_adam() -> None:
     from megatron.core import optimizer as builder
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
-    from grpo_mcore.parallel import optimizer
+    from grpo_mcore.parallel import policy
 
     packages = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
     modules = {name: ModuleType(name) for name in packages}
@@ -107,6 +107,6 @@ def install_fused_adam() -> None:
     for module in (builder, optimizer_config):
         stack.enter_context(patch.object(module, "is_te_min_version", lambda version, check_equality=True: True))
     # The layers stay local ones: only the optimizer is TransformerEngine's.
-    check, there = optimizer.check_optimizer, SimpleNamespace(transformer_engine=True, on_gpu=True)
-    stack.enter_context(patch.object(optimizer, "check_optimizer", lambda policy, platform: check(policy, there)))
+    check, there = policy.check_optimizer, SimpleNamespace(transformer_engine=True, on_gpu=True)
+    stack.enter_context(patch.object(policy, "check_optimizer", lambda config, platform: check(config, there)))
     on_leave(stack.close)

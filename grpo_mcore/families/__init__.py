@@ -43,7 +43,7 @@ from grpo_mcore.families.registry import (
     shape_of,
     with_overrides,
 )
-from grpo_mcore.families.settings import check_context_parallel, check_length, check_settings
+from grpo_mcore.families.settings import check_attention, check_context_parallel, check_length, check_settings
 from grpo_mcore.families.spec import (
     Block,
     Box,

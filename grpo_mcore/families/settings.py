@@ -63,6 +63,23 @@ def check_context_parallel(shape: ModelShape, ranks: int, *, fused_attention: bo
     )
 
 
+def check_attention(shape: ModelShape, precision: str, *, on_gpu: bool, fused_attention: bool) -> None:
+    """Raise FamilyError if no attention kernel of GPUs takes this precision or the model's sinks. `fused_attention`:
+    attention is TransformerEngine's."""
+    if not on_gpu:
+        return
+    if precision == "float32" and any(map(shape.is_attention_layer, range(shape.num_layers))):
+        raise FamilyError(
+            "policy.precision float32: attention kernels for packed rows on GPUs take bfloat16 only; set it to "
+            "bfloat16, or cluster.platform: cpu"
+        )
+    if shape.sinks and not fused_attention:
+        raise FamilyError(
+            "attention sinks on GPUs need the attention of TransformerEngine 2.8 or later; install it, and leave "
+            "policy.sequence_packing.shared_prefix.enabled null"
+        )
+
+
 def check_length(shape: ModelShape, tokens: int) -> None:
     """Raise FamilyError if sequences of `tokens` (policy.max_total_sequence_length) need sparse attention."""
     if shape.longest_sequence is not None and tokens > shape.longest_sequence:

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.nn import Module
 
 from grpo_mcore.parallel.mesh import on_leave
-from grpo_mcore.parallel.platform import Platform, PlatformError
+from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig, PolicyConfig
 
 
@@ -67,17 +67,6 @@ def _wait_by_layer(wrapped: DistributedDataParallel) -> None:
 def _finish_gathering(buckets: Sequence[Any], *_: Any) -> None:
     for bucket in buckets:
         bucket.finish_param_sync()
-
-
-def check_optimizer(policy: PolicyConfig, platform: Platform) -> None:
-    """Raise PlatformError if the recipe's optimizer needs TransformerEngine and this rank has none."""
-    config = policy.megatron_cfg.optimizer
-    if config.use_precision_aware_optimizer and not config.optimizer_cpu_offload and not platform.transformer_engine:
-        why = "it is not installed here; install it" if platform.on_gpu else "there is no GPU here; run this on one"
-        raise PlatformError(
-            "policy.megatron_cfg.optimizer.use_precision_aware_optimizer: true needs TransformerEngine's FusedAdam, "
-            f"but {why}, or set the key to false, with which the update makes float32 copies of bfloat16 gradients"
-        )
 
 
 def optimizer_config(policy: PolicyConfig, platform: Platform) -> OptimizerConfig:

@@ -11,6 +11,7 @@ import torch
 from grpo_mcore.families import DeltaShape, MambaShape
 from grpo_mcore.imports import why_not_imported
 from grpo_mcore.processes import available_cores
+from grpo_mcore.recipe import PolicyConfig
 
 PlatformChoice = Literal["auto", "cpu", "gpu"]
 """Values of cluster.platform."""
@@ -101,6 +102,17 @@ def require(module: str) -> None:
         raise PlatformError(
             f"{package} is installed here but cannot be imported ({why}); install it again with scripts/setup_gpu.sh, "
             f"or remove it (pip uninstall {package.replace('_', '-')}): then torch's kernels are used"
+        )
+
+
+def check_optimizer(policy: PolicyConfig, platform: Platform) -> None:
+    """Raise PlatformError if the recipe's optimizer needs TransformerEngine and this rank has none."""
+    config = policy.megatron_cfg.optimizer
+    if config.use_precision_aware_optimizer and not config.optimizer_cpu_offload and not platform.transformer_engine:
+        why = "it is not installed here; install it" if platform.on_gpu else "there is no GPU here; run this on one"
+        raise PlatformError(
+            "policy.megatron_cfg.optimizer.use_precision_aware_optimizer: true needs TransformerEngine's FusedAdam, "
+            f"but {why}, or set the key to false, with which the update makes float32 copies of bfloat16 gradients"
         )
 
 

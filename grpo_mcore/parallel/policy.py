@@ -19,6 +19,7 @@ from torch import Tensor
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import (
     adapter_shape,
+    check_attention,
     check_context_parallel,
     check_settings,
     params_of,
@@ -48,7 +49,7 @@ from grpo_mcore.parallel.memory import (
     resident_bytes,
 )
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
-from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.parallel.platform import Platform, check_optimizer
 from grpo_mcore.parallel.sample_gradients import backward_by_sample
 from grpo_mcore.recipe import PolicyConfig, own_attention, policy_layout
 from grpo_mcore.torch_profile import ProcessProfile
@@ -115,7 +116,10 @@ class Policy:
             raise LayoutError(*findings)
         check_settings(self.shape, config.megatron_cfg)
         self.platform = replace(self.platform, own_attention=own_attention(config.sequence_packing))
-        check_context_parallel(self.shape, self.layout.context, fused_attention=self.platform.fused_attention)
+        fused = self.platform.fused_attention
+        check_context_parallel(self.shape, self.layout.context, fused_attention=fused)
+        computes_on_gpu = self.platform.on_gpu and not self.platform.traced
+        check_attention(self.shape, config.precision, on_gpu=computes_on_gpu, fused_attention=fused)
         self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform)
         try:
             self._build_on_mesh(config, seed, reference)
@@ -133,7 +137,6 @@ class Policy:
         from grpo_mcore.parallel.adapters import attach_adapters
         from grpo_mcore.parallel.logprobs import Cut
         from grpo_mcore.parallel.model import build_model
-        from grpo_mcore.parallel.optimizer import check_optimizer
         from grpo_mcore.parallel.weights import ShardedWeights
 
         megatron = config.megatron_cfg

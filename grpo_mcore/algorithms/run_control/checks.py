@@ -23,6 +23,7 @@ from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.families import (
     FamilyError,
     ModelShape,
+    check_attention,
     check_context_parallel,
     check_length,
     check_settings,
@@ -38,7 +39,7 @@ from grpo_mcore.layout import LayoutError, PolicyLayout
 from grpo_mcore.objective import LOSS_INPUTS, CustomPart, check_custom_objective
 from grpo_mcore.observe import check_custom_logger
 from grpo_mcore.parallel.hf_folder import check_weights
-from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.parallel.platform import Platform, check_optimizer
 from grpo_mcore.recipe import (
     Algorithm,
     MasterConfig,
@@ -147,6 +148,8 @@ def check_model(config: MasterConfig) -> Model:
     check_length(shape, config.policy.max_total_sequence_length)
     fused = platform.transformer_engine and not own_attention(config.policy.sequence_packing)
     check_context_parallel(shape, layout.context, fused_attention=fused)
+    check_attention(shape, config.policy.precision, on_gpu=platform.on_gpu, fused_attention=fused)
+    check_optimizer(config.policy, platform)
     _check_overrides(config.policy, shape, layout, platform)
     if config.cluster.platform == "auto" and torch.version.cuda is None and NVIDIA_DRIVER.exists():
         logger.warning(
@@ -199,6 +202,7 @@ def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]
                 check_length(shape, policy.max_total_sequence_length)
                 fused = platform.transformer_engine and not own_attention(policy.sequence_packing)
                 check_context_parallel(shape, layout.context, fused_attention=fused)
+                check_attention(shape, policy.precision, on_gpu=platform.on_gpu, fused_attention=fused)
                 _check_overrides(policy, shape, layout, platform)
         except (FamilyError, LayoutError) as error:
             raise SetupError(f"{key} ({policy.model_name}), laid out by non_colocated_teachers: {error}") from error

@@ -16,7 +16,7 @@ import torch
 from grpo_mcore.families import FamilyError, shape_of
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.parallel.mesh import prepare_megatron
-from grpo_mcore.parallel.platform import Platform, PlatformError
+from grpo_mcore.parallel.platform import Platform, PlatformError, check_optimizer
 from grpo_mcore.recipe import policy_layout
 
 prepare_megatron(Platform.detect())
@@ -29,7 +29,7 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 from grpo_mcore.layout import PolicyLayout  # noqa: E402
 from grpo_mcore.parallel import model, norm  # noqa: E402
-from grpo_mcore.parallel.optimizer import check_optimizer, ddp_config, optimizer_config  # noqa: E402
+from grpo_mcore.parallel.optimizer import ddp_config, optimizer_config  # noqa: E402
 from grpo_mcore.parallel.settings import transformer_config  # noqa: E402
 from grpo_mcore.recipe import (  # noqa: E402
     MasterConfig,

@@ -16,6 +16,7 @@ from grpo_mcore.algorithms.run_control import checks
 from grpo_mcore.algorithms.run_control.checks import SetupError, check_engine_arguments, check_vllm_build
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import FamilyError
+from grpo_mcore.parallel.platform import Platform, PlatformError
 from grpo_mcore.recipe import MasterConfig, load_recipe
 
 
@@ -199,3 +200,34 @@ def test_a_loss_that_ranks_by_its_highest_is_said(
     caplog.clear()
     checks.check_checkpointing(MasterConfig.model_validate(recipe), "sft")
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "has_engine", "overrides", "problem"),
+    [
+        ("qwen3", False, ["policy.precision=bfloat16"], None),
+        ("qwen3", True, ["policy.precision=float32"], "policy.precision float32: attention kernels .* bfloat16 only"),
+        ("gpt_oss", False, ["policy.precision=bfloat16"], "attention sinks on GPUs need the attention of Transformer"),
+        ("gpt_oss", True, ["policy.precision=bfloat16"], None),
+        (
+            "qwen3",
+            False,
+            ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true"],
+            "use_precision_aware_optimizer: true needs TransformerEngine's FusedAdam, but it is not installed here",
+        ),
+    ],
+)
+def test_what_no_kernel_of_this_gpu_computes_is_refused_before_engines_start(
+    family: str, has_engine: bool, overrides: list[str], problem: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """On GPUs that policy and engines share, the engines start first, for minutes."""
+    make_tiny_model(family, tmp_path / "model")
+    platform = Platform("gpu", transformer_engine=has_engine)
+    monkeypatch.setattr(checks.Platform, "detect", lambda wanted: platform)
+    config = load_recipe(
+        "grpo_math_1B", [f"policy.model_name={tmp_path / 'model'}", "cluster.gpus_per_node=1", *overrides]
+    ).config
+    refused = nullcontext() if problem is None else pytest.raises((FamilyError, PlatformError), match=problem)
+    with refused:
+        checks.check_model(config)
