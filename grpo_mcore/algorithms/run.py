@@ -244,7 +244,7 @@ def open_run(
         log_run = checkpointer.log_run() if prepared.trains else None
         if log_run is not None:
             checkpointer.fetch_log(Path(config.logger.log_dir))
-        log = stack.enter_context(closing(Logger(config.logger, run=log_run, clock=clock)))
+        log = stack.enter_context(Logger(config.logger, run=log_run, clock=clock))
         if prepared.trains:
             checkpointer.mirror_log(log)
         stack.enter_context(messages_kept(log.console))

@@ -3,6 +3,7 @@ package is imported only where the recipe asks for it."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
@@ -24,6 +25,10 @@ class MissingPackage(RuntimeError):
     """The recipe asks for a logger whose package is not installed."""
 
 
+class NoLogin(RuntimeError):
+    """A tracker has no credentials."""
+
+
 class Backend(Protocol):
     """One destination of metrics."""
 
@@ -33,8 +38,8 @@ class Backend(Protocol):
     def params(self, plain: dict[str, Any]) -> None:
         """Log the resolved recipe."""
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, failed: bool) -> None:
+        """Write what is left, and say whether an error ended the run."""
 
 
 def run_id(folder: Path, tracker: str, make: Callable[[], str]) -> tuple[str, bool]:
@@ -77,7 +82,7 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.add_text("hyperparams", f"```json\n{json.dumps(plain, indent=2)}\n```")
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         if self._writer is not None:
             with suppress(OSError):  # a full disk: metrics.jsonl has said so
                 self._writer.close()
@@ -89,6 +94,11 @@ class Wandb:
 
     def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
         where = config.wandb
+        if not _has_wandb_login(package):
+            raise NoLogin(
+                "there is no login: run `wandb login` in another shell, or start again with WANDB_API_KEY or "
+                "WANDB_MODE=offline"
+            )
         number, _ = run_id(folder, "wandb", lambda: secrets.token_hex(8))
         self._run = package.init(
             project=where.project, name=where.name, entity=where.entity, dir=str(folder), id=number, resume="allow"
@@ -102,8 +112,18 @@ class Wandb:
     def params(self, plain: dict[str, Any]) -> None:
         self._run.config.update(plain, allow_val_change=True)  # a resumed run may have other values
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def _has_wandb_login(package: Any) -> bool:
+    """Return whether W&B has credentials, or needs none as it is offline. Without them `init` asks for them, unseen
+    among the lines of a run that goes on."""
+    if package.setup().settings.mode in ("offline", "disabled", "dryrun"):
+        return True
+    if "prompt" not in inspect.signature(package.login).parameters:  # an older version always asks
+        return True
+    return bool(package.login(prompt=False, verify=False))
 
 
 class MLflow:
@@ -137,8 +157,8 @@ class MLflow:
     def params(self, plain: dict[str, Any]) -> None:
         self._client.log_dict(self._run_id, plain, "hyperparams.json")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 def _mlflow_name(name: str) -> str:
@@ -172,8 +192,8 @@ class SwanLab:
     def params(self, plain: dict[str, Any]) -> None:
         self._package.config.update(plain)
 
-    def close(self) -> None:
-        self._package.finish()
+    def close(self, failed: bool) -> None:
+        self._package.finish(**({"state": "crashed", "error": "an error ended the run"} if failed else {}))
 
 
 def _swanlab_id() -> str:
@@ -208,7 +228,7 @@ class Prometheus:
     def params(self, plain: dict[str, Any]) -> None:
         """Prometheus holds numbers alone."""
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

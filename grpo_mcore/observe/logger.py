@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -182,11 +183,22 @@ class Logger:
     def _trackers(self) -> list[Tracker[Any]]:
         return [*self._backends, *self._custom, *([] if self._webhook is None else [self._webhook])]
 
-    def close(self) -> None:
-        """Write what is left and close all loggers; each tracker gets a few seconds. May be called again."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=kind is not None)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Write what is left and close all loggers; each tracker gets a few seconds. May be called again. `failed`: an
+        error ended the run, and the trackers show it as failed."""
         self._file.close()
-        for tracker in (*self._backends, *self._custom):
-            tracker.close(lambda backend: backend.close())
+        for tracker in self._backends:
+            tracker.close(lambda backend: backend.close(failed))
+        for custom in self._custom:
+            custom.close(lambda logger: logger.close())
         if self._webhook is not None:
             self._webhook.close(lambda url: None)
         self.console.close()

@@ -33,6 +33,7 @@ closing it."""
 class _Call(Generic[B]):
     what: str
     run: Callable[[B], None]
+    number: int
     failures: int = 0
 
 
@@ -54,7 +55,8 @@ class Tracker(Generic[B]):
         self._drop_from = math.inf  # while it closes: from when on calls that fail are dropped
         self._outage: str | None = None
         self._dropped = 0
-        self._first_dropped: tuple[str, str | None] | None = None  # the call, and the outage then
+        self._made = 0
+        self._first_dropped: tuple[_Call[B], str | None] | None = None  # the earliest call, and the outage then
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -72,7 +74,7 @@ class Tracker(Generic[B]):
     def call(self, what: str, run: Callable[[B], None]) -> None:
         """Queue a call. Returns at once and raises nothing. `what`: for messages, such as "step 5"."""
         with self._changed:
-            self._calls.append(_Call(what, run))
+            self._append(what, run)
             if len(self._calls) > KEPT:
                 self._drop()
             self._changed.notify()
@@ -84,15 +86,19 @@ class Tracker(Generic[B]):
         with self._changed:
             self._closing_by = time.monotonic() + within_s
             self._drop_from = self._closing_by - within_s / 2
-            self._calls.append(_Call("the end of the run", close_backend))
+            self._append("the end of the run", close_backend)
             self._changed.notify()
         self._thread.join(within_s + 1.0)
-        if missing := self.missing:
-            first, outage = self._first_dropped or (self._calls[0].what if self._calls else "the first", self._outage)
+        with self._changed:  # of the calls that are left, one that failed may stand behind later ones
+            lacking = [(call, self._outage) for call in self._calls]
+            lacking += [self._first_dropped] if self._first_dropped else []
+            missing = len(self._calls) + self._dropped
+        if missing:
+            first, outage = min(lacking, key=lambda one: one[0].number)
             why = outage or f"no answer within {within_s:g} s"
             log.warning(
                 "%s lacks %d calls, from %s on: %s; metrics.jsonl has everything",
-                *(self.name, missing, first, why),
+                *(self.name, missing, first.what, why),
             )
 
     def _work(self) -> None:
@@ -125,10 +131,15 @@ class Tracker(Generic[B]):
             self._outage = None
             log.info("%s takes metrics again", self.name)
 
+    def _append(self, what: str, run: Callable[[B], None]) -> None:
+        self._calls.append(_Call(what, run, self._made))
+        self._made += 1
+
     def _drop(self) -> None:
         call = self._calls.popleft()
         self._dropped += 1
-        self._first_dropped = self._first_dropped or (call.what, self._outage)
+        if self._first_dropped is None or call.number < self._first_dropped[0].number:
+            self._first_dropped = (call, self._outage)
 
     def _failed(self, call: _Call[B], error: BaseException, wait_s: float) -> bool:
         """Say what is wrong, once, and wait for the next attempt. Return whether there is time for one."""

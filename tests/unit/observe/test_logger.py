@@ -18,7 +18,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_mcore.observe.alarms import Alarm
-from grpo_mcore.observe.backends import MissingPackage, _file_of, _mlflow_name, run_id
+from grpo_mcore.observe.backends import MissingPackage, Wandb, _file_of, _mlflow_name, run_id
 from grpo_mcore.observe.logger import (
     CustomLoggerError,
     Logger,
@@ -28,6 +28,7 @@ from grpo_mcore.observe.logger import (
     run_folder,
     write_summary,
 )
+from grpo_mcore.observe.tracker import Tracker
 from grpo_mcore.recipe import CustomCode
 from grpo_mcore.recipe.schema.outputs import PrometheusConfig
 
@@ -212,10 +213,19 @@ def test_a_resumed_run_takes_back_its_repeated_steps_in_tensorboard(tmp_path):
     assert losses == [(step, pytest.approx(step + begun / 10)) for step, begun in ((1, 1), (2, 1), (3, 3), (4, 3))]
 
 
+def wandb_package(
+    init: Any, mode: str = "online", login: Any = lambda prompt=True, verify=True: True
+) -> SimpleNamespace:
+    settings = SimpleNamespace(settings=SimpleNamespace(mode=mode))
+    return SimpleNamespace(init=init, setup=lambda: settings, login=login)
+
+
 def test_a_resumed_run_is_the_same_run_of_wandb(tmp_path, monkeypatch):
     ids: list[tuple[str, str]] = []
-    nothing = SimpleNamespace(log=lambda values: None, finish=lambda: None, define_metric=lambda *a, **b: None)
-    package = SimpleNamespace(init=lambda **where: ids.append((where["id"], where["resume"])) or nothing)
+    nothing = SimpleNamespace(
+        log=lambda values: None, finish=lambda exit_code: None, define_metric=lambda *a, **b: None
+    )
+    package = wandb_package(lambda **where: ids.append((where["id"], where["resume"])) or nothing)
     monkeypatch.setitem(sys.modules, "wandb", package)
     for run in ("exp_001", "exp_001", None):
         logger = Logger(config(tmp_path, wandb_enabled=True), run=run)
@@ -229,19 +239,43 @@ def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch):
     calls: list[Any] = []
     run = SimpleNamespace(
         log=lambda values: calls.append(values),
-        finish=lambda: calls.append("finish"),
+        finish=lambda exit_code: calls.append(("finish", exit_code)),
         define_metric=lambda name, step_metric=None: calls.append((name, step_metric)),
         config=SimpleNamespace(update=lambda params, allow_val_change: calls.append((params, allow_val_change))),
     )
-    monkeypatch.setitem(
-        sys.modules, "wandb", SimpleNamespace(init=lambda **where: calls.append(where["project"]) or run)
-    )
+    package = wandb_package(lambda **where: calls.append(where["project"]) or run)
+    monkeypatch.setitem(sys.modules, "wandb", package)
     logger = Logger(config(tmp_path, wandb_enabled=True))
     logger.log_hyperparams({"a": 1})
     logger.log_metrics({"loss": 0.5}, step=1, prefix="train")
     logger.close()
     opened = ["p", ("step", None), ("*", "step")]
-    assert calls == [*opened, ({"a": 1}, True), {"train/loss": 0.5, "step": 1}, "finish"]
+    assert calls == [*opened, ({"a": 1}, True), {"train/loss": 0.5, "step": 1}, ("finish", 0)]
+    with pytest.raises(ValueError, match="rank"), Logger(config(tmp_path, wandb_enabled=True)) as logger:
+        logger.log_metrics({"loss": 0.5}, step=1, prefix="train")
+        raise ValueError("a rank died")
+    assert calls[-1] == ("finish", 1)  # W&B shows the run as failed
+
+
+@pytest.mark.parametrize(("mode", "opened"), [("online", False), ("offline", True), ("disabled", True)])
+def test_wandb_without_a_login_asks_nobody_during_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package_log: pytest.LogCaptureFixture, mode: str, opened: bool
+) -> None:
+    """On a terminal `wandb.init` would ask for a key, among the lines of a run that does not wait for the answer."""
+    run = SimpleNamespace(log=lambda values: None, finish=lambda exit_code: None, define_metric=lambda *a, **b: None)
+    inits: list[str] = []
+
+    def login(prompt: bool = True, verify: bool = True) -> bool:
+        assert not prompt
+        return False
+
+    package = wandb_package(lambda **where: inits.append(where["project"]) or run, mode, login)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    tracker = Tracker("logger.wandb_enabled", lambda: Wandb(package, config(tmp_path), tmp_path))
+    tracker.call("step 1", lambda backend: backend.log({"loss": 0.5}, 1))
+    tracker.close(lambda backend: backend.close(False), within_s=0.2)
+    assert (inits == ["p"], tracker.missing == 0) == (opened, opened)
+    assert ("there is no login: run `wandb login` in another shell" in package_log.text) is not opened
 
 
 def test_a_missing_package_is_named_before_a_folder_is_made(tmp_path, monkeypatch):
@@ -376,9 +410,9 @@ def test_mlflow_has_the_same_numbers(tmp_path, monkeypatch):
     assert (run.info.run_name, run.info.status) == ("r", "FINISHED")
     resumed = Logger(config(tmp_path, mlflow_enabled=True, mlflow=where), run=logger.log_dir.name)
     resumed.log_metrics({"loss": 0.25}, step=2, prefix="train")
-    resumed.close()
+    resumed.close(failed=True)
     (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
-    assert run.data.metrics["train/loss"] == 0.25 and run.info.status == "FINISHED"
+    assert run.data.metrics["train/loss"] == 0.25 and run.info.status == "FAILED"
 
 
 @pytest.mark.parametrize(
