@@ -43,6 +43,7 @@ from grpo_mcore.recipe.derived import (
     teacher_ranks,
     teacher_settings,
     teacher_weight,
+    what_scores,
     world_size,
 )
 from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, nearest, nearest_hint

@@ -406,6 +406,18 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
 
 
+def what_scores(env: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the environments without the settings of how many samples they score at a time, on which no reward
+    depends."""
+    speed = ("num_workers", "threads_per_worker", "batch")
+    return {
+        name: {key: value for key, value in section.items() if key not in speed}
+        if isinstance(section, Mapping)
+        else section
+        for name, section in env.items()
+    }
+
+
 def environment_class(name: str, section: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name or import path of the class of the environment `env.<name>`, and the section that it reads: that
     of a custom class has its `options` and what stands beside them."""

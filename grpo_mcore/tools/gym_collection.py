@@ -8,6 +8,7 @@ interrupted collection has got is in NAME_unfinished.jsonl, from which the same 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import logging
@@ -24,7 +25,7 @@ from grpo_mcore.data import AllTaskProcessedDataset, DataError
 from grpo_mcore.data.gym.files import whole_file
 from grpo_mcore.data.loader import FINGERPRINT_ROWS
 from grpo_mcore.environments.nemo_gym import GymOutcome
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import MasterConfig, what_scores
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, Trajectory
@@ -72,15 +73,20 @@ class _Unfinished:
         self.is_done = False
         head: dict[str, Any] = json.loads(json.dumps(settings, default=str))
         try:
-            whole = 0  # bytes: a kill may have cut the last line off
-            for line in self._whole_lines():
-                if not whole:
-                    self._refuse_other(json.loads(line), head)
-                else:
-                    self._uids.add(json.loads(line)["uid"])
-                whole += len(line)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
+            self._lock()
+            whole = 0  # bytes: a kill may have cut the last line off
+            for line in self._whole_lines():
+                try:
+                    content = json.loads(line)
+                except ValueError:  # damaged: it is sampled again, with those behind it
+                    break
+                if not whole:
+                    self._refuse_other(content, head)
+                else:
+                    self._uids.add(content["uid"])
+                whole += len(line)
             self._file.truncate(whole)
             if not whole:
                 self._write(head)
@@ -88,6 +94,17 @@ class _Unfinished:
             raise DataError(f"{self.path}: cannot be written: {error.strerror}") from error
         if self._uids:
             logger.info("%d prompts are there from an interrupted collection, in %s", len(self._uids), self.path)
+
+    def _lock(self) -> None:
+        """Raise DataError while another collection writes the file. A file system without locks has none."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(
+                f"{self.path}: another collection writes it; wait for its end, or choose another --output"
+            ) from error
+        except OSError as error:
+            logger.info("%s cannot be locked: %s", self.path, error.strerror)
 
     def _whole_lines(self) -> Iterator[bytes]:
         """Yield the lines that were written whole, if the file is there."""
@@ -165,7 +182,7 @@ def collect(
     settings = {
         "policy.model_name": config.policy.model_name,
         "the rows of the data": dataset.fingerprint(FINGERPRINT_ROWS),
-        "env": config.env,
+        "env": what_scores(config.env),
         "the sampling": asdict(sampling),
         "grpo.seed": grpo.seed,
         "grpo.max_rollout_turns": grpo.max_rollout_turns,

@@ -130,3 +130,19 @@ def test_samples_of_other_contents_at_the_same_paths_are_not_taken(tmp_path: Pat
             _check_settings(folder, config, sources)
         changed.write_text(before)
     _check_settings(folder, config, sources)
+
+
+def test_samples_do_not_depend_on_how_many_workers_scored_them(tmp_path: Path) -> None:
+    def check(env: dict[str, Any]) -> None:
+        recipe = {"policy": {"model_name": "m"}, "data": {"validation": {"data_path": "rows"}}, "env": env, "eval": {}}
+        _check_settings(tmp_path, MasterConfig.model_validate(recipe), {})
+
+    check({"math": {"num_workers": 8, "verifier_type": "math"}})
+    (tmp_path / "samples.jsonl").write_text("{}\n")
+    check({"math": {"num_workers": 2, "verifier_type": "math", "batch": {"max_size": 4}}})
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    settings["settings"]["env"]["math"]["num_workers"] = 8  # as older versions recorded it
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    check({"math": {"num_workers": 2, "verifier_type": "math"}})
+    with pytest.raises(EvalError, match="samples that differ in env; choose"):
+        check({"math": {"verifier_type": "mcq"}})

@@ -39,6 +39,8 @@ def test_an_interrupted_collection_goes_on_where_it_was(tmp_path: Path) -> None:
         _Unfinished(output, settings | {"--num_repeats": 3})
     asked: dict[str, None] = {}
     with _Unfinished(output, settings) as second:
+        with pytest.raises(DataError, match="another collection writes it; wait for its end"):
+            _Unfinished(output, settings)
         assert [prompt["uid"] for prompt in second.missing(prompts[:3], asked)] == ["t:1"]
         second.add("t:1", [{"reward": 0.5}])
         groups = dict(second.groups())
@@ -52,3 +54,15 @@ def test_a_collection_that_fails_before_its_first_prompt_leaves_nothing(tmp_path
     with pytest.raises(OSError), _Unfinished(tmp_path / "out.jsonl", {}):
         raise OSError
     assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_line_is_sampled_again_with_those_behind_it(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), _Unfinished(tmp_path / "out.jsonl", {}) as first:
+        for uid in "abc":
+            first.add(uid, [{"reward": 1.0}])
+        raise KeyboardInterrupt
+    text = first.path.read_bytes()
+    first.path.write_bytes(text.replace(b'{"uid": "b"', b"\0" * 11))
+    with _Unfinished(tmp_path / "out.jsonl", {}) as second:
+        assert [uid for uid, _ in second.groups()] == ["a"]
+        assert [prompt["uid"] for prompt in second.missing([{"uid": uid} for uid in "abc"], {})] == ["b", "c"]  # type: ignore[typeddict-item]
