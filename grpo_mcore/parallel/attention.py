@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
+from grpo_mcore.families import FamilyError
 from grpo_mcore.parallel.packed_row import PackedRow
 from grpo_mcore.parallel.platform import Platform
 
@@ -52,6 +53,11 @@ class PackedAttention(torch.nn.Module):
         self.window = config.window_size[0] + 1 if windowed else 0
         self.softmax_offset: torch.nn.Parameter | None = None  # the sinks, named as in TransformerEngine
         if config.softmax_type == "learnable":
+            if platform.on_gpu and not platform.traced:
+                raise FamilyError(
+                    "attention sinks on GPUs need the attention of TransformerEngine 2.8 or later; install it, and "
+                    "leave policy.sequence_packing.shared_prefix.enabled null"
+                )
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 

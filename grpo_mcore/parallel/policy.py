@@ -19,7 +19,6 @@ from torch import Tensor
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import (
     adapter_shape,
-    check_attention,
     check_context_parallel,
     check_settings,
     params_of,
@@ -116,10 +115,7 @@ class Policy:
             raise LayoutError(*findings)
         check_settings(self.shape, config.megatron_cfg)
         self.platform = replace(self.platform, own_attention=own_attention(config.sequence_packing))
-        fused = self.platform.fused_attention
-        check_context_parallel(self.shape, self.layout.context, fused_attention=fused)
-        computes_on_gpu = self.platform.on_gpu and not self.platform.traced
-        check_attention(self.shape, config.precision, on_gpu=computes_on_gpu, fused_attention=fused)
+        check_context_parallel(self.shape, self.layout.context, fused_attention=self.platform.fused_attention)
         self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform)
         try:
             self._build_on_mesh(config, seed, reference)

@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -490,6 +491,16 @@ def collectives(needs: Needs) -> Iterator[CheckResult]:
         answers = all_reduce(backend, ranks, DEADLINE_S - 5)
         for number, (first, second) in enumerate(half):
             yield pair_reduced("collectives", f"{backend} {first}-{second}", answers[2 * number : 2 * number + 2])
+
+
+def infiniband_rates(root: Path = Path("/sys/class/infiniband")) -> list[float]:
+    """Return the GB/s of each active port of this machine's InfiniBand and RoCE adapters, the fastest first."""
+    rates = []
+    for port in root.glob("*/ports/*"):
+        with suppress(OSError, ValueError, IndexError):
+            if "ACTIVE" in (port / "state").read_text(encoding="ascii"):  # as "4: ACTIVE"
+                rates.append(float((port / "rate").read_text(encoding="ascii").split()[0]) / 8)  # "400 Gb/sec (4X NDR)"
+    return sorted(rates, reverse=True)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ run that has them."""
 PARTNERS = 3
 """Number of other nodes with which each node's bandwidth is measured, if there are so many."""
 
+USED = 0.2
+"""Share of its InfiniBand ports' bandwidth that an all-reduce by NCCL reaches at least if it uses them."""
+
 SLOW = 0.7
 """Share of the usual bandwidth between two nodes, below which a pair is slow."""
 
@@ -189,6 +192,20 @@ def compare_rates(rates: Mapping[tuple[str, str], float], backend: str) -> Itera
         yield CheckResult("bandwidth", "ok", f"{len(rates)} pairs of nodes, {low:.2g} to {high:.2g} GB/s by {backend}")
 
 
+def compare_links(rates: Mapping[tuple[str, str], float], links: Sequence[float]) -> Iterator[CheckResult]:
+    """Report pairs of nodes that are much slower than their InfiniBand or RoCE ports. `links`: GB/s of as many ports as
+    the nodes have GPUs. NCCL takes TCP, and says nothing, where it cannot use such a port."""
+    if rates and links and (usual := usual_rate(rates)) < USED * sum(links):
+        saw = (
+            f"{usual:.2g} GB/s between nodes by nccl, whose active InfiniBand ports have {sum(links):.2g} for its GPUs"
+        )
+        advice = (
+            "NCCL_DEBUG=INFO tells whether it uses them (IB) or TCP (Socket); a container needs /dev/infiniband and "
+            "ulimit -l unlimited, and NCCL_IB_HCA chooses the ports"
+        )
+        yield fault("bandwidth", saw, advice)
+
+
 def _network(
     ray: Any, nodes: Sequence[str], hosts: dict[str, str], names: dict[str, str], backend: str, devices: int
 ) -> Iterator[CheckResult]:
@@ -208,6 +225,8 @@ def _network(
         for _, answers in _links(ray, [pair], hosts, backend, devices=devices):
             rates[slow] = max(rates[slow], checks.pair_rate(answers))
     yield from compare_rates(rates, backend)
+    if backend == "nccl":
+        yield from compare_links(rates, checks.infiniband_rates()[:devices])
 
 
 def _links(

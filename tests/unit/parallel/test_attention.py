@@ -17,6 +17,7 @@ from grpo_mcore.parallel.platform import Platform
 prepare_megatron(Platform.detect())
 
 from grpo_mcore.batching.shared_prefixes import find_shared_prefixes  # noqa: E402
+from grpo_mcore.families import FamilyError  # noqa: E402
 from grpo_mcore.parallel import packed_row  # noqa: E402
 from grpo_mcore.parallel.attention import PackedAttention  # noqa: E402
 from grpo_mcore.parallel.context import computed_here, share_of_row  # noqa: E402
@@ -82,6 +83,8 @@ def test_sinks_take_a_part_of_the_attention() -> None:
     lengths, settings = [3, 30, 9], config()
     settings.softmax_type, settings.num_attention_heads = "learnable", 4
     settings.tensor_model_parallel_size, settings.params_dtype = 1, torch.float32
+    with pytest.raises(FamilyError, match="attention sinks on GPUs need the attention of"):
+        PackedAttention(settings, 1, None, "self", platform=Platform("gpu"))
     attention = PackedAttention(settings, 1, None, "self", platform=CPU)
     assert attention.softmax_offset is not None
     sinks = attention.softmax_offset.data.copy_(torch.tensor([-1.0, 0.0, 2.0, 5.0])).double()

@@ -357,6 +357,21 @@ def test_a_slow_link_between_good_nodes_is_named_as_one() -> None:
     assert list(nodes.compare_rates({("a", "b"): 1.0}, "gloo")) == []
 
 
+def test_two_nodes_whose_nccl_leaves_infiniband_unused(tmp_path: Path) -> None:
+    """Two nodes have no others to be compared with."""
+    for number in range(10):
+        port = tmp_path / f"mlx5_{number}" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text("4: ACTIVE\n" if number < 9 else "1: DOWN\n")
+        (port / "rate").write_text("100 Gb/sec (4X EDR)\n" if number == 0 else "400 Gb/sec (4X NDR)\n")
+    links = checks.infiniband_rates(tmp_path)
+    assert links == [50.0] * 8 + [12.5] and checks.infiniband_rates(tmp_path / "none") == []
+    [found] = nodes.compare_links({("a", "b"): 12.0}, links[:8])
+    assert found.state == "fault" and found.saw.startswith("12 GB/s between nodes by nccl, whose active InfiniBand")
+    assert "/dev/infiniband" in found.advice and not list(nodes.compare_links({("a", "b"): 310.0}, links[:8]))
+    assert not list(nodes.compare_links({("a", "b"): 12.0}, []))
+
+
 def test_a_folder_that_a_node_does_not_see() -> None:
     fault(nodes.seen("checkpoints", "/shared", {"a": True, "b": False}), "not seen by b", "mounted at the same path")
 
