@@ -1,7 +1,7 @@
 """Tensors that vLLM derives from another module's weight and that no checkpoint holds.
 
-Latent attention multiplies by parts of `kv_b_proj`, and a Mamba2 mixer convolves with a view of `conv1d.weight`. Both
-must be updated when that weight is exchanged.
+Latent attention multiplies by parts of `kv_b_proj`, a Mamba2 mixer convolves with a view of `conv1d.weight`, and some
+attention kernels keep the sinks in float32. All must be updated when that weight is exchanged.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ class DerivedWeights:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._attention = {id(m.kv_b_proj): m for m in model.modules() if isinstance(m, MLAAttention)}
+        # Kernels of Blackwell (FlashInfer, B12X) copy bfloat16 sinks: `attention.impl.sinks` is then no parameter.
+        self._with_sinks = [
+            m.impl for m in model.modules() if getattr(getattr(m, "impl", None), "sinks", None) is not None
+        ]
         self._mixers = {id(m.conv1d): m for m in model.modules() if "conv_weights" in m._buffers}
         self.parameters = {
             id(parameter) for module in self._attention.values() for parameter in module.parameters(recurse=False)
@@ -36,6 +40,11 @@ class DerivedWeights:
                 yield exchange_tensor(live, plain.view(live.shape))
         if id(module) in self._attention:
             yield from self._attend(self._attention[id(module)], module, shadow)
+
+    def refresh(self) -> None:
+        """Let attention kernels copy the sinks again, after an exchange; no-op for those that keep no copy."""
+        for kernel in self._with_sinks:
+            kernel.process_weights_after_loading(self._dtype)
 
     def _attend(self, attention: nn.Module, module: nn.Module, shadow: nn.Module) -> Iterator[Exchange]:
         if all(_follows_by_itself(parameter, module) for parameter in attention.parameters(recurse=False)):

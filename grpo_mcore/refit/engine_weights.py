@@ -263,6 +263,11 @@ class EngineWeights:
             for exchange in reversed(done):
                 exchange.run()
             raise
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Update, after all exchanges, what vLLM's kernels have copied from parameters."""
+        self._derived.refresh()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -190,6 +190,8 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             raise RefitError(f"parts of {', '.join(missing)} have not arrived")
         if not self._weights.in_place:
             self._weights.exchange()
+        elif isinstance(self._weights, EngineWeights):
+            self._weights.refresh()
         if isinstance(self._weights, EngineWeights) and self._weights.fallbacks:
             self._load_wholes(self._weights)
         self._committed, self.in_session = True, False
