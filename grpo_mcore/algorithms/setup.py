@@ -268,7 +268,7 @@ def rank_environment(config: MasterConfig, ranks: int, *, gpu: bool) -> dict[str
     """Return the environment variables of a policy rank, to be set before it starts Python; the recipe's win."""
     settings = config.policy.megatron_cfg
     return {
-        "OMP_NUM_THREADS": str(rank_threads(config, ranks)),
+        "OMP_NUM_THREADS": str(rank_threads(config, ranks, gpu=gpu)),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TORCH_FR_BUFFER_SIZE": "2000",  # the flight recorder: collectives that `grpo-mcore inspect` tells of
         **Platform("gpu" if gpu else "cpu").environment(settings.tensor_model_parallel_size),
@@ -281,9 +281,12 @@ def _vllm_kwargs(policy: PolicyConfig, model: Model) -> dict[str, Any]:
     return policy.generation.vllm_kwargs | ({"hf_overrides": dict(model.hf_overrides)} if model.hf_overrides else {})
 
 
-def rank_threads(config: MasterConfig, ranks: int) -> int:
+def rank_threads(config: MasterConfig, ranks: int, *, gpu: bool) -> int:
     """Return the number of CPU threads of each rank. `ranks`: number of ranks of the policy, or of all engines.
-    Colocated policy and engines take turns on the cores; with a pool each they share the cores."""
+    Colocated policy and engines take turns on the cores; with a pool each they share the cores. On GPUs those of a node
+    share its cores; on CPU all ranks do, as all nodes may be on one machine."""
+    if gpu:
+        return cpu_threads(config.cluster.gpus_per_node)
     pool = engine_pool(config)
     return cpu_threads(ranks if pool is None else policy_pool(config).ranks + pool.ranks)
 
@@ -326,7 +329,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
-            threads=rank_threads(config, count * vllm.ranks),
+            threads=rank_threads(config, count * vllm.ranks, gpu=gpu),
             vllm_kwargs=vllm_kwargs,
             chat=chat,
             **engine_options(model.shape, gpu=gpu),

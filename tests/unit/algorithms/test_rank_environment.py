@@ -34,3 +34,13 @@ def test_the_platform_the_layout_and_the_recipe_decide(overrides: list[str], gpu
 def test_null_is_none_of_them() -> None:
     config = load_recipe("grpo-math-8B", [f"{MEGATRON}.env_vars=null"]).config
     assert config.policy.megatron_cfg.env_vars == {}
+
+
+@pytest.mark.parametrize(("nodes", "gpu", "threads"), [(1, True, "14"), (32, True, "14"), (32, False, "1")])
+def test_ranks_on_gpus_share_the_cores_of_their_own_node(
+    nodes: int, gpu: bool, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 256 ranks each had one of a node's 112 cores, and the optimizer on the host took 14 times as long."""
+    monkeypatch.setattr("grpo_mcore.parallel.platform.available_cores", lambda: 112.0)
+    config = load_recipe("grpo-math-8B", [f"cluster.num_nodes={nodes}", "cluster.gpus_per_node=8"]).config
+    assert rank_environment(config, 8 * nodes, gpu=gpu)["OMP_NUM_THREADS"] == threads
