@@ -295,7 +295,7 @@ def start_record(
         kept=position.ledger_entries if position else 0,
         max_age=schedule.config.max_trajectory_age,
         last=position.ledger_digest if position else None,
-        clock=report.clock,
+        clock=report.time,
     )
     sampler = config.data.sampler
     prompts = PromptStream(

@@ -6,29 +6,23 @@ import logging
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.record.sample_writer import SampleWriter
+from grpo_mcore.algorithms.record.run_output import RunOutput, left_out_if_it_fails
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_groups import tail
-from grpo_mcore.families import ModelShape, forward_flops, parameter_count
-from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
-from grpo_mcore.observe.alarms import StepAlarms
+from grpo_mcore.families import ModelShape
+from grpo_mcore.observe import Logger, StepRow, Timeline, read_metrics, reward_curve_png
 from grpo_mcore.observe.console import WIDTH
-from grpo_mcore.observe.machine import throughput
-from grpo_mcore.observe.spans import SpanFile
 from grpo_mcore.recipe import (
     MasterConfig,
     batch_equation,
     prompts_per_generation_batch,
     samples_per_step,
-    world_size,
 )
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout.group import Group
@@ -63,7 +57,7 @@ Compare = Callable[
 comparison."""
 
 
-class RunReport:
+class RunReport(RunOutput):
     """Shows the run on the console and writes its files. It decides nothing, and a checkpoint holds nothing of it."""
 
     def __init__(
@@ -78,32 +72,19 @@ class RunReport:
     ) -> None:
         """`schedule`: knows the step. `compare`: sets what `plan` predicted against what the run measured, for its
         summary."""
-        self.logger, self.config, self._schedule = logger, config, schedule
-        self._compare = compare
-        self.clock = clock = policy.cluster.clock
-        self.console = RunConsole(kept=logger.console, clock=clock.now)
-        self.samples = SampleWriter(config.logger, logger.log_dir, policy.cluster, tokenizer)
-        self.spans = SpanFile(logger.log_dir, step=lambda: schedule.step + 1, clock=clock)
-        self.spans.begin(devices_of(policy, engines), engines.colocated, "grpo")
-        self.alarms = StepAlarms(config.logger.alarms.stop_after)
-        self._policy = policy
+        super().__init__("grpo", logger, config, policy, engines, tokenizer, step=lambda: schedule.step)
+        self._schedule, self._compare = schedule, compare
         self._timers: list[dict[str, float]] = []
-        self._began = clock.now()
-        self._phases = {"start": self._began - logger.opened}  # seconds
-        self._first_step = schedule.step + 1
         self._rewards: dict[int, float] = {}
-        self._shape = policy.shape
         self._validations: dict[int, dict[str, float]] = {}  # accuracy, reward and its parts, by step
         self._mult_errors: dict[int, float] = {}
         self._failed_prompts = 0
-        self._tokens = 0
         self._samples_asked = 0
         self._samples_done = 0
         self._noted_equal_rewards = self._noted_in_place = self._noted_graded = False
         self._graded = False  # a reward was neither 0 nor 1
         self._refit: RefitReport | None = None
         self._checkpoint: Path | None = None
-        logger.log_hyperparams(config)
         self._recall()
         self._banner(policy, engines)
 
@@ -142,8 +123,7 @@ class RunReport:
                 "batch": batch_equation(config),
                 **({"sampling": sampling} if config.grpo.use_dynamic_sampling else {}),
                 **({"ahead": _ahead(config)} if config.grpo.async_grpo.max_age else {}),
-                "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
-                f"{policy.precision}, {policy.layout.describe()}",
+                "policy": self.describe_policy(),
                 "engines": f"{len(engines.workers)} x vLLM {engines.layout.describe()} {vllm.precision}, {where}, "
                 f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB"
                 if engines.workers
@@ -166,12 +146,6 @@ class RunReport:
         self._samples_done += 1
         self.console.progress(f"step {self._schedule.step + 1}, samples", self._samples_done, self._samples_asked)
 
-    def span(self, name: str, start: float, end: float) -> None:
-        """Record a phase of the loop, or what it paused for."""
-        self.spans.phase(name, start, end)
-        if "/" not in name:
-            self._phases[name] = self._phases.get(name, 0.0) + end - start
-
     def refit(self, report: RefitReport | None) -> None:
         """Keep what the next line says of a refit. `report`: None where there are no engines."""
         if report is None:
@@ -193,17 +167,14 @@ class RunReport:
         self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
         self._samples_done = 0
         self._timers.append(seconds)
-        for worker, optimizer_steps in zip(self._policy.workers, self._policy.train_times, strict=False):
-            for times in optimizer_steps:
-                self.spans.optimizer_step(worker.name, times)
-        self.spans.flush()
+        self.write_optimizer_steps()
         self._tokens += int(metrics["tokens"])
         tail_metrics, last_samples = tail(groups)
         if last_samples:
             self.spans.tail(last_samples)
         metrics = metrics | tail_metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
-        metrics["tokens_per_second"] = metrics["tokens"] / seconds["total"]
-        metrics |= self._throughput(groups, metrics, seconds)
+        lengths = [sample.length for group in groups for sample in group.samples] if "loss" in metrics else []
+        metrics |= self.throughput_of(metrics["tokens"], lengths, seconds, metrics.get("plan/computed_tokens", 1.0))
         if self._refit is not None:
             metrics |= {f"refit/{name}_seconds": spent for name, spent in self._refit.stage_seconds.items()}
             metrics["refit/bytes"] = float(self._refit.bytes)
@@ -239,9 +210,7 @@ class RunReport:
                 notes=[*scoring_notes(groups), *_queued_note(metrics), *self._mirror_notes()],
             )
         )
-        for alarm in self.alarms.of_step(step, metrics):
-            self.console.note("\n".join(textwrap.wrap(f"ALARM in step {step}, said once: {alarm.text}", WIDTH)))
-            self.logger.alarm(alarm)
+        self.raise_alarms(step, metrics)
         if "loss" not in metrics:
             self.console.note(f"step {step} changed nothing: {_left_out(metrics)}")
         elif metrics["zero_advantage_rate"] == 1 and not self._noted_equal_rewards:
@@ -266,23 +235,6 @@ class RunReport:
 
     def _mirror_notes(self) -> Sequence[str]:
         return [] if self.logger.mirror is None else self.logger.mirror.notes()
-
-    def _throughput(
-        self, groups: Sequence[Group], metrics: dict[str, float], seconds: dict[str, float]
-    ) -> dict[str, float]:
-        """Return throughput and FLOPs of a step: three forward passes' worth for forward and backward, of the tokens
-        that are computed."""
-        computed = metrics.get("plan/computed_tokens", 1.0)
-        lengths = [sample.length for group in groups for sample in group.samples] if "loss" in metrics else []
-        return throughput(
-            tokens=metrics["tokens"],
-            flops=3 * computed * forward_flops(self._shape, lengths) if lengths else 0.0,
-            total_s=seconds["total"],
-            train_s=seconds.get("train", 0.0),
-            devices=self.config.cluster.num_nodes * self.config.cluster.gpus_per_node,
-            ranks=world_size(self.config),
-            peak=self.logger.peak_flops,
-        )
 
     def group_failed(self, group: Group, reason: str) -> None:
         self._failed_prompts += 1
@@ -330,9 +282,6 @@ class RunReport:
 
         A resumed run that had no step left to do keeps the files of the run before it.
         """
-        seconds = self.clock.now() - self._began
-        phases = dict(self._phases)
-        phases["other"] = max(seconds + phases["start"] - sum(phases.values()), 0.0)
         folder = self.logger.log_dir
         curve, summary = folder / "reward_curve.png", folder / "summary.json"
         courses = self._validation_courses()
@@ -347,39 +296,26 @@ class RunReport:
                 for key, value in _before_and_after(f"val_{name}", course).items()
             },
             "steps": self._schedule.step,
-            "seconds": round(seconds, 2),
-            "seconds_by_phase": {name: round(spent, 2) for name, spent in phases.items()},
-            "tokens_per_second": round(self._tokens / seconds, 1) if seconds else 0.0,
+            **self.times(),
             "max_token_mult_prob_error": worst if worst is not None and math.isfinite(worst) else None,
             "end": reason,
             "stopped_early": early,
         } | ({} if followed is None else {"followed": followed})
-        if self.alarms.raised:
-            values["alarms"] = [asdict(alarm) for alarm in self.alarms.raised]
-        if outages := self.logger.outages():
-            values["outages"] = outages
+        values |= self.trouble()
         worked = self._schedule.step >= self._first_step
         if worked:
             title = f"GRPO of {self.config.policy.model_name}"
-            with _left_out_if_it_fails("the comparison with the plan"):
+            with left_out_if_it_fails("the comparison with the plan"):
                 if (compared := self._compared()) is not None:
                     values["predicted_against_measured"] = compared.plain()
                     self.console.note("\n".join(["", *compared.text()]))
-            with _left_out_if_it_fails(f"the summary {summary}"):
-                write_summary(summary, values)
-            with _left_out_if_it_fails(f"the reward curve {curve}"):
+            with left_out_if_it_fails(f"the reward curve {curve}"):
                 if self.logger.draws_curve:
                     reward_curve_png(curve, self._rewards, courses, title=title)
-        else:
-            with _left_out_if_it_fails(f"the summary {summary}"):
-                self.logger.put_summary_back()
+        self.write_summary(values, self._schedule.step)
+        phases: dict[str, float] = values["seconds_by_phase"]
         spent = ", ".join(f"{name} {value:.0f}" for name, value in phases.items() if value >= 0.5)
-        facts = (
-            {"end": reason}
-            | {f"ALARM, step {alarm.step}": alarm.text for alarm in self.alarms.raised}
-            | outages
-            | {"time": f"{sum(phases.values()):.0f} s: {spent}"}
-        )
+        facts = {"end": reason} | self.trouble_facts() | {"time": f"{sum(phases.values()):.0f} s: {spent}"}
         if worked:
             facts["tokens"] = f"{values['tokens_per_second']:.0f} a second, without the start"
         if worst is not None:
@@ -414,11 +350,6 @@ class RunReport:
             courses.pop("accuracy", None)
         return courses
 
-    def close(self) -> None:
-        """Write the samples that are left, and close the files of samples and events."""
-        self.samples.close()
-        self.spans.close()
-
     def _compared(self) -> Comparison | None:
         if self._compare is None:
             return None
@@ -426,20 +357,6 @@ class RunReport:
         policy, teachers = self._policy, self._policy.teachers
         shapes = {alias: it.ranks.shape for alias, it in teachers.by_alias.items()} if teachers is not None else {}
         return self._compare(self.config, policy.shape, self._timers, policy.memory(), mean_length, shapes)
-
-
-def devices_of(policy: PolicyGroup, engines: EngineGroup) -> dict[str, list[str]]:
-    """Return the processes on each device of the run: engines share those of the policy's ranks, or have their own."""
-    devices = {worker.name: [worker.name] for worker in policy.workers}
-    for number, engine in enumerate(engines.workers):
-        if engines.colocated:  # consecutive ranks, as engines are placed
-            share = len(policy.workers) / len(engines.workers)
-            for worker in policy.workers[int(number * share) : max(int((number + 1) * share), int(number * share) + 1)]:
-                devices[worker.name].append(engine.name)
-        else:
-            parts = engines.layout.tensor
-            devices |= {f"{engine.name}.{part}" if parts > 1 else engine.name: [engine.name] for part in range(parts)}
-    return devices
 
 
 def _followed_facts(followed: Mapping[str, Any]) -> dict[str, str]:
@@ -466,16 +383,6 @@ def _ahead(config: MasterConfig) -> str:
     if ahead.pauses:
         refit = "while samples stand still, as they do in training"
     return f"trajectories at most {versions} old, groups {ahead.group_order.replace('_', ' ')}, refit {refit}"
-
-
-@contextmanager
-def _left_out_if_it_fails(what: str) -> Iterator[None]:
-    """Log an error of the block: what only describes a run must not change how it ends."""
-    try:
-        yield
-    except Exception as error:  # of the disk, of matplotlib, of a model that the plan does not know
-        why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-        logger.warning("%s is left out, since it failed: %s", what, why)
 
 
 def _has_graded(metrics: Mapping[str, Any]) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -14,19 +12,13 @@ from typing import Any, Self
 
 from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
 from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState, NotWritten, RunSnapshot
-from grpo_mcore.algorithms.record.run_report import devices_of
-from grpo_mcore.algorithms.record.sample_writer import SampleWriter
+from grpo_mcore.algorithms.record.run_output import RunOutput
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.algorithms.run import Run
 from grpo_mcore.algorithms.run_control.stopping import StopRequest
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets
-from grpo_mcore.families import forward_flops, parameter_count
-from grpo_mcore.observe import RunConsole, Timeline, write_summary
-from grpo_mcore.observe.alarms import StepAlarms
-from grpo_mcore.observe.console import WIDTH
-from grpo_mcore.observe.machine import throughput
-from grpo_mcore.observe.spans import SpanFile
-from grpo_mcore.recipe import Algorithm, FineTuningConfig, batch_equation, exports_model, world_size
+from grpo_mcore.observe import Timeline
+from grpo_mcore.recipe import Algorithm, FineTuningConfig, batch_equation, exports_model
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 
@@ -52,7 +44,7 @@ def start_tuning_record(
     return record, checkpoints
 
 
-class TuningRecord:
+class TuningRecord(RunOutput):
     """The loop asks it for the next batch, tells it what was done, and asks what is due after a step.
 
     `step`: steps that are done. `extra_state`: content of a checkpoint besides the policy and the position in the data.
@@ -61,12 +53,16 @@ class TuningRecord:
 
     def __init__(self, algorithm: Algorithm, run: Run, stop: StopRequest) -> None:
         self._run, self._stop, self._algorithm = run, stop, algorithm
+        config = run.master_config
+        self.step = run.grpo_save_state["current_step"]
+        super().__init__(
+            algorithm, run.logger, config, run.policy, run.policy_generation, run.tokenizer,
+            step=lambda: self.step, decodes=True,
+        )  # fmt: skip
+        self.clock = Timeline(self.time.now, self.span)
         self._name = algorithm.upper() if run.policy.teachers is None else "Distillation"
-        config, log, policy = run.master_config, run.logger, run.policy
         self._settings: FineTuningConfig = config[algorithm]
         self._size = config.policy.train_global_batch_size
-        self.step = run.grpo_save_state["current_step"]
-        self._first_step = self.step + 1
         position = run.checkpointer.position()
         self.extra_state: dict[str, Any] = position.stream["tuning"] if position else {}
         self._examples = PromptStream(
@@ -76,24 +72,13 @@ class TuningRecord:
         self._asked: str | None = None  # why the run stops early
         self._val_metrics = run.grpo_save_state.get("val_metrics")  # of a validation after the last step
         self._metrics: Metrics = {}  # of the last step and the validation after it: checkpoints are ranked by them
-        self._clock = clock = policy.cluster.clock
-        self.console = RunConsole(kept=log.console, clock=clock.now)
-        self.spans = SpanFile(log.log_dir, step=lambda: self.step + 1, clock=clock)
-        self.spans.begin(devices_of(policy, run.policy_generation), colocated=True, algorithm=algorithm)
-        self.clock = Timeline(clock.now, self._span)
-        self.samples = SampleWriter(config.logger, log.log_dir, policy.cluster, run.tokenizer, decodes=True)
-        self._alarms = StepAlarms(config.logger.alarms.stop_after)
-        self._began, self._tokens = clock.now(), 0
-        self._phases = {"start": self._began - log.opened}  # seconds
         self._open = ExitStack()
-        log.log_hyperparams(config)
         self.console.banner(
             f"{self._name} of {config.policy.model_name}",
             {
                 "batch": batch_equation(config, algorithm),
-                "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
-                f"{policy.precision}, {policy.layout.describe()}",
-                "logs": log.log_dir,
+                "policy": self.describe_policy(),
+                "logs": run.logger.log_dir,
             },
         )
 
@@ -104,8 +89,7 @@ class TuningRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.samples.close()
-        self.spans.close()
+        self.close()
         self._open.__exit__(kind, error, trace)
 
     def _take(self, done: int) -> list[DatumSpec]:
@@ -131,27 +115,23 @@ class TuningRecord:
         self, batch: Sequence[DatumSpec], groups: Sequence[Group], targets: TrainTargets, metrics: Metrics
     ) -> None:
         """Record a step: `groups` are the examples of `batch`, `targets` and `metrics` what was computed of them."""
-        policy, log = self._run.policy, self._run.logger
         if self.samples.wants_logprobs:
-            self.samples.trained(self.step + 1, groups, targets, policy.token_logprobs())
-        for worker, optimizer_steps in zip(policy.workers, policy.train_times, strict=False):
-            for times in optimizer_steps:
-                self.spans.optimizer_step(worker.name, times)
-        self.spans.flush()
+            self.samples.trained(self.step + 1, groups, targets, self._policy.token_logprobs())
+        self.write_optimizer_steps()
         self._examples.mark_done([datum["uid"] for datum in batch])
         self.step += 1
         self._val_metrics = None
         self._metrics = {f"train:{name}": value for name, value in metrics.items()}
         seconds = self.clock.take()
         lengths = [sample.length for group in groups for sample in group.samples]
-        self._tokens += sum(lengths)
-        metrics = metrics | self._speed(lengths, seconds) | {f"timing/{name}": spent for name, spent in seconds.items()}
-        log.log_metrics(metrics, self.step, "train")
-        log.log_surroundings(self.step)
-        for alarm in self._alarms.of_step(self.step, metrics):
-            self.console.note("\n".join(textwrap.wrap(f"ALARM in step {self.step}, said once: {alarm.text}", WIDTH)))
-            log.alarm(alarm)
-        if (alarm_reason := self._alarms.stop_reason) is not None:
+        tokens = sum(lengths)
+        self._tokens += tokens
+        metrics = metrics | {"tokens": float(tokens)} | self.throughput_of(float(tokens), lengths, seconds)
+        metrics |= {f"timing/{name}": spent for name, spent in seconds.items()}
+        self.logger.log_metrics(metrics, self.step, "train")
+        self.logger.log_surroundings(self.step)
+        self.raise_alarms(self.step, metrics)
+        if (alarm_reason := self.alarms.stop_reason) is not None:
             self._stop.ask(alarm_reason)
         self._asked = None if self._is_over else self._stop.reason
         if self._is_last or self.step % SHOW_EVERY == 0:
@@ -159,19 +139,6 @@ class TuningRecord:
             self.console.note(
                 f"step {self.step:>5} of {self._settings.max_num_steps}  {_listed(shown)}  {seconds['total']:.3f} s"
             )
-
-    def _speed(self, lengths: list[int], seconds: dict[str, float]) -> Metrics:
-        config, policy = self._run.master_config, self._run.policy
-        tokens = float(sum(lengths))
-        return {"tokens": tokens, "tokens_per_second": tokens / seconds["total"]} | throughput(
-            tokens=tokens,
-            flops=3 * forward_flops(policy.shape, lengths),
-            total_s=seconds["total"],
-            train_s=seconds["train"],
-            devices=config.cluster.num_nodes * config.cluster.gpus_per_node,
-            ranks=world_size(config),
-            peak=self._run.logger.peak_flops,
-        )
 
     @property
     def _is_last(self) -> bool:
@@ -198,7 +165,7 @@ class TuningRecord:
     @property
     def checkpoint_is_due(self) -> bool:
         """Whether a checkpoint comes after the step that was just recorded."""
-        saving = self._run.master_config.checkpointing
+        saving = self.config.checkpointing
         periods = (saving.ft_save_period or 0, saving.save_period)
         return saving.enabled and (self._is_last or any(_every(period, self.step) for period in periods))
 
@@ -208,7 +175,7 @@ class TuningRecord:
 
     def validated(self, metrics: Metrics) -> None:
         """Record a validation."""
-        self._run.logger.log_metrics(metrics, self.step, "validation")
+        self.logger.log_metrics(metrics, self.step, "validation")
         self.console.note(f"step {self.step}: {_listed(metrics)}")
         self._metrics |= {f"val:{name}": value for name, value in metrics.items()}
         self._val_metrics = dict(metrics)
@@ -218,7 +185,7 @@ class TuningRecord:
         state = GRPOSaveState(
             current_step=self.step,
             total_steps=self.step,
-            log_run=self._run.logger.log_dir.name,
+            log_run=self.logger.log_dir.name,
             algorithm=self._algorithm,
         )
         if self._val_metrics is not None:
@@ -234,43 +201,28 @@ class TuningRecord:
         """Write summary.json and, if the run came to its end, the model in Hugging Face's format. Return the summary:
         steps, why it ended, whether it stopped early or was terminated, the last step if it could not be saved (as
         `unsaved`), and the folder of the model."""
-        config, log = self._run.master_config, self._run.logger
         early = self._asked is not None
-        target = self._export() if exports_model(config) and not early else None
-        seconds = self._clock.now() - self._began
-        phases = {**self._phases, "other": max(seconds - sum(self._phases.values()) + self._phases["start"], 0.0)}
+        target = self._export() if exports_model(self.config) and not early else None
         summary: dict[str, Any] = {
             "steps": self.step,
             "end": self._asked
             or ("all steps are done" if self.step >= self._settings.max_num_steps else "the data has ended"),
-            "seconds": round(seconds, 2),
-            "seconds_by_phase": {phase: round(spent, 2) for phase, spent in phases.items()},
-            "tokens_per_second": round(self._tokens / seconds, 1),
+            **self.times(),
             "stopped_early": early,
             "terminated": early and self._stop.at_once,
             "unsaved": unsaved,
         } | ({} if target is None else {"exported": str(target)})
-        if self._alarms.raised:
-            summary["alarms"] = [asdict(alarm) for alarm in self._alarms.raised]
-        if outages := log.outages():
-            summary["outages"] = outages
-        try:
-            if self.step >= self._first_step:
-                write_summary(log.log_dir / "summary.json", summary)
-            else:
-                log.put_summary_back()
-        except OSError as error:  # a full disk must not change the end of a run
-            logger.warning("the summary cannot be written to %s: %s", log.log_dir, error.strerror)
+        summary |= self.trouble()
+        self.write_summary(summary, self.step)
         if early:
-            resumable = "; --resume goes on from there" if config.checkpointing.enabled else ""
+            resumable = "; --resume goes on from there" if self.config.checkpointing.enabled else ""
             self.console.note(f"{self._asked}: stopped after step {self.step}{resumable}")
             return summary
-        paths: dict[str, Path | str | None] = {"metrics": log.log_dir / "metrics.jsonl", "samples": None}
+        paths: dict[str, Path | str | None] = {"metrics": self.logger.log_dir / "metrics.jsonl", "samples": None}
         if self.samples.wants_logprobs:
-            paths["samples"] = log.log_dir / "samples"
+            paths["samples"] = self.logger.log_dir / "samples"
         model = target or "not written: checkpointing.enabled is false, and save_hf is none"
-        facts = {f"ALARM, step {alarm.step}": alarm.text for alarm in self._alarms.raised} | outages
-        self.console.summary(f"{self._name} is over", {"model": model, **facts}, paths)
+        self.console.summary(f"{self._name} is over", {"model": model, **self.trouble_facts()}, paths)
         return summary if target is None else summary | {"exported": target}
 
     def _export(self) -> Path:
@@ -278,11 +230,6 @@ class TuningRecord:
         with self.clock.pause("export"):
             self._run.policy.export_hf(str(target))
         return target
-
-    def _span(self, name: str, start: float, end: float) -> None:
-        self.spans.phase(name, start, end)
-        if "/" not in name:
-            self._phases[name] = self._phases.get(name, 0.0) + end - start
 
 
 def _listed(metrics: Metrics) -> str:

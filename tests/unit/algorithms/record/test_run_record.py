@@ -41,7 +41,7 @@ class Report:
     """Writes down what it is told, in order."""
 
     run_name = "exp_001"
-    clock = StandingClock()
+    time = StandingClock()
 
     def __init__(self) -> None:
         self.alarms = StepAlarms(stop_after=1)
