@@ -7,6 +7,8 @@ path. None of them truncates: a prompt that does not fit gets loss_multiplier 0,
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,6 @@ from grpo_mcore.data.interfaces import (
     RowError,
     TaskDataProcessFnCallable,
     TaskDataSpec,
-    TrainOn,
     uid_text,
 )
 from grpo_mcore.data.turn_tokens import marks_of_a_question
@@ -31,134 +32,135 @@ from grpo_mcore.rollout.text_tokens import tokens_behind
 SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:sliding_puzzle_processor"
 
 
-def math_hf_data_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: Any,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
+@dataclass(frozen=True)
+class TaskRow:
+    """A row with what its processor gets beside it. `limit`: tokens that it may have, None: any number."""
+
+    fields: dict[str, Any]
+    spec: TaskDataSpec
+    tokenizer: Any
+    limit: int | None
+    idx: int
+
+    @property
+    def task_name(self) -> str:
+        return self.fields.get("task_name", self.spec.task_name)
+
+    @property
+    def uid(self) -> str:
+        return uid_text(self.fields.get("uid"), f"{self.task_name}:{self.idx}")
+
+    def datum(self, log: list[Message], length: int, *, fits: bool, info: dict[str, Any] | None = None) -> DatumSpec:
+        """Return the row as a datum. `info`: for its environment."""
+        return DatumSpec(
+            message_log=log,
+            length=length,
+            extra_env_info=info or {},
+            loss_multiplier=1.0 if fits else 0.0,
+            idx=self.idx,
+            task_name=self.task_name,
+            uid=self.uid,
+        )
+
+
+def _processor(process: Callable[[TaskRow], DatumSpec]) -> TaskDataProcessFnCallable:
+    """Return the processor that calls a function of the row."""
+
+    def processor(
+        datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int | None, idx: int
+    ) -> DatumSpec:
+        return process(TaskRow(datum_dict, task_data_spec, tokenizer, max_seq_length, idx))
+
+    for name in ("__name__", "__qualname__", "__doc__"):
+        setattr(processor, name, getattr(process, name))
+    return processor
+
+
+@_processor
+def math_hf_data_processor(row: TaskRow) -> DatumSpec:
     """Process a row in chat format: the prompt is everything before a last assistant message. The truth is
     `ground_truth`, or else that message."""
-    prompt, answer = _split_answer(datum_dict, task_data_spec, idx)
-    return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    return _prompt_datum(row, *_split_answer(row))
 
 
-def math_data_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: Any,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
+@_processor
+def math_data_processor(row: TaskRow) -> DatumSpec:
     """Process a row with `problem` and `expected_answer`, or one in chat format like math_hf_data_processor."""
-    if "problem" not in datum_dict:
-        return math_hf_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-    prompt = [{"role": "user", "content": str(datum_dict["problem"])}]
-    answer = datum_dict.get("expected_answer")
-    return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    if "problem" not in row.fields:
+        return _prompt_datum(row, *_split_answer(row))
+    prompt = [{"role": "user", "content": str(row.fields["problem"])}]
+    return _prompt_datum(row, prompt, row.fields.get("expected_answer"))
 
 
-def chat_data_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: Any,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
+@_processor
+def chat_data_processor(row: TaskRow) -> DatumSpec:
     """Process a row in chat format for an environment that needs no truth, such as a reward model, rules or code. It
     gets the prompt's `messages`, and a truth where there is one."""
-    prompt, answer = _split_answer(datum_dict, task_data_spec, idx)
-    return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx, chat=True)
+    return _prompt_datum(row, *_split_answer(row), chat=True)
 
 
-def nemo_gym_data_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: Any,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
+@_processor
+def nemo_gym_data_processor(row: TaskRow) -> DatumSpec:
     """Process a task of NemoGymDataset. The Gym gets the task unchanged; it is tokenised here only to measure it."""
-    row = {key: value for key, value in datum_dict.items() if key != "gym_task"}
-    task = datum_dict["gym_task"]
-    if task_data_spec.hint_key is not None:
+    task = row.fields["gym_task"]
+    if row.spec.hint_key is not None:
         raise DataError("hint_key: an agent of a NeMo Gym writes the prompts of its samples; remove the key")
-    spec = TaskDataSpec(task_data_spec.task_name)  # without prompt files, which the Gym does not use
-    if row["messages"]:
-        datum = _prompt_datum(row["messages"], None, row, spec, tokenizer, max_seq_length, idx, chat=True)
+    spec = TaskDataSpec(row.spec.task_name)  # without prompt files, which the Gym does not use
+    row = replace(row, spec=spec, fields={key: value for key, value in row.fields.items() if key != "gym_task"})
+    if messages := row.fields["messages"]:
+        datum = _prompt_datum(row, messages, None, chat=True)
     else:
-        datum = _datum([], 0, True, {}, row, spec, idx)
+        datum = row.datum([], 0, fits=True)
     truth = task.get("expected_answer")
     datum["extra_env_info"] = {"gym_task": task} | ({} if truth is None else {"ground_truth": truth})
     return datum
 
 
-def sft_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: Any,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
+@_processor
+def sft_processor(row: TaskRow) -> DatumSpec:
     """Process a whole conversation for SFT: the assistant's messages are trained on (`train_on`: all or the
     last), including their end tokens.
 
     An answer begins where a generation would begin, after the template's generation prompt, and is tokenised
     separately, so that the prompt has exactly the tokens that it has in a rollout.
     """
-    messages = _with_task_prompts(datum_dict["messages"], task_data_spec)
-    uid = _uid(datum_dict, task_data_spec, idx)
-    log = _answered_log(messages, 0, uid, datum_dict, tokenizer, task_data_spec.train_on)
+    messages = _with_task_prompts(row.fields["messages"], row.spec)
+    log = _answered_log(row, messages)
     length = sum(len(turn["token_ids"]) for turn in log)
-    fits = max_seq_length is None or length <= max_seq_length
-    datum = _datum(log, length, fits, {}, datum_dict, task_data_spec, idx)
-    if task_data_spec.hint_key is not None:
+    datum = row.datum(log, length, fits=row.limit is None or length <= row.limit)
+    if row.spec.hint_key is not None:
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        hinted = [*_hinted(messages[:first], uid, datum_dict, task_data_spec), *messages[first:]]
-        told = _answered_log(hinted, 0, uid, datum_dict, tokenizer, task_data_spec.train_on)
+        told = _answered_log(row, [*_hinted(row, messages[:first]), *messages[first:]])
         if [turn["content"] for turn in told[1:]] != [turn["content"] for turn in log[1:]]:
-            raise RowError(uid, "the chat template writes its answers differently after the hint")
+            raise RowError(row.uid, "the chat template writes its answers differently after the hint")
         datum["teacher_prompt"] = told[0]["token_ids"]
     return datum
 
 
-def preference_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: Any,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
+@_processor
+def preference_processor(row: TaskRow) -> DatumSpec:
     """Process a prompt with a chosen and a rejected answer for DPO. The assistant's messages of the answers are trained
     on (`train_on`: all or the last), including their end tokens, and nothing of the prompt. Both answers must fit."""
-    prompt = _with_task_prompts(datum_dict["messages"], task_data_spec)
-    uid, on = _uid(datum_dict, task_data_spec, idx), task_data_spec.train_on
+    prompt = _with_task_prompts(row.fields["messages"], row.spec)
     logs = [
-        _answered_log([*prompt, *datum_dict[answer]], len(prompt), f"{uid} ({answer})", datum_dict, tokenizer, on)
+        _answered_log(row, [*prompt, *row.fields[answer]], len(prompt), f" ({answer})")
         for answer in ("chosen", "rejected")
     ]
     lengths = [sum(len(turn["token_ids"]) for turn in log) for log in logs]
-    fits = max_seq_length is None or max(lengths) <= max_seq_length
-    datum = _datum(logs[0], sum(lengths), fits, {}, datum_dict, task_data_spec, idx)
+    datum = row.datum(logs[0], sum(lengths), fits=row.limit is None or max(lengths) <= row.limit)
     datum["rejected_log"] = logs[1]
     return datum
 
 
-def _answered_log(
-    messages: list[dict[str, Any]],
-    first: int,
-    uid: str,
-    row: dict[str, Any],
-    tokenizer: Any,
-    train_on: TrainOn = "all",
-) -> list[Message]:
-    """Return the conversation up to its last answer, as tokens with their loss masks. The assistant's messages from
-    index `first` on are answers, each tokenised separately; all else is context. `train_on`: all of them, or the last.
+def _answered_log(row: TaskRow, messages: list[dict[str, Any]], first: int = 0, which: str = "") -> list[Message]:
+    """Return a conversation up to its last answer, as tokens with their loss masks. The assistant's messages from
+    index `first` on are answers, each tokenised separately; all else is context. `which`: of the row's conversations,
+    for messages. `train_on` of the task: all answers are trained on, or the last.
 
     An answer begins where a generation would begin. With `all`, earlier answers are trained on as the template shows
     them once later turns follow: Qwen3 and DeepSeek leave out their thoughts then.
     """
+    tokenizer, uid = row.tokenizer, row.uid + which
     _refuse_templated(messages, tokenizer, uid)
     form = chat_form(tokenizer)
     prompt = form.messages(messages[:first])
@@ -173,9 +175,9 @@ def _answered_log(
         raise RowError(uid, f"message {blank[0]}, an answer that is trained on, is blank")
 
     def render(shown: Chat, add_generation_prompt: bool) -> str:
-        return _shown(tokenizer, shown, uid, row, add_generation_prompt=add_generation_prompt)
+        return _shown(row, shown, uid, add_generation_prompt=add_generation_prompt)
 
-    answers = answers[-1:] if train_on == "last" else answers
+    answers = answers[-1:] if row.spec.train_on == "last" else answers
     try:
         whole, spans = trained_spans(render, messages, answers, tokenizer)
     except RowError:
@@ -254,84 +256,53 @@ def find_processor(named: str | CustomCode) -> TaskDataProcessFnCallable:
     return partial(processor, **options) if options else processor
 
 
-def _prompt_datum(
-    prompt: list[dict[str, Any]],
-    answer: Any,
-    row: dict[str, Any],
-    spec: TaskDataSpec,
-    tokenizer: Any,
-    max_seq_length: int | None,
-    idx: int,
-    *,
-    chat: bool = False,
-) -> DatumSpec:
+def _prompt_datum(row: TaskRow, prompt: list[dict[str, Any]], answer: Any, *, chat: bool = False) -> DatumSpec:
     """Return the prompt as one message of tokens. The environment gets the row's columns, the prompt's `messages` and
     the truth: `ground_truth`, else `answer`, which may be missing with `chat`."""
-    uid = _uid(row, spec, idx)
-    truth = answer if row.get("ground_truth") is None else row["ground_truth"]
+    truth = answer if row.fields.get("ground_truth") is None else row.fields["ground_truth"]
     if truth is None and not chat:
-        raise RowError(uid, f"neither an answer ({spec.output_key!r}) nor a 'ground_truth' to check against")
+        raise RowError(row.uid, f"neither an answer ({row.spec.output_key!r}) nor a 'ground_truth' to check against")
     if isinstance(truth, str) and not truth.strip() and not chat:
-        raise RowError(uid, "its answer is blank; for rewards that need none: processor: chat_data_processor")
-    messages = _with_task_prompts(prompt, spec)
-    text = _render(tokenizer, messages, uid, row, add_generation_prompt=True)
-    log = _tokenise([("user", text)], tokenizer)
-    length = len(log[0]["token_ids"])
-    fits = max_seq_length is None or length < max_seq_length
-    extra = {key: value for key, value in row.items() if key not in RESERVED_KEYS}
+        raise RowError(row.uid, "its answer is blank; for rewards that need none: processor: chat_data_processor")
+    messages = _with_task_prompts(prompt, row.spec)
+    message = _as_prompt(row, messages)
+    length = len(message["token_ids"])
+    extra = {key: value for key, value in row.fields.items() if key not in RESERVED_KEYS}
     extra |= {} if truth is None else {"ground_truth": truth}
     extra["messages"] = messages
-    datum = _datum(log, length, fits, extra, row, spec, idx)
-    if spec.hint_key is not None:
-        told = _render(tokenizer, _hinted(messages, uid, row, spec), uid, row, add_generation_prompt=True)
-        (message,) = _tokenise([("user", told)], tokenizer)
-        datum["teacher_prompt"] = message["token_ids"]
+    datum = row.datum([message], length, fits=row.limit is None or length < row.limit, info=extra)
+    if row.spec.hint_key is not None:
+        datum["teacher_prompt"] = _as_prompt(row, _hinted(row, messages))["token_ids"]
     return datum
 
 
-def _hinted(messages: list[dict[str, Any]], uid: str, row: dict[str, Any], spec: TaskDataSpec) -> list[dict[str, Any]]:
+def _as_prompt(row: TaskRow, messages: list[dict[str, Any]]) -> Message:
+    """Return messages in the form that the chat template takes, as one message of the tokens that it writes."""
+    _refuse_templated(messages, row.tokenizer, row.uid)
+    shown = chat_form(row.tokenizer).messages(messages)
+    (prompt,) = _tokenise([("user", _shown(row, shown, row.uid, add_generation_prompt=True))], row.tokenizer)
+    return prompt
+
+
+def _hinted(row: TaskRow, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with the row's hint in the last question."""
-    hint = row.get(str(spec.hint_key))
+    hint = row.fields.get(str(row.spec.hint_key))
     if not isinstance(hint, str) or not hint:
-        raise RowError(uid, f"no text in its column {spec.hint_key!r} (hint_key), which the teacher gets")
+        raise RowError(row.uid, f"no text in its column {row.spec.hint_key!r} (hint_key), which the teacher gets")
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None or not isinstance(messages[last]["content"], str):
-        raise RowError(uid, "no question in text that the hint could go into")
-    told = {**messages[last], "content": spec.with_hint(messages[last]["content"], hint)}
+        raise RowError(row.uid, "no question in text that the hint could go into")
+    told = {**messages[last], "content": row.spec.with_hint(messages[last]["content"], hint)}
     return [*messages[:last], told, *messages[last + 1 :]]
 
 
-def _datum(
-    log: list[Message],
-    length: int,
-    fits: bool,
-    extra_env_info: dict[str, Any],
-    row: dict[str, Any],
-    spec: TaskDataSpec,
-    idx: int,
-) -> DatumSpec:
-    return DatumSpec(
-        message_log=log,
-        length=length,
-        extra_env_info=extra_env_info,
-        loss_multiplier=1.0 if fits else 0.0,
-        idx=idx,
-        task_name=row.get("task_name", spec.task_name),
-        uid=_uid(row, spec, idx),
-    )
-
-
-def _uid(row: dict[str, Any], spec: TaskDataSpec, idx: int) -> str:
-    return uid_text(row.get("uid"), f"{row.get('task_name', spec.task_name)}:{idx}")
-
-
-def _split_answer(row: dict[str, Any], spec: TaskDataSpec, idx: int) -> tuple[list[dict[str, Any]], str | None]:
+def _split_answer(row: TaskRow) -> tuple[list[dict[str, Any]], str | None]:
     """Return the prompt, and the last message where it is the assistant's. Raises RowError for a blank prompt."""
-    prompt, answer = row["messages"], None
+    prompt, answer = row.fields["messages"], None
     if prompt[-1]["role"] == "assistant":
         prompt, answer = prompt[:-1], prompt[-1]["content"]
     if not any(str(message.get("content") or "").strip() for message in prompt):
-        raise RowError(_uid(row, spec, idx), "its question is blank")
+        raise RowError(row.uid, "its question is blank")
     return prompt, answer
 
 
@@ -368,28 +339,20 @@ def _refuse_templated(messages: Chat, tokenizer: Any, uid: str) -> None:
             )
 
 
-def _render(
-    tokenizer: Any, messages: list[dict[str, Any]], uid: str, row: dict[str, Any], *, add_generation_prompt: bool
-) -> str:
-    """Return the messages in the form that the chat template takes, as it writes them, with the row's `tools`."""
-    _refuse_templated(messages, tokenizer, uid)
-    shown = chat_form(tokenizer).messages(messages)
-    return _shown(tokenizer, shown, uid, row, add_generation_prompt=add_generation_prompt)
-
-
 _ROLES = ("system", "user", "assistant", "tool")
 
 
-def _shown(tokenizer: Any, messages: Chat, uid: str, row: dict[str, Any], *, add_generation_prompt: bool) -> str:
+def _shown(row: TaskRow, messages: Chat, uid: str, *, add_generation_prompt: bool) -> str:
+    """Return messages as the chat template writes them, with the row's `tools`."""
     for role in {message["role"] for message in messages} - {*_ROLES}:
-        if role not in str(tokenizer.chat_template):  # many templates write any role down, though no model knows it
+        if role not in str(row.tokenizer.chat_template):  # many templates write any role down, though no model knows it
             raise RowError(
                 uid, f"the role {role!r} is neither one of {', '.join(_ROLES)} nor named in the chat template"
             )
-    tools = {"tools": row["tools"]} if row.get("tools") else {}
+    tools = {"tools": row.fields["tools"]} if row.fields.get("tools") else {}
     try:
         with in_time():
-            return tokenizer.apply_chat_template(
+            return row.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **tools
             )
     except Exception as error:  # a template is code of the model's author and may raise anything
