@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -629,23 +629,10 @@ def policy_folder(folder: Path) -> str:
 
 def recipe_text(recipe: MasterConfig) -> str:
     """Return config.yaml, which every checkpoint has."""
-    lines: list[str] = []
-    for name, values in recipe.model_dump(mode="json").items():
-        lines.append(f"{name}:\n" if values else _entry_text("", name, json.dumps(values)))
-        lines += [_entry_text(name, key, json.dumps(value)) for key, value in values.items()]
-    return "".join(lines)
-
-
-@lru_cache(maxsize=4096)
-def _entry_text(section: str, key: str, value: str) -> str:
-    """Return a key of a section ("": of the whole recipe) as YAML. `value`: as JSON. Simulated runs, of which a process
-    has thousands, share most keys."""
     import yaml
 
-    entry = {key: json.loads(value)}
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text = yaml.dump({section: entry} if section else entry, Dumper=dumper, sort_keys=False)
-    return text.removeprefix(f"{section}:\n")
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
 
 
 def write_driver_files(folder: Path, snapshot: RunSnapshot, config_yaml: str) -> dict[str, Digest]:
