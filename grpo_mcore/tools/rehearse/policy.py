@@ -84,7 +84,7 @@ class ModelledRank:
         self.name = f"policy-{self.rank}"
         mesh.ranks.add(self.rank)
         self.layout = policy_layout(config.megatron_cfg, self.size)
-        self._offloaded = False
+        self._offloaded, self._move_s = False, self.world.durations.offload
         self._step: _Step | None = None
         self._version = 0
         self._saving: tuple[Path, float] | None = None  # (folder, when it will be written)
@@ -188,14 +188,15 @@ class ModelledRank:
         return []
 
     async def offload(self) -> None:
-        if not self._offloaded:
-            self._offloaded = True
-            await sleep(self._seconds(self.world.durations.offload))
+        await self._move(offloaded=True)
 
     async def onload(self) -> None:
-        if self._offloaded:
-            self._offloaded = False
-            await sleep(self._seconds(self.world.durations.offload))
+        await self._move(offloaded=False)
+
+    async def _move(self, *, offloaded: bool) -> None:
+        if self._offloaded != offloaded:
+            self._offloaded = offloaded
+            await sleep(self._seconds(self._move_s))
 
     def memory(self) -> dict[str, Any]:
         return {}
@@ -273,6 +274,7 @@ class ModelledTeacher(ModelledRank):
     def __init__(self, mesh: Mesh, address: Rendezvous, config: PolicyConfig, store: Any) -> None:
         super().__init__(mesh, address, config, store)
         alias, self._durations = self.world.teacher(config)
+        self._move_s = self._durations.move
         self.name = f"teacher-{alias}-{self.rank}"
 
     async def score(self, step: RankStep, hidden: bool = False) -> dict[int, Ref]:  # type: ignore[override]
@@ -284,14 +286,3 @@ class ModelledTeacher(ModelledRank):
         if not self.layout.is_reporting_rank(self.rank):
             return {}
         return {index: self._store.put(torch.zeros(0)) for index in samples.samples}
-
-    async def offload(self) -> None:
-        await self._move(offloaded=True)
-
-    async def onload(self) -> None:
-        await self._move(offloaded=False)
-
-    async def _move(self, *, offloaded: bool) -> None:
-        if self._offloaded != offloaded:
-            self._offloaded = offloaded
-            await sleep(self._seconds(self._durations.move))
