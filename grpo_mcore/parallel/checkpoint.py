@@ -9,7 +9,6 @@ import os
 import pickle
 import queue
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -200,10 +199,8 @@ def load_checkpoint(policy: Any, folder: Path) -> bool:
         _reload_weights(policy.optimizer)
     policy.scheduler.load_state_dict(state["scheduler"])
     rng = folder / _rng_file()
-    if rng.is_file():
+    if rng.is_file():  # not where another number of ranks saved it; training draws nothing from these generators
         policy.set_rng_state(tensor_files.load(rng))
-    else:  # saved by another number of ranks; training draws nothing from these generators
-        warnings.warn(f"{rng} is missing; this rank keeps its initial RNG state", stacklevel=2)
     return with_optimizer
 
 

@@ -43,6 +43,7 @@ from grpo_mcore.recipe.derived import (
     teacher_ranks,
     teacher_settings,
     teacher_weight,
+    trains_on_rewards,
     what_scores,
     world_size,
 )

@@ -196,6 +196,11 @@ def needs_prev(config: RecipeSections) -> bool:
     return changes or measured or teacher_weight(config) > 0
 
 
+def trains_on_rewards(config: RecipeSections) -> bool:
+    """Return whether rewards have a part in the advantages; without one, teachers alone say what is better."""
+    return config.grpo.adv_estimator.name != "opd" or config.on_policy_distillation.use_orm_advantage
+
+
 def teacher_weight(config: RecipeSections) -> float:
     """Return the weight of the teacher's log-prob minus the policy's in a token's advantage; 0 without teachers, and
     where the loss compares whole distributions."""

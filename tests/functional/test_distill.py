@@ -100,6 +100,7 @@ def test_own_samples_in_nemo_rls_form_are_a_grpo_run(task: Task, model: Path, tm
     for run in runs:
         assert run.code == 0, run.err
         assert "timing/logprobs" not in run.metrics()[0]
+        assert f"== On-policy distillation of {task.untrained} =" in run.out and f"  teachers  {model}\n" in run.out
     assert runs[0].outcome() == runs[1].outcome() and runs[1].metrics()[0]["loss"] > 0
 
 

@@ -23,6 +23,7 @@ from grpo_mcore.recipe import (
     batch_equation,
     prompts_per_generation_batch,
     samples_per_step,
+    trains_on_rewards,
 )
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout.group import Group
@@ -118,12 +119,13 @@ class RunReport(RunOutput):
             f"{config.grpo.dynamic_sampling_max_gen_batches} a step"
         )
         self.console.banner(
-            f"GRPO of {config.policy.model_name}",
+            _title(config),
             {
                 "batch": batch_equation(config),
                 **({"sampling": sampling} if config.grpo.use_dynamic_sampling else {}),
                 **({"ahead": _ahead(config)} if config.grpo.async_grpo.max_age else {}),
                 "policy": self.describe_policy(),
+                **({} if policy.teachers is None else {"teachers": _teachers(config)}),
                 "engines": f"{len(engines.workers)} x vLLM {engines.layout.describe()} {vllm.precision}, {where}, "
                 f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB"
                 if engines.workers
@@ -304,7 +306,7 @@ class RunReport(RunOutput):
         values |= self.trouble()
         worked = self._schedule.step >= self._first_step
         if worked:
-            title = f"GRPO of {self.config.policy.model_name}"
+            title = _title(self.config)
             with left_out_if_it_fails("the comparison with the plan"):
                 if (compared := self._compared()) is not None:
                     values["predicted_against_measured"] = compared.plain()
@@ -373,6 +375,15 @@ def _spread(policy: PolicyGroup, engines: EngineGroup) -> str:
         return f" on {nodes} nodes" if nodes > 1 else ""
     there = len(engines.nodes().hosts)
     return f" on {nodes} nodes, engines on {there}" if max(nodes, there) > 1 else ""
+
+
+def _title(config: MasterConfig) -> str:
+    return f"{'GRPO' if trains_on_rewards(config) else 'On-policy distillation'} of {config.policy.model_name}"
+
+
+def _teachers(config: MasterConfig) -> str:
+    models = config.on_policy_distillation.teacher_model_by_agent_name
+    return ", ".join(models.values() if len(models) == 1 else (f"{alias}: {name}" for alias, name in models.items()))
 
 
 def _ahead(config: MasterConfig) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.derived import trains_on_rewards
 from grpo_mcore.recipe.errors import in_yaml
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
@@ -240,7 +241,7 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
             "the estimator gdpo reads the named rewards, which shaping does not change",
         )
     no_group = estimator.path is not None or (name == "reinforce_plus_plus" and not estimator.minus_baseline)
-    no_group = no_group or (name == "opd" and not config.on_policy_distillation.use_orm_advantage)
+    no_group = no_group or not trains_on_rewards(config)
     if runs_grpo(config) and grpo.num_generations_per_prompt == 1 and not no_group:
         yield Finding(
             ("grpo.num_generations_per_prompt",),
