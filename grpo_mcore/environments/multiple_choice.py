@@ -76,7 +76,7 @@ _DENIED = rf"[{_CJK}\s]{{0,6}}?(?:{'|'.join(_NOT.split())}|[{_CJK}]{{0,5}}\s*[?\
 _BECAUSE = "because since as which that due for given rather instead not"
 _IS = "is be ist es est è é är er jest este je on to adalah ni là"
 _IS_RIGHT = r"is(?!\s+(?:not|wrong|incorrect|false)\b)"
-_SO = "therefore thus hence clearly indeed simply"
+_SO = "therefore thus hence clearly indeed simply probably likely most definitely certainly"
 _LABELS = (
     rf"(?:\s+(?:{'|'.join(f'{_IS} {_SO}'.split())}|are|the|choice|option|letter|would|should|must|here|key|final|"
     r"answer|correct|correcta|correcte|correta|corretta|corect|juste|richtig|đúng)\b|[是为為は은는选選])*"
@@ -113,13 +113,16 @@ _PICKED = re.compile(
     rf"\b(?i:option|choice|answer|solution|one)\b[^.\n]{{0,30}}\bis\s+)"
     rf"(?i:(?:the )?(?:option|choice|letter)\s+)?{_OPENING}(?P<letter>[{_LATIN}]){_AT_END}"
     rf"|(?<!\w)\((?P<labelled>[{_LATIN}])\){_CLOSING}\s+(?:is|are)\b"
-    rf"|^(?P<first>[{_LATIN}])[).]?\s+(?i:{'|'.join(_BECAUSE.split())})\b"
+    rf"|^(?P<first>[{_LATIN}])[).]?\s+(?i:{'|'.join(_BECAUSE.split())}|is\s+(?:the\s+)?(?:correct|right|best))\b"
 )
 _UNSURE = re.compile(
     r"\b(?:not|never|neither|nor|either|both|all|or|and|incorrect|wrong|maybe|perhaps|possibly|might|could)\b|n['’]t\b|\?",
     re.IGNORECASE,
 )
-_OPTION = re.compile(rf"(?:\*\*|__)?\(?(?P<one>[{_LATIN}])\)[ \t]+\S.*|(?:\*\*|__)(?P<bold>[{_LATIN}])[.:)][ \t]+\S.*")
+_OPTION = re.compile(
+    rf"(?:\*\*|__)?\(?(?P<one>[{_LATIN}])\)[ \t]+\S.*|"
+    rf"(?:\*\*|__)(?P<bold>[{_LATIN}])[.:)](?:\*\*|__)?[ \t]+\S.*"
+)
 _ONLY_OPTION = re.compile(rf"(?P<one>[{_LATIN}])[.:)][ \t]+\S.*(?P<bold>)")
 _LISTED = re.compile(rf"[-*_\s]*\(?[{_LATIN}][).:]")
 _MOST_OF_AN_OPTION = 200  # characters

@@ -22,6 +22,11 @@ from grpo_mcore.environments.multiple_choice import english_choice, multilingual
         ("Answer: K", None),
         ("B", "B"),
         ("The answer is B", "B"),
+        ("The answer is most likely (B).", "B"),
+        ("The answer is likely not B", None),
+        ("So it is 5.\n\nB is the correct answer.", "B"),
+        ("B is not correct.", None),
+        ("Let me see.\n\n**B)** five", "B"),
         ("", None),
     ],
 )
