@@ -123,15 +123,10 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
         done = 0
         for seed, wanted in missing.items():
             rollouts = Rollouts(sampler.engines, sampler.task_to_env, tokenizer, turn_limits(config), seed=seed)
-            waiting, in_flight = iter(wanted), 0
-            while True:
-                while in_flight < IN_FLIGHT and (prompt := next(waiting, None)) is not None:
-                    rollouts.dispatch([prompt], sampling, generations=evaluation.num_tests_per_prompt, step=0)
-                    in_flight += 1
-                if not in_flight:
-                    break
-                log.add(_samples(rollouts.next_group(), name, seed, sampler.cluster))
-                in_flight, done = in_flight - 1, done + 1
+            tests = evaluation.num_tests_per_prompt
+            for group in rollouts.each_group(wanted, sampling, generations=tests, most=IN_FLIGHT):
+                log.add(_samples(group, name, seed, sampler.cluster))
+                done += 1
                 if done % PROGRESS_EVERY == 0 or done == count:
                     logger.info("%s: %d of %d prompts", name, done, count)
     return set(asked)

@@ -204,16 +204,8 @@ def collect(
         )
         asked: dict[str, None] = {}  # uids
         prompts = unfinished.missing(_usable(dataset, num_prompts), asked)
-        most_in_flight = STEPS_IN_FLIGHT * grpo.num_prompts_per_step
-        in_flight = 0
-        while True:
-            while in_flight < most_in_flight and (prompt := next(prompts, None)) is not None:
-                rollouts.dispatch([prompt], sampling, generations=count, step=0)
-                in_flight += 1
-            if not in_flight:
-                break
-            group = rollouts.next_group()
-            in_flight -= 1
+        most = STEPS_IN_FLIGHT * grpo.num_prompts_per_step
+        for group in rollouts.each_group(prompts, sampling, generations=count, most=most):
             lines = _lines(
                 group,
                 dataset.dataset[group.prompt["idx"]],

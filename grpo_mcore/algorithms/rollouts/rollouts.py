@@ -29,7 +29,7 @@ import heapq
 import secrets
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -336,6 +336,21 @@ class Rollouts:
                     self._progress()
                 if self._finished:
                     return self._finished.popleft()
+
+    def each_group(
+        self, prompts: Iterable[DatumSpec], sampling: Sampling, *, generations: int, most: int
+    ) -> Iterator[Group]:
+        """Yield the groups of these prompts as they finish, with at most `most` prompts in flight."""
+        waiting, in_flight = iter(prompts), 0
+        while True:
+            while in_flight < most and (prompt := next(waiting, None)) is not None:
+                self.dispatch([prompt], sampling, generations=generations, step=0)
+                in_flight += 1
+            if not in_flight:
+                return
+            group = self.next_group()
+            in_flight -= 1
+            yield group
 
     def _progress(self) -> None:
         """Wait for what comes next, and process it."""
