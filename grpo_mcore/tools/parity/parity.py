@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from grpo_mcore.tools.parity.rank import (
     policy_config,
     sequences,
 )
+
+if TYPE_CHECKING:  # it imports vLLM's settings
+    from grpo_mcore.generation import Engine
 
 LOGPROB_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
 """Largest difference of a log-prob, and largest relative error of a parameter's gradient, that are accepted."""
@@ -204,25 +207,10 @@ def compare(
 def compare_engine(reference: Reference) -> tuple[ParityCase | None, str | None]:
     """Compare the log-probs of samples of a vLLM engine on CPU with transformers. Return (case, None), or
     (None, reason) if the engine cannot run the model."""
-    from grpo_mcore.generation import Engine, EngineConfig
-
     shape = shape_of(read_hf_config(reference.folder))
     if (missing := missing_on_cpu(shape)) is not None:
         return None, f"vLLM's CPU build cannot run this {shape.family} model: {missing}"
-    longest = max(LENGTHS) + NEW_TOKENS
-    engine = Engine(
-        EngineConfig(
-            str(reference.folder),
-            dtype="float32",
-            max_model_len=longest,
-            kv_cache_memory_gb=0.1,
-            **engine_options(shape),
-        )
-    )
-    requests = [
-        GenerationRequest(str(i), 0, (Turn("user", tokens),), seed=i)
-        for i, tokens in enumerate(sequences(shape.vocab_size))
-    ]
+    engine, requests = cpu_engine(reference.folder, shape)
     differences: dict[int, float] = {}
     try:
         for sample in engine.generate(requests, Sampling(max_new_tokens=NEW_TOKENS)):
@@ -234,3 +222,15 @@ def compare_engine(reference: Reference) -> tuple[ParityCase | None, str | None]
     finally:
         engine.shutdown()
     return ParityCase(reference.family, "engine", None, differences, {}), None
+
+
+def cpu_engine(folder: Path, shape: ModelShape, **options: Any) -> tuple[Engine, list[GenerationRequest]]:
+    """Start a vLLM engine on CPU, in float32. Return it, and requests for NEW_TOKENS after each of `sequences`.
+    `options`: of its EngineConfig."""
+    from grpo_mcore.generation import Engine, EngineConfig
+
+    length = max(LENGTHS) + NEW_TOKENS
+    options = engine_options(shape) | options
+    engine = Engine(EngineConfig(str(folder), dtype="float32", max_model_len=length, kv_cache_memory_gb=0.1, **options))
+    tokens = enumerate(sequences(shape.vocab_size))
+    return engine, [GenerationRequest(str(i), 0, (Turn("user", ids),), seed=i) for i, ids in tokens]

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.run_control.checks import model_folder
 from grpo_mcore.batching.packed_batch import pack_rows
-from grpo_mcore.families import ModelShape, engine_options, engine_overrides, missing_on_cpu, read_hf_config, shape_of
+from grpo_mcore.families import ModelShape, engine_overrides, missing_on_cpu, read_hf_config, shape_of
 from grpo_mcore.parallel.layer_traces import fixed_direction, trace_layers
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
+from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.tools.export import export
 from grpo_mcore.tools.mirrored import kept_checkpoint
-from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, make_policy, sequences
+from grpo_mcore.tools.parity.parity import NEW_TOKENS, RANK_TIMEOUT_S, cpu_engine
+from grpo_mcore.tools.parity.rank import LayoutCase, make_policy, sequences
 from grpo_mcore.tools.replay.replay import ReplayError, recorded_step
 from grpo_mcore.tools.verdict.judge import JudgedSample
 
-NEW_TOKENS, RANK_TIMEOUT_S = 24, 600.0
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -146,18 +146,11 @@ def policy_logprobs(
 
 def _generated(folder: Path, shape: ModelShape) -> tuple[list[JudgedSample], tuple[str, ...]]:
     """Return samples of an engine, none if vLLM's CPU build cannot run the model, and notes on what is missing."""
-    from grpo_mcore.generation import Engine, EngineConfig
-
     if (missing := missing_on_cpu(shape)) is not None:
         return [], (f"engine: vLLM's CPU build cannot run this {shape.family} model: {missing}",)
-    length = max(LENGTHS) + NEW_TOKENS
-    options: dict[str, Any] = engine_options(shape) | {"prefix_caching": False}  # each token is computed, and recorded
-    options["vllm_kwargs"] = {"hf_overrides": engine_overrides(read_hf_config(folder), {})}
-    engine = Engine(EngineConfig(str(folder), dtype="float32", max_model_len=length, kv_cache_memory_gb=0.1, **options))
-    requests = [
-        GenerationRequest(str(i), 0, (Turn("user", tokens),), seed=i)
-        for i, tokens in enumerate(sequences(shape.vocab_size))
-    ]
+    overrides = {"hf_overrides": engine_overrides(read_hf_config(folder), {})}
+    # Without a prefix cache each token is computed, and recorded.
+    engine, requests = cpu_engine(folder, shape, prefix_caching=False, vllm_kwargs=overrides)
     try:
         recorded = engine.record_layers(fixed_direction(shape.hidden_size))
         samples = list(engine.generate(requests, Sampling(NEW_TOKENS)))
