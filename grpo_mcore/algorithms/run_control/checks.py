@@ -144,13 +144,8 @@ def check_model(config: MasterConfig) -> Model:
         raise LayoutError(*findings)
     check_weights(Path(folder), shape)
     layout = policy_layout(config.policy.megatron_cfg, world_size(config))
-    check_settings(shape, config.policy.megatron_cfg)
-    check_length(shape, config.policy.max_total_sequence_length)
-    fused = platform.transformer_engine and not own_attention(config.policy.sequence_packing)
-    check_context_parallel(shape, layout.context, fused_attention=fused)
-    check_attention(shape, config.policy.precision, on_gpu=platform.on_gpu, fused_attention=fused)
+    _check_ranks(config.policy, shape, layout, platform)
     check_optimizer(config.policy, platform)
-    _check_overrides(config.policy, shape, layout, platform)
     if config.cluster.platform == "auto" and torch.version.cuda is None and NVIDIA_DRIVER.exists():
         logger.warning(
             "this machine has NVIDIA GPUs, but torch %s is a build without CUDA: the run uses the CPU. Make an "
@@ -161,8 +156,14 @@ def check_model(config: MasterConfig) -> Model:
     return Model(folder, shape, layout, platform, teachers, engine_overrides(written, overrides))
 
 
-def _check_overrides(policy: PolicyConfig, shape: ModelShape, layout: PolicyLayout, platform: Platform) -> None:
-    """Raise FamilyError for `model_overrides` that Megatron-Core would refuse when the ranks start."""
+def _check_ranks(policy: PolicyConfig, shape: ModelShape, layout: PolicyLayout, platform: Platform) -> None:
+    """Raise FamilyError for settings that the ranks of a model cannot have, `model_overrides` among them that
+    Megatron-Core would refuse when they start."""
+    check_settings(shape, policy.megatron_cfg)
+    check_length(shape, policy.max_total_sequence_length)
+    fused = platform.transformer_engine and not own_attention(policy.sequence_packing)
+    check_context_parallel(shape, layout.context, fused_attention=fused)
+    check_attention(shape, policy.precision, on_gpu=platform.on_gpu, fused_attention=fused)
     if not (overrides := policy.megatron_cfg.model_overrides):
         return
     from grpo_mcore.parallel.settings import transformer_config  # imports Megatron-Core, which takes seconds
@@ -198,12 +199,7 @@ def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]
                 check_vllm_build(gpu=platform.on_gpu)
                 _check_teacher_engines(policy, shape, settings, gpu=platform.on_gpu)
             else:
-                check_settings(shape, policy.megatron_cfg)
-                check_length(shape, policy.max_total_sequence_length)
-                fused = platform.transformer_engine and not own_attention(policy.sequence_packing)
-                check_context_parallel(shape, layout.context, fused_attention=fused)
-                check_attention(shape, policy.precision, on_gpu=platform.on_gpu, fused_attention=fused)
-                _check_overrides(policy, shape, layout, platform)
+                _check_ranks(policy, shape, layout, platform)
         except (FamilyError, LayoutError) as error:
             raise SetupError(f"{key} ({policy.model_name}), laid out by non_colocated_teachers: {error}") from error
         divergence = config.on_policy_distillation.divergence
