@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Literal, TypeVar
@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 from grpo_mcore.clock import REAL, Clock
 
 T = TypeVar("T")
+Handler = Callable[[int, "FrameType | None"], None]
 
 
 class StopNow(Exception):
@@ -107,16 +108,11 @@ def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
     def note(number: int, _frame: FrameType | None) -> None:
         request.ask("SIGUSR1 asked the run to stop")
 
-    handlers = {signal.SIGUSR1: note}
+    handlers: dict[int, Handler] = {signal.SIGUSR1: note}
     if not is_ignored(signal.SIGINT):
         handlers[signal.SIGINT] = lambda number, _frame: request.interrupt()
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGINT])
-    try:
+    with handled(handlers, unblocked=(signal.SIGUSR1, signal.SIGINT)):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -137,8 +133,16 @@ def on_sigterm(request: StopRequest) -> Iterator[None]:
             raise Terminated
 
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if n == signal.SIGTERM or not is_ignored(n)]
-    before = {number: signal.signal(number, note) for number in numbers}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    with handled(dict.fromkeys(numbers, note)):
+        yield
+
+
+@contextmanager
+def handled(handlers: Mapping[int, Handler], unblocked: Iterable[int] = ()) -> Iterator[None]:
+    """Install handlers of signals inside the block, in the main thread, and unblock these signals and those of
+    `unblocked`: whoever started this process may have blocked them."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handlers, *unblocked})
     try:
         yield
     finally:

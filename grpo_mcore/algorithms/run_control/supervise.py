@@ -24,7 +24,7 @@ import psutil
 from grpo_mcore import processes
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.engines.retries import Retries
-from grpo_mcore.algorithms.run_control.stopping import is_ignored
+from grpo_mcore.algorithms.run_control.stopping import handled, is_ignored
 from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.cluster import orphan_reaper
 from grpo_mcore.recipe import MasterConfig
@@ -184,14 +184,8 @@ def _forward_signals(child: _Child) -> Iterator[None]:
         child.asked = child.waiting = number
         child.forward()
 
-    heard = [number for number in FORWARDED if not is_ignored(number)]
-    before = {number: signal.signal(number, forward) for number in heard}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)  # whoever started this process may have blocked them
-    try:
+    with handled({number: forward for number in FORWARDED if not is_ignored(number)}):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _from(newest: Path | None, resume: str | bool | None) -> str:
