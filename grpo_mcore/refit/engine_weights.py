@@ -7,6 +7,7 @@ is packed as soon as its slices are complete, and the exchange only swaps what t
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -303,7 +304,7 @@ def _target(name: str, parameter: nn.Parameter, used_by: list[tuple[nn.Module, s
 
 def _loaded_elements(module: nn.Module, loaded: Tensor) -> int:
     if isinstance(module, VocabParallelEmbedding):
-        return module.num_org_embeddings_per_partition * _volume_of(loaded.shape[1:])
+        return module.num_org_embeddings_per_partition * math.prod(loaded.shape[1:])
     return loaded.numel()
 
 
@@ -332,14 +333,7 @@ def _check_method(name: str, module: nn.Module) -> None:
 
 
 def _volume(box: Box) -> int:
-    return _volume_of([stop - start for start, stop in box])
-
-
-def _volume_of(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return math.prod(stop - start for start, stop in box)
 
 
 def _index(box: Box) -> tuple[slice, ...]:
