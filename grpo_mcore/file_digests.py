@@ -72,6 +72,26 @@ def collect_digests(folder: Path) -> dict[str, Digest]:
     return digests
 
 
+def parse_digests(text: str | bytes) -> dict[str, Digest]:
+    """Return the content of DIGESTS, by path inside the folder. Raises ValueError that says what is wrong with it."""
+    try:
+        files = json.loads(text)["files"]
+        return {name: (int(saved["bytes"]), str(saved["sha256"])) for name, saved in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{DIGESTS} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def first_missing(digests: Mapping[str, Digest], sizes: Mapping[str, int]) -> str | None:
+    """Return which file is missing or has another size than its digest says; None if none. `sizes`: bytes of the files
+    that are there."""
+    for name, (saved, _) in digests.items():
+        if name not in sizes:
+            return f"{name} is missing"
+        if sizes[name] != saved:
+            return f"{name} has {sizes[name]:,} bytes, {saved:,} were saved"
+    return None
+
+
 def first_changed(folder: Path, digests: Mapping[str, Digest]) -> str | None:
     """Return what is wrong with the first file of `folder` that is not what its digest says; None if all are."""
     present = digest_files(folder, digests)

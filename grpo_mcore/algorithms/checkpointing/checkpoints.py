@@ -30,6 +30,8 @@ from grpo_mcore.file_digests import (
     digest_file,
     digest_of,
     first_changed,
+    first_missing,
+    parse_digests,
     try_to_read,
 )
 from grpo_mcore.formats import FORMATS, newer_format
@@ -197,7 +199,7 @@ class CheckpointManager:
         if not self.config.enabled or self.config.mirror is None:
             return
         store = self._store or RemoteStore(self.config.mirror, self.config.mirror_options)
-        self.mirror = Mirror(store, self._to_keep_there, wait_s=self.config.mirror_wait_s, clock=self._clock)
+        self.mirror = Mirror(store, self._to_keep, wait_s=self.config.mirror_wait_s, clock=self._clock)
         try:
             if trains:
                 store.probe()
@@ -364,13 +366,9 @@ class CheckpointManager:
     def policy_digests(self) -> dict[str, Digest]:
         """Return the digests of the ranks' files of the checkpoint that this run resumes, by path inside `policy`."""
         assert self.resumed_from is not None
-        files = json.loads((self.resumed_from / DIGESTS).read_text(encoding="utf-8"))["files"]
+        files = parse_digests((self.resumed_from / DIGESTS).read_bytes())
         start = f"{POLICY}/"
-        return {
-            name.removeprefix(start): (saved["bytes"], saved["sha256"])
-            for name, saved in files.items()
-            if name.startswith(start)
-        }
+        return {name.removeprefix(start): digest for name, digest in files.items() if name.startswith(start)}
 
     def log_run(self) -> str | None:
         """Return the log folder (exp_NNN) of the run that this one continues, or None. A run that starts from a
@@ -530,61 +528,49 @@ class CheckpointManager:
     def _prune(self, just_saved: int) -> None:
         """Keep the best keep_top_k by the metric, the newest ft_keep_latest_k of those for recovery, and always the one
         just saved and the newest."""
-        keep, steps = self.config.keep_top_k, self._steps()
-        recovery = [step for step in steps if self._is_for_recovery(step)]
-        ranked = sorted(set(steps) - set(recovery), key=lambda step: (self._metric(step), step), reverse=True)
-        if (
-            not (self._warned or self.config.metric_name is None or keep is None)
-            and len(ranked) > keep
-            and len({self._metric(step) for step in ranked}) == 1
-        ):
-            self._warned = True
-            missing = self._metric(just_saved) == float("-inf")
-            there = sorted(
-                {name for step in ranked for name in _metrics(self.folder / f"step_{step}") if "val:" in name}
-            )
-            known = f" (there are {', '.join(there)})" if there and self.config.metric_name not in there else ""
-            logger.warning(
-                "checkpointing.metric_name: %s is %s in steps %s, so the newest are kept; %s (said only once)",
-                self.config.metric_name,
-                "missing" if missing else "the same",
-                ", ".join(map(str, sorted(ranked))),
-                f"validate more often, name another metric{known}, or set it to null"
-                if missing
-                else "name a metric that moves, such as val:reward",
-            )
-        kept = self._to_keep({step: self._metric(step) for step in steps}, just_saved)
-        self._delete_all(set(steps) - kept)
+        metrics = {step: _metrics(self.folder / f"step_{step}") for step in self._steps()}
+        if not self._warned:
+            self._warn_of_equal_ranks(metrics, just_saved)
+        self._delete_all(metrics.keys() - self._to_keep(metrics, just_saved))
 
-    def _to_keep(self, ranks: Mapping[int, float], just_saved: int) -> set[int]:
-        """Return the steps to keep, of their ranks by step."""
-        recovery = sorted(filter(self._is_for_recovery, ranks))
-        ranked = sorted(set(ranks) - set(recovery), key=lambda step: (ranks[step], step), reverse=True)
+    def _warn_of_equal_ranks(self, metrics: Mapping[int, Mapping[str, float]], just_saved: int) -> None:
+        """Say if the metric tells nothing about which checkpoints to keep."""
+        name, keep = self.config.metric_name, self.config.keep_top_k
+        ranks = {step: _rank(of, self.config) for step, of in metrics.items() if not self._is_for_recovery(step)}
+        if name is None or keep is None or len(ranks) <= keep or len(set(ranks.values())) > 1:
+            return
+        self._warned = True
+        missing = _rank(metrics.get(just_saved, {}), self.config) == float("-inf")
+        there = sorted({known for step in ranks for known in metrics[step] if "val:" in known})
+        known = f" (there are {', '.join(there)})" if there and name not in there else ""
+        logger.warning(
+            "checkpointing.metric_name: %s is %s in steps %s, so the newest are kept; %s (said only once)",
+            name,
+            "missing" if missing else "the same",
+            ", ".join(map(str, sorted(ranks))),
+            f"validate more often, name another metric{known}, or set it to null"
+            if missing
+            else "name a metric that moves, such as val:reward",
+        )
+
+    def _to_keep(self, metrics: Mapping[int, Mapping[str, float]], just_saved: int) -> set[int]:
+        """Return the steps to keep, of their metrics by step."""
+        recovery = sorted(filter(self._is_for_recovery, metrics))
+        ranked = sorted(
+            metrics.keys() - set(recovery), key=lambda step: (_rank(metrics[step], self.config), step), reverse=True
+        )
         newest_for_recovery = recovery[-(self.config.ft_keep_latest_k or 1) :]
-        return {*ranked[: self.config.keep_top_k], *newest_for_recovery, max(ranks), just_saved}
-
-    def _to_keep_there(self, metrics: Mapping[int, Mapping[str, float]], just_saved: int) -> set[int]:
-        """Return the steps to keep in the mirror, of their metrics by step."""
-        return self._to_keep({step: _rank(named, self.config) for step, named in metrics.items()}, just_saved)
+        return {*ranked[: self.config.keep_top_k], *newest_for_recovery, max(metrics), just_saved}
 
     def _is_for_recovery(self, step: int) -> bool:
         """Return whether only ft_save_period asked for this checkpoint."""
         period = self.config.ft_save_period
         return period is not None and step % period == 0 and step % self.config.save_period != 0
 
-    def _metric(self, step: int) -> float:
-        return metric_of(self.folder / f"step_{step}", self.config)
-
 
 def rank_of(folder: Path, config: CheckpointingConfig) -> tuple[float, int]:
     """Return what checkpoints are ranked by, to keep the best and to export it: the metric, then the step."""
-    return metric_of(folder, config), int(folder.name.removeprefix("step_"))
-
-
-def metric_of(folder: Path, config: CheckpointingConfig) -> float:
-    """Return the metric for the ranking: higher is better. A checkpoint without the metric, or with NaN, ranks last.
-    Graded rewards have no accuracy; their mean takes its place, which equals it for rewards of 0 and 1."""
-    return 0.0 if config.metric_name is None else _rank(_metrics(folder), config)
+    return _rank(_metrics(folder), config), int(folder.name.removeprefix("step_"))
 
 
 def _metrics(folder: Path) -> Mapping[str, float]:
@@ -596,6 +582,8 @@ def _metrics(folder: Path) -> Mapping[str, float]:
 
 
 def _rank(metrics: Mapping[str, float], config: CheckpointingConfig) -> float:
+    """Return the metric for the ranking: higher is better. A checkpoint without the metric, or with NaN, ranks last.
+    Graded rewards have no accuracy; their mean takes its place, which equals it for rewards of 0 and 1."""
     if (name := config.metric_name) is None:
         return 0.0
     value = metrics.get(name)
@@ -760,18 +748,11 @@ def _damage(folder: Path, stamps: tuple[tuple[str, int, int], ...], whole: bool)
     if DIGESTS not in present:
         return f"{DIGESTS} is missing"
     try:
-        digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["files"]
-        files = {name: (int(saved["bytes"]), str(saved["sha256"])) for name, saved in digests.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        return f"{DIGESTS} cannot be read: {type(error).__name__}: {error}"
-    for name, (saved_size, _) in files.items():
-        if name not in present:
-            return f"{name} is missing"
-        if present[name] != saved_size:
-            return f"{name} has {present[name]:,} bytes, {saved_size:,} were saved"
-    return first_changed(
-        folder, {name: saved for name, saved in files.items() if whole or not name.startswith(f"{POLICY}/")}
-    )
+        files = parse_digests((folder / DIGESTS).read_bytes())
+    except ValueError as error:
+        return str(error)
+    read = {name: digest for name, digest in files.items() if whole or not name.startswith(f"{POLICY}/")}
+    return first_missing(files, present) or first_changed(folder, read)
 
 
 def size_of(folder: Path) -> int:

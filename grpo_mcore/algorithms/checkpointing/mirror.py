@@ -26,7 +26,7 @@ from pathlib import Path
 
 from grpo_mcore.algorithms.checkpointing.lease import FolderInUse, Holder, lives_here
 from grpo_mcore.clock import REAL, Clock
-from grpo_mcore.file_digests import DIGESTS
+from grpo_mcore.file_digests import DIGESTS, first_missing, parse_digests
 from grpo_mcore.object_store import RemoteStore, StoreError, Version
 
 logger = logging.getLogger(__name__)
@@ -155,18 +155,16 @@ def fetch_step(store: RemoteStore, step: int, folder: Path) -> str | None:
     if (read := store.read(f"step_{step}/{DIGESTS}")) is None:
         return f"{DIGESTS} is missing"
     try:
-        files = {name: int(saved["bytes"]) for name, saved in json.loads(read[0])["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{DIGESTS} cannot be read: {type(error).__name__}: {error}"
-    for name, size in files.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            return f"{DIGESTS} names {name!r}, which is no file of a checkpoint"
-        if name not in there:
-            return f"{name} is missing"
-        if there[name][0] != size:
-            return f"{name} has {there[name][0]:,} bytes, {size:,} were saved"
-    logger.info("fetching step_%d (%.2f GB) from %s", step, sum(files.values()) / GB, store.address)
-    store.download({f"step_{step}/{name}": (folder / name, size) for name, size in files.items()}, _ignore)
+        files = parse_digests(read[0])
+    except ValueError as error:
+        return str(error)
+    if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
+        return f"{DIGESTS} names {outside[0]!r}, which is no file of a checkpoint"
+    if (problem := first_missing(files, {name: size for name, (size, _) in there.items()})) is not None:
+        return problem
+    nbytes = sum(size for size, _ in files.values())
+    logger.info("fetching step_%d (%.2f GB) from %s", step, nbytes / GB, store.address)
+    store.download({f"step_{step}/{name}": (folder / name, size) for name, (size, _) in files.items()}, _ignore)
     (folder / DIGESTS).write_bytes(read[0])
     return None
 
@@ -367,8 +365,8 @@ class Mirror:
         self._check_lease()
         self._remove(step)
         digests = (folder / DIGESTS).read_bytes()
-        files: Mapping[str, Mapping[str, object]] = json.loads(digests)["files"]
-        self._now, self._bytes, self._size = step, 0, sum((folder / name).stat().st_size for name in files)
+        files = parse_digests(digests)
+        self._now, self._bytes, self._size = step, 0, sum(size for size, _ in files.values())
         try:
             for name in files:
                 self.store.upload(f"step_{step}/{name}", folder / name, self._moved)
