@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,18 @@ class RemoteStore:
         with ThreadPoolExecutor(THREADS) as pool:
             for _ in pool.map(fetch, pieces):
                 pass
+
+    def fetch(self, files: Mapping[str, int], folder: Path, start: str = "") -> None:
+        """Write objects to files of these names (and bytes) below `folder`, each whole or not at all. `start`: what
+        their names in the store have before it."""
+        part = folder.with_name(f".{folder.name}.{os.getpid()}")
+        try:
+            self.download({start + name: (part / name, size) for name, size in files.items()}, lambda count: None)
+            for name in files:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (part / name).replace(folder / name)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
 
     def objects(self, folder: str) -> dict[str, tuple[int, float]]:
         """Return the objects below a folder, which may be "": path inside it -> (bytes, unix time of writing)."""

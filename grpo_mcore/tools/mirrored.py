@@ -86,17 +86,12 @@ def local_run(place: str, *, samples: bool = True) -> Path:
         if name not in there and OF_A_LOG.search(f"{end}/{name}") and (samples or SAMPLES not in f"/{name}"):
             file.unlink()  # of a run that had this prefix before
     wanted = {name: state for name, state in there.items() if name not in here or _differs(here[name], *state)}
-    part = folder.with_name(f".{os.getpid()}.{folder.name}")
     try:
-        store.download({name: (part / name, size) for name, (size, _) in wanted.items()}, lambda count: None)
+        store.fetch({name: size for name, (size, _) in wanted.items()}, folder)
         for name, (_, written) in wanted.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            os.utime(part / name, (written, written))
-            (part / name).replace(folder / name)
+            os.utime(folder / name, (written, written))
     except OSError as error:
         raise StoreError(f"{place} cannot be fetched to {folder}: {error}; see XDG_CACHE_HOME") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return folder
 
 

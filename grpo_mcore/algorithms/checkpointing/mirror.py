@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -217,19 +216,13 @@ class Mirror:
 
     def fetch_log(self, folder: Path) -> None:
         """Write the files of a run's log folder that are missing or shorter here."""
-        start, partial = f"{LOGS}/{folder.name}", folder.with_name(f".{folder.name}.fetched")
+        start = f"{LOGS}/{folder.name}"
         wanted = {
             name: size
             for name, (size, _) in self.store.objects(start).items()
             if ".." not in Path(name).parts and _size(folder / name) < size
         }
-        try:
-            self.store.download({f"{start}/{name}": (partial / name, size) for name, size in wanted.items()}, _ignore)
-            for name in wanted:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (partial / name).replace(folder / name)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        self.store.fetch(wanted, folder, f"{start}/")
 
     # Writing
 
