@@ -25,7 +25,7 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.rollouts import Answer, Case, Stream, World
-from grpo_mcore.algorithms.checkpointing.checkpoints import INFO, POLICY, damage, write_digests
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import INFO, POLICY, damage, write_digests
 from grpo_mcore.algorithms.engines.engine_group import EngineSlot
 from grpo_mcore.cluster import Parcel
 from grpo_mcore.file_digests import digest_of, leave_digests

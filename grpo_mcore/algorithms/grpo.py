@@ -24,7 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, GRPOSaveState
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import GRPOSaveState
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.checkpointing.group_store import resume_in_flight, write_groups
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, GRPOSaveState, first_save_state
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import GRPOSaveState, first_save_state
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.algorithms.rollouts.validation import run_validation

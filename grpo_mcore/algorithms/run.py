@@ -15,13 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import (
-    POLICY,
-    CheckpointManager,
-    GRPOSaveState,
-    first_save_state,
-    policy_folder,
-)
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import POLICY, GRPOSaveState, first_save_state, policy_folder
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
 from grpo_mcore.algorithms.record.followed_run import FollowedRun

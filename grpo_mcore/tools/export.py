@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder, rank_of
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import policy_folder, rank_of
 from grpo_mcore.algorithms.run_control.checks import SetupError, model_folder
 from grpo_mcore.data.datasets.source import is_local
 from grpo_mcore.parallel.export import ExportError, export_adapter, export_merged

@@ -35,7 +35,7 @@ def local_checkpoint(place: str) -> Path:
     step_N or a run's prefix, of which the newest whole checkpoint is taken. Raises StoreError."""
     if (path := _path(place)) is not None:
         return path
-    from grpo_mcore.algorithms.checkpointing.checkpoints import damage, refuse_full_disk
+    from grpo_mcore.algorithms.checkpointing.checkpoint_files import damage, refuse_full_disk
     from grpo_mcore.algorithms.checkpointing.mirror import fetch_step, whole_steps
 
     address, _, last = place.rstrip("/").rpartition("/")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore import object_store
-from grpo_mcore.algorithms.checkpointing.checkpoints import write_digests
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import write_digests
 from grpo_mcore.algorithms.checkpointing.lease import FolderInUse, Holder
 from grpo_mcore.algorithms.checkpointing.mirror import LEASE, MirrorLease
 from grpo_mcore.object_store import RemoteStore, StoreError

@@ -10,7 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, ResumeError
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import ResumeError
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.cli.main import main
 from grpo_mcore.formats import FORMATS
 from grpo_mcore.observe import LedgerError, read_ledger

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import policy_folder
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.algorithms.record.run_record import PASS_RATES_FILE
 from grpo_mcore.algorithms.run_control.checks import check_model

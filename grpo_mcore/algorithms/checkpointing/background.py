@@ -10,14 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import (
-    CheckpointManager,
-    NotWritten,
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import (
     RunSnapshot,
     policy_folder,
     recipe_text,
     write_driver_files,
 )
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, NotWritten
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from grpo_mcore.file_digests import Digest

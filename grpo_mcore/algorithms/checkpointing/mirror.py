@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import GB, INFO
 from grpo_mcore.algorithms.checkpointing.lease import FolderInUse, Holder, lives_here
 from grpo_mcore.clock import REAL, Clock
 from grpo_mcore.file_digests import DIGESTS, first_missing, parse_digests
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 LEASE = "in_use.json"
 ABANDONED = "abandoned_digests.json"
 """Name of a checkpoint's `digests.json` once a run went back to an older one."""
-INFO = "training_info.json"
 LOGS = "logs"
 LEFT_OUT = ("workers", "ray", "profile")
 """Folders in a run's log folder that are not mirrored: the output of processes, and traces."""
@@ -44,7 +44,6 @@ STALE_S = 90.0
 """Seconds without a beat after which a holder on another machine is dead."""
 WAITS_S = (5.0, 10.0, 20.0, 40.0, 60.0)
 """Seconds before each further attempt after a failure; the last one counts for all that follow."""
-GB = 1e9
 
 
 class _Closed(Exception):

@@ -10,7 +10,8 @@ from typing import Any, Self
 
 import msgspec
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState, RunSnapshot, SavedPosition
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import GRPOSaveState, RunSnapshot
+from grpo_mcore.algorithms.checkpointing.checkpoints import SavedPosition
 from grpo_mcore.algorithms.record.followed_run import FollowedRun
 from grpo_mcore.algorithms.record.run_report import RunReport
 from grpo_mcore.algorithms.rollouts.prompt_sampler import PromptSampler

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
-from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState, NotWritten, RunSnapshot
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import GRPOSaveState, RunSnapshot
+from grpo_mcore.algorithms.checkpointing.checkpoints import NotWritten
 from grpo_mcore.algorithms.record.run_output import RunOutput
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.algorithms.run import Run

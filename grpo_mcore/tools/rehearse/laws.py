@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import POLICY, CheckpointManager, damage
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import POLICY, damage
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger
 from grpo_mcore.observe.exit_codes import STOPPED_EARLY, TERMINATED
 from grpo_mcore.observe.ledger_audit import valid_entries

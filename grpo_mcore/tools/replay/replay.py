@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import policy_folder
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import train_on_groups
 from grpo_mcore.algorithms.record.recorded_samples import recorded_groups, sample_name

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import (
-    CheckpointManager,
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import (
     RunSnapshot,
     policy_folder,
     recipe_text,
     write_driver_files,
 )
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.checkpointing import background, checkpoints
+from grpo_mcore.algorithms.checkpointing import background, checkpoint_files, checkpoints
 from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, RunSnapshot
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import RunSnapshot
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from tests.clocks import StandingClock
 from tests.unit.algorithms.training_step.step_cases import config
@@ -83,7 +84,7 @@ def test_it_appears_when_everything_is_written(tmp_path: Path) -> None:
     world.saves.poll()  # starts the driver's part
     world.saves.wait()
     assert world.files() == ["step_1"] and world.events == ["step_1", "saved 1"]
-    assert checkpoints.damage(tmp_path / "step_1") is None
+    assert checkpoint_files.damage(tmp_path / "step_1") is None
     world.saves.poll()
     world.saves.wait()
     assert world.events == ["step_1", "saved 1"]

@@ -19,14 +19,10 @@ import torch
 import yaml
 
 from grpo_mcore import file_digests
+from grpo_mcore.algorithms.checkpointing import checkpoint_files
 from grpo_mcore.algorithms.checkpointing import checkpoints as module
-from grpo_mcore.algorithms.checkpointing.checkpoints import (
-    CheckpointManager,
-    NotWritten,
-    ResumeError,
-    RunSnapshot,
-    recipe_text,
-)
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import ResumeError, RunSnapshot, recipe_text
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, NotWritten
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from tests.unit.algorithms.checkpointing.saving import RECIPE, manager, save, save_now, write_policy
@@ -250,7 +246,9 @@ def test_the_ranks_tell_what_they_wrote_and_compare_what_they_read(tmp_path: Pat
     resumed = resuming(tmp_path, True)
     assert resumed.resumed_from == tmp_path / "step_2"
     problem = file_digests.first_changed(tmp_path / "step_2" / "policy", resumed.policy_digests())
-    assert problem == "weights is not what was saved (its digest differs)" and module.damage(tmp_path / "step_2")
+    assert problem == "weights is not what was saved (its digest differs)" and checkpoint_files.damage(
+        tmp_path / "step_2"
+    )
     assert resumed.pass_over(problem) == resumed.resumed_from == tmp_path / "step_1"
     assert file_digests.first_changed(tmp_path / "step_1" / "policy", resumed.policy_digests()) is None
     assert kept(tmp_path) == ["damaged_step_2", "step_1"]
@@ -269,10 +267,10 @@ def test_no_random_damage_of_a_checkpoint_passes(tmp_path: Path) -> None:
         flipped = whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
         damaged = draw.choice([flipped, flipped, whole[:place], None])
         path.unlink() if damaged is None else path.write_bytes(damaged)
-        if module.damage(folder) is None:
+        if checkpoint_files.damage(folder) is None:
             assert path.name == "digests.json" and json.loads(path.read_bytes()) == json.loads(whole)
         path.write_bytes(whole)
-    assert module.damage(folder) is None
+    assert checkpoint_files.damage(folder) is None
 
 
 def test_a_copy_of_another_step_is_not_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -340,7 +338,7 @@ def test_a_disk_that_fails_once_displaces_no_checkpoint(
     monkeypatch.setattr(owner, function, failing_once)
     while next(calls) > number_that_fails:  # the last look made as many calls
         calls, number_that_fails = itertools.count(1), number_that_fails + 1
-        module._damage.cache_clear()
+        checkpoint_files._damage.cache_clear()
         assert manager(tmp_path).find("auto") == tmp_path / "step_1"
     assert number_that_fails > 3
 
@@ -507,7 +505,7 @@ def test_a_published_checkpoint_is_never_deleted_for_another(tmp_path: Path, mon
     monkeypatch.setattr(module.os, "replace", lost_power)
     with pytest.raises(KeyboardInterrupt):
         save(manager(tmp_path), 4)
-    assert module.damage(tmp_path / "abandoned_step_4") is None
+    assert checkpoint_files.damage(tmp_path / "abandoned_step_4") is None
 
 
 def test_a_metric_that_is_nan_ranks_last(tmp_path: Path) -> None:
@@ -551,7 +549,8 @@ def test_a_rename_is_on_the_disk_before_an_old_checkpoint_is_deleted(
 ) -> None:
     checkpoints, events = manager(tmp_path, keep_top_k=1, metric_name=None), list[str]()
     save(checkpoints, 1)
-    monkeypatch.setattr(module, "sync_folder", lambda folder: events.append(folder.name))
+    for place in (module, checkpoint_files):
+        monkeypatch.setattr(place, "sync_folder", lambda folder: events.append(folder.name))
     monkeypatch.setattr(module.shutil, "rmtree", lambda folder, **options: events.append(f"delete {folder.name}"))
     save(checkpoints, 2)
     assert events.index("tmp_step_2") < events.index(tmp_path.name) < events.index("delete tmp_old_step_1")

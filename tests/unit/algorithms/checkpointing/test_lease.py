@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, ResumeError, RunSnapshot
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import ResumeError, RunSnapshot
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.checkpointing.lease import LEASE_FILE, FolderInUse, Holder, Lease, LeaseLost
 from tests.unit.algorithms.checkpointing.saving import RECIPE, manager, save_now, write_policy
 

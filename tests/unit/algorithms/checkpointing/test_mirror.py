@@ -15,7 +15,8 @@ import pytest
 from grpo_mcore import object_store
 from grpo_mcore.algorithms.checkpointing import lease
 from grpo_mcore.algorithms.checkpointing import mirror as module
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, ResumeError, damage
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import ResumeError, damage
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.checkpointing.lease import FolderInUse, Holder
 from grpo_mcore.algorithms.checkpointing.mirror import LEASE, Mirror, MirrorLease
 from grpo_mcore.object_store import RemoteStore, StoreError, _advice

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState, SavedPosition, first_save_state
+from grpo_mcore.algorithms.checkpointing.checkpoint_files import GRPOSaveState, first_save_state
+from grpo_mcore.algorithms.checkpointing.checkpoints import SavedPosition
 from grpo_mcore.algorithms.record.run_record import RunRecord, start_record, start_schedule
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.run_control.stopping import StopRequest
