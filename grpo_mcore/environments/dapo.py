@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-from grpo_mcore.environments.math_text import boxes, plain_characters, split_unit, without_boxes
+from grpo_mcore.environments.math_text import boxes, plain_characters, without_boxes
+from grpo_mcore.environments.math_units import split_unit
 
 _TAIL = 300  # characters of the response in which the answer is looked for
 _ANSWER = re.compile(r"answer[\s*_]*:\s*(?:(?:\$\$|\\\[)\s*)?([^\n]+)", re.IGNORECASE)

@@ -26,12 +26,10 @@ from grpo_mcore.environments.math_text import (
     is_unsure,
     last_statement,
     normalized,
-    numbers_apart,
-    split_unit,
     without_boxes,
     without_correction,
-    without_degrees,
 )
+from grpo_mcore.environments.math_units import numbers_apart, split_unit, without_degrees
 
 _EXAMPLES = (
     ("x^2 + 3x + 2", "(x+1)(x+2)"),
