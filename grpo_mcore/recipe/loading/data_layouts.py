@@ -42,7 +42,7 @@ def same_layout(base: Node, top: Node) -> tuple[Node, Node]:
             validation = _entry(top, _VALIDATION)
             rest = _keeping(top, top_names - set(_VALIDATION))
             base = _keeping(base, base_names - {"validation"})
-            top = Node({**rest.value, "validation": validation}, top.source, top.key)
+            top = top.having({**rest.value, "validation": validation})
     for name in ("train", "validation"):
         if name in base.value and name in top.value and _is_another(base.value[name], top.value[name]):
             base = _keeping(base, set(base.value) - {name})
@@ -56,8 +56,8 @@ def _named_by_entry(data: Node) -> Node:
         if old in data.value and name not in value:
             path = data.value[old]
             kind = Node("NemoGymDataset", path.source, f"data.{name}.dataset_name")
-            value[name] = Node({"data_path": path, "dataset_name": kind}, path.source, path.key)
-    return Node(value, data.source, data.key, data.replaces)
+            value[name] = path.having({"data_path": path, "dataset_name": kind})
+    return data.having(value)
 
 
 def _is_another(base: Node, top: Node) -> bool:
@@ -86,11 +86,11 @@ def nested_layout(tree: Node, problems: list[Problem]) -> Node:
     data = _nested(data)
     default = data.value.get("default")
     if default is not None and default.value is None:
-        data.value["default"] = Node({}, default.source, default.key)
+        data.value["default"] = default.having({})
     for name in ("train", "validation"):
         if name in data.value:
             data.value[name] = _entries(data.value[name], default, name == "train", problems)
-    return Node({**tree.value, "data": data}, tree.source, tree.key)
+    return tree.having({**tree.value, "data": data})
 
 
 def _nested(data: Node) -> Node:
@@ -106,7 +106,7 @@ def _nested(data: Node) -> Node:
         value["train"] = _entry(data, _TRAIN)
     if names & set(_VALIDATION) and "validation" not in names:
         value["validation"] = _entry(data, _VALIDATION, also={"dataset_name": "dataset_name"})
-    return Node(value, data.source, data.key, data.replaces)
+    return data.having(value)
 
 
 def _entry(data: Node, keys: dict[str, str], also: dict[str, str] | None = None) -> Node:
@@ -121,7 +121,7 @@ def _entry(data: Node, keys: dict[str, str], also: dict[str, str] | None = None)
 
 def _entries(node: Node, default: Node | None, train: bool, problems: list[Problem]) -> Node:
     if node.value is None:
-        return Node([], node.source, node.key)
+        return node.having([])
     entries = []
     for item in node.value if node.is_list else [node]:
         if not item.is_mapping:
@@ -133,10 +133,10 @@ def _entries(node: Node, default: Node | None, train: bool, problems: list[Probl
             inherited = {name: child for name, child in inherited.items() if name not in _TRAIN_ONLY}
         keys = {**inherited, **item.value}
         kept = {name: child for name, child in keys.items() if child.value is not None or name not in _NEVER_NULL}
-        entries.append(Node(kept, item.source, item.key))
-    return Node(entries, node.source, node.key)
+        entries.append(item.having(kept))
+    return node.having(entries)
 
 
 def _keeping(data: Node, names: set[str]) -> Node:
     kept = {name: node for name, node in data.value.items() if name in names}
-    return Node(kept, data.source, data.key, data.replaces)
+    return data.having(kept)

@@ -37,7 +37,7 @@ def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem
         names = set(loss.value) & set(DivergenceConfig.model_fields)
         divergence |= {name: loss.value[name] for name in names}
         rest = {name: node for name, node in loss.value.items() if name not in names}
-        value["loss_fn"] = Node(rest, loss.source, loss.key, loss.replaces)
+        value["loss_fn"] = loss.having(rest)
     notes += [_used(node, f"on_policy_distillation.divergence.{name}") for name, node in divergence.items()][1:]
     if on_policy.value is False:
         value.pop("grpo", None)
@@ -57,7 +57,7 @@ def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem
     if given is not None and given.is_mapping:
         teaching |= _teacher(given, problems, notes)
     _into(value, "on_policy_distillation", teaching, section, problems)
-    return Node(value, tree.source, tree.key, tree.replaces)
+    return tree.having(value)
 
 
 def _used(node: Node, key: str) -> Problem:
@@ -84,7 +84,7 @@ def _teacher(given: Node, problems: list[Problem], notes: list[Problem]) -> dict
     if megatron is not None and megatron.is_mapping:
         settings = {name: node for name, node in megatron.value.items() if name not in _OF_TRAINING}
         layout |= {name: settings.pop(name) for name in _SIZES if name in settings}
-        layout["megatron_cfg_overrides"] = Node(settings, megatron.source, megatron.key)
+        layout["megatron_cfg_overrides"] = megatron.having(settings)
     for key, node in given.children():
         if key not in PolicyConfig.model_fields:
             hint = nearest_hint(key, list(PolicyConfig.model_fields))
@@ -107,6 +107,6 @@ def _teacher(given: Node, problems: list[Problem], notes: list[Problem]) -> dict
             for name, node in layout.items()
         ),
     ]
-    places = Node({"default_teacher_cfg": Node(layout, given.source, given.key)}, given.source, given.key)
-    models = Node({ALIAS: model}, given.source, given.key)
+    places = given.having({"default_teacher_cfg": given.having(layout)})
+    models = given.having({ALIAS: model})
     return {"teacher_model_by_agent_name": models, "non_colocated_teachers": places}

@@ -29,7 +29,7 @@ def eval_layout(tree: Node, problems: list[Problem]) -> Node:
     value["policy"] = Node(policy, generation.source if generation else tree.source, "policy")
     if _named(tree):
         value["data"] = _data(tree, problems)
-    return Node(value, tree.source, tree.key)
+    return tree.having(value)
 
 
 def _named(tree: Node) -> bool:
@@ -73,10 +73,10 @@ def _data(tree: Node, problems: list[Problem]) -> Node:
                 Problem(preset.source, preset.key, f"expected keys of a dataset, got {in_yaml(preset.value)}")
             )
             continue
-        entry = {"dataset_name": Node(name, written.source, written.key)}
-        entries.append(Node({**entry, **(dict(preset.value) if preset else {}), **given}, written.source, written.key))
+        entry = {"dataset_name": written.having(name)}
+        entries.append(written.having({**entry, **(dict(preset.value) if preset else {}), **given}))
     rest = {key: node for key, node in data.value.items() if key not in {*of_entry, "dataset_name"}}
-    return Node({**rest, "validation": Node(entries, written.source, written.key)}, data.source, data.key)
+    return data.having({**rest, "validation": written.having(entries)})
 
 
 def _nemo_rl_dataset(data: Node) -> Node:
@@ -89,17 +89,17 @@ def _nemo_rl_dataset(data: Node) -> Node:
             value[ours] = value.pop(theirs)
             value.setdefault("data_path", name)
     if "data_path" in value and value["data_path"] is name:
-        value["dataset_name"] = Node("ResponseDataset", name.source, name.key)
+        value["dataset_name"] = name.having("ResponseDataset")
         value.pop("file_format", None)  # the file's name ends with it
     written = str(name.value)
     if language is not None and language.value not in (None, "EN-US"):
         value["subset"] = language
     elif written.startswith("mmlu_") and dataset_by_name(written) is None:
-        value["dataset_name"] = Node("MMLU", name.source, name.key)
-        value["subset"] = Node(written.removeprefix("mmlu_"), name.source, name.key)
+        value["dataset_name"] = name.having("MMLU")
+        value["subset"] = name.having(written.removeprefix("mmlu_"))
     elif written == "gpqa_diamond":
-        value["dataset_name"] = Node("GPQA", name.source, name.key)
-    return Node(value, data.source, data.key, data.replaces)
+        value["dataset_name"] = name.having("GPQA")
+    return data.having(value)
 
 
 def _canonical(name: str) -> str:
@@ -107,8 +107,8 @@ def _canonical(name: str) -> str:
 
 
 def _without_neutral(section: Node) -> Node:
-    return Node({name: _neutral(name, node) for name, node in section.value.items()}, section.source, section.key)
+    return section.having({name: _neutral(name, node) for name, node in section.value.items()})
 
 
 def _neutral(name: str, node: Node) -> Node:
-    return Node(None, node.source, node.key) if name in _NEUTRAL and node.value == _NEUTRAL[name] else node
+    return node.having(None) if name in _NEUTRAL and node.value == _NEUTRAL[name] else node

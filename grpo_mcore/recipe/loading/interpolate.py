@@ -144,7 +144,7 @@ def _without_bad_syntax(node: Node, problems: list[Problem]) -> Node:
     elif isinstance(value, str) and "${" in value and (why := _bad_syntax(value)) is not None:
         problems.append(_problem(node, f"not an interpolation such as ${{policy.model_name}}: {why}"))
         value = None
-    return Node(value, node.source, node.key, node.replaces)
+    return node.having(value)
 
 
 @lru_cache(maxsize=1024)  # recipes inherit the same few
@@ -165,10 +165,10 @@ def _without_bombs(node: Node, root: Node, sizes: dict[str, int], problems: list
     elif isinstance(value, list):
         value = [_without_bombs(child, root, sizes, problems) for child in value]
     elif _size(node, root, sizes) > LONGEST:
-        told = Node(f"{value[:60]}...", node.source, node.key)
+        told = node.having(f"{value[:60]}...")
         problems.append(_problem(told, f"longer than {LONGEST:,} characters with its interpolations"))
         value = None
-    return Node(value, node.source, node.key, node.replaces)
+    return node.having(value)
 
 
 def _size(node: Node, root: Node, sizes: dict[str, int]) -> int:
@@ -196,7 +196,7 @@ def _resolved(node: Node, config: Any, nearest: Nearest, problems: list[Problem]
         items = value.items() if isinstance(value, dict) else enumerate(value)
         resolved = {name: _item(child, config, name, nearest, problems) for name, child in items}
         value = resolved if isinstance(value, dict) else list(resolved.values())
-    return Node(value, node.source, node.key, node.replaces)
+    return node.having(value)
 
 
 def _item(node: Node, section: Any, name: str | int, nearest: Nearest, problems: list[Problem]) -> Node:
@@ -211,7 +211,7 @@ def _item(node: Node, section: Any, name: str | int, nearest: Nearest, problems:
     except OmegaConfBaseException as error:
         problems.append(_problem(node, _without_value(error, nearest)))
         value = None
-    return Node(value, node.source, node.key, node.replaces)
+    return node.having(value)
 
 
 def _without_value(error: OmegaConfBaseException, nearest: Nearest) -> str:

@@ -90,7 +90,7 @@ def _with(tree: Node, path: str, value: Node) -> Node:
             items = list(node.value)
             item, below = items[int(part)], rest.partition(".")[2]
             items[int(part)] = _with(item, below, value) if below else value
-            return _with(tree, head, Node(items, node.source, node.key))
+            return _with(tree, head, node.having(items))
         node = dict(node.children()).get(part) if node is not None else None
     for depth in range(len(parts) - 1, -1, -1):
         value = Node({parts[depth]: value}, COMMAND_LINE, ".".join(parts[:depth]))

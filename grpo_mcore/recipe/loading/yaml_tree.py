@@ -100,6 +100,10 @@ class Node:
             return [node.plain() for node in self.value]
         return self.value
 
+    def having(self, value: Any) -> Node:
+        """Return a node from the same place with another value."""
+        return Node(value, self.source, self.key, self.replaces)
+
     def copy(self) -> Node:
         """Return the same tree in new nodes."""
         value = self.value
@@ -107,7 +111,7 @@ class Node:
             value = {name: node.copy() for name, node in value.items()}
         elif isinstance(value, list):
             value = [node.copy() for node in value]
-        return Node(value, self.source, self.key, self.replaces)
+        return self.having(value)
 
     @staticmethod
     def of(value: Any, source: str, key: str = "") -> Node:

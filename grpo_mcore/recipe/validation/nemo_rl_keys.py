@@ -70,7 +70,7 @@ def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem],
         if there is not None and there.is_mapping and node.is_mapping:
             own = there.value
             if all(name not in own or own[name].plain() == child.plain() for name, child in node.value.items()):
-                node = Node(node.value | own, node.source, node.key)
+                node = node.having(node.value | own)
                 there = None
         if there is not None and there.value is not None and there.plain() != node.plain():
             message = f"a key of NeMo RL; contradicts {there.key} = {in_yaml(there.plain())} ({there.source})"
@@ -92,7 +92,7 @@ def _replace_value(tree: Node, path: str, entry: dict[str, Any], notes: list[Pro
         node = section.value[name]
         for written, meant in entry["values"]:
             if node.value == written and type(node.value) is type(written):
-                section.value[name] = Node(meant, node.source, node.key)
+                section.value[name] = node.having(meant)
                 notes.append(Problem(node.source, node.key, f"{in_yaml(written)} is {in_yaml(meant)}: {entry['why']}"))
 
 
@@ -172,23 +172,23 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
     section = tree.find("async_rl")
     rest = {name: node for name, node in tree.value.items() if name != "async_rl"}
     if section is None or not section.is_mapping or not section.value:
-        return Node(rest, tree.source, tree.key, tree.replaces)
+        return tree.having(rest)
     theirs = dict(section.value)
     sampler = dict(theirs.pop("sampler", Node({}, section.source, "async_rl.sampler")).children())
     name = sampler.pop("name", Node("in_order", section.source, "async_rl.sampler.name"))
     if name.value not in SAMPLERS:
         message = f"expected {', '.join(SAMPLERS)}, got {in_yaml(name.plain())}; custom samplers are not supported"
         problems.append(Problem(name.source, name.key, message))
-        return Node(rest, tree.source, tree.key, tree.replaces)
+        return tree.having(rest)
     in_order = theirs.pop("force_in_order", None)  # of older recipes, which have no sampler
     if in_order is not None and in_order.value is False and "sampler" not in section.value:
-        name = Node("windowed", in_order.source, in_order.key)
+        name = in_order.having("windowed")
     freshest = sampler.pop("sample_freshest_first", None)
     order = "freshest_first" if freshest is not None and freshest.value is True else SAMPLERS[name.value]
     ours = {
         "enabled": Node(True, section.source, "async_rl"),
         "in_flight_weight_updates": Node(True, section.source, "async_rl"),
-        "group_order": Node(order, name.source, name.key),
+        "group_order": name.having(order),
     }
     _note(notes, name, f"used as grpo.async_grpo.group_order: {order}, with enabled and in_flight_weight_updates")
     mapped = {
@@ -213,7 +213,7 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
             problems.append(Problem(ours[key].source, ours[key].key, message))
         ours.setdefault(key, node)
     there = Node(ours, section.source, "grpo.async_grpo")
-    rest["grpo"] = Node({**grpo.value, "async_grpo": there}, grpo.source, grpo.key, grpo.replaces)
+    rest["grpo"] = grpo.having({**grpo.value, "async_grpo": there})
     loss = rest.get("loss_fn") or Node({}, section.source, "loss_fn")
     key = "use_importance_sampling_correction"
     age = ours.get("max_trajectory_age_steps")
@@ -221,10 +221,10 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
     if loss.is_mapping and not (age is not None and age.value == 0) and (given is None or given.value is not True):
         # NeMo RL asks for it with grpo.async_grpo alone, where its recipes set it.
         corrected = Node(True, section.source, f"loss_fn.{key}")
-        rest["loss_fn"] = Node({**loss.value, key: corrected}, loss.source, loss.key, loss.replaces)
+        rest["loss_fn"] = loss.having({**loss.value, key: corrected})
         message = f"loss_fn.{key} is true with it: samples are of older weights than those that train"
         notes.append(Problem(section.source, "async_rl", message))
-    return Node(rest, tree.source, tree.key, tree.replaces)
+    return tree.having(rest)
 
 
 def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
@@ -247,13 +247,11 @@ def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
         problems.append(Problem(mask.source, mask.key, message))
     gym, penalties = sections.get(GYM), tree.value.get("reward_penalties")
     if penalties is not None and gym is not None and gym.is_mapping:
-        tree = Node(
-            {name: node for name, node in tree.value.items() if name != "reward_penalties"}, tree.source, tree.key
-        )
+        tree = tree.having({name: node for name, node in tree.value.items() if name != "reward_penalties"})
         if penalties.value is not None:
             own = {**gym.value, "reward_penalties": penalties}
-            sections[GYM] = Node(own, gym.source, gym.key, gym.replaces)
-    tree = Node({**tree.value, "env": Node(sections, env.source, env.key, env.replaces)}, tree.source, tree.key)
+            sections[GYM] = gym.having(own)
+    tree = tree.having({**tree.value, "env": env.having(sections)})
     if use is None:
         return tree
     if not isinstance(use.value, bool):
@@ -267,6 +265,6 @@ def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
         kept = default.value if default is not None and default.is_mapping else {}
         name = Node(GYM, use.source, "data.default.env_name")
         default = Node({**kept, "env_name": name}, data.source, "data.default")
-        data = Node({**data.value, "default": default}, data.source, data.key, data.replaces)
-        tree = Node({**tree.value, "data": data}, tree.source, tree.key)
+        data = data.having({**data.value, "default": default})
+        tree = tree.having({**tree.value, "data": data})
     return tree
