@@ -155,9 +155,9 @@ def describe_exit(code: int | None) -> str:
 
 
 def available_cores(root: Path = Path("/")) -> float:
-    """Return the number of cores that this process may use: those of its affinity, or fewer if its control group or one
-    above has a quota of processor time (cpu.max), as those of containers and batch jobs do. `root`: of the file system.
-    """
+    """Return the number of cores that this process may use: the number in its affinity, or the quota of processor time
+    (cpu.max) of its control group or of one above, if that is less. Containers and batch jobs set such quotas. `root`:
+    of the file system."""
     return min(float(len(os.sched_getaffinity(0))), _least_quota(root))
 
 

@@ -1,9 +1,9 @@
 """Instructions whose following a program can check, as in IFEval (arXiv 2311.07911), without the language ones.
 
 `followed` is a rule for `env.rules`: the prompt's `instructions` are [{"name": "length_constraints:number_words",
-"num_words": 200, "relation": "at least"}, ...], and all of them must be followed ("strict" accuracy per prompt). Rows
-as IFEval publishes them, with `instruction_id_list` and `kwargs`, are read as well, and those of Tulu 3 whose
-`ground_truth` names one (see tulu_instructions.py).
+"num_words": 200, "relation": "at least"}, ...], and all of them must be followed ("strict" accuracy per prompt). Also
+read are rows as IFEval publishes them, with `instruction_id_list` and `kwargs`, and rows of Tulu 3 with an instruction
+in `ground_truth` (see tulu_instructions.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Multiple choice: the letter after the last "Answer:" or "the answer is" is compared with that of the truth; reward 1
-or 0. Where there is no such letter, the last box with a letter counts, a response that is nothing but a letter, the one
-that the last sentence settles on ("so I pick B"), or that of an option which is the last paragraph ("(B) Paris").
+or 0. Where there is no such letter, the first of these counts: the last box with a letter; the whole response, if it is
+one letter; the letter that the last sentence settles on ("so I pick B"); the letter of an option that is the last
+paragraph ("(B) Paris").
 
 A letter stands alone: "Answer: a better look" and "Answer: A or B" name none. Without a colon it is a capital. The
 multilingual verifier knows the word for answer in the languages below, and letters in their scripts.

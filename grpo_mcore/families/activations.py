@@ -183,10 +183,10 @@ def _mamba(mamba: MambaShape, rank: Rank) -> float:
 
 
 def _delta(delta: DeltaShape, rank: Rank, length: float) -> float:
-    """Return the bytes per token of the chunked delta rule in plain PyTorch, in float32: the convolution's inputs and
-    outputs, keys and queries repeated for every value head, the weights of a chunk's tokens for one another, the
-    triangular system's sides, and of each chunk the matrix that takes one state to the next, and the state, twice. A
-    sequence of `length` leaves on average half of its last chunk empty."""
+    """Return the bytes per token of the chunked delta rule in plain PyTorch, in float32. Kept are: the convolution's
+    inputs and outputs; keys and queries, repeated for every value head; the weights of a chunk's tokens for one
+    another; the sides of the triangular system; for each chunk the matrix that takes one state to the next; and the
+    state, twice. A sequence of `length` leaves on average half of its last chunk empty."""
     b, f, heads, key = rank.element, 4, delta.value_heads, delta.value_heads * delta.key_dim
     padded = 1 + delta.chunk / (2 * length) if length else 1.0
     convolved = sum(delta.convolved_parts)

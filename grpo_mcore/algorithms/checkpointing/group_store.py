@@ -47,8 +47,8 @@ def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> dic
 def read_groups(
     folder: Path, prompts: Sequence[DatumSpec], cluster: Cluster, wanted: Mapping[str, int], sizes: range
 ) -> dict[str, Group]:
-    """Return the groups, by uid, that `write_groups` has written, whose uid is in `wanted` and whose number of samples
-    in `sizes`. `prompts`: of the groups."""
+    """Return groups that `write_groups` has written, by uid: those with a uid in `wanted` and a number of samples in
+    `sizes`. `prompts`: of the groups."""
     by_uid = {prompt["uid"]: prompt for prompt in prompts}
     groups = {}
     for path in sorted((folder / FOLDER).glob("*.pt")):

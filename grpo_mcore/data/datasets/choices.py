@@ -92,9 +92,10 @@ def lettered(question: str, choices: Sequence[str]) -> str:
 
 
 def choices_of(row: dict[str, Any], key: str | None, question_key: str, question: str, answer: Any) -> Choices | None:
-    """Return a row's choices: under `key`, or where that is null under one of CHOICE_FIELDS or in columns such as
-    `A` to `D`, `opa` to `opd`, `option1`, ..., or the right answer and the wrong ones of `distractor1`, ..., in an
-    order that depends on the question alone. None without any. Raises DataError for a key that leads to none."""
+    """Return a row's choices: those under `key`. Without a key: those under one of CHOICE_FIELDS; else those in columns
+    such as `A` to `D`, `opa` to `opd`, or `option1`, ...; else the right answer and the wrong ones of `distractor1`,
+    ..., in an order that depends on the question alone. None if there are none. Raises DataError for a key that leads
+    to none."""
     if key == NO_CHOICES:
         return None
     beside = question_key.rpartition(".")[0]  # ARC's question is a record with its choices

@@ -122,8 +122,8 @@ class ChatRecord:
 
     def seed(self, body: Mapping[str, Any], weight_version: int) -> int:
         """Derive a seed for a request from its own, or else from the run's seed, the weight version and the request,
-        and from the number of equal requests before it. So the samples of a prompt differ, also those of an agent that
-        tries again or asks several times, whose requests a Gym gives one seed; and a rerun draws the same ones."""
+        and from the number of equal requests before it. So the samples of a prompt differ, even if an agent repeats a
+        request and its Gym gives all requests one seed; and a rerun draws the same samples."""
         key = blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16)
         with self._lock:
             if weight_version != self._version:

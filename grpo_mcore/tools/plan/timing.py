@@ -130,8 +130,8 @@ def teacher_pass(teacher: TeacherLoad, load: Workload, device: Device) -> PhaseT
 
 
 def teacher_traffic(teacher: TeacherLoad, load: Workload, device: Device) -> float:
-    """Return the seconds per step in which a rank moves weights and optimizer to and from the host, and hidden states
-    of its samples' answers from teacher to policy, of which a rank handles those of its data-parallel rank."""
+    """Return the seconds per step that a rank spends on moving weights and optimizer to and from the host, and on the
+    hidden states that go from teacher to policy. A rank moves those of the answers of its data-parallel rank."""
     if device.memory is None:
         return 0.0
     optimizer = max(optimizer_bytes(load, stage) for stage in range(load.layout.pipeline)) if load.colocated else 0
