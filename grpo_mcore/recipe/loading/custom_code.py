@@ -29,7 +29,7 @@ def custom_code(tree: Node, problems: list[Problem], notes: list[Problem]) -> No
             _move(place, name, "path", problems, notes)
     for node in _values(tree):
         if is_path(node.value):
-            notes.append(Problem(node.source, node.key, f"used as {{path: {node.value}}}"))
+            notes.append(node.problem(f"used as {{path: {node.value}}}"))
     return tree
 
 
@@ -48,11 +48,11 @@ def _move(section: Node, name: str, to: str, problems: list[Problem], notes: lis
     """Give the key `to` the value of `name`, which keeps its place and its name in messages."""
     node, there = section.value.pop(name), section.value.get(to)
     if there is not None and there.value and there.plain() != node.plain():
-        problems.append(Problem(node.source, node.key, f"contradicts {there.key} ({there.source}); remove one of them"))
+        problems.append(node.problem(f"contradicts {there.key} ({there.source}); remove one of them"))
         return
     section.value[to] = node
     if node.value:
-        notes.append(Problem(node.source, node.key, f"used as {joined(section.key, to)}"))
+        notes.append(node.problem(f"used as {joined(section.key, to)}"))
 
 
 def _values(tree: Node) -> Iterator[Node]:

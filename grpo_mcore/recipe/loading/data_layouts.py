@@ -82,7 +82,7 @@ def nested_layout(tree: Node, problems: list[Problem]) -> Node:
     if flat and nested:
         first, second = data.value[min(flat)], data.value[min(nested)]
         message = f"use one layout: {second.key} ({second.source}) belongs to the nested one, this key to the flat one"
-        problems.append(Problem(first.source, first.key, message))
+        problems.append(first.problem(message))
     data = _nested(data)
     default = data.value.get("default")
     if default is not None and default.value is None:
@@ -126,7 +126,7 @@ def _entries(node: Node, default: Node | None, train: bool, problems: list[Probl
     for item in node.value if node.is_list else [node]:
         if not item.is_mapping:
             message = f"expected a dataset (a mapping of keys) or a list of them, got {in_yaml(item.plain())}"
-            problems.append(Problem(item.source, item.key, message))
+            problems.append(item.problem(message))
             continue
         inherited = dict(default.children()) if default is not None and default.is_mapping else {}
         if not train:

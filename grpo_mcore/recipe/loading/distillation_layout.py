@@ -29,7 +29,7 @@ def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem
     on_policy = settings.pop("on_policy", Node(True, section.source, "distillation.on_policy"))
     if not isinstance(on_policy.value, bool):
         message = f"expected true or false, got {in_yaml(on_policy.plain())}"
-        problems.append(Problem(on_policy.source, on_policy.key, message))
+        problems.append(on_policy.problem(message))
     divergence = {"enabled": Node(True, section.source, "distillation")}
     if (top_k := settings.pop("topk_logits_k", None)) is not None:
         divergence["topk_logits_k"] = top_k
@@ -43,7 +43,7 @@ def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem
         value.pop("grpo", None)
         for name in set(settings) & set(GRPOConfig.model_fields) - set(SFTConfig.model_fields):
             node = settings.pop(name)
-            notes.append(Problem(node.source, node.key, "dropped: the answers are those of the data"))
+            notes.append(node.problem("dropped: the answers are those of the data"))
         notes += [_used(node, f"sft.{name}") for name, node in settings.items()]
         _into(value, "sft", settings, section, problems)
     else:
@@ -61,7 +61,7 @@ def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem
 
 
 def _used(node: Node, key: str) -> Problem:
-    return Problem(node.source, node.key, f"used as {key}")
+    return node.problem(f"used as {key}")
 
 
 def _into(
@@ -73,7 +73,7 @@ def _into(
     for key, node in values.items():
         if key in known and known[key].plain() != node.plain():
             message = f"contradicts {known[key].key} = {in_yaml(known[key].plain())} ({known[key].source})"
-            problems.append(Problem(node.source, node.key, message))
+            problems.append(node.problem(message))
     sections[name] = Node({**known, **values}, written.source, name)
 
 
@@ -88,15 +88,15 @@ def _teacher(given: Node, problems: list[Problem], notes: list[Problem]) -> dict
     for key, node in given.children():
         if key not in PolicyConfig.model_fields:
             hint = nearest_hint(key, list(PolicyConfig.model_fields))
-            problems.append(Problem(node.source, node.key, f"unknown key of a teacher{hint}"))
+            problems.append(node.problem(f"unknown key of a teacher{hint}"))
         elif key == "hf_config_overrides" and node.value:
-            problems.append(Problem(node.source, node.key, "not supported for a teacher; change its config.json"))
+            problems.append(node.problem("not supported for a teacher; change its config.json"))
         elif key == "logprob_batch_size":
             layout["micro_batch_size"] = node
         elif key in TeacherConfig.model_fields:
             layout[key] = node
         elif key not in ("model_name", "megatron_cfg", "hf_config_overrides"):
-            notes.append(Problem(node.source, node.key, "dropped: a teacher reads the policy's samples, and no more"))
+            notes.append(node.problem("dropped: a teacher reads the policy's samples, and no more"))
     if (model := given.value.get("model_name")) is None or model.value is None:
         problems.append(Problem(given.source, joined(given.key, "model_name"), "this key is required"))
         return {}

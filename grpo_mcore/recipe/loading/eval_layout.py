@@ -69,9 +69,7 @@ def _data(tree: Node, problems: list[Problem]) -> Node:
     for name in (str(name).strip() for name in names):
         preset = presets.get(_canonical(name))
         if preset is not None and not preset.is_mapping:
-            problems.append(
-                Problem(preset.source, preset.key, f"expected keys of a dataset, got {in_yaml(preset.value)}")
-            )
+            problems.append(preset.problem(f"expected keys of a dataset, got {in_yaml(preset.value)}"))
             continue
         entry = {"dataset_name": written.having(name)}
         entries.append(written.having({**entry, **(dict(preset.value) if preset else {}), **given}))

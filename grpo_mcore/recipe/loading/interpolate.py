@@ -237,4 +237,4 @@ def _reason(error: OmegaConfBaseException) -> str:
 
 
 def _problem(node: Node, message: str) -> Problem:
-    return Problem(node.source, node.key, f"{in_yaml(node.value)}: {message}")
+    return node.problem(f"{in_yaml(node.value)}: {message}")

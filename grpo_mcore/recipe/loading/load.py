@@ -91,7 +91,7 @@ def _without_format(tree: Node, recipe: str) -> Node:
     of a newer version."""
     node = tree.value.pop("format", None) if tree.is_mapping else None
     if node is not None and (why := newer_format("recipe", node.value)) is not None:
-        raise RecipeError([Problem(node.source, node.key, why)], recipe)
+        raise RecipeError([node.problem(why)], recipe)
     return tree
 
 
@@ -250,7 +250,7 @@ def _expand_home(node: Node, problems: list[Problem]) -> None:
             child.value = os.path.expanduser(child.value)
         elif isinstance(child.value, str) and (variable := _SHELL_VARIABLE.match(child.value)):
             message = f"{in_yaml(child.value)}: a recipe is read by no shell; write ${{oc.env:{variable[1]}}}/..."
-            problems.append(Problem(child.source, child.key, message))
+            problems.append(child.problem(message))
         else:
             _expand_home(child, problems)
 

@@ -100,6 +100,10 @@ class Node:
             return [node.plain() for node in self.value]
         return self.value
 
+    def problem(self, message: str) -> Problem:
+        """Return what is wrong with the value, or what became of it, with its place."""
+        return Problem(self.source, self.key, message)
+
     def having(self, value: Any) -> Node:
         """Return a node from the same place with another value."""
         return Node(value, self.source, self.key, self.replaces)
@@ -227,11 +231,11 @@ class _Conversion:
             if name == OVERRIDE_KEY:
                 if not isinstance(child.value, bool):
                     message = f"expected true or false, got {in_yaml(child.plain())}"
-                    self.problems.append(Problem(child.source, child.key, message))
+                    self.problems.append(child.problem(message))
                 replaces = child.value is True
             elif name in own:
                 message = f"the key is given twice; the first time at {own[name].source}"
-                self.problems.append(Problem(child.source, child.key, message))
+                self.problems.append(child.problem(message))
             else:
                 own[name] = child
         return Node({**inherited, **own}, source, key, replaces)

@@ -35,7 +35,7 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
         for section, name in _places(tree, path):
             if section.value[name].plain() in entry["values"]:
                 node = section.value.pop(name)
-                problems.append(Problem(node.source, node.key, f"{in_yaml(node.plain())}: {entry['why']}"))
+                problems.append(node.problem(f"{in_yaml(node.plain())}: {entry['why']}"))
     for path, entry in tables["dropped_while"].items():
         nodes = [tree.find(key) for key in entry["key"]]
         values = [None if node is None else node.value for node in nodes]
@@ -48,7 +48,7 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
                 node = section.value.pop(name)
                 if (instead := _instead(table, entry, node.plain())) is not None:
                     culprit = _switched_on(node)
-                    problems.append(Problem(culprit.source, culprit.key, f"a key of NeMo RL; {instead}"))
+                    problems.append(culprit.problem(f"a key of NeMo RL; {instead}"))
                 else:
                     _note(notes, node, f"dropped: {entry}" if table == "dropped" else "dropped: no effect here")
     return tree
@@ -57,7 +57,7 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
 def _note(notes: list[Problem], node: Node, message: str) -> None:
     """Note what became of a key, unless its value switches nothing on."""
     if not is_off(node.plain()):
-        notes.append(Problem(node.source, node.key, message))
+        notes.append(node.problem(message))
 
 
 def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem], notes: list[Problem]) -> None:
@@ -74,7 +74,7 @@ def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem],
                 there = None
         if there is not None and there.value is not None and there.plain() != node.plain():
             message = f"a key of NeMo RL; contradicts {there.key} = {in_yaml(there.plain())} ({there.source})"
-            problems.append(Problem(node.source, node.key, message))
+            problems.append(node.problem(message))
             continue
         target = tree
         for depth, part in enumerate(sections):
@@ -93,7 +93,7 @@ def _replace_value(tree: Node, path: str, entry: dict[str, Any], notes: list[Pro
         for written, meant in entry["values"]:
             if node.value == written and type(node.value) is type(written):
                 section.value[name] = node.having(meant)
-                notes.append(Problem(node.source, node.key, f"{in_yaml(written)} is {in_yaml(meant)}: {entry['why']}"))
+                notes.append(node.problem(f"{in_yaml(written)} is {in_yaml(meant)}: {entry['why']}"))
 
 
 def _split_tokens_of_experts(tree: Node, notes: list[Problem]) -> None:
@@ -105,7 +105,7 @@ def _split_tokens_of_experts(tree: Node, notes: list[Problem]) -> None:
     sizes = [node.value if (node := tree.find(at + name)) is not None else 1 for name in names]
     if split is not None and split.value is False and all(isinstance(size, int) and size > 1 for size in sizes):
         split.value = True
-        notes.append(Problem(split.source, split.key, "false is true: experts under tensor parallelism need it"))
+        notes.append(split.problem("false is true: experts under tensor parallelism need it"))
 
 
 def _without_truncation(tree: Node, notes: list[Problem]) -> None:
@@ -178,7 +178,7 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
     name = sampler.pop("name", Node("in_order", section.source, "async_rl.sampler.name"))
     if name.value not in SAMPLERS:
         message = f"expected {', '.join(SAMPLERS)}, got {in_yaml(name.plain())}; custom samplers are not supported"
-        problems.append(Problem(name.source, name.key, message))
+        problems.append(name.problem(message))
         return tree.having(rest)
     in_order = theirs.pop("force_in_order", None)  # of older recipes, which have no sampler
     if in_order is not None and in_order.value is False and "sampler" not in section.value:
@@ -244,7 +244,7 @@ def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
     mask = sections.pop("should_mask_flagged_samples", None)
     if mask is not None and mask.value is False:
         message = "samples that NeMo Gym flags (mask_sample) are always left out"
-        problems.append(Problem(mask.source, mask.key, message))
+        problems.append(mask.problem(message))
     gym, penalties = sections.get(GYM), tree.value.get("reward_penalties")
     if penalties is not None and gym is not None and gym.is_mapping:
         tree = tree.having({name: node for name, node in tree.value.items() if name != "reward_penalties"})
@@ -255,11 +255,11 @@ def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
     if use is None:
         return tree
     if not isinstance(use.value, bool):
-        problems.append(Problem(use.source, use.key, f"expected true or false, got {in_yaml(use.plain())}"))
+        problems.append(use.problem(f"expected true or false, got {in_yaml(use.plain())}"))
     elif not use.value:
         sections.pop(GYM, None)
     elif GYM not in sections:
-        problems.append(Problem(use.source, use.key, f"there is no section env.{GYM}; give its head_server_url"))
+        problems.append(use.problem(f"there is no section env.{GYM}; give its head_server_url"))
     elif (data := tree.find("data")) is not None and data.is_mapping and "env_name" not in data.value:
         default = data.value.get("default")
         kept = default.value if default is not None and default.is_mapping else {}
