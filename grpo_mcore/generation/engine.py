@@ -350,9 +350,8 @@ class Engine:
             return  # the request waits until the pause is over
         if self.weight_version is None:
             raise EngineError(f"{self.name} holds weights of no version: it generates after the next refit")
-        refitting = self._refit_open and self._in_place
-        if refitting or self._asleep:
-            raise EngineError(f"{self.name} cannot generate: it is {'in a refit' if refitting else 'asleep'}")
+        if self._asleep:
+            raise EngineError(f"{self.name} cannot generate: it is asleep")
 
     def _take_step(self, deliver: Callable[[Iterable[Any]], None]) -> None:
         with self._lock.step():
@@ -387,7 +386,8 @@ class Engine:
         `transports` (one for each node of the engine).
 
         Returns {digest of the plan as every rank read it, version: the current one, dtype, in_place, verify: "full" in
-        the first refit that samples}. Raises EngineError if the engine generates and has no memory to stage in.
+        the first refit that samples}. `in_place`: there is no memory to stage in, and generation pauses until the
+        refit's end.
         """
         with self._lock.call():  # no request may come between the ranks' answers and the decision about them
             self.abort_refit()
@@ -398,15 +398,14 @@ class Engine:
             self._refit_open = True
             names = ("parts", "seats", "transports", "version", "verify", "in_place")
             given = {name: manifest[name] for name in names if name in manifest}
+            self._lock.hold(True)
             reports = self._refit_step("start", given | {"engine": self.name})
             if (digests := {report["digest"] for report in reports}) != {manifest["digest"]}:
                 self.abort_refit()
                 raise EngineError(f"{self.name}: ranks read plan {manifest['digest'][:12]} as {sorted(digests)}")
             self._in_place = any(report["in_place"] for report in reports)
             self._can_go_back = not self._in_place and not reports[0]["fallbacks"]
-            if self._in_place and self._steps.generating and not self._lock.paused:
-                self.abort_refit()
-                raise EngineError(f"{self.name} generates, and has no memory for a second copy of its weights")
+            self._lock.hold(self._in_place)  # where the ranks replace layers, until the end
         answer = {name: reports[0][name] for name in ("dtype", "verify")}
         return answer | {"digest": manifest["digest"], "version": self.weight_version, "in_place": self._in_place}
 
@@ -470,7 +469,7 @@ class Engine:
         """Close an open refit and keep, or restore, the old weights. No-op if none is open.
 
         If layers were replaced one by one, the old weights are gone: the engine generates nothing until a refit
-        succeeds.
+        succeeds, open requests included.
         """
         if not self._refit_open and not self._unreleased:
             return
@@ -486,7 +485,7 @@ class Engine:
                 self._forget_cache(recompute_kv=True)
                 self._llm_engine.set_weight_version(str(self.weight_version or 0))
         finally:
-            self._lock.hold(False)
+            self._lock.hold(self.weight_version is None)
 
     def _refit_step(self, step: str, argument: Any = None) -> list[dict[str, Any]]:
         """Run one step of a refit on every rank. Raises EngineError with the first rank's error."""

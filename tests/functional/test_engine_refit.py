@@ -287,6 +287,16 @@ def test_weights_are_exchanged_while_requests_are_under_way(engine: Engine, poli
     check_refit_in_flight(engine, policy, 12)
 
 
+def test_without_room_for_a_second_copy_requests_wait_for_the_refit(
+    engine: Engine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs of which vLLM has taken most: its gpu_memory_utilization leaves less than the weights need again."""
+    from grpo_mcore.refit.vllm_backend import RefitWeightEngine
+
+    monkeypatch.setattr(RefitWeightEngine, "_has_room", lambda *_: False)
+    check_refit_in_flight(engine, policy, 16, in_place=True)
+
+
 def test_samples_stand_still_while_others_need_the_device(engine: Engine, policy: Policy) -> None:
     check_pause(engine, policy, 14)
 

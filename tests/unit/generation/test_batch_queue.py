@@ -99,13 +99,23 @@ def take_back(engine: Engine, recompute: bool = False) -> None:
     engine.abort_refit()
 
 
-def abort(engine: Engine) -> None:
+def abort(engine: Engine, in_place: bool = False) -> None:
     """The policy fails when the engine has taken some of the new weights."""
     sender = executor_of(engine).policy.sender
     sender.fails_in = len(executor_of(engine).policy.plan.buckets) - 1
     with pytest.raises(RefitError, match="out of luck"):
-        begin(engine)
+        begin(engine, in_place)
     sender.fails_in = None
+
+
+def replace_twice(engine: Engine) -> None:
+    """As `abort`, in place: the old weights are gone. Open requests wait for the next refit."""
+    version = engine.weight_version
+    abort(engine, in_place=True)
+    assert engine.weight_version is None and engine._lock._held
+    executor_of(engine).policy.version = version
+    refit(engine, in_place=True)
+    assert not engine._lock._held
 
 
 def sleep(engine: Engine, refits: int = 1, keep_weights: bool = True) -> None:
@@ -118,6 +128,8 @@ def sleep(engine: Engine, refits: int = 1, keep_weights: bool = True) -> None:
 
 ACTIONS: dict[str, Callable[[Engine], None]] = {
     "commit": refit,
+    "commit in place": lambda engine: refit(engine, in_place=True),
+    "abort in place and commit": replace_twice,
     "commit and recompute": lambda engine: refit(engine, recompute=True),
     "commit and abort": take_back,
     "abort": abort,
