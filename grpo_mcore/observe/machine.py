@@ -114,7 +114,8 @@ def _mean(values: list[float]) -> float:
 
 PEAK_FLOPS = {
     "GB300": 2.5e15, "B300": 2.25e15, "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989.4e12, "H200": 989.4e12,
-    "H100": 989.4e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
+    "H100": 989.4e12, "H200 NVL": 835.5e12, "H100 NVL": 835.5e12, "H100 PCIE": 756.5e12, "A100": 312e12,
+    "L40S": 362e12, "L4": 121e12,
 }  # fmt: skip
 """Dense bfloat16 FLOP/s of a GPU by a part of its name, from NVIDIA's data sheets. The longest fitting part counts."""
 

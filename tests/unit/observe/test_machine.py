@@ -73,6 +73,11 @@ def test_gpus_through_nvml(monkeypatch: pytest.MonkeyPatch, power: Any, watts: f
 def test_peaks_by_name() -> None:
     found = {name: peak_flops(name) for name in ("NVIDIA L40S", "NVIDIA L4", "NVIDIA A100-SXM4-80GB", "Tesla T4")}
     assert found == {"NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA A100-SXM4-80GB": 312e12, "Tesla T4": None}
+    assert [peak_flops(f"NVIDIA H100 {kind}") for kind in ("80GB HBM3", "NVL", "PCIe")] == [
+        989.4e12,
+        835.5e12,
+        756.5e12,
+    ]
     assert peak_flops("NVIDIA B300 SXM6 AC") == peak_flops("NVIDIA B200") == 2.25e15
 
 
