@@ -575,6 +575,7 @@ class Engine:
         with self._lock.call():
             engine, self._llm_engine = getattr(self, "_llm_engine", None), None
             self._lock.pause(False)
+            self._lock.hold(False)  # whoever waits for a refit learns that there will be none
             if engine is not None:
                 for other in self._others:
                     other.close()

@@ -569,7 +569,9 @@ class Policy:
             else:
                 self._offload = self._offload or WeightsOffload(_parameters(self.chunks), self.platform)
             self._offload.offload()
-            if self.config.megatron_cfg.empty_unused_memory_level > 0:
+            # Cached memory is no other process's: engines on this device could not wake up beside it.
+            shared = self.config.generation.colocated.enabled or not self._trains
+            if shared or self.config.megatron_cfg.empty_unused_memory_level > 0:
                 torch.cuda.empty_cache()
 
     def onload(self) -> None:

@@ -255,6 +255,19 @@ def save_offloaded_load_train(
     return after, step(resumed), ordinary
 
 
+def caches_emptied(address: Address, model: str, level: int, colocated: bool) -> int:
+    """Return how often an offload on a GPU gives cached memory back."""
+    config = adam_config(model, LayoutCase("TP1"))
+    config.megatron_cfg.empty_unused_memory_level = level
+    config.generation.colocated.enabled = colocated
+    policy = build(config, address)
+    host_memory.pin = host_memory.unpin = lambda flat: None
+    policy.platform = Platform("gpu")
+    with mock.patch.object(torch.cuda, "empty_cache") as emptied:
+        policy.offload()
+    return emptied.call_count
+
+
 def _moments(policy: Policy) -> set[int]:
     states = [state for adam in on_device(policy.optimizer) for state in adam.state.values()]
     return {storage_key(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq")}

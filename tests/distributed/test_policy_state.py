@@ -197,6 +197,16 @@ def test_offloading_changes_nothing_that_is_trained(
         assert moved and views_kept
 
 
+@pytest.mark.parametrize(
+    ("level", "colocated", "times"), [(0, True, 1), (1, True, 1), (0, False, 0), (1, False, 1)], ids=str
+)
+def test_an_offload_gives_cached_memory_to_engines_on_the_same_device(
+    ranks: RankPool, model: str, level: int, colocated: bool, times: int
+) -> None:
+    """NeMo RL's recipes have 0 for teachers, and it empties the cache all the same when it offloads."""
+    assert ranks.run(1, f"{CASES}:caches_emptied", model, level, colocated) == [times]
+
+
 def test_a_save_of_an_offloaded_optimizer_is_not_changed_by_the_next_offload(
     ranks: RankPool, model: str, tmp_path: Path
 ) -> None:

@@ -160,7 +160,8 @@ class MegatronConfig(Section):
     shared experts; tokens are sent to their experts once more. shared_experts: only these. core_attn: attention without
     its projections, which saves little with the fused kernels of GPUs. null: [core_attn]."""
     empty_unused_memory_level: Literal[0, 1, 2] = 1
-    """Free cached device memory when the engines take over: 0 never, 1 and 2 always. No effect on CPU."""
+    """Free cached device memory when the optimizer moves to the host: 0 only where engines or teachers share the
+    device, 1 and 2 always. No effect on CPU."""
     model_overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of Megatron-Core's TransformerConfig that nothing else here sets, such as {moe_router_padding_for_fp8:
     true}. `plan` does not know them. An unknown field, or one that other keys or the model decide, is an error."""
