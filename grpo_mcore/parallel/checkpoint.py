@@ -370,14 +370,18 @@ def _whole_state(part: Any, *, empty_data: bool, **_: Any) -> dict[Any, Any]:
         ((dtype, ranges),) = by_dtype.items()
         whole = {key: torch.zeros(buffer.numel, dtype=torch.float32, device="cpu") for key in STATE}
         for bucket, mine in () if empty_data else zip(buffer.buckets, ranges, strict=True):
-            places = [(there["gbuf_local"], weight) for weight, there in mine["param_map"].items()]
-            owned = [(at, part._get_main_param_and_optimizer_states(weight)) for at, weight in places]
-            for key, values in whole.items():
-                rows = values[bucket.offset :][: bucket.grad_data.numel()].view(part.data_parallel_group.size(), -1)
-                here = torch.zeros(rows.size(1), dtype=torch.float32, device="cpu")
-                for at, tensors in owned:
-                    here[at.start : at.end].copy_(tensors[key].detach())
-                _gather(here, rows, part.data_parallel_group, bucket.grad_data.device)
+            ranks = part.data_parallel_group.size()
+            rows = {
+                key: values[bucket.offset :][: bucket.grad_data.numel()].view(ranks, -1)
+                for key, values in whole.items()
+            }
+            here = {key: torch.zeros(places.size(1), dtype=torch.float32, device="cpu") for key, places in rows.items()}
+            for weight, there in mine["param_map"].items():
+                at, tensors = there["gbuf_local"], part._get_main_param_and_optimizer_states(weight)
+                for key, values in here.items():
+                    values[at.start : at.end].copy_(tensors[key].detach())
+            for key, values in here.items():
+                _gather(values, rows[key], part.data_parallel_group, bucket.grad_data.device)
         state[index] = {dtype: whole}
     return state
 
