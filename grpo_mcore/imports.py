@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 NOT_INSTALLED = "not installed"
@@ -40,12 +42,22 @@ def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
                 hint = "examples/ is not part of the installed package; run this in the root of a checkout"
             raise error(f"{failed}: {cause}; {hint}") from cause
         raise error(f"{failed}: {type(cause).__name__}: {cause}{place_of(cause)}") from cause
+    named = getattr(module, attribute, module)  # the module itself: it has no such name
+    if named is not module and not isinstance(named, ModuleType):
+        return named
+    if _is_module(f"{module_name}.{attribute}"):
+        raise error(f"{failed}: it is a module; write '{module_name}.{attribute}:name'")
+    near = difflib.get_close_matches(attribute, vars(module), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f" ({getattr(module, '__file__', None) or 'no file'})"
+    raise error(f"{failed}: module {module_name!r} has no attribute {attribute!r}{hint}")
+
+
+def _is_module(path: str) -> bool:
+    """Return whether there is a module of this path."""
     try:
-        return getattr(module, attribute)
-    except AttributeError as cause:
-        near = difflib.get_close_matches(attribute, vars(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f" ({getattr(module, '__file__', 'built in')})"
-        raise error(f"{failed}: module {module_name!r} has no attribute {attribute!r}{hint}") from cause
+        return importlib.util.find_spec(path) is not None
+    except ImportError:  # what holds it is no package
+        return False
 
 
 def why_not_imported(module: str) -> str | None:

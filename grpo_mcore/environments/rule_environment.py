@@ -172,7 +172,11 @@ class RuleEnvironment(EnvironmentInterface):
             return score.reward, score.values if score.reward is not None else {}, score.why
         values = {name: score.values[name] for name in self.config.components if name in score.values}
         if not values:
-            return None, {}, f"no component applies to this sample: {', '.join(self.config.components)}"
+            return (
+                None,
+                {},
+                f"no component applies to this sample, all returned None: {', '.join(self.config.components)}",
+            )
         reward = sum(self.config.components[name].weight * value for name, value in values.items())
         return reward, values, ", ".join([*(f"{name} {value:g}" for name, value in values.items()), *score.notes])
 

@@ -29,6 +29,8 @@ def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
         ("no_such_module:f", "cannot import the reward 'no_such_module:f': No module .* installed packages, then in /"),
         ("os.path:no_such", r"module 'os.path' has no attribute 'no_such' \(/.*posixpath.py\)"),
         ("os.path:joinn", r"module 'os.path' has no attribute 'joinn'; did you mean 'join'\?"),
+        ("grpo_mcore.imports", "it is a module; write 'grpo_mcore.imports:name'"),
+        ("benchmarks.export", "it is a module; write 'benchmarks.export:name'"),  # one that nothing has imported
         ("no_path", "write it as 'package.module:name'"),
         ("./mine/my_rewards.py:f", "for the file ./mine/my_rewards.py write 'my_rewards:f', and start the run in its"),
         ("/else/my_rewards.py", "a module, not a file; for the file /else/my_rewards.py write 'my_rewards:name'"),

@@ -53,7 +53,7 @@ def test_an_attempt_that_fails_is_repeated_and_counted() -> None:
     ]  # fmt: skip
     assert result.reasons[3].startswith("component 'as_told' crashed: Busy: HTTP 503 (")
     assert result.reasons[6] == "component 'as_told' crashed: its value is nan, 4 answers lost"
-    assert result.reasons[7] == "no component applies to this sample: as_told"
+    assert result.reasons[7] == "no component applies to this sample, all returned None: as_told"
 
 
 def test_a_repetition_has_columns_of_its_own() -> None:

@@ -192,7 +192,7 @@ def test_a_component_that_does_not_apply_is_left_out() -> None:
     assert result.reasons == [
         "math_reward 1, length: 2, accuracy 1.0",
         "coding_reward 0.5",
-        "no component applies to this sample: math_reward, coding_reward",
+        "no component applies to this sample, all returned None: math_reward, coding_reward",
     ]
 
 
