@@ -24,16 +24,8 @@ from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.algorithms.rollouts.prompt_stream import check_same_data
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.rollouts.validation import run_validation
-from grpo_mcore.algorithms.run_control.checks import (
-    CHECKED_ROWS,
-    Model,
-    check_checkpointing,
-    check_columns,
-    check_environments,
-    check_model,
-    check_run,
-    check_writable,
-)
+from grpo_mcore.algorithms.run_control.checks import Model, check_checkpointing, check_model, check_run, check_writable
+from grpo_mcore.algorithms.run_control.environment_checks import CHECKED_ROWS, check_columns, check_environments
 from grpo_mcore.algorithms.run_control.stopping import StopRequest, on_sigterm
 from grpo_mcore.algorithms.setup import (
     make_loss,

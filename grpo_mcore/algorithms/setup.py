@@ -15,7 +15,8 @@ from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.algorithms.run_control.checks import Model, calls_of, environment_of
+from grpo_mcore.algorithms.run_control.checks import Model
+from grpo_mcore.algorithms.run_control.environment_checks import calls_of, environment_of
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngines, TeacherEngineWorker

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.algorithms.run_control import checks
+from grpo_mcore.algorithms.run_control import checks, environment_checks
 from grpo_mcore.algorithms.run_control.checks import SetupError, check_engine_arguments, check_vllm_build
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import FamilyError
@@ -154,7 +154,7 @@ def test_a_column_that_no_prompt_has_is_said(package_log: pytest.LogCaptureFixtu
     sampled = ["data.sampler.enabled=true", "data.sampler.column=label"]
     config = load_recipe("grpo-arithmetic-cpu", [f"logger.metrics_by={json.dumps(columns)}", *sampled]).config
     rows: Any = [{"extra_env_info": {"extra_info": {"level": 0}}}, {"extra_env_info": {"level": 3}}]
-    checks.check_columns(config, rows)
+    environment_checks.check_columns(config, rows)
     assert package_log.messages == [
         f"{key}: none of the first 2 prompts has {column!r}; they have extra_info, level"
         for key, column in (("logger.metrics_by", "levle"), ("data.sampler.column", "label"))
@@ -183,7 +183,7 @@ def test_a_pattern_for_a_mark_that_the_prompt_ends_with_is_said(
     config = load_recipe("grpo-arithmetic-cpu").config.model_copy(update={"env": {env: sections[env]}})
     info = {"ground_truth": "4", "messages": []}
     row: Any = {"task_name": "t", "uid": "t:0", "message_log": [{"content": prompt}], "extra_env_info": info}
-    checks.check_environments(config, {"t": env}, [row])
+    environment_checks.check_environments(config, {"t": env}, [row])
     said = [message for message in package_log.messages if "which the chat template writes at the end" in message]
     assert len(said) == told
 

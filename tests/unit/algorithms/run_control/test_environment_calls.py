@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms.rollouts.scoring import BatchLimits
-from grpo_mcore.algorithms.run_control.checks import SetupError, calls_of, environment_of
+from grpo_mcore.algorithms.run_control.checks import SetupError
+from grpo_mcore.algorithms.run_control.environment_checks import calls_of, environment_of
 from grpo_mcore.environments.rule_environment import RuleEnvironment
 from grpo_mcore.recipe import MasterConfig
 
