@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+EPS = 1e-6
+"""Added to a standard deviation before rewards are divided by it."""
+
 EQUAL_REWARDS_TOLERANCE = 1e-6
 """Rewards of a group that differ by less than this share of the largest are equal: that is float32 rounding."""
 
@@ -126,7 +129,7 @@ def grpo_advantages(
     *,
     normalize: bool = True,
     leave_one_out: bool = True,
-    eps: float = 1e-6,
+    eps: float = EPS,
 ) -> AdvantageEstimate:
     """Return A = r - baseline, divided by (std + eps) of the whole group if `normalize`.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.objective.advantages import (
+    EPS,
     EQUAL_REWARDS_TOLERANCE,
     AdvantageEstimate,
     advantage_term,
@@ -37,7 +38,6 @@ def estimate_advantages(
     tokens: Tensor | None = None,
     kl: SampleKL | None = None,
     kl_penalty: float = 0.0,
-    eps: float = 1e-6,
 ) -> AdvantageEstimate:
     """Return the advantages of the samples of one step.
 
@@ -65,7 +65,7 @@ def estimate_advantages(
                 "reinforce_plus_plus standardises over tokens: pass the number of trained tokens of each sample"
             )
         return reinforce_plus_plus_advantages(
-            rewards, group_ids, tokens, valid, minus_baseline=minus_baseline, kl=kl, kl_penalty=kl_penalty, eps=eps
+            rewards, group_ids, tokens, valid, minus_baseline=minus_baseline, kl=kl, kl_penalty=kl_penalty
         )
     if name == "gdpo":
         if kl_penalty:
@@ -81,7 +81,6 @@ def estimate_advantages(
             reward_weights,
             normalize=normalize,
             leave_one_out=leave_one_out,
-            eps=eps,
         )
     if kl is not None and kl_penalty:
         rewards = rewards_minus_kl(rewards, kl, kl_penalty, valid)
@@ -91,7 +90,6 @@ def estimate_advantages(
         valid,
         normalize=normalize and name == "grpo",
         leave_one_out=leave_one_out if name == "grpo" else name == "rloo",
-        eps=eps,
     )
 
 
@@ -104,7 +102,6 @@ def reinforce_plus_plus_advantages(
     minus_baseline: bool = True,
     kl: SampleKL | None = None,
     kl_penalty: float = 0.0,
-    eps: float = 1e-6,
 ) -> AdvantageEstimate:
     """REINFORCE++ (arXiv 2501.03262): one baseline and one scale for the whole step.
 
@@ -120,11 +117,11 @@ def reinforce_plus_plus_advantages(
     values = groups.deviation if minus_baseline else torch.where(groups.valid, rewards.to(torch.float64), 0.0)
     counted = torch.where(groups.valid, tokens.to(torch.float64), 0.0)
     mean, std = token_moments(values, counted, kl, kl_penalty)
-    scale = torch.where(std > 0, 1 / (std + eps), 0.0)
+    scale = torch.where(std > 0, 1 / (std + EPS), 0.0)
     differences = torch.where(groups.valid, values - mean, 0.0) if std > 0 else torch.zeros_like(values)
     term = advantage_term(rewards, differences)
     if std > 0:
-        term = replace(term, scale=torch.full_like(values, float(std) + eps))
+        term = replace(term, scale=torch.full_like(values, float(std) + EPS))
     return AdvantageEstimate(differences * scale, groups, kl_penalty * float(scale), {"": term})
 
 
@@ -137,7 +134,6 @@ def gdpo_advantages(
     *,
     normalize: bool = True,
     leave_one_out: bool = True,
-    eps: float = 1e-6,
 ) -> AdvantageEstimate:
     """GDPO (arXiv 2601.05242): 0 for failed samples. `rewards` [N]: of all names together, for the statistics.
 
@@ -171,7 +167,7 @@ def gdpo_advantages(
     groups = group_stats(rewards, group_ids, valid)
     if not (std > rounding).all():
         return AdvantageEstimate(torch.zeros_like(total), groups)
-    return AdvantageEstimate(total / (std + eps), groups, terms=terms, scale=float(std) + eps)
+    return AdvantageEstimate(total / (std + EPS), groups, terms=terms, scale=float(std) + EPS)
 
 
 def weights_by_name(names: Sequence[str], weights: RewardWeights | None) -> dict[str, float]:

@@ -16,6 +16,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -137,6 +138,19 @@ def plan_model_refit(
     return plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=buffer_bytes, deliveries=deliveries)
 
 
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Keep Python from collecting garbage: it would look through a million tuples again and again, and find nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_garbage_kept()
 def plan_refit(
     params: Sequence[Param],
     shape: ModelShape,
@@ -158,25 +172,6 @@ def plan_refit(
     half the buffer, is cut by rows.
     Raises RefitError for a row larger than that, a slice that nobody holds or reads, or no parameters; LayoutError.
     """
-    collects = gc.isenabled()
-    gc.disable()  # it would look through a million tuples again and again, and find nothing
-    try:
-        return _plan(params, shape, trainer, engine, dtype, buffer_bytes, deliveries, alignment)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _plan(
-    params: Sequence[Param],
-    shape: ModelShape,
-    trainer: PolicyLayout,
-    engine: EngineLayout,
-    dtype: str,
-    buffer_bytes: int,
-    deliveries: int,
-    alignment: int,
-) -> RefitPlan:
     moved = _moved_params(params, dtype)
     packer = _Packer(buffer_bytes, alignment)
     loads = [0] * trainer.world_size
