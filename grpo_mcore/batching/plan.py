@@ -148,14 +148,13 @@ def plan_step(
     return StepPlan(sizes, tuple(batches))
 
 
-def plan_alone(lengths: Sequence[int], *, dp: int, optimizer_steps: int = 1, cost: CostModel | None = None) -> StepPlan:
+def plan_alone(lengths: Sequence[int], *, dp: int, optimizer_steps: int = 1) -> StepPlan:
     """Distribute samples one a bin, consecutive ones to each rank: of two ranks each has a half of the binary tree over
     their numbers. Global batches are those of `plan_step`. Raises PackingError if an optimizer step has fewer samples
     than there are ranks."""
     sizes = tuple(int(length) for length in lengths)
     _check(sizes, dp, optimizer_steps, None)
-    cost = cost or CostModel()
-    batches = []
+    cost, batches = CostModel(), []
     for samples in _cut(len(sizes), optimizer_steps):
         shares = [[samples[i] for i in share] for share in _cut(len(samples), dp)]
         most = max(map(len, shares))

@@ -55,8 +55,8 @@ class MirrorLease:
     cannot both hold it where the store compares versions; elsewhere the later of two starts within a beat wins, and the
     other one mirrors nothing more."""
 
-    def __init__(self, store: RemoteStore, *, beat_s: float = BEAT_S, stale_s: float = STALE_S, clock: Clock = REAL):
-        self._store, self._beat_s, self._stale_s, self._clock = store, beat_s, stale_s, clock
+    def __init__(self, store: RemoteStore, clock: Clock = REAL) -> None:
+        self._store, self._clock = store, clock
         self._me, self._beats = Holder.this_process(), 0
         self._version: Version = {}
         self._end_beat: Callable[[], None] | None = None
@@ -75,10 +75,10 @@ class MirrorLease:
             return None
         holder, version = seen
         if (lives := lives_here(holder)) is None:
-            logger.info("%s is held by %s; watching it for %g s", self._store.address, holder, self._stale_s)
-            lives, deadline = False, self._clock.now() + self._stale_s
+            logger.info("%s is held by %s; watching it for %g s", self._store.address, holder, STALE_S)
+            lives, deadline = False, self._clock.now() + STALE_S
             while not lives and self._clock.now() < deadline:
-                self._clock.sleep(self._stale_s / 20)
+                self._clock.sleep(STALE_S / 20)
                 if (now := self._holder()) is None:
                     return None
                 lives = now[1] != version
@@ -98,7 +98,7 @@ class MirrorLease:
                 logger.info("%s was held by %s, which is dead; this run takes it over", self._store.address, dead[0])
                 break
         self._version = version
-        self._end_beat = self._clock.beat(self._beat_s, self.beat, "mirror lease")
+        self._end_beat = self._clock.beat(BEAT_S, self.beat, "mirror lease")
 
     def beat(self) -> None:
         """Say that this run lives, and see whether another has taken its place. An outage costs only that beat."""
@@ -181,7 +181,7 @@ class Mirror:
         """`to_keep`: returns the steps to keep, of the metrics by step and the step just saved. `wait_s`: seconds that
         `finish` waits while nothing moves."""
         self.store, self._to_keep, self._wait_s, self._clock = store, to_keep, wait_s, clock
-        self.lease = MirrorLease(store, clock=clock)
+        self.lease = MirrorLease(store, clock)
         self.log_dir: Path | None = None
         """The run's log folder."""
         self.ledger: Path | None = None

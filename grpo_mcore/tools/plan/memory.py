@@ -361,12 +361,10 @@ def memory(load: Workload, device: Device) -> tuple[EngineMemory, tuple[StageMem
     return engine, tuple(stage_memory(load, device, stage, engine) for stage in range(load.layout.pipeline))
 
 
-def fits_device(
-    stages: tuple[StageMemory, ...], engine: EngineMemory, load: Workload, device: Device, margin: float = 1.0
-) -> bool:
-    """Return whether every phase fits `margin` times the device, the KV cache at least one longest sample, and what is
-    kept on the host a node's memory."""
-    room = device.memory is None or all(stage.peak.total <= margin * device.memory for stage in stages)
+def fits_device(stages: tuple[StageMemory, ...], engine: EngineMemory, load: Workload, device: Device) -> bool:
+    """Return whether every phase fits the device, the KV cache holds at least one longest sample, and what is kept on
+    the host fits a node's memory."""
+    room = device.memory is None or all(stage.peak.total <= device.memory for stage in stages)
     host = device.host_memory is None or node_memory(load, stages, engine, device) <= device.host_memory
     caches = [engine_memory(teacher.load, device) for teacher in load.teachers if teacher.engines]
     caches += [engine] if load.grpo else []
