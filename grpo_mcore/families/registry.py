@@ -76,6 +76,9 @@ def _instead_of(folder: Path) -> str:
     inside = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     deeper = sorted(folder.glob("*/*/config.json"), key=lambda path: path.stat().st_mtime)
     whole = [path.parent for path in (*deeper, *inside) if next(path.parent.glob("*.safetensors"), None)]
+    ends = [path.parent for at in ("", "step_*/") for path in folder.glob(f"{at}training_info.json")]
+    if not whole and any(not (end / "policy" / "weights").exists() for end in ends):  # there are NeMo RL's
+        return f"it is a checkpoint of a run: `grpo-mcore export {folder} --output DIR` makes a model of it"
     if not whole and (made_by := other_trainers_checkpoint(folder)) is not None:
         return made_by
     if snapshots := sorted(folder.glob("snapshots/*/config.json")):
@@ -84,8 +87,6 @@ def _instead_of(folder: Path) -> str:
         return "its weights are GGUF, which is not read; give the Hugging Face folder that they were made of"
     if whole or inside:
         return f"give a model in it, such as {[*(path.parent for path in inside), *whole][-1]}"
-    if next((path for at in ("", "step_*/") for path in folder.glob(f"{at}training_info.json")), None) is not None:
-        return f"it is a checkpoint of a run: `grpo-mcore export {folder} --output DIR` makes a model of it"
     if (folder / "latest_checkpointed_iteration.txt").is_file():
         return "it is a checkpoint of Megatron; convert it to Hugging Face's format first"
     return "give a Hugging Face folder, or a name of the hub"

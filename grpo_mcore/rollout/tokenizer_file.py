@@ -20,10 +20,18 @@ _PROBE = "Hello  world's 12345 tests:\n\n\tx = 3.14; I'LL don't é 中文 🙂\r
 
 
 def load_hf_tokenizer(name: str | Path) -> Any:
-    """Load a tokenizer by name or folder. No code of its folder is run. Raises what transformers raises."""
+    """Load a tokenizer by name or folder. No code of its folder is run. Raises what transformers raises, and ValueError
+    where there are no files of a tokenizer: transformers then makes one of the model's type, which has special tokens
+    alone and reads every text as nothing."""
     from transformers import AutoTokenizer
 
-    return as_written(AutoTokenizer.from_pretrained(name, trust_remote_code=False))  # else it would ask in a terminal
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # else it would ask in a terminal
+    if len(tokenizer) == len(tokenizer.added_tokens_encoder):
+        raise ValueError(
+            "it has no tokenizer.json, nor another file of a tokenizer; copy those of the model it was made of, or "
+            "set policy.tokenizer.name"
+        )
+    return as_written(tokenizer)
 
 
 def as_written(tokenizer: Any) -> Any:

@@ -94,6 +94,10 @@ def test_the_tokenizer_gets_the_template_and_its_arguments(tmp_path):
 def test_a_tokenizer_that_cannot_be_used_is_an_error(tmp_path):
     with pytest.raises(DataError, match="cannot load the tokenizer"):
         load_tokenizer(str(tmp_path / "nothing"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(DataError, match=r"it has no tokenizer.json, .* or set policy.tokenizer.name"):
+        load_tokenizer(str(tmp_path / "model"), "{{ messages[0].content }}")
     make_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(DataError, match=r"chat_template no_such\.jinja: No such file"):
         load_tokenizer(str(tmp_path / "tokenizer"), "no_such.jinja")

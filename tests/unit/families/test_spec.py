@@ -296,6 +296,21 @@ def test_a_folder_of_another_form_says_what_to_give(tmp_path: Path, file: str, w
         read_hf_config(tmp_path)
 
 
+def test_a_checkpoint_of_this_trainer_is_not_taken_for_another_trainers(tmp_path: Path) -> None:
+    """The files of all three are torch's; NeMo RL has a training_info.json, too."""
+    own, other = tmp_path / "own" / "step_8", tmp_path / "nemo" / "step_8"
+    for file in (own / "policy" / "__0_0.distcp", other / "policy" / "weights" / "iter_0000000" / "__0_0.distcp"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    for step in (own, other):
+        (step / "training_info.json").touch()
+    for folder in (own, own.parent):
+        with pytest.raises(FamilyError, match=f"`grpo-mcore export {folder} --output DIR`"):
+            read_hf_config(folder)
+    with pytest.raises(FamilyError, match=r"NeMo RL's convert_dcp_to_hf\.py"):
+        read_hf_config(other)
+
+
 def test_a_model_beside_another_trainers_own_form_is_the_one_to_give(tmp_path: Path) -> None:
     """verl writes one with `save_contents: [hf_model]`."""
     model = tmp_path / "actor" / "huggingface"
