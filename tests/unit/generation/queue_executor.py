@@ -214,8 +214,10 @@ class QueueExecutor(Executor):
             known.blocks += blocks[0] if blocks else []
             starts[key] = cached.num_computed_tokens[index]
         keys = [key for key in starts if key in scheduler_output.num_scheduled_tokens]
-        rows = [self._compute(self._requests[key], starts[key], scheduler_output.num_scheduled_tokens[key])
-                for key in keys]  # fmt: skip
+        batch = [(self._requests[key], starts[key], scheduler_output.num_scheduled_tokens[key]) for key in keys]
+        for row in batch:
+            self._write(*row)
+        rows = [self._read(*row) for row in batch]
         tokens = np.array([[FIRST_TOKEN + self._value] for _ in rows], dtype=np.int64).reshape(-1, 1)
         self._batch = ModelRunnerOutput(
             req_ids=keys,
@@ -232,15 +234,19 @@ class QueueExecutor(Executor):
         self.launched += bool(rows)
         return self._answer(None if rows else self._batch, non_block)
 
-    def _compute(self, request: _Request, start: int, count: int) -> int | None:
-        """Write the keys and values of `count` tokens. Returns the value of the oldest weights of which the last one
-        read any, or None if more of the prompt is to come."""
-        slots = [divmod(position, BLOCK) for position in range(start + count)]
-        for block, slot in slots[start:]:
+    def _write(self, request: _Request, start: int, count: int) -> None:
+        """Write the keys and values of `count` tokens. A model does so for a whole batch before it reads any: a request
+        may share blocks with one of its own batch."""
+        for block, slot in (divmod(position, BLOCK) for position in range(start, start + count)):
             self._written.setdefault(request.blocks[block], [0] * BLOCK)[slot] = self._value
+
+    def _read(self, request: _Request, start: int, count: int) -> int | None:
+        """Return the value of the oldest weights whose keys and values the last token reads, or None if more of the
+        prompt is to come."""
         if start + count < request.prompt + request.generated:
             return None
         request.generated += 1
+        slots = (divmod(position, BLOCK) for position in range(start + count))
         return min(self._written[request.blocks[block]][slot] for block, slot in slots)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
