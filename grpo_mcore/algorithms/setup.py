@@ -228,7 +228,6 @@ def _start_teacher_engines(
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
             threads=cpu_threads(devices.count * each),
-            steps_alone=config.cluster.backend != "local",
             vllm_kwargs=(SCORING_KWARGS if gpu else {}) | _vllm_kwargs(config.policy, model),
             logit_temperature=generation.temperature,
             **engine_options(model.shape, gpu=gpu) | {"prefix_caching": False},  # a prompt that is scored is computed
@@ -332,7 +331,6 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
             threads=rank_threads(config, count * vllm.ranks, gpu=gpu),
-            steps_alone=config.cluster.backend != "local",
             vllm_kwargs=vllm_kwargs,
             chat=chat,
             **engine_options(model.shape, gpu=gpu),

@@ -79,7 +79,6 @@ class EngineConfig:
     max_num_seqs: int | None = None  # requests that run together; None: vLLM's choice
     sleep_between_phases: bool = False  # GPU: give the memory to the policy in `release`
     threads: int = 1
-    steps_alone: bool = False  # steps have a thread of their own; otherwise a caller that waits for samples takes them
     log_level: str = "ERROR"
     logit_temperature: float = 1.0  # divides all logits; vLLM has no temperature for those of a prompt
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -132,8 +132,6 @@ class Engine:
             )
         # Of several ranks; a single one lives in this process.
         self._ranks = [rank.proc for rank in getattr(self._llm_engine.model_executor, "workers", ())]
-        if config.steps_alone:
-            threading.Thread(target=self._steps.run, name=f"{self.name}-steps", daemon=True).start()
         self.start_seconds = time.perf_counter() - began
 
     def _on_device(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -583,7 +581,6 @@ class Engine:
                     other.close()
                 self._on_device(engine.engine_core.shutdown)
                 multiprocessing.active_children()  # reaps the ranks
-            self._steps.end()
             self._device.shutdown(wait=False)
 
     @contextmanager

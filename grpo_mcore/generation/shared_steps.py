@@ -1,7 +1,6 @@
-"""Several callers of one engine: each gets its own samples of the steps that are taken for all.
+"""Several callers of one engine: one waiting caller runs the steps for all, and each gets its own samples.
 
-A thread of its own may `run` the steps, so that no step waits while a caller reads and sends what has finished. Without
-one a waiting caller runs them for all: with one caller every step is on that caller's thread, for a debugger.
+There is no extra thread: with one caller every step runs on that caller's thread.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class SharedSteps:
         self._step, self._timeout_s, self._paused = step, timeout_s, paused
         self._changed = threading.Condition()
         self._owners: dict[str, Caller] = {}
-        self._leading = False  # a caller is running steps, or a thread of its own
-        self._ended = False
+        self._leading = False  # a caller is running steps
         self._stepped_at = 0.0
 
     @property
@@ -56,8 +54,8 @@ class SharedSteps:
         with self._changed:
             caller.running[request_id] = engine_id
             self._owners[request_id] = caller
-            if caller.joining or len(self._owners) == 1:
-                self._changed.notify_all()  # it, or the thread of the steps, may have had nothing to wait for
+            if caller.joining:
+                self._changed.notify_all()  # it may have had nothing to wait for
 
     @contextmanager
     def held_open(self, caller: Caller) -> Iterator[bool]:
@@ -118,34 +116,6 @@ class SharedSteps:
         with self._changed:
             outputs, caller.finished = caller.finished, []
         return outputs
-
-    def run(self) -> None:
-        """Take the steps for all callers on this thread, which does nothing else, until `end`. A step's error reaches
-        every caller that waits."""
-        with self._changed:
-            self._leading = True
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._ended or any(caller.error is None for caller in self._owners.values())
-                )
-                if self._ended:
-                    return
-            self._stepped_at = time.monotonic()
-            try:
-                self._step(self.deliver)
-            except Exception as error:
-                with self._changed:
-                    for caller in self._owners.values():
-                        caller.error = error
-                    self._changed.notify_all()
-            self._stepped_at = time.monotonic()
-
-    def end(self) -> None:
-        """Let `run` return."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
 
     def _wait_for_requests(self, caller: Caller) -> bool:
         """Return whether the caller has a request, after those that are being added. Otherwise close it."""

@@ -26,8 +26,7 @@ def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, te
     """With two ranks, each is a process of its own, which finds the backend by the package's entry point."""
     make_model(tmp_path, tie_word_embeddings=True)
     before = ranks()
-    settings = {"load_format": "dummy", "tensor_parallel_size": tensor_parallel_size, "steps_alone": True}
-    engine = Engine(config(tmp_path, **settings))
+    engine = Engine(config(tmp_path, load_format="dummy", tensor_parallel_size=tensor_parallel_size))
     policy = Policy(tmp_path)
     try:
         assert "lm_head.weight" not in policy.plan(engine).to_json()

@@ -3,8 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,27 +20,24 @@ class Machine:
         self.left: dict[str, int] = {}
         self.stepping = threading.Lock()
         self.before_step: Callable[[], None] = lambda: None
-        self.lock: AbstractContextManager[Any] = nullcontext()
 
     def step(self, deliver: Callable[[Iterable[Any]], None]) -> None:
         assert self.stepping.acquire(blocking=False), "two threads step at a time"
         try:
             self.before_step()
-            with self.lock:
-                self.left = {key: count - 1 for key, count in self.left.items()}
-                done = [key for key, count in self.left.items() if count == 0]
-                for key in done:
-                    del self.left[key]
-                deliver(SimpleNamespace(request_id=key) for key in done)
+            self.left = {key: count - 1 for key, count in self.left.items()}
+            done = [key for key, count in self.left.items() if count == 0]
+            for key in done:
+                del self.left[key]
+            deliver(SimpleNamespace(request_id=key) for key in done)
         finally:
             self.stepping.release()
 
     def ask(self, name: str, *counts: int) -> Caller:
         caller = Caller()
-        with self.lock:
-            for number, count in enumerate(counts):
-                self.left[f"{name}-{number}"] = count
-                self.steps.add(caller, f"{name}-{number}", f"engine {name}-{number}")
+        for number, count in enumerate(counts):
+            self.left[f"{name}-{number}"] = count
+            self.steps.add(caller, f"{name}-{number}", f"engine {name}-{number}")
         return caller
 
 
@@ -205,50 +201,3 @@ def test_a_pause_does_not_time_out() -> None:
     leading.join(10)
     waiting.join(10)
     assert ids(got) == ["b-0"]
-
-
-@pytest.fixture
-def runner() -> Iterator[Machine]:
-    """A machine whose steps have a thread of their own. Requests are added between two steps, as an engine does."""
-    machine = Machine()
-    machine.lock = threading.Lock()
-    thread = threading.Thread(target=machine.steps.run)
-    thread.start()
-    yield machine
-    machine.steps.end()
-    thread.join(60)
-    assert not thread.is_alive()
-
-
-def test_steps_on_a_thread_of_their_own_go_on_while_a_caller_is_busy(runner: Machine) -> None:
-    threads = set[int]()
-    runner.before_step = lambda: threads.add(threading.get_ident())
-    caller = runner.ask("a", 1, 4, 9)
-    got = ids(runner.steps.next(caller))
-    assert eventually(lambda: not runner.left), "nobody waits for them"
-    while outputs := runner.steps.next(caller):
-        got += ids(outputs)
-    assert got == ["a-0", "a-1", "a-2"]
-    assert ids(runner.steps.next(runner.ask("b", 1))) == ["b-0"], "after a while without a request"
-    assert len(threads) == 1 and threads != {threading.get_ident()}
-
-
-def test_an_error_on_a_thread_of_their_own_reaches_every_caller(runner: Machine) -> None:
-    steps, failing = Counter[str](), True
-
-    def fail() -> None:
-        steps["taken"] += 1
-        if failing:
-            raise OSError("the rank is gone")
-
-    runner.before_step = fail
-    callers = [runner.ask(name, 5) for name in "ab"]
-    for caller in callers:
-        with pytest.raises(RuntimeError, match="a step of generation failed: the rank is gone"):
-            runner.steps.next(caller)
-    time.sleep(0.05)
-    assert steps["taken"] <= 2, "none is taken for those who have the error"
-    for caller in callers:
-        runner.steps.give_up(list(caller.running))
-    failing = False
-    assert ids(runner.steps.next(runner.ask("c", 2))) == ["c-0"]
