@@ -34,6 +34,7 @@ from grpo_mcore.recipe.derived import (
     prompts_per_generation_batch,
     samples_per_step,
     samples_together,
+    scoring_settings,
     shares_prefixes,
     teacher_copies,
     teacher_engines,
@@ -44,7 +45,6 @@ from grpo_mcore.recipe.derived import (
     teacher_settings,
     teacher_weight,
     trains_on_rewards,
-    what_scores,
     world_size,
 )
 from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, nearest, nearest_hint

@@ -411,7 +411,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
 
 
-def what_scores(env: Mapping[str, Any]) -> dict[str, Any]:
+def scoring_settings(env: Mapping[str, Any]) -> dict[str, Any]:
     """Return the environments without the settings of how many samples they score at a time, on which no reward
     depends."""
     speed = ("num_workers", "threads_per_worker", "batch")

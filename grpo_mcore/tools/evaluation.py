@@ -17,7 +17,7 @@ from grpo_mcore.algorithms.checkpointing.lease import Lease
 from grpo_mcore.algorithms.evaluate import EvalError, SampleLog, TaskScore, evaluate_model, task_scores
 from grpo_mcore.file_digests import DIGESTS, digest_file
 from grpo_mcore.observe import write_summary
-from grpo_mcore.recipe import MasterConfig, what_scores, without_secrets
+from grpo_mcore.recipe import MasterConfig, scoring_settings, without_secrets
 from grpo_mcore.tools.export import export, find_checkpoint, is_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
     generation, tokenizer = config.policy.generation, config.policy.tokenizer.name
     settings: dict[str, Any] = {
         "data": [entry.model_dump(mode="json") for entry in config.data.validation],
-        "env": what_scores(config.env),
+        "env": scoring_settings(config.env),
         "num_tests_per_prompt": config.eval.num_tests_per_prompt,
         "max_new_tokens": generation.max_new_tokens,
         "temperature": generation.val_temperature,
@@ -209,7 +209,7 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
     if path.is_file() and samples.is_file() and samples.stat().st_size:
         recorded = json.loads(path.read_text(encoding="utf-8"))
         then = LATER | recorded["settings"]
-        then["env"] = what_scores(then["env"])  # older folders record how many workers there were, too
+        then["env"] = scoring_settings(then["env"])  # older folders record how many workers there were, too
         different = [key for key, value in json.loads(json.dumps(settings)).items() if then.get(key) != value]
         different += [name for name, source in models.items() if recorded["models"].get(name, source) != source]
         known = recorded.get("contents", {})

@@ -25,7 +25,7 @@ from grpo_mcore.data import AllTaskProcessedDataset, DataError
 from grpo_mcore.data.gym.files import whole_file
 from grpo_mcore.data.loader import FINGERPRINT_ROWS
 from grpo_mcore.environments.nemo_gym import GymOutcome
-from grpo_mcore.recipe import MasterConfig, what_scores
+from grpo_mcore.recipe import MasterConfig, scoring_settings
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, Trajectory
@@ -182,7 +182,7 @@ def collect(
     settings = {
         "policy.model_name": config.policy.model_name,
         "the rows of the data": dataset.fingerprint(FINGERPRINT_ROWS),
-        "env": what_scores(config.env),
+        "env": scoring_settings(config.env),
         "the sampling": asdict(sampling),
         "grpo.seed": grpo.seed,
         "grpo.max_rollout_turns": grpo.max_rollout_turns,

@@ -1,4 +1,4 @@
-"""What the runs of all algorithms show and write in the same way: console, events, alarms, throughput, summary."""
+"""Console, events, alarms, throughput and summary of a run, the same for all algorithms."""
 
 from __future__ import annotations
 

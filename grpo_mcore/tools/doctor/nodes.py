@@ -39,7 +39,8 @@ PARTNERS = 3
 """Number of other nodes with which each node's bandwidth is measured, if there are so many."""
 
 USED = 0.2
-"""Share of its InfiniBand ports' bandwidth that an all-reduce by NCCL reaches at least if it uses them."""
+"""Share of its InfiniBand ports' bandwidth that an all-reduce by NCCL reaches at least if it uses them. An estimate: no
+InfiniBand was measured."""
 
 SLOW = 0.7
 """Share of the usual bandwidth between two nodes, below which a pair is slow."""
