@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -137,21 +138,25 @@ class Rank:
     def facts(self) -> tuple[Rendezvous, str]:
         return self.rendezvous, self.word
 
-    def all_reduce(self) -> float:
-        import torch
-        import torch.distributed as dist
-
-        there = self.rendezvous
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{there.master_addr}:{there.master_port}",
-            rank=there.rank,
-            world_size=there.world_size,
-        )
-        value = torch.tensor([float(there.rank + 1)])
-        dist.all_reduce(value)
-        dist.destroy_process_group()
-        return float(value)
+    def meet(self) -> int:
+        """Return the rank of the other one of two, which comes to the group's meeting point, as torch's would."""
+        there = self.rendezvous.master_addr, self.rendezvous.master_port
+        if self.rendezvous.rank == 0:
+            with socket.create_server(there) as server:
+                server.settimeout(30)
+                connection, _ = server.accept()
+        else:
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    connection = socket.create_connection(there)
+                    break
+                except ConnectionRefusedError:  # rank 0 is not there yet
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+        with connection:
+            connection.sendall(bytes([self.rendezvous.rank]))
+            return connection.recv(1)[0]
 
     def act(self, failing_rank: int, gate: str | None = None) -> int:
         if self.rendezvous.rank == failing_rank:

@@ -1,4 +1,5 @@
-"""RayCluster on real actors. One Ray for the whole file: it takes seconds to start."""
+"""RayCluster on real actors. One Ray for the whole file, and workers of one test for the next: they take seconds to
+start."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ import ray
 from grpo_mcore.cluster import (
     DeadlineExceeded,
     NotEnoughResources,
+    Worker,
     WorkerFailed,
     call_all,
     gather,
@@ -29,42 +31,31 @@ from grpo_mcore.cluster import (
 from grpo_mcore.cluster.inspection import ask
 from grpo_mcore.cluster.orphan_reaper import MARKER, SOCKETS, marked
 from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.cluster.ray_worker import RayWorker
 from tests.cluster_contract import CONTRACT
+from tests.distributed.conftest import WANTED
 from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record
 
 pytestmark = pytest.mark.distributed
 
-WANTED = "a-secret-that-workers-need"
+
+@pytest.fixture(scope="module")
+def cluster(ray_cluster: RayCluster) -> RayCluster:
+    return ray_cluster
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    os.environ["GRPO_TEST_SECRET"] = "hunter2"
-    os.environ["GRPO_TEST_WANTED"] = WANTED
-    try:
-        # Ray only counts these GPUs, which is enough to test which worker sees which.
-        with RayCluster(
-            tmp_path_factory.mktemp("logs"),
-            address="local",
-            env_vars=["GRPO_TEST_WANTED"],
-            num_cpus=4,
-            num_gpus=2,
-            start_timeout_s=150,  # Ray replaces a worker process that has not registered after 60 s
-            call_timeout_s=30,
-        ) as cluster:
-            yield cluster
-    finally:
-        del os.environ["GRPO_TEST_SECRET"], os.environ["GRPO_TEST_WANTED"]
+def abacus(cluster: RayCluster) -> Iterator[Worker]:
+    worker = cluster.spawn("abacus", Abacus, 10, cluster.store, cpus=0.1, env={"OMP_NUM_THREADS": "1"})
+    yield worker
+    cluster.stop([worker])
 
 
 @pytest.fixture(scope="module")
-def abacus(cluster: RayCluster):
-    return cluster.spawn("abacus", Abacus, 10, cluster.store, cpus=0.1, env={"OMP_NUM_THREADS": "1"})
-
-
-@pytest.fixture(scope="module")
-def second(cluster: RayCluster):
-    return cluster.spawn("second", Abacus, 0, cluster.store, cpus=0.1, env={"OMP_NUM_THREADS": "3"})
+def second(cluster: RayCluster) -> Iterator[Worker]:
+    worker = cluster.spawn("second", Abacus, 0, cluster.store, cpus=0.1, env={"OMP_NUM_THREADS": "3"})
+    yield worker
+    cluster.stop([worker])
 
 
 @pytest.fixture
@@ -74,17 +65,33 @@ def gate(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "gate").touch()
 
 
-@pytest.mark.parametrize("law", CONTRACT, ids=lambda law: law.__name__)
-def test_it_keeps_the_contract(law, cluster, monkeypatch):
-    workers, spawn = [], cluster.spawn
+@pytest.fixture(scope="class")
+def kept(cluster: RayCluster) -> Iterator[dict[str, RayWorker]]:
+    """The contract's workers by name, stopped before other tests see them."""
+    workers: dict[str, RayWorker] = {}
+    yield workers
+    cluster.stop(list(workers.values()))
 
-    def recorded(*args, **options):
-        workers.append(spawn(*args, **options))
-        return workers[-1]
 
-    monkeypatch.setattr(cluster, "spawn", recorded)
-    law(cluster, law.__name__.replace("_", "-"))
-    cluster.stop([*{worker.name: worker for worker in workers}.values()])  # later tests name every worker
+class TestContract:
+    @pytest.mark.parametrize("law", CONTRACT, ids=lambda law: law.__name__)
+    def test_it_keeps_the_contract(self, law, cluster, kept, monkeypatch):
+        """A worker of a name that an earlier law had starts no process: its object is constructed anew."""
+        spawn, stop = cluster.spawn, cluster.stop
+
+        def spawn_or_rebuild(name, cls, *args, **options):
+            if name in kept:
+                kept[name].build(cls, *args)
+            else:
+                kept[name] = spawn(name, cls, *args, **options)
+            return kept[name]
+
+        def forget(workers):
+            stop([kept.pop(worker.name) for worker in workers])
+
+        monkeypatch.setattr(cluster, "spawn", spawn_or_rebuild)
+        monkeypatch.setattr(cluster, "stop", forget)
+        law(cluster, "law")
 
 
 def test_calls_run_in_order_on_one_object(abacus):
@@ -194,15 +201,16 @@ def test_parcels_outlive_their_worker(cluster, second):
 
 @pytest.mark.parametrize(("how", "error"), [("fails", "cannot be sent"), ("dies", "ActorDiedError")])
 @pytest.mark.parametrize("part", ["label", "content"])
-def test_a_worker_that_dies_in_the_middle_of_a_parcel_is_reported(cluster, part, how, error):
+def test_a_worker_that_dies_in_the_middle_of_a_parcel_is_reported(cluster, abacus, part, how, error):
     """Its error must not pass for the parcel's content, nor for the end of the stream."""
-    mortal = cluster.spawn("mortal", Abacus, cpus=0.1)
-    stream = mortal.stream("last_parcel_is_fatal", part, how)
+    worker = abacus if how == "fails" else cluster.spawn("mortal", Abacus, cpus=0.1)
+    stream = worker.stream("last_parcel_is_fatal", part, how)
     assert cluster.store.fetch(next(stream).content) == [0, 1, 2]
     with pytest.raises(WorkerFailed, match=error):
         next(stream)
     assert next(stream, "ended") == "ended"
-    cluster.stop([mortal])
+    if how == "dies":
+        cluster.stop([worker])
 
 
 def test_a_reference_in_a_stream_is_rejected_because_ray_may_lose_it(abacus):
@@ -273,14 +281,18 @@ def test_an_exceeded_deadline_names_the_worker_the_call_and_the_line(abacus, gat
 
 
 def test_an_answer_in_time_can_be_asked_for_later(abacus, cluster):
-    pending = abacus.call("add", 0, timeout_s=2.0)
+    pending = abacus.call("add", 0, timeout_s=1.0)
     cluster.ready([pending], 20, "the answer")
-    time.sleep(2.1)
+    time.sleep(1.1)
     assert pending.result() == 13
 
 
-def test_streams_and_calls_run_concurrently(cluster, tmp_path):
-    host = cluster.spawn("host", Abacus, 5, None, cpus=0.1, streams=2)
+def test_spawn_does_not_wait_and_streams_and_calls_run_concurrently(cluster, gate, tmp_path):
+    """A call waits for the constructor, and that for the gate."""
+    host = cluster.spawn("host", Abacus, 5, None, str(gate), cpus=0.1, streams=2)
+    early = host.call("add", 0)
+    gate.touch()
+    assert early.result() == 5
     gates = [tmp_path / name for name in "abc"]
     first, second, third = (host.stream("count_behind", 3, str(gate)) for gate in gates)
     assert next(first) == next(second) == 0, "both have begun, neither can end"
@@ -322,9 +334,9 @@ def test_what_workers_do_is_told_on_demand_and_kept_when_a_call_is_late(
 
 
 def test_a_late_item_and_a_late_group_are_named(cluster, abacus, second, gate):
-    stream = abacus.stream("count_behind", 2, str(gate), timeout_s=2.0)
+    stream = abacus.stream("count_behind", 2, str(gate), timeout_s=1.0)
     assert next(stream) == 0
-    with pytest.raises(DeadlineExceeded, match="count_behind: no answer from abacus within 2 s"):
+    with pytest.raises(DeadlineExceeded, match="count_behind: no answer from abacus within 1 s"):
         next(stream)
     things = [abacus.call("nap_in_the_middle", str(gate)), second.call("nap_in_the_middle", str(gate))]
     with pytest.raises(DeadlineExceeded, match="the crowd: no answer from abacus, second within 0.2 s"):
@@ -354,14 +366,6 @@ def test_a_failing_constructor_fails_ready_and_every_call(cluster):
     cluster.stop([bad])
 
 
-def test_spawn_does_not_wait_and_calls_wait_for_the_constructor(cluster, gate):
-    slow = cluster.spawn("slow", Abacus, 5, None, str(gate), cpus=0.1)
-    call = slow.call("add", 1)
-    gate.touch()
-    assert call.result() == 6
-    cluster.stop([slow])
-
-
 def test_concurrent_calls_share_one_object(cluster, gate):
     pair = cluster.spawn("pair", Abacus, 5, None, cpus=0.1, concurrency=2)
     pair.ready().result()  # an actor's start has its own, long deadline
@@ -374,18 +378,21 @@ def test_concurrent_calls_share_one_object(cluster, gate):
 
 
 @pytest.fixture(scope="module")
-def ranks(cluster: RayCluster):
-    return cluster.spawn_group("rank", Rank, [("a",), ("b",)], cpus=0.1, env={"OMP_NUM_THREADS": "1"})
+def ranks(cluster: RayCluster) -> Iterator[Sequence[Worker]]:
+    workers = cluster.spawn_group("rank", Rank, [("a",), ("b",)], cpus=0.1)
+    yield workers
+    cluster.stop(workers)
 
 
-def test_a_group_forms_a_process_group(cluster, ranks):
+def test_the_ranks_of_a_group_can_meet(cluster, ranks):
+    """(functional/test_async_ray.py: they form torch's process group.)"""
     facts = call_all(cluster, ranks, Rank.facts)()
     assert [worker.name for worker in ranks] == ["rank-0", "rank-1"]
     assert [word for _, word in facts] == ["a", "b"]
     rendezvous = [fact for fact, _ in facts]
     assert [(r.rank, r.world_size, r.local_rank) for r in rendezvous] == [(0, 2, 0), (1, 2, 1)]
     assert len({(r.master_addr, r.master_port) for r in rendezvous}) == 1
-    assert call_all(cluster, ranks, Rank.all_reduce)() == [3.0, 3.0]
+    assert call_all(cluster, ranks, Rank.meet)() == [1, 0]
 
 
 def test_the_failing_rank_is_named_and_the_others_are_not_waited_for(cluster, ranks, gate):
@@ -399,8 +406,8 @@ def test_the_failing_rank_is_named_and_the_others_are_not_waited_for(cluster, ra
 def test_a_deadline_names_the_rank_that_is_missing(cluster, ranks, gate):
     act = [remote_call(rank, Rank.act, what="the act") for rank in ranks]
     calls = [act[0](9, str(gate)), act[1](9)]
-    with pytest.raises(DeadlineExceeded, match="the act: no answer from rank-0 within 2 s"):
-        gather(cluster, calls, timeout_s=2.0, what="the act")
+    with pytest.raises(DeadlineExceeded, match="the act: no answer from rank-0 within 1 s"):
+        gather(cluster, calls, timeout_s=1.0, what="the act")
     gate.touch()
     assert call_all(cluster, ranks, Rank.act)(9) == [0, 1]
 
@@ -419,10 +426,6 @@ def test_gpus_are_visible_to_their_rank_and_to_colocated_workers(cluster):
     assert [part.place().gpus for part in parts] == [place.gpus for place in places]
     assert [fact.rank for fact, _ in call_all(cluster, parts, Rank.facts)()] == [0, 1]
     cluster.stop([*group, engine, *parts])
-    left_to_us = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # Ray sets none
-    again = cluster.spawn("gpu-again", Abacus, cpus=0.1, gpus=2, env=left_to_us)  # their GPUs are free again
-    assert again.place().gpus == ("0", "1")
-    cluster.stop([again])
 
 
 def test_a_request_that_cannot_be_met_fails_at_once(cluster):
@@ -440,9 +443,11 @@ def test_rays_memory_monitor_is_off_and_no_worker_starts_in_advance(cluster):
 
 
 def test_waiting_for_occupied_resources_has_a_deadline(cluster, monkeypatch):
-    holder = cluster.spawn("holder", Abacus, cpus=0.1, gpus=2)
-    holder.place()
+    left_to_us = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # Ray sets none
+    holder = cluster.spawn("holder", Abacus, cpus=0.1, gpus=2, env=left_to_us)  # the GPUs of earlier tests are free
+    assert holder.place().gpus == ("0", "1")
     monkeypatch.setattr(cluster, "_start_timeout_s", 1.0)
+    monkeypatch.setattr(ray_cluster, "CLOSE_S", 0.3)  # a worker without a process answers nothing
     late = cluster.spawn("late", Abacus, cpus=0.1, gpus=1)
     with pytest.raises(DeadlineExceeded, match="late has no process yet: asks for .*1 GPU.* free:.* 0 GPU") as caught:
         late.ready().result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,7 @@ class FakeEngine:
     unwanted: set[str] = field(default_factory=set)
     finished: list[Trajectory] = field(default_factory=list)  # not handed over yet
     open: str = ""  # name of the stream under way
+    lock: threading.Lock = field(default_factory=threading.Lock)  # `join` may run beside the stream
 
     def give_up(self, uids: Sequence[str]) -> None:
         """Abort these prompts in the call under way."""
@@ -73,20 +75,28 @@ class FakeEngine:
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling, name: str) -> Iterator[list[Parcel]]:
         assert not self.running, "one call at a time"
-        self.running, self.open, self.finished = True, name, []
-        self._add(requests, sampling)
-        while self.finished:
-            trajectory = self.finished.pop()
+        with self.lock:
+            self.running, self.open, self.finished = True, name, []
+            self._add(requests, sampling)
+        while (trajectory := self._next_finished()) is not None:
             if trajectory.uid not in self.unwanted:
                 yield [Parcel(TrajectoryRef.of(trajectory, None), self.keep(trajectory))]
-        self.running = False
-        self.unwanted.clear()
+
+    def _next_finished(self) -> Trajectory | None:
+        """Return a sample; without one, end the call, so that no request joins it any more."""
+        with self.lock:
+            if self.finished:
+                return self.finished.pop()
+            self.running = False
+            self.unwanted.clear()
+            return None
 
     def join(self, name: str, requests: list[GenerationRequest], sampling: Sampling) -> bool:
-        is_open = self.running and self.open == name
-        if is_open:
-            self._add(requests, sampling)
-        return is_open
+        with self.lock:
+            is_open = self.running and self.open == name
+            if is_open:
+                self._add(requests, sampling)
+            return is_open
 
     def _add(self, requests: list[GenerationRequest], sampling: Sampling) -> None:
         self.calls.append((requests, sampling))
