@@ -88,6 +88,12 @@ class StopRequest:
         self._interrupted = True
         raise KeyboardInterrupt
 
+    def ended_before_the_loop(self) -> KeyboardInterrupt | None:
+        """Return the interruption that a signal has asked for, if it came before the loop."""
+        if self.stage != "start":
+            return None
+        return KeyboardInterrupt() if self._interrupted else Terminated() if self.at_once else None
+
     def _raise_if_interrupted(self) -> None:
         if self._interrupted and self.stage == "loop":
             raise KeyboardInterrupt
@@ -99,6 +105,9 @@ def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
     time limit, also to a run that only starts: one that came while the signal was blocked (`supervise`) is heard too.
 
     Threads other than the main one get no signals; there, only `ask` makes the request.
+
+    Before the loop, an error after a Ctrl-C or SIGTERM is raised as KeyboardInterrupt or Terminated: the signal may
+    have ended an import, where Python or a library makes another error of it.
     """
     request = StopRequest(save_by)
     if threading.current_thread() is not threading.main_thread():
@@ -112,7 +121,14 @@ def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
     if not is_ignored(signal.SIGINT):
         handlers[signal.SIGINT] = lambda number, _frame: request.interrupt()
     with handled(handlers, unblocked=(signal.SIGUSR1, signal.SIGINT)):
-        yield request
+        try:
+            yield request
+        except Exception as error:
+            if (ended := request.ended_before_the_loop()) is None:
+                raise
+            for note_of_error in getattr(error, "__notes__", ()):
+                ended.add_note(note_of_error)
+            raise ended from error
 
 
 @contextmanager

@@ -125,6 +125,29 @@ def test_sigterm_or_a_closed_terminal_before_the_loop_ends_the_start(number: sig
     assert signal.getsignal(number) == before and Terminated.exit_code == 143
 
 
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_signal_in_an_import_that_makes_another_error_of_it_ends_the_start(
+    number: signal.Signals, kind: type[BaseException]
+) -> None:
+    class Field:
+        def __set_name__(self, owner: type, name: str) -> None:  # Python 3.11 wraps what is raised here
+            os.kill(os.getpid(), number)
+
+    def load() -> None:
+        try:
+            type("OfALibrary", (), {"field": Field()})
+        except BaseException as error:
+            raise ImportError("half a module") from error
+
+    with pytest.raises(KeyboardInterrupt) as raised, on_signal() as stop, on_sigterm(stop):
+        load()
+    assert raised.type is kind
+    with pytest.raises(ImportError, match="half a module"), on_signal(), on_sigterm(StopRequest()):
+        raise ImportError("half a module")
+
+
 def test_under_nohup_a_closed_terminal_changes_nothing() -> None:
     stop, before = StopRequest(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
