@@ -12,7 +12,8 @@ from grpo_mcore.families import pieces
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
-from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, compared_loss, micro_batches, policy_config
+from grpo_mcore.tools.parity.rank import LayoutCase, compared_loss, policy_config
+from tests.distributed.policy_cases import COUNTS, few_rows
 from tests.distributed.policy_state_cases import ADAM, SCHEDULE
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def parts(policy: Policy) -> Parts:
 
 def logprobs_of(policy: Policy, *, reference: bool = False) -> dict[int, Tensor]:
     """Return log-probs by sequence; only the last stage has any."""
-    batches, found = micro_batches(policy), {}
+    batches, found = few_rows(policy), {}
     rows = policy.reference_logprobs(batches) if reference else policy.logprobs(batches)
     for batch, row in zip(batches, rows or (), strict=False):
         found |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
@@ -86,8 +87,7 @@ def logprobs_of(policy: Policy, *, reference: bool = False) -> dict[int, Tensor]
 
 def step(policy: Policy) -> float:
     """Train one step and return the gradient norm."""
-    toks, batches = sum(LENGTHS) - len(LENGTHS), micro_batches(policy)
-    report = policy.train_step(batches, compared_loss(), global_valid_seqs=len(LENGTHS), global_valid_toks=toks)
+    report = policy.train_step(few_rows(policy), compared_loss(), **COUNTS)
     policy.advance_schedule()
     return report.grad_norm
 
@@ -120,7 +120,7 @@ def drop(address: Address, model: str, case: LayoutCase, peft: dict[str, Any], f
     `first` as in training of the first step. The merged model that acts in training is written to `folder`, unless that
     is empty. The loss gets the log-probs as those of the previous policy."""
     policy = adapted_policy(address, model, case, peft)
-    batches = micro_batches(policy)
+    batches = few_rows(policy)
 
     def found(rows: list[Tensor] | None) -> dict[int, Tensor]:
         by_name: dict[int, Tensor] = {}
@@ -137,8 +137,7 @@ def drop(address: Address, model: str, case: LayoutCase, peft: dict[str, Any], f
     for batch, row in zip(batches, rows or (), strict=False):
         batch.columns["prev_logprobs"] = row
     loss = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0})
-    toks = sum(LENGTHS) - len(LENGTHS)
-    report = policy.train_step(batches, loss, global_valid_seqs=len(LENGTHS), global_valid_toks=toks)
+    report = policy.train_step(batches, loss, **COUNTS)
     ratios = {name: value for name, value in report.metrics.items() if name in ("probs_ratio_min", "probs_ratio_max")}
     return {
         "first": first,

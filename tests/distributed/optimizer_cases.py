@@ -13,10 +13,10 @@ from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import MegatronConfig
-from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, compared_loss, micro_batches
+from grpo_mcore.tools.parity.rank import LayoutCase, compared_loss
+from tests.distributed.policy_cases import COUNTS, few_rows
 from tests.distributed.policy_state_cases import adam_config
 
-COUNTS = {"global_valid_seqs": len(LENGTHS), "global_valid_toks": sum(LENGTHS) - len(LENGTHS)}
 BUCKET = 4000
 """Elements of a bucket, so that a tiny model has several. Megatron-Core's are 40 million."""
 
@@ -42,7 +42,7 @@ def train_gathering(
         policy = Policy(config, address, seed=1, timeout_s=60, reference=False)
     steps = []
     for number in range(3):
-        report = policy.train_step(micro_batches(policy), compared_loss(), **COUNTS, last=number == 2)
+        report = policy.train_step(few_rows(policy), compared_loss(), **COUNTS, last=number == 2)
         weights = [weight.detach().flatten() for chunk in policy.chunks for weight in chunk.parameters()]
         steps.append((report.grad_norm, torch.cat(weights).clone()))
     buckets = [chunk.bucket_groups + chunk.expert_parallel_bucket_groups for chunk in policy.chunks]

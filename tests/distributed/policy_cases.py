@@ -1,12 +1,18 @@
-"""The layouts on which the policy is compared with transformers."""
+"""The layouts on which the policy is compared with transformers, and what its other tests train on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.parallel.mesh import Address
-from grpo_mcore.tools.parity.rank import LayoutCase, ParityWorkload, logprobs_and_gradients
+from grpo_mcore.parallel.policy import Policy
+from grpo_mcore.tools.parity.rank import LayoutCase, ParityWorkload, logprobs_and_gradients, micro_batches
+
+FEW = ParityWorkload(lengths=(5, 17, 9, 12), bins=((0, 1, 2), (3,)), prompts=(1,) * 4)
+"""Four sequences in two rows. Each row costs a pass through all layers, so tests that need no more rows have these."""
+COUNTS = {"global_valid_seqs": len(FEW.lengths), "global_valid_toks": FEW.trained}
 
 LAYOUTS = (
     LayoutCase("TP1"),
@@ -45,6 +51,11 @@ MOE_LAYOUTS = (
     LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2),
     LayoutCase("TP2-SPxPP2-EP2", tensor=2, pipeline=2, sequence_parallel=True, expert=2),
 )  # fmt: skip
+
+
+def few_rows(policy: Policy) -> list[PackedBatch]:
+    """Return this data-parallel rank's rows of FEW, or of its sequences one by one where there are four such ranks."""
+    return micro_batches(policy, packed=policy.layout.data < len(FEW.lengths), work=FEW)
 
 
 def in_bins(address: Address, model: str, case: LayoutCase, bins: Sequence[Sequence[int]]) -> dict[str, Any]:

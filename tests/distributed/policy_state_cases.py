@@ -25,12 +25,12 @@ from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
 from grpo_mcore.processes import free_port
 from grpo_mcore.recipe import PolicyConfig
 from grpo_mcore.tools.parity.rank import (
-    LENGTHS,
     LayoutCase,
     micro_batches,
     owned_slices,
     policy_config,
 )
+from tests.distributed.policy_cases import COUNTS, few_rows
 from tests.fused_adam import install_fused_adam
 
 Settings = Mapping[str, Any]
@@ -81,9 +81,7 @@ def adam_config(
 def step(policy: Policy) -> tuple[float, float]:
     """Train one step and return (gradient norm, this rank's share of the loss)."""
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
-    report = policy.train_step(
-        micro_batches(policy), loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
-    )
+    report = policy.train_step(few_rows(policy), loss_fn, **COUNTS)
     policy.advance_schedule()
     reports = policy.layout.is_reporting_rank(torch.distributed.get_rank())
     return report.grad_norm, report.metrics["loss"] if reports else 0.0
@@ -121,10 +119,10 @@ def train_save_train(
     variant: Settings = PLAIN,
 ) -> list[tuple[float, float]]:
     policy = adam_policy(address, model, case, in_parts=in_parts, precision=precision, variant=variant)
-    for _ in range(3):
+    for _ in range(2):
         step(policy)
     policy.start_save(folder)
-    later = [step(policy) for _ in range(3)]  # while the checkpoint is written
+    later = [step(policy) for _ in range(2)]  # while the checkpoint is written
     policy.is_saved(wait=True)
     return later
 
@@ -145,7 +143,7 @@ def train_save_train_in_pieces(
         return listed(out, *args, **kwargs)
 
     policy = adam_policy(address, model, case)
-    for _ in range(3):
+    for _ in range(2):
         step(policy)
     with (
         mock.patch.object(torch.distributed, "all_gather_into_tensor", gather_whole),
@@ -153,7 +151,7 @@ def train_save_train_in_pieces(
         mock.patch.object(checkpoint, "GATHERED", most),
     ):
         policy.save(folder)
-    return [step(policy) for _ in range(3)], max(taken)
+    return [step(policy) for _ in range(2)], max(taken)
 
 
 def save_failing_on_rank_1(address: Address, model: str, case: LayoutCase, folder: str) -> str:
@@ -183,7 +181,7 @@ def load_train(
 ) -> list[tuple[float, float]]:
     policy = adam_policy(address, model, case, precision=precision, variant=variant)
     policy.load(folder)
-    return [step(policy) for _ in range(3)]
+    return [step(policy) for _ in range(2)]
 
 
 def export(address: Address, model: str, case: LayoutCase, folder: str) -> None:

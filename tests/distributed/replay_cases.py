@@ -10,7 +10,8 @@ import torch
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Address
-from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, make_policy, micro_batches, owned_slices
+from grpo_mcore.tools.parity.rank import LayoutCase, make_policy, owned_slices
+from tests.distributed.policy_cases import COUNTS, few_rows
 
 
 def random_routes(batch: PackedBatch, layers: int, experts: int, active: int) -> PackedBatch:
@@ -30,7 +31,7 @@ def replayed(address: Address, model: str, case: LayoutCase, replay: bool) -> di
     policy = make_policy(address, model, case, router_replay={"enabled": True})
     experts = policy.shape.experts
     assert experts is not None
-    batches = micro_batches(policy)
+    batches = few_rows(policy)
     if replay:
         batches = [random_routes(batch, policy.shape.num_layers, experts.count, experts.active) for batch in batches]
     found: dict[int, torch.Tensor] = {}
@@ -38,7 +39,7 @@ def replayed(address: Address, model: str, case: LayoutCase, replay: bool) -> di
         found |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
     before = owned_slices(policy)
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
-    policy.train_step(batches, loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS))
+    policy.train_step(batches, loss_fn, **COUNTS)
     moves = zip(before, owned_slices(policy), strict=True)
     gradients = [(name, box, was - now) for (name, box, was), (_, _, now) in moves]
     policy.shutdown()

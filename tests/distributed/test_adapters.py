@@ -15,6 +15,7 @@ from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
 from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, Reference, reference_of
 from grpo_mcore.tools.parity.rank import LayoutCase
 from tests.distributed.adapter_cases import PEFT, Parts
+from tests.distributed.policy_cases import FEW
 
 CASES = "tests.distributed.adapter_cases"
 TP1, TP2, PP2 = LayoutCase("TP1"), LayoutCase("TP2", tensor=2), LayoutCase("PP2", pipeline=2)
@@ -46,11 +47,13 @@ ALIKE: list[tuple[str, LayoutCase, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    """References of the models without adapters."""
-    return {
-        family: reference_of(make_tiny_model(family, tmp_path_factory.mktemp(family), tie_word_embeddings=tied))
-        for family, tied in (("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False), ("nemotron_h_moe", False))
+    """References of the models without adapters, of FEW."""
+    ties = {"qwen3": True, "qwen3_moe": False, "deepseek_v3": False, "nemotron_h_moe": False}
+    folders = {
+        family: make_tiny_model(family, tmp_path_factory.mktemp(family), tie_word_embeddings=tied)
+        for family, tied in ties.items()
     }
+    return {family: reference_of(folder, work=FEW) for family, folder in folders.items()}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_logprobs_and_gradients_follow_from_the_merged_model(
 ) -> None:
     base, folder = references[family], tmp_path / "merged"
     results = ranks.run(case.world_size, f"{CASES}:learn", str(base.folder), case, peft, str(folder))
-    merged = reference_of(folder)
+    merged = reference_of(folder, work=FEW)
     for name, expected in (("logprobs", merged.logprobs), ("reference", base.logprobs)):
         found = {i: values for result in results for i, values in result[name].items()}
         assert found.keys() == expected.keys()
@@ -119,7 +122,7 @@ def test_dropout_is_the_same_in_every_pass_and_on_every_layout(
     for number, case in enumerate(cases):
         folder = "" if number else str(tmp_path / "merged")
         results = ranks.run(case.world_size, f"{CASES}:drop", model, case, DROPOUT, folder)
-        merged = merged or reference_of(tmp_path / "merged")
+        merged = merged or reference_of(tmp_path / "merged", work=FEW)
         found = {i: values for result in results for i, values in result["logprobs"].items()}
         first = {i: values for result in results for i, values in result["first"].items()}
         assert max((found[i] - merged.logprobs[i]).abs().max().item() for i in found) < LOGPROB_LIMIT, case.name

@@ -19,6 +19,7 @@ from grpo_mcore.recipe import MasterConfig, MegatronConfig
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config, sequences
 from tests.distributed.adapter_cases import PEFT
 from tests.distributed.awkward import make_awkward
+from tests.distributed.policy_cases import FEW
 
 CASES = "tests.distributed.export_cases"
 TP1 = LayoutCase("TP1")
@@ -96,7 +97,7 @@ def logprobs_of_transformers(folder: Path, adapter: Path | None = None) -> dict[
         network = PeftModel.from_pretrained(network, adapter).eval()
     network.double()
     found = {}
-    for i, tokens in enumerate(sequences(vocabulary)):
+    for i, tokens in enumerate(sequences(vocabulary, FEW)):
         with torch.no_grad():
             scores = torch.log_softmax(network(tokens[None]).logits[0, :-1], -1)
         found[i] = torch.cat([torch.zeros(1, dtype=scores.dtype), scores.gather(1, tokens[1:, None]).squeeze(1)])
@@ -220,7 +221,7 @@ def test_a_vision_models_text_part_is_trained_and_the_rest_is_exported_as_it_was
     out = tmp_path / "out"
     ranks.run(1, f"{CASES}:export_here", str(folder), str(out), {})
     trained = network.from_pretrained(out, experts_implementation="eager").double()
-    for i, tokens in enumerate(sequences(text["vocab_size"])):
+    for i, tokens in enumerate(sequences(text["vocab_size"], FEW)):
         with torch.no_grad():
             scores = torch.log_softmax(trained(tokens[None]).logits[0, :-1], -1)
         found = scores.gather(1, tokens[1:, None]).squeeze(1)
@@ -249,7 +250,7 @@ def test_a_new_run_starts_from_an_export(ranks: RankPool, tmp_path: Path) -> Non
     folder, expected = checkpoint(ranks, tmp_path, model, TP1)
     out = tmp_path / "out"
     ranks.run(1, f"{CASES}:export_here", str(folder.parent), str(out), {})  # the newest of the run
-    again = ranks.run(1, "grpo_mcore.tools.parity.rank:logprobs_and_gradients", str(out), TP1)
+    again = ranks.run(1, "grpo_mcore.tools.parity.rank:logprobs_and_gradients", str(out), TP1, True, FEW)
     assert furthest(again[0]["logprobs"], expected) < LIMIT
 
 

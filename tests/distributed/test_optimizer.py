@@ -73,7 +73,7 @@ def test_weights_gathered_during_the_next_forward_pass_are_those_gathered_at_onc
 
 
 def train(ranks: RankPool, model: str, case: LayoutCase, folder: Path, in_parts: bool, variant: Any) -> list[Any]:
-    """Train three steps, save, and return the three after that by rank."""
+    """Train two steps, save, and return the two after that by rank."""
     function = f"{STATE_CASES}:train_save_train"
     return ranks.run(case.world_size, function, model, case, str(folder), in_parts, "bfloat16", variant)
 

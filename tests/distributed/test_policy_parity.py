@@ -14,8 +14,8 @@ from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, Reference, compare, reference_of
-from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, layout_named
-from tests.distributed.policy_cases import LAYOUTS, MOE_LAYOUTS
+from grpo_mcore.tools.parity.rank import LENGTHS, STANDARD, LayoutCase, ParityWorkload, layout_named
+from tests.distributed.policy_cases import FEW, LAYOUTS, MOE_LAYOUTS
 from tests.unit.algorithms.training_step.step_cases import config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
@@ -48,7 +48,7 @@ FAMILIES["qwen3_next"] = {"rope_parameters": YARN | {"partial_rotary_factor": 0.
 # The layouts that are compared: for families that differ from another one in few parts those that cut these parts, none
 # where ranks that share key-value heads are compared below, or nothing differs but sizes. `pytest --chaos` and
 # `grpo-mcore parity` compare the others too. A layout of several parts stands for each of its parts.
-FEW = {
+COMPARED = {
     "qwen3": (
         "TP1",
         "TP1-parts",
@@ -79,13 +79,14 @@ def cases() -> list[Any]:
         if family in LATER:
             layouts = tuple(case for case in (*LAYOUTS, *MOE_LAYOUTS) if case.name == LATER[family])
         for case in layouts:
-            few = case.name in FEW.get(family, (case.name,))
+            few = case.name in COMPARED.get(family, (case.name,))
             found.append(pytest.param(family, case, marks=() if few else pytest.mark.every_state))
     return found
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def references() -> dict[Any, Any]:
+    """Folders by family, and references by family and workload, of those made so far."""
     return {}
 
 
@@ -97,10 +98,18 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_logprobs_and_gradients_equal_transformers(
     ranks: RankPool, references: dict, tmp_path_factory: pytest.TempPathFactory, family: str, case: LayoutCase
 ) -> None:
-    if family not in references:
-        folder = make_tiny_model(family, tmp_path_factory.mktemp(family), **FAMILIES[family])
-        references[family] = reference_of(folder)
-    equal_to_transformers(ranks, references[family], case)
+    work = work_of(case)
+    if (family, work) not in references:
+        if family not in references:
+            references[family] = make_tiny_model(family, tmp_path_factory.mktemp(family), **FAMILIES[family])
+        references[family, work] = reference_of(references[family], work=work)
+    equal_to_transformers(ranks, references[family, work], case)
+
+
+def work_of(case: LayoutCase) -> ParityWorkload:
+    """Return what is computed: two rows, but two of each data-parallel rank, and more of interleaved stages, for all
+    phases of their schedule."""
+    return STANDARD if case.data > 1 or case.virtual else FEW
 
 
 @pytest.mark.parametrize(
@@ -116,8 +125,9 @@ def test_logprobs_and_gradients_equal_transformers(
 def test_ranks_that_share_key_value_heads_equal_transformers(
     ranks: RankPool, tmp_path: Path, family: str, changes: dict[str, Any], layout: str
 ) -> None:
-    reference = reference_of(make_tiny_model(family, tmp_path, **changes))
-    case = layout_named(layout, shape_of(read_hf_config(reference.folder)))
+    folder = make_tiny_model(family, tmp_path, **changes)
+    case = layout_named(layout, shape_of(read_hf_config(folder)))
+    reference = reference_of(folder, work=work_of(case))
     equal_to_transformers(ranks, reference, case, gradient_limit=2e-4 if family == "gpt_oss" else 1e-4)
 
 
@@ -125,7 +135,7 @@ def equal_to_transformers(
     ranks: RankPool, reference: Reference, case: LayoutCase, gradient_limit: float = GRADIENT_LIMIT
 ) -> None:
     target = "grpo_mcore.tools.parity.rank:logprobs_and_gradients"
-    results = ranks.run(case.world_size, target, str(reference.folder), case)
+    results = ranks.run(case.world_size, target, str(reference.folder), case, True, work_of(case))
     found = compare(reference, results, case.name, packed=True)
     assert max(found.logprobs.values()) < LOGPROB_LIMIT
     gradient, name = max(found.by_layer().values())

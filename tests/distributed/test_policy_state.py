@@ -48,7 +48,7 @@ def model(models: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoint(ranks: RankPool, model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint after three steps."""
+    """A checkpoint after two steps."""
     folder = str(tmp_path_factory.mktemp("saved") / "ckpt")
     ranks.run(1, f"{CASES}:train_save_train", model, TP1, folder)
     return folder
