@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,14 @@ LIMIT_S = 240
 def run(setting: Setting) -> Iterator[Row]:
     """Yield the rows of this part."""
     for package in PACKAGES:
-        words = [sys.executable, "-W", "ignore", "-m", __name__, "package", package]
-        (row,) = _rows_of(words)
-        yield row
+        if find_spec(package.partition(".")[0]) is None:
+            yield Row("stack", package, NOT_INSTALLED)
+        else:
+            yield from _rows_of([sys.executable, "-W", "ignore", "-m", __name__, "package", package])
     for part in ("attention", "engine"):
+        if part == "engine" and find_spec("vllm") is None:
+            yield Row("stack", part, NOT_INSTALLED)
+            continue
         size = ["--tiny"] if setting.tiny else []
         yield from _rows_of(
             [sys.executable, "-W", "ignore", "-m", __name__, part, setting.device, str(setting.folder), *size]
