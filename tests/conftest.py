@@ -47,7 +47,7 @@ hypothesis.settings.load_profile("shared machine")
 
 FOLDERS = ("unit", "distributed", "functional", "chaos", "gpu")
 LONGEST = (
-    "test_async_ray.py", "test_train_local.py", "test_engine_nodes.py", "test_async_local.py", "test_refit_pairs.py",
+    "test_async_ray.py", "test_train_local.py", "test_engine_nodes.py", "test_async_local.py",
     "test_on_policy_distillation.py", "test_engine_families.py",
 )  # fmt: skip
 """Files that take longest. They begin first in their folder, so that no worker is alone with one at the end, and in

@@ -1,5 +1,6 @@
 """An asynchronous run as a user starts it: the command, Ray, two tensor-parallel policy ranks, a pool of its own for
-the engine; interrupted, then resumed to the end of the data with dynamic sampling."""
+the engine of two pipeline stages; interrupted, then resumed with an engine of one process to the end of the data, with
+dynamic sampling."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.functional.runs import (
     assert_one_message,
     grpo_recipe,
     living,
-    run_command,
+    run_here,
     shared_files,
     start_command,
 )
@@ -43,11 +44,12 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
     recipe["loss_fn"] |= {"use_importance_sampling_correction": True}
     recipe["data"] = {"train": {"data_path": str(data)}}
     recipe["checkpointing"] = {"save_period": 1, "metric_name": None}
-    recipe["policy"]["generation"]["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
+    recipe["policy"]["generation"]["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 2}}
+    recipe["policy"]["generation"]["vllm_cfg"] |= {"pipeline_parallel_size": 2}
     recipe["policy"]["megatron_cfg"] |= {"tensor_model_parallel_size": 2}
     recipe["logger"] |= {"tensorboard_enabled": True}
     # Every process of the run gets MARK, by which the test finds it.
-    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 3}
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 4}
     return recipe
 
 
@@ -70,10 +72,11 @@ def check_files(run: Run, newest: str) -> None:
 def test_interrupted_and_resumed_it_trains_on_every_prompt_once(
     tmp_path: Path, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGINT goes to the whole process group, as from a terminal."""
+    """SIGINT goes to the whole process group, as from a terminal. Until then, the log-probs of engine and policy are
+    compared after each refit."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
-    process = start_command("train", tmp_path, recipe, "logger.profile_steps=[2]")
+    process = start_command("train", tmp_path, recipe, "logger.profile_steps=[2]", "policy.refit_parity=1.0001")
     assert process.stdout is not None
     try:
         seen: list[str] = []
@@ -100,6 +103,8 @@ def test_interrupted_and_resumed_it_trains_on_every_prompt_once(
     assert err.count("\n") <= 3
     assert marked(f"{MARK}={mark}") == [] and not {path for path in files if path.exists()}
     check_files(stopped, newest)
+    assert "tensors reach the engines whole" not in stopped.out and "no memory for a second copy" not in stopped.out
+    assert "1 x vLLM TP 1 x PP 2 float32, with devices of their own" in stopped.out
     ledger = tmp_path / "checkpoints" / "ledger.jsonl"
     killed = audit(read_ledger(ledger))
     assert not killed.flaws and killed.steps >= 3
@@ -113,8 +118,10 @@ def test_interrupted_and_resumed_it_trains_on_every_prompt_once(
         assert {"1", "2"} <= page["samples"]["train"].keys()  # the third one may still be in the writer's hands
     assert last["state"]["steps"] >= live["state"]["steps"]
 
-    words = ("grpo.async_grpo.in_flight_weight_updates=true", "grpo.use_dynamic_sampling=true")
-    run = run_command("train", tmp_path, recipe, "--resume", *words, "grpo.batch_multiplier=2")
+    words = ["grpo.async_grpo.in_flight_weight_updates=true", "grpo.use_dynamic_sampling=true"]
+    words += ["grpo.batch_multiplier=2", "policy.generation.vllm_cfg.pipeline_parallel_size=1"]
+    words += ["policy.generation.colocated.resources.gpus_per_node=1", "cluster.gpus_per_node=3"]
+    run = run_here("train", tmp_path, recipe, "--resume", *words)
     print(run.out, run.err)
     assert run.code == 0, run.err
     found = audit(read_ledger(ledger))

@@ -78,15 +78,12 @@ def recipe_of(pair: Pair, task: Task, folder: Path) -> dict[str, Any]:
     return recipe
 
 
-# What the others add is compared with fewer processes: layouts and experts in distributed/test_refit_layouts.py, slices
-# of an engine's ranks in test_engine_layout.py, families in test_engine_families.py, engines of two ranks that share
-# memory with the policy in test_engine_tied.py and test_refit_faults.py.
-QUICK = ("TP2 to PP2, pools",)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.every_state) for name in PAIRS]
-)
+# `make test` compares with fewer processes: "TP2 to PP2, pools" in the run of test_async_ray.py, layouts and experts
+# in distributed/test_refit_layouts.py, slices of an engine's ranks in test_engine_layout.py, families in
+# test_engine_families.py, engines of two ranks that share memory with the policy in test_engine_tied.py and
+# test_refit_faults.py, the command in test_refit_verify.py.
+@pytest.mark.every_state
+@pytest.mark.parametrize("name", PAIRS)
 def test_the_engines_hold_and_say_what_the_policy_does(
     cluster: RayCluster, task: Task, tmp_path: Path, name: str
 ) -> None:
