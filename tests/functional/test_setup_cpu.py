@@ -44,22 +44,24 @@ def test_no_python(checkout: Path) -> None:
     assert not (checkout / ".venv").exists()
 
 
-def test_no_network(checkout: Path) -> None:
+def test_no_network_and_then_no_cpu_build_of_torch(checkout: Path) -> None:
+    """Neither pip's configuration nor the index has the CPU build: the CUDA build is not taken instead. The second
+    set-up takes the environment of the first one for finished, and brings it up to date."""
     done = set_up(checkout, **OFFLINE)
     assert done.returncode == 1
     assert "FAILED: pip==" in done.stderr and "setup.log" in done.stderr
     assert not (checkout / ".venv" / ".ready").exists()
-    assert (checkout / ".venv" / ".unfinished").exists()
+    unfinished = checkout / ".venv" / ".unfinished"
+    assert unfinished.exists()
 
-
-def test_no_cpu_build_of_torch(checkout: Path) -> None:
-    """Neither pip's configuration nor the index has the CPU build: the CUDA build is not taken instead."""
+    unfinished.unlink()
     lock = checkout / "requirements" / "cpu.lock"
     lock.write_text(re.sub(r"^pip==.*$", f"pip=={ensurepip.version()}", lock.read_text(), flags=re.M))
     done = set_up(checkout, **OFFLINE, TORCH_CPU_INDEX="http://127.0.0.1:9/nothing")
-    assert done.returncode == 1
+    assert done.returncode == 1 and "bringing .venv up to date" in done.stdout
     assert "FAILED: torch, CPU build (torch==2.13.0+cpu)" in done.stderr
     assert "http://127.0.0.1:9/nothing" in done.stderr
+    assert unfinished.exists()
 
 
 def test_a_package_with_another_hash_is_refused(tmp_path: Path) -> None:
