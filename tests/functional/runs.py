@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from grpo_mcore.cli.main import main
@@ -186,6 +187,13 @@ def run_command(verb: str, folder: Path, recipe: dict[str, Any], *words: str, ti
         process.kill()
         raise
     return Run(folder, process.returncode, out, err)
+
+
+def find_kernel_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes that this test starts find the stand-in for TransformerEngine, and assert that they do."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "stand_ins"), prepend=":")
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('transformer_engine') is None)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def assert_one_message(run: Run, code: int, *texts: str) -> None:

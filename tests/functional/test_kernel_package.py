@@ -1,4 +1,5 @@
-"""A run on the CPU where TransformerEngine is installed: by its stand-in, whose kernels raise for tensors on a CPU."""
+"""What runs on the CPU where TransformerEngine is installed: by its stand-in, whose kernels raise for tensors on a CPU.
+test_sweep.py fine-tunes there."""
 
 from __future__ import annotations
 
@@ -11,26 +12,11 @@ import pytest
 
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.plan.plan import plan_config
-from tests.functional.runs import Task, run_command, sft_recipe
-
-STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
+from tests.functional.runs import find_kernel_package
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes that are started import the stand-in, and check that they do."""
-    monkeypatch.setenv("PYTHONPATH", STAND_INS, prepend=":")
-    subprocess.run([sys.executable, "-c", "import transformer_engine.pytorch"], check=True, timeout=120)
-
-
-def test_fine_tuning(task: Task, tmp_path: Path) -> None:
-    """Two updates: gradients are clipped and Adam steps by torch's own kernels."""
-    run = run_command("sft", tmp_path, sft_recipe(task), "sft.max_num_steps=2", "sft.val_at_start=false")
-    assert run.code == 0, run.err
-    assert len([line for line in run.metrics() if "loss" in line]) == 2
-
-
-def test_a_trace(tmp_path: Path) -> None:
+def test_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_kernel_package(monkeypatch)
     recipe = "grpo-qwen2.5-3B-1n1g-lora"
     model = plan_config(load_recipe(recipe).config) | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(model))
