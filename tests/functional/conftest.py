@@ -15,16 +15,19 @@ from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSp
 from grpo_mcore.processes import free_port
 from tests.functional.runs import Run, Task, make_task, run_here, sft_recipe
 
+_pools: dict[WorkerSpec, VerifierPool] = {}
+_runs: dict[str, Run] = {}
+"""What tests/chaos shares with these tests: pytest makes fixtures of another folder anew."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_verifiers() -> Iterator[None]:
     """Let the runs of this process use the same pools of math verifiers. Starting one takes longer than a tiny run;
     tests/unit/environments and the runs under Ray start and end their own."""
-    pools: dict[WorkerSpec, VerifierPool] = {}
 
     class Shared:
         def __init__(self, spec: WorkerSpec) -> None:
-            self._pool = pools[spec] = pools.get(spec) or VerifierPool(spec)
+            self._pool = _pools[spec] = _pools.get(spec) or VerifierPool(spec)
 
         def run(self, jobs: Sequence[Sequence[Any]]) -> list[Result]:
             return self._pool.run(jobs)
@@ -34,8 +37,8 @@ def shared_verifiers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(math_environment, "VerifierPool", Shared)
         yield
-    for pool in pools.values():
-        pool.close()
+    while _pools:
+        _pools.popitem()[1].close()
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +79,10 @@ def bucket() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def sft_run(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The keys of the sampler must change nothing: what is trained is the whole distribution."""
-    sampler = "policy.generation={temperature: 0.5, top_p: 0.5, top_k: 2}"
-    return run_here("sft", tmp_path_factory.mktemp("sft"), sft_recipe(task), sampler)
+    if "sft" not in _runs:
+        sampler = "policy.generation={temperature: 0.5, top_p: 0.5, top_k: 2}"
+        _runs["sft"] = run_here("sft", tmp_path_factory.mktemp("sft"), sft_recipe(task), sampler)
+    return _runs["sft"]
 
 
 @pytest.fixture(scope="session")

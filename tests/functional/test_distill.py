@@ -62,11 +62,10 @@ def test_given_answers_teach_the_teachers_distribution(given: Run, task: Task, m
 
 
 def test_given_answers_resume_bit_for_bit(given: Run, task: Task, model: Path, tmp_path: Path) -> None:
-    recipe = given_answers(task, model)
-    assert run_here("distill", tmp_path, recipe, "distillation.max_num_steps=3").code == 0
-    resumed = run_here("distill", tmp_path, recipe, "--resume")
+    start = given.checkpoints / "step_3"
+    resumed = run_here("distill", tmp_path, given_answers(task, model), "--resume", str(start))
     assert resumed.code == 0, resumed.err
-    assert resumed.outcome() == given.outcome()
+    assert resumed.outcome() == given.outcome()[3:]
 
 
 def test_the_student_itself_teaches_nothing(task: Task, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def recipe(name: str, **policy: Any) -> dict[str, Any]:
 def base(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model that makes moves, some of them good ones."""
     words = ["sft.max_num_steps=60", "policy.megatron_cfg.scheduler.lr_decay_iters=60"]
-    words += ["data.train.dataset_kwargs.right_share=1.0"]
+    words += ["data.train.dataset_kwargs.right_share=1.0", "data.train.dataset_kwargs.num_puzzles=500"]
     sft = recipe("sft-sliding-puzzle-cpu", model_name=str(folder))
     run = run_here("sft", tmp_path_factory.mktemp("sft-puzzle"), sft, *words)
     assert run.code == 0, run.err
