@@ -131,6 +131,8 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
             # vLLM compiles a sampling helper even in eager mode: 3 to 24 s of C++ compiler at the first
             # request.
             "TORCH_COMPILE_DISABLE": "1",
+            # Else `@torch.compile` imports the compiler, although it is disabled.
+            "TORCHDYNAMO_DISABLE": "1",
             # Do not wait long for ranks to exit: they hold nothing to save.
             "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "2",
         }

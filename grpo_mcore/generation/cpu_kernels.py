@@ -32,6 +32,19 @@ PROVIDER = "vllm_c_cpu"
 PRIORITY = {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}  # vLLM's `ir_op_priority`
 
 
+def import_vllm_without_compiler() -> None:
+    """Import vLLM in a process of a CPU engine, where torch compiles nothing. vLLM 0.32 imports the whole compiler to
+    change one of its lists, and goes on where it is missing: that is a quarter of the import's processor time."""
+    torch.compiler.set_stance("force_eager")  # as TORCH_COMPILE_DISABLE, for a process that had imported it before
+    unused = "torch._inductor.lowering"
+    if unused not in sys.modules:
+        sys.modules[unused] = None  # type: ignore[assignment]  # an import of it raises ImportError
+        try:
+            importlib.import_module("vllm")
+        finally:
+            del sys.modules[unused]
+
+
 def register_cpu_kernels() -> None:
     """Register the kernels with vLLM in this process, once."""
     from vllm import ir

@@ -21,6 +21,7 @@ import torch
 from grpo_mcore.families import ENGINE_ADAPTER
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, set_engine_environment
+from grpo_mcore.generation.cpu_kernels import import_vllm_without_compiler
 from grpo_mcore.generation.engine_lock import EngineLock
 from grpo_mcore.generation.engine_nodes import Lifeline, await_followers, bind_vllm_to, deaths
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
@@ -146,8 +147,7 @@ class Engine:
             for other in self._others:
                 other.watch()
         if self.config.platform == "cpu":
-            # As TORCH_COMPILE_DISABLE, for a process that had imported the compiler before.
-            torch.compiler.set_stance("force_eager")
+            import_vllm_without_compiler()
         from vllm import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine

@@ -11,9 +11,8 @@ import warnings
 from multiprocessing.connection import wait
 from typing import Any
 
-import torch
-
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, set_engine_environment
+from grpo_mcore.generation.cpu_kernels import import_vllm_without_compiler
 from grpo_mcore.generation.engine_nodes import bind_vllm_to, deaths, join_first
 
 REAP_S = 1.0
@@ -46,7 +45,7 @@ class EngineFollower:
 
     def _start(self, port: int) -> Any:
         if self.config.platform == "cpu":
-            torch.compiler.set_stance("force_eager")
+            import_vllm_without_compiler()
         from vllm import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor

@@ -13,6 +13,7 @@ import os
 import warnings
 
 from grpo_mcore.generation import EngineConfig, engine_environment
+from grpo_mcore.generation.cpu_kernels import import_vllm_without_compiler
 from grpo_mcore.parallel.mesh import prepare_megatron
 from grpo_mcore.parallel.platform import Platform
 from tests.functional.rank_server import CONTEXT
@@ -35,6 +36,7 @@ def preload() -> None:
         os.environ.setdefault(name, value)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import_vllm_without_compiler()
         for module in _MODULES:
             importlib.import_module(module)
         multiproc_executor = importlib.import_module("vllm.v1.executor.multiproc_executor")

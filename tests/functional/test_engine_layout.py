@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,19 @@ def load_in_vllm(rank: int, tensor: int, pipeline: int, port: int, folders: list
 
 # Of each kind one: which layers a stage has is the same for all of a kind.
 STAGES = ("qwen3-tied", "llama-vocabulary-150", "qwen3_moe", "deepseek_v3", "nemotron_h")
+
+
+def exit_with_compiler() -> None:
+    import vllm.v1.engine.llm_engine  # noqa: F401
+
+    raise SystemExit(3 if "torch._inductor.lowering" in sys.modules else 0)
+
+
+def test_an_engine_on_cpu_does_without_the_compiler() -> None:
+    process = CONTEXT.Process(target=exit_with_compiler)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(
