@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -109,10 +109,24 @@ def policy_folder(folder: Path) -> str:
 
 def recipe_text(recipe: MasterConfig) -> str:
     """Return config.yaml, which every checkpoint has."""
+    return "".join(_section_text(json.dumps(section)) for section in recipe.model_dump(mode="json").items())
+
+
+@lru_cache(maxsize=64)  # runs of one process, such as those of a simulation, share most sections
+def _section_text(section: str) -> str:
+    """Return the YAML of a section, from the JSON of its name and its value."""
     import yaml
 
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return yaml.dump(recipe.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
+    return yaml.dump(dict([json.loads(section)]), Dumper=dumper, sort_keys=False)
+
+
+def saved_recipe(folder: Path) -> dict[str, Any]:
+    """Return the recipe of a checkpoint, as its config.yaml has it."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader=loader)
 
 
 def write_driver_files(folder: Path, snapshot: RunSnapshot, config_yaml: str) -> dict[str, Digest]:

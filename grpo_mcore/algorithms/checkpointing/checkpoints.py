@@ -27,6 +27,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoint_files import (
     read_info,
     refuse_full_disk,
     refuse_newer_format,
+    saved_recipe,
     size_of,
     sync_folder,
     write_digests,
@@ -337,11 +338,8 @@ class CheckpointManager:
 
     def _is_copied(self) -> bool:
         """Whether the folder is a copy: that which the checkpoint was written to is another one, and still in use."""
-        import yaml
-
         assert self.resumed_from is not None
-        recipe = yaml.safe_load((self.resumed_from / "config.yaml").read_text(encoding="utf-8"))
-        written = Path(recipe["checkpointing"]["checkpoint_dir"])
+        written = Path(saved_recipe(self.resumed_from)["checkpointing"]["checkpoint_dir"])
         return written.is_dir() and not written.samefile(self.folder) and any(written.glob(f"step_*/{INFO}"))
 
     def check_algorithm(self, algorithm: Algorithm) -> None:
@@ -364,9 +362,7 @@ class CheckpointManager:
         ResumeError if one of them is fixed when a run resumes."""
         if self.resumed_from is None:
             return []
-        import yaml
-
-        changed = changes(yaml.safe_load((self.resumed_from / "config.yaml").read_text(encoding="utf-8")), recipe)
+        changed = changes(saved_recipe(self.resumed_from), recipe)
         if refused := [f"{change.key}: {change.saved} -> {change.new}" for change in changed if change.fixed]:
             raise ResumeError(
                 f"--resume: {self.resumed_from} was written with other values, which a resumed run keeps; restore "
