@@ -23,7 +23,11 @@ from grpo_mcore.refit.sender import RefitSender
 
 LENGTHS = (48, 61, 70, 77)  # of each micro-batch
 TOKENS = sum(LENGTHS)
-MICRO_BATCHES = 4
+
+
+def micro_batches(pipeline: int) -> int:
+    """Return how many micro-batches are trained on: as many as stages hold at a time, or two, after one another."""
+    return 4 if pipeline > 1 else 2
 
 
 class SavedTensors:
@@ -75,7 +79,10 @@ def rows(policy: Policy) -> list[PackedBatch]:
         for i, n in enumerate(LENGTHS)
     ]
     names = [str(i) for i in range(len(LENGTHS))]
-    return [pack_rows(tokens, columns, policy.row_multiple, names=names) for _ in range(MICRO_BATCHES)]
+    return [
+        pack_rows(tokens, columns, policy.row_multiple, names=names)
+        for _ in range(micro_batches(policy.layout.pipeline))
+    ]
 
 
 def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
@@ -85,12 +92,13 @@ def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
     """
     policy = Policy(config, address, seed=1, timeout_s=240, reference=False)
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
+    count = micro_batches(policy.layout.pipeline) * policy.layout.data
     with SavedTensors(weight for chunk in policy.chunks for weight in chunk.parameters()) as saved:
         policy.train_step(
             rows(policy),
             loss_fn,
-            global_valid_seqs=len(LENGTHS) * MICRO_BATCHES * policy.layout.data,
-            global_valid_toks=(TOKENS - len(LENGTHS)) * MICRO_BATCHES * policy.layout.data,
+            global_valid_seqs=len(LENGTHS) * count,
+            global_valid_toks=(TOKENS - len(LENGTHS)) * count,
         )
     return refit_buffer(policy) | policy.memory() | {"activations": saved.peak}
 

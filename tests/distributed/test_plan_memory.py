@@ -25,7 +25,7 @@ from grpo_mcore.tools.plan.memory import (
 )
 from grpo_mcore.tools.plan.timing import refit_traffic
 from grpo_mcore.tools.plan.workload import workload_of
-from tests.distributed.plan_cases import LENGTHS, MICRO_BATCHES, TOKENS
+from tests.distributed.plan_cases import LENGTHS, TOKENS, micro_batches
 
 BF16 = {"precision": "bfloat16"}
 CASES = [
@@ -129,9 +129,10 @@ def test_a_recipe_with_a_tiny_model_trains_and_is_as_large_as_planned(
 
 def compare(ranks: RankPool, policy: PolicyConfig, world: int) -> None:
     measured = ranks.run(world, "tests.distributed.plan_cases:measured_bytes", policy)
-    data = policy_layout(policy.megatron_cfg, world).data
+    layout = policy_layout(policy.megatron_cfg, world)
+    samples = len(LENGTHS) * micro_batches(layout.pipeline) * layout.data
     config = MasterConfig(
-        policy=policy.model_copy(update={"train_global_batch_size": len(LENGTHS) * MICRO_BATCHES * data}),
+        policy=policy.model_copy(update={"train_global_batch_size": samples}),
         data={"train": []},
         cluster={"gpus_per_node": world},
     )
