@@ -21,7 +21,6 @@ import yaml
 from grpo_mcore.cli.main import main
 from grpo_mcore.cluster.orphan_reaper import marked
 from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
-from tests.functional.preload import preload
 
 # Prefixes of metrics in which two equal runs may differ.
 TIME_DEPENDENT = (
@@ -157,6 +156,8 @@ def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml"
 
 def run_here(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> Run:
     """Run `grpo-mcore VERB recipe.yaml words` in this process, so that torch and vLLM are imported only once."""
+    from tests.functional.preload import preload
+
     preload()
     path = write_recipe(folder, recipe)
     out, err = io.StringIO(), io.StringIO()
