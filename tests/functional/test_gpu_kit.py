@@ -45,6 +45,18 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
 
+WITHOUT_A_GPU = """
+words, sys.argv[1:] = sys.argv[1:], []
+try:
+    main()
+except SystemExit as refused:
+    assert refused.code == 2
+else:
+    raise AssertionError("it starts without a GPU")
+sys.argv[1:] = words
+"""
+"""First asks for the GPU, which is not there, and is refused."""
+
 KERNELS = {"stack": 1, "scan": 1, "delta rule": 1, "experts": 2, "attention": 1, "refit": 1}
 WHOLE = KERNELS | {"cycle": 2, "nanov3 slice": 3, "dense 1.5B": 3}
 
@@ -60,12 +72,14 @@ WHOLE = KERNELS | {"cycle": 2, "nanov3 slice": 3, "dense 1.5B": 3}
 def test_everything_is_measured_and_what_is_compared_agrees(
     tmp_path: Path, bare: dict[str, str], parts: str, expected: dict[str, int]
 ) -> None:
-    code = f"import sys; {GPU_TESTS}; from benchmarks.gpu.proof import main; sys.exit(main())"
+    code = f"import sys\n{GPU_TESTS}\nfrom benchmarks.gpu.proof import main\n{WITHOUT_A_GPU}\nsys.exit(main())"
     out = tmp_path / "out"
     command = [sys.executable, "-W", "ignore", "-c", code, "--device", "cpu", "--tiny", "--out", str(out)]
     command += ["--parts", parts]
+    bare |= {"CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+    assert "torch sees no GPU here; --device cpu --tiny tries the same code" in run.stderr
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     compared = [row["part"] for row in rows if row["ok"]]
     assert {part: compared.count(part) for part in compared} == expected
@@ -84,9 +98,3 @@ def test_an_engine_takes_a_policys_weights(tmp_path: Path) -> None:
     compared = {what for what, row in rows.items() if row.ok}
     assert compared == {"engine: samples after it", "engine: refit after a sleep", "engine: log-probs after it"}
     assert all(row.ok is not False for row in rows.values()), rows
-
-
-def test_without_a_gpu_the_command_says_so(bare: dict[str, str]) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.proof"]
-    run = subprocess.run(command, env=bare | {"CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 2 and "torch sees no GPU here; --device cpu --tiny tries the same code" in run.stderr
