@@ -89,8 +89,26 @@ def resolve_tree(tree: Node, complete: Complete, nearest: Nearest, problems: lis
     interpolations too. `nearest` returns the known key that an unknown one most likely means."""
     tree = _without_bad_syntax(tree, problems)
     tree = _without_bombs(tree, tree, {}, problems)
-    config = OmegaConf.create(_needed(complete(tree.plain())))
-    return _resolved(tree, config, nearest, problems)
+    return _resolved(tree, _parsed(_Values(_needed(complete(tree.plain())))), nearest, problems)
+
+
+class _Values:
+    """Plain values, which are the same key of a cache if they read the same: 1, 1.0, true and "1" do not."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values, self.text = values, repr(values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Values) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+@lru_cache(maxsize=64)  # recipes inherit the same few, and OmegaConf parses each again
+def _parsed(values: _Values) -> Any:
+    """Return the values as OmegaConf has them, to be read only: interpolations are replaced wherever they are read."""
+    return OmegaConf.create(values.values)
 
 
 def _needed(values: dict[str, Any]) -> dict[str, Any]:

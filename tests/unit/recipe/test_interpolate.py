@@ -21,6 +21,18 @@ def resolved(text: str) -> tuple[Any, list[Problem]]:
     return node.plain(), problems
 
 
+def test_what_was_read_before_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes with the same interpolations share what OmegaConf has parsed, not values: equal ones of another type, and
+    those of the environment, are their own."""
+    for number in (1, 1.0, True, "1"):
+        tree = Node.of({"a": number, "b": "${a}", "c": ["${a}"]}, "r.yaml:1")
+        values = resolve_tree(tree, lambda values: values, lambda key: None, []).plain()
+        assert [type(value) for value in (values["b"], values["c"][0])] == [type(number)] * 2
+    for folder in ("here", "there"):
+        monkeypatch.setenv("SCRATCH", folder)
+        assert resolved("${oc.env:SCRATCH}/runs") == (f"{folder}/runs", [])
+
+
 @pytest.mark.parametrize("relative", [False, True])
 def test_keys_that_multiply_each_other_are_refused_at_once(relative: bool) -> None:
     """Each names the one before ten times: the last would have 10^30 characters."""
