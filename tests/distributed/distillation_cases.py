@@ -12,7 +12,8 @@ from grpo_mcore.objective import DistillationLossFn
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import DivergenceConfig
-from grpo_mcore.tools.parity.rank import BINS, LENGTHS, LayoutCase, make_policy, owned_slices, policy_config, sequences
+from grpo_mcore.tools.parity.rank import LayoutCase, make_policy, owned_slices, policy_config, sequences
+from tests.distributed.policy_cases import FEW
 
 PREFIX = 33
 """Tokens that two samples share where `shared` is asked for; a block of 32 of them is computed once."""
@@ -20,7 +21,7 @@ PREFIX = 33
 
 def tokens_of(vocab: int, shared: bool) -> list[torch.Tensor]:
     """Return the sequences; `shared`: all of them begin with the same tokens."""
-    tokens = sequences(vocab)
+    tokens = sequences(vocab, FEW)
     start = torch.arange(PREFIX) % vocab
     return [torch.cat([start, part]) for part in tokens] if shared else tokens
 
@@ -32,7 +33,7 @@ def trained(length: int) -> torch.Tensor:
 def rows_of(policy: Policy, shared: bool, hidden: dict[int, torch.Tensor] | None = None) -> list[PackedBatch]:
     """Return this rank's rows. `hidden`: the teacher's states of each sample."""
     tokens, rows = tokens_of(policy.shape.vocab_size, shared), []
-    for bin in [bin for i, bin in enumerate(BINS) if i % policy.layout.data == policy.here.data]:
+    for bin in [bin for i, bin in enumerate(FEW.bins) if i % policy.layout.data == policy.here.data]:
         columns = [{"token_mask": trained(len(tokens[i])), "sample_mask": torch.tensor(float(i != 2))} for i in bin]
         if hidden is None:
             columns = [of_sample | {"sample_mask": torch.tensor(1.0)} for of_sample in columns]
@@ -66,7 +67,7 @@ def loss_and_gradients(
     count = int(sum(trained(length).sum() for i, length in enumerate(lengths) if i != 2))
     before = owned_slices(policy)
     loss = DistillationLossFn(DivergenceConfig.model_validate({"enabled": True} | divergence))
-    report = policy.train_step(rows, loss, global_valid_seqs=len(LENGTHS) - 1, global_valid_toks=count)
+    report = policy.train_step(rows, loss, global_valid_seqs=len(FEW.lengths) - 1, global_valid_toks=count)
     gradients = [
         (name, box, was - now) for (name, box, was), (_, _, now) in zip(before, owned_slices(policy), strict=True)
     ]
