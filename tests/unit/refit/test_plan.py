@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,13 +31,11 @@ from tests.unit.refit.whole_split import (
 )
 
 
-def carry_out(plan: RefitPlan, case: Case) -> list[Weights]:
-    """The plan on real arrays, through a real buffer: parameters of every engine rank, PADDING where nothing came."""
+def carry_out(plan: RefitPlan, case: Case, shaped: Sequence[Weights]) -> list[Weights]:
+    """The plan on real arrays, through a real buffer: parameters of every engine rank, PADDING where nothing came.
+    `shaped`: arrays with the shapes of each engine rank's parameters."""
     policy = {rank: on_the_policy(case, rank) for rank in {block.source for block in plan.blocks()}}
-    engine = [
-        {name: np.full_like(array, PADDING) for name, array in in_the_engine(case, rank).items()}
-        for rank in range(case.engine.ranks)
-    ]
+    engine = [{name: np.full_like(array, PADDING) for name, array in arrays.items()} for arrays in shaped]
     buffer = np.zeros(plan.buffer_bytes // 4, dtype=np.int32)
     for number, bucket in enumerate(plan.buckets):
         views = []
@@ -67,8 +66,9 @@ def test_the_plan_gives_what_splitting_the_whole_tensors_gives(start: int, end: 
         case = random_case(seed)
         small = 2 * max(64, 8 * 6 * max(tensor.shape[-1] for param in case.params for tensor in param.hf))
         plan = plan_of(case, GIB if seed % 3 else small)
-        for rank, found in enumerate(carry_out(plan, case)):
-            for name, expected in in_the_engine(case, rank).items():
+        right = [in_the_engine(case, rank) for rank in range(case.engine.ranks)]
+        for rank, (found, wanted) in enumerate(zip(carry_out(plan, case, right), right, strict=True)):
+            for name, expected in wanted.items():
                 assert np.array_equal(found[name], expected), f"seed {seed}, rank {rank}, {name}"
         # Every element moves once, whoever holds or reads copies of it.
         assert plan.block_bytes == sum(array.nbytes for array in case.whole.values()), f"seed {seed}"

@@ -114,7 +114,10 @@ def on_the_policy(case: Case, rank: int) -> Weights:
     stage, _, _, tp = (int(found[0]) for found in np.nonzero(stages == rank))
     inside = np.arange(layout.stage_size).reshape(-1, layout.expert, layout.expert_tensor)
     _, ep, etp = (int(found[0]) for found in np.nonzero(inside == rank % layout.stage_size))
-    chunks = np.array_split(np.arange(shape.num_layers), layout.pipeline * layout.virtual)
+    chunks = [
+        layers.tolist() for layers in np.array_split(np.arange(shape.num_layers), layout.pipeline * layout.virtual)
+    ]
+    experts = np.split(np.arange(case.experts), layout.expert)[ep].tolist()
     mine = {f"{v}:" if layout.virtual > 1 else "": v * layout.pipeline + stage for v in range(layout.virtual)}
     found: Weights = {}
     for prefix, chunk in mine.items():
@@ -126,12 +129,11 @@ def on_the_policy(case: Case, rank: int) -> Weights:
             }[param.stage]
             expert = 0
             if here and param.expert:
-                experts = np.split(np.arange(case.experts), layout.expert)[ep].tolist()
                 here = param.expert[0] in experts
                 expert = experts.index(param.expert[0]) if here else 0
             if not here:
                 continue
-            layer = chunks[chunk].tolist().index(param.layer) if param.layer is not None else 0
+            layer = chunks[chunk].index(param.layer) if param.layer is not None else 0
             name = prefix + param.megatron.format(layer=layer, expert=expert)
             index, size = (etp, layout.expert_tensor) if param.expert else (tp, layout.tensor)
             found[name] = _megatron(param, shape, [case.whole[t.name] for t in param.hf], index, size)
