@@ -239,6 +239,7 @@ def serve(descriptor: int) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *spec.preload])
     pool = pebble.ProcessPool(spec.num_workers, initializer=_start_worker, initargs=(spec,), context=context)
+    read_last_messages_first(pool)
     try:
         state = _wait_until_ready(pool, spec)
         connection.send_bytes(json.dumps(state).encode())
@@ -254,6 +255,30 @@ def serve(descriptor: int) -> None:
         pool.join()
         while _end_orphans():
             time.sleep(processes.POLL_S)
+
+
+def read_last_messages_first(pool: pebble.ProcessPool) -> None:
+    """Where a worker ends, read what it has sent before, then say which job ended it. Pebble 5.2 reads messages in
+    another thread: on a loaded machine that still took the worker's last job, whose result had been sent, for the one
+    that it died of, and waited for that one until its time was over."""
+    manager: Any = pool._pool_manager
+    process, expire = manager.process_next_message, manager.handle_worker_expiration
+    reading = threading.Lock()
+
+    def process_next_message(timeout: float) -> None:
+        with contextlib.suppress(OSError):  # it is closed, which Pebble notices below
+            if not manager.worker_manager.pool_channel.poll(timeout):
+                return
+        with reading:
+            process(0.0)
+
+    def handle_worker_expiration(expiration: tuple[int, int]) -> None:
+        with reading:
+            while manager.worker_manager.pool_channel.poll(0):
+                process(0.0)
+        expire(expiration)
+
+    manager.process_next_message, manager.handle_worker_expiration = process_next_message, handle_worker_expiration
 
 
 def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, str]:

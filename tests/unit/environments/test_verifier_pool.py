@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,12 +14,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pebble
 import psutil
 import pytest
 
 from grpo_mcore import processes
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.environments.verifier_pool import VerifierPool, WorkerSpec, WorkerStartError
+from grpo_mcore.environments.verifier_pool import (
+    VerifierPool,
+    WorkerSpec,
+    WorkerStartError,
+    read_last_messages_first,
+)
 
 pytestmark = pytest.mark.slow  # processes that are started and killed
 
@@ -84,6 +91,31 @@ def test_a_fault_costs_its_own_job_and_is_named(pool: VerifierPool, job: str, re
     assert [result.value for result in results] == [9, None, 0, 1, 4, 9, 16]
     assert results[1].failure == reason
     assert [result.failure for result in results].count(None) == 6
+
+
+def test_the_job_that_ended_a_worker_is_told_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pebble has not read all that the worker sent when it sees that it has ended, as on a loaded machine."""
+    with pebble.ProcessPool(1) as pool:
+        read_last_messages_first(pool)
+        assert pool.active  # starts it
+        channel = pool._pool_manager.worker_manager.pool_channel
+        poll, seen = channel.poll, []
+
+        def poll_once(timeout: float) -> bool:
+            if timeout and seen:
+                time.sleep(timeout)
+                return False
+            ready: bool = poll(timeout)
+            seen.extend([True] * ready)
+            return ready
+
+        monkeypatch.setattr(channel, "poll", poll_once)
+        done, killed = (pool.schedule(run, args=(arg,), timeout=2) for run, arg in ((abs, -3), (os._exit, 5)))
+        assert done.result(30) == 3
+        with pytest.raises(pebble.ProcessExpired) as ended:
+            killed.result(30)
+        seen.clear()
+    assert ended.value.exitcode == 5
 
 
 def test_a_worker_sees_no_secrets_and_one_thread(pool: VerifierPool) -> None:
