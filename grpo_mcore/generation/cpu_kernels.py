@@ -34,7 +34,7 @@ PRIORITY = {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}  # vLLM's 
 
 def import_vllm_without_compiler() -> None:
     """Import vLLM in a process of a CPU engine, where torch compiles nothing. vLLM 0.32 imports the whole compiler to
-    change one of its lists, and goes on where it is missing: that is a quarter of the import's processor time."""
+    change one of its lists, and goes on where it is missing: that is a sixth of an engine's start."""
     torch.compiler.set_stance("force_eager")  # as TORCH_COMPILE_DISABLE, for a process that had imported it before
     unused = "torch._inductor.lowering"
     if unused not in sys.modules:
