@@ -258,11 +258,11 @@ def serve(descriptor: int) -> None:
 
 
 def read_last_messages_first(pool: pebble.ProcessPool) -> None:
-    """Where a worker ends, read what it has sent before, then say which job ended it. Pebble 5.2 reads messages in
-    another thread: on a loaded machine that still took the worker's last job, whose result had been sent, for the one
+    """Read what workers have sent, then say which job ended one or ran out of time. Pebble 5.2 reads messages in
+    another thread: on a loaded machine that still took a worker's last job, whose result had been sent, for the one
     that it died of, and waited for that one until its time was over."""
     manager: Any = pool._pool_manager
-    process, expire = manager.process_next_message, manager.handle_worker_expiration
+    process, expire, time_out = manager.process_next_message, manager.handle_worker_expiration, manager.update_tasks
     reading = threading.Lock()
 
     def process_next_message(timeout: float) -> None:
@@ -272,13 +272,21 @@ def read_last_messages_first(pool: pebble.ProcessPool) -> None:
         with reading:
             process(0.0)
 
-    def handle_worker_expiration(expiration: tuple[int, int]) -> None:
+    def read_all() -> None:
         with reading:
             while manager.worker_manager.pool_channel.poll(0):
                 process(0.0)
+
+    def handle_worker_expiration(expiration: tuple[int, int]) -> None:
+        read_all()
         expire(expiration)
 
-    manager.process_next_message, manager.handle_worker_expiration = process_next_message, handle_worker_expiration
+    def update_tasks() -> None:
+        read_all()
+        time_out()
+
+    manager.process_next_message, manager.update_tasks = process_next_message, update_tasks
+    manager.handle_worker_expiration = handle_worker_expiration
 
 
 def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, str]:

@@ -15,6 +15,8 @@
 - Ranks of one engine that wait for each other's messages sleep instead of asking in a loop.
 - Small products get rows of zeros, so that oneDNN meets few numbers of rows: it compiles a kernel for each, which takes
   longer than the product.
+
+Beside them, `import_vllm_without_compiler`, which comes before any plug-in.
 """
 
 from __future__ import annotations

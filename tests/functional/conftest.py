@@ -17,7 +17,7 @@ from tests.functional.runs import Run, Task, make_task, run_here, sft_recipe
 
 _pools: dict[WorkerSpec, VerifierPool] = {}
 _runs: dict[str, Run] = {}
-"""What tests/chaos shares with these tests: pytest makes fixtures of another folder anew."""
+"""Runs by name. They and the pools outlive their fixtures, which pytest makes anew for tests/chaos."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""What runs on the CPU where TransformerEngine is installed: by its stand-in, whose kernels raise for tensors on a CPU.
+"""A CPU run where TransformerEngine is installed: by its stand-in, whose kernels raise for tensors on a CPU.
 test_sweep.py fine-tunes there."""
 
 from __future__ import annotations

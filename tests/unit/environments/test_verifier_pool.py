@@ -93,8 +93,9 @@ def test_a_fault_costs_its_own_job_and_is_named(pool: VerifierPool, job: str, re
     assert [result.failure for result in results].count(None) == 6
 
 
-def test_the_job_that_ended_a_worker_is_told_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pebble has not read all that the worker sent when it sees that it has ended, as on a loaded machine."""
+@pytest.fixture
+def read_late(monkeypatch: pytest.MonkeyPatch) -> Iterator[pebble.ProcessPool]:
+    """A pool of one worker, of whose messages Pebble's thread reads one, as on a loaded machine."""
     with pebble.ProcessPool(1) as pool:
         read_last_messages_first(pool)
         assert pool.active  # starts it
@@ -110,12 +111,20 @@ def test_the_job_that_ended_a_worker_is_told_from_the_one_before(monkeypatch: py
             return ready
 
         monkeypatch.setattr(channel, "poll", poll_once)
-        done, killed = (pool.schedule(run, args=(arg,), timeout=2) for run, arg in ((abs, -3), (os._exit, 5)))
-        assert done.result(30) == 3
-        with pytest.raises(pebble.ProcessExpired) as ended:
-            killed.result(30)
+        yield pool
         seen.clear()
+
+
+def test_the_job_that_ended_a_worker_is_told_from_the_one_before(read_late: pebble.ProcessPool) -> None:
+    done, killed = (read_late.schedule(run, args=(arg,), timeout=2) for run, arg in ((abs, -3), (os._exit, 5)))
+    assert done.result(30) == 3
+    with pytest.raises(pebble.ProcessExpired) as ended:
+        killed.result(30)
     assert ended.value.exitcode == 5
+
+
+def test_a_job_whose_result_has_come_does_not_run_out_of_time(read_late: pebble.ProcessPool) -> None:
+    assert read_late.schedule(abs, args=(-3,), timeout=0.5).result(30) == 3
 
 
 def test_a_worker_sees_no_secrets_and_one_thread(pool: VerifierPool) -> None:
