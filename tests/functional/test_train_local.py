@@ -47,7 +47,8 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
     recipe = grpo_recipe(task, model)
     recipe["checkpointing"] = {"save_period": 1, "keep_top_k": 2, "metric_name": None}
     # Prompts that were not tried have the pass rate of their task, so each draw depends on all groups before.
-    recipe["data"]["sampler"] = {"enabled": True, "thresholds": [0.5, 1.0], "weights": [0.5, 1.0], "column": "task"}
+    # Half of them are passed over, unless the model is always right.
+    recipe["data"]["sampler"] = {"enabled": True, "thresholds": [0.99, 1.0], "weights": [0.5, 1.0], "column": "task"}
     return recipe
 
 
