@@ -76,7 +76,8 @@ class WorkerSpec:
     """The loader's arguments."""
     num_workers: int
     timeout_s: float
-    """Wall-clock limit of one job, from the moment that a worker, which has loaded the function, takes it."""
+    """Limit of one job, from the moment that a worker, which has loaded the function, takes it. Time in which it waits
+    for a processor does not count."""
     memory_gb: float = 0.0
     """Limit of a worker's data (RLIMIT_DATA), in GiB. 0: none."""
     preload: tuple[str, ...] = ()
@@ -240,6 +241,7 @@ def serve(descriptor: int) -> None:
     context.set_forkserver_preload([__name__, *spec.preload])
     pool = pebble.ProcessPool(spec.num_workers, initializer=_start_worker, initargs=(spec,), context=context)
     read_last_messages_first(pool)
+    count_no_waits(pool)
     try:
         state = _wait_until_ready(pool, spec)
         connection.send_bytes(json.dumps(state).encode())
@@ -287,6 +289,25 @@ def read_last_messages_first(pool: pebble.ProcessPool) -> None:
 
     manager.process_next_message, manager.update_tasks = process_next_message, update_tasks
     manager.handle_worker_expiration = handle_worker_expiration
+
+
+def count_no_waits(pool: pebble.ProcessPool) -> None:
+    """Do not count the time for which a job's worker waits for a processor. Where more processes compute than there are
+    cores, an innocent job would run out of time, and its reward would depend on what else the machine does."""
+    tasks: Any = pool._pool_manager.task_manager
+    timeout_tasks = tasks.timeout_tasks
+    waited: dict[int, float] = {}  # by task, until now
+
+    def after_its_own_time() -> tuple[Any, ...]:
+        nonlocal waited
+        before, waited = waited, {}
+        for task in tuple(tasks.tasks.values()):
+            if task.started:
+                waited[task.id] = processes.seconds_waited_for_processor(task.worker_id)
+                task.timestamp += waited[task.id] - before.get(task.id, waited[task.id])
+        return timeout_tasks()
+
+    tasks.timeout_tasks = after_its_own_time
 
 
 def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from grpo_mcore.environments.verifier_pool import (
     VerifierPool,
     WorkerSpec,
     WorkerStartError,
+    count_no_waits,
     read_last_messages_first,
 )
 
@@ -125,6 +126,20 @@ def test_the_job_that_ended_a_worker_is_told_from_the_one_before(read_late: pebb
 
 def test_a_job_whose_result_has_come_does_not_run_out_of_time(read_late: pebble.ProcessPool) -> None:
     assert read_late.schedule(abs, args=(-3,), timeout=0.5).result(30) == 3
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_time_in_which_a_job_waits_for_a_processor_does_not_count(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its time, or none."""
+    monkeypatch.setattr(processes, "seconds_waited_for_processor", lambda pid: time.time() if waits else 5.0)
+    with pebble.ProcessPool(1) as pool:
+        count_no_waits(pool)
+        job = pool.schedule(time.sleep, args=(1.5,), timeout=0.5)
+        if waits:
+            assert job.result(60) is None
+        else:
+            with pytest.raises(TimeoutError, match="Task timeout"):
+                job.result(60)
 
 
 def test_a_worker_sees_no_secrets_and_one_thread(pool: VerifierPool) -> None:
