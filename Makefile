@@ -6,8 +6,9 @@ SHELL := bash
 BIN := .venv/bin
 # Without bytecode files, each process of a run would compile torch, vLLM and Ray again.
 unexport PYTHONDONTWRITEBYTECODE
-# The whole suite runs in two processes; a selection by ARGS in one, which starts sooner.
-PARALLEL := $(if $(ARGS),,-n 2)
+# The whole suite runs in three processes, since on two cores one of them mostly waits (for an engine's start, for the end
+# of something killed); a selection by ARGS in one, which starts sooner.
+PARALLEL := $(if $(ARGS),,-n 3)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup launch-env demo test test-fast lint lock docs clean
