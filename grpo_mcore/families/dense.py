@@ -81,7 +81,10 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": config.get("rope_theta", 10000.0),
         "partial_rotary_factor": config.get("partial_rotary_factor"),
     }
-    return rope | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    rope |= (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    if (positions := config.get("original_max_position_embeddings")) is not None:  # transformers puts it first
+        rope["original_max_position_embeddings"] = positions
+    return rope
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,12 @@ def yarn_shape(rope: dict[str, Any]) -> YarnShape:
         raise FamilyError(
             f"config.json: RoPE scaling {rope}: YaRN with attention_factor, or with one of mscale and mscale_all_dim "
             "alone, is not supported"
+        )
+    if rope.get("attn_factor") not in (None, 1):
+        raise FamilyError(
+            f"config.json: RoPE scaling: attn_factor {rope['attn_factor']}: vLLM once scaled attention by it, and "
+            "neither transformers nor today's vLLM does; set policy.hf_config_overrides.rope_scaling.attn_factor: 1 to "
+            "train the model as they compute it"
         )
     if wanting := [key for key in ("factor", "original_max_position_embeddings") if not rope.get(key)]:
         raise FamilyError(f"config.json: RoPE scaling {rope}: YaRN needs {' and '.join(wanting)}")

@@ -20,9 +20,9 @@ from grpo_mcore.families.spec import (
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    """Read a ModelShape from `config.json`. vLLM gives the even layers the window."""
-    require(config, attention_bias=True, swiglu_alpha=1.702)
-    rope = {"rope_theta": 150000.0, **rope_settings(config)}
+    """Read a ModelShape from `config.json`. vLLM gives the even layers the window, and always clamps at 7."""
+    require(config, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0)
+    rope = rope_settings(config)
     if rope.get("rope_type") != "yarn" or rope.get("truncate", True) or rope.get("mscale"):
         raise FamilyError(f"config.json: RoPE {rope} is not supported for gpt_oss models; YaRN without rounding is")
     layers = range(config["num_hidden_layers"])
@@ -33,7 +33,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
         count=expert_count(config),
         active=config["num_experts_per_tok"],
         ffn_hidden_size=config["intermediate_size"],
-        clamp=config.get("swiglu_limit", 7.0),
+        clamp=7.0,
     )
     plain = {"rope_parameters": None, "rope_scaling": None, "layer_types": None, "rope_theta": rope["rope_theta"]}
     model = dense_shape(config | plain, family="gpt_oss", qkv_bias=True, qk_norm=False, experts=experts)

@@ -13,4 +13,5 @@ params = dense_params
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
     require(config, attention_bias=False, mlp_bias=False)
+    require(config, bias=False, qkv_bias=False)  # only vLLM reads these
     return dense_shape(config, family="llama", qkv_bias=False, qk_norm=False)

@@ -47,7 +47,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
         num_layers=len(blocks),
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=config.get("head_dim") or config.get("attention_head_dim") or 128,  # Nemotron-H has the second
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         max_positions=config.get("max_position_embeddings", 4096),
@@ -73,6 +73,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
 
 
 def _experts(config: dict[str, Any], blocks: tuple[Block, ...]) -> ExpertShape:
+    require(config, n_shared_experts=1)  # vLLM multiplies their size by it, transformers does not
     if (config.get("n_group") or 1) > 1:
         raise FamilyError("config.json: n_group above 1 is not supported for nemotron_h models")
     return ExpertShape(

@@ -23,6 +23,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
             carried=("model.visual.", "mtp."),
         )
     require(config, attention_bias=False, norm_topk_prob=True, attn_output_gate=True, output_gate_type="swish")
+    require(config, qkv_bias=False)  # only vLLM reads it
     layers, every = range(config["num_hidden_layers"]), config.get("full_attention_interval", 4)
     kinds = config.get("layer_types") or [
         "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in layers

@@ -12,6 +12,7 @@ from grpo_mcore.families.spec import ExpertShape, ModelShape, Param, require
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
     require(config, attention_bias=False)
+    require(config, shared_expert_intermediate_size=0)  # only vLLM reads it
     experts = ExpertShape(
         count=expert_count(config),
         active=config["num_experts_per_tok"],

@@ -46,9 +46,9 @@ ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 ROPE_SETTINGS = (
     *("rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor"),
     *("beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "truncate"),
-    *("partial_rotary_factor", "mscale", "mscale_all_dim", "mrope_section", "mrope_interleaved"),
+    *("partial_rotary_factor", "mscale", "mscale_all_dim", "mrope_section", "mrope_interleaved", "attn_factor"),
 )
-"""Rotary settings that transformers knows."""
+"""Rotary settings that transformers knows, and one that it did not take over from DeepSeek (`dense.yarn_shape`)."""
 
 
 def read_hf_config(folder: str | Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -253,9 +253,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kimi_k2": _DEEPSEEK,
     "glm4_moe": _GLM,
     "glm4_moe_lite": _GLM | {"routed_scaling_factor": 1.8},
-    "glm_moe_dsa": _GLM | {"routed_scaling_factor": 2.5},
+    "glm_moe_dsa": _GLM | {"routed_scaling_factor": 2.5, "index_topk": 2048},
     "minimax_m2": {"rope_theta": 5e6},
-    "gpt_oss": {"rms_norm_eps": 1e-5},
+    "gpt_oss": {"rms_norm_eps": 1e-5, "rope_theta": 150000.0},
 }
 """Defaults by model type for keys that a config.json lacks: those of transformers, which vLLM takes too. Only values
 that differ between families, and that change no tensor's size."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_mcore.families import FamilyError, engine_overrides, read_hf_config, shape_of, with_overrides
+from grpo_mcore.families import FamilyError, ModelShape, engine_overrides, read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.families.registry import DEFAULTS
 from grpo_mcore.parallel.hf_folder import HfFolderWriter
@@ -209,6 +211,31 @@ def test_a_key_that_a_config_lacks_has_the_value_of_transformers(model_type: str
     theirs = AutoConfig.for_model(name).to_dict()
     theirs["rope_theta"] = theirs["rope_parameters"]["rope_theta"]
     assert {key: theirs[key] for key in DEFAULTS[model_type]} == DEFAULTS[model_type]
+
+
+def numbers_of(shape: ModelShape) -> ModelShape:
+    """Return a shape without the sizes that its tensors have: a wrong one of them is found beside the weights."""
+    sizes = {"head_dim": 1, "num_kv_heads": 1, "ffn_hidden_size": 1, "max_positions": 1, "carried": (), "latent": None}
+    experts, same = shape.experts, {"count": 1, "ffn_hidden_size": 1, "shared_ffn_hidden_size": 1, "dense_layers": ()}
+    return replace(shape, experts=experts and replace(experts, **same), **sizes)
+
+
+@pytest.mark.parametrize("name", sorted({c["model_type"]: name for name, c in known_configs().items()}.values()))
+def test_whatever_a_config_lacks_has_the_value_of_transformers(name: str) -> None:
+    from transformers import AutoConfig
+
+    config = known_configs()[name]
+    inner = config.get("text_config", config)
+    for left_out in [key for key in inner if key not in ("model_type", "num_experts")]:
+        rest = {key: value for key, value in inner.items() if key != left_out}
+        bare = {**config, "text_config": rest} if "text_config" in config else rest
+        try:
+            shape = shape_of(bare)
+        except FamilyError:
+            continue
+        theirs = {**bare, "model_type": "deepseek_v3"} if bare["model_type"] == "kimi_k2" else bare
+        read = AutoConfig.for_model(**deepcopy(theirs)).to_dict() | {"model_type": bare["model_type"]}
+        assert numbers_of(shape) == numbers_of(shape_of(read)), left_out
 
 
 def test_a_config_without_a_key_is_read_as_transformers_reads_it() -> None:

@@ -226,6 +226,10 @@ def test_the_27m_model_has_its_parameters() -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "YaRN needs original_max_position_embeddings"),
         ({"rope_parameters": YARN | {"attention_factor": 1.2}}, "YaRN with attention_factor, or with one of mscale"),
         (
+            {"rope_parameters": YARN | {"attn_factor": 0.878}},
+            "hf_config_overrides.rope_scaling.attn_factor: 1 to train",
+        ),
+        (
             {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
             "known are plain RoPE, YaRN without mscale",
         ),
@@ -363,7 +367,50 @@ def test_a_window_that_only_engines_would_have_is_refused(name: str) -> None:
     assert shape_of(qwen | {"sliding_window": 4096, "use_sliding_window": False}) == shape_of(qwen)
 
 
-@pytest.mark.parametrize("changes", [{"is_causal": False}, {"dual_chunk_attention_config": {"chunk_size": 262144}}])
-def test_what_only_engines_would_act_on_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(FamilyError, match=f"{next(iter(changes))} .* is not supported for qwen3 models"):
-        shape_of(known_configs()["Qwen3-4B"] | changes)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Qwen3-4B", {"is_causal": False}),
+        ("Qwen3-4B", {"dual_chunk_attention_config": {"chunk_size": 262144}}),
+        ("Llama-3.1-8B", {"bias": True}),
+        ("Llama-3.1-8B", {"qkv_bias": True}),
+        ("Qwen2.5-7B", {"qk_norm": True}),
+        ("Qwen3-30B-A3B", {"shared_expert_intermediate_size": 512}),
+        ("Qwen3-Next-80B-A3B", {"qkv_bias": True}),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"n_shared_experts": 2}),
+    ],
+)
+def test_what_only_engines_would_act_on_is_refused(name: str, changes: dict[str, Any]) -> None:
+    config = known_configs()[name]
+    with pytest.raises(
+        FamilyError, match=f"{next(iter(changes))} .* is not supported for {config['model_type']} models"
+    ):
+        shape_of(config | changes)
+
+
+def test_a_limit_of_experts_that_no_engine_has_is_refused() -> None:
+    """vLLM clamps the experts of gpt-oss at 7, whatever config.json says."""
+    with pytest.raises(FamilyError, match=r"swiglu_limit 5.0 is not supported for gpt_oss models; only 7.0"):
+        shape_of(known_configs()["gpt-oss-20b"] | {"swiglu_limit": 5.0})
+
+
+def test_a_scale_of_attention_that_nobody_reads_any_more_can_be_taken_back() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B has one."""
+    config = known_configs()["Qwen3-8B"] | {"rope_scaling": YARN | {"attn_factor": 0.8782488562869419}}
+    taken_back = with_overrides(config, {"rope_scaling": {"attn_factor": 1}})
+    assert shape_of(taken_back).yarn == YarnShape(4.0, 32768, 32.0, 1.0)
+
+
+def test_the_first_nemotron_h_models_have_their_heads() -> None:
+    """Their config.json says attention_head_dim; the 4B's hidden size is 40 times 78.4."""
+    config = known_configs()["NVIDIA-Nemotron-Nano-9B-v2"] | {"hidden_size": 3136}
+    del config["head_dim"]
+    assert shape_of(config | {"attention_head_dim": 128}).head_dim == 128 == shape_of(config).head_dim
+
+
+def test_scaling_may_say_beside_it_where_it_begins() -> None:
+    """transformers, and so vLLM, prefer original_max_position_embeddings of the config to that of its scaling."""
+    scaled = known_configs()["Qwen3-8B"] | {"rope_scaling": YARN, "original_max_position_embeddings": 8192}
+    assert shape_of(scaled).yarn == YarnShape(4.0, 8192, 32.0, 1.0)
+    with pytest.raises(FamilyError, match="Llama 3's scaling with .*original_max_position_embeddings 8192"):
+        shape_of(known_configs()["Llama-3.1-8B"] | {"original_max_position_embeddings": 4096})
