@@ -52,7 +52,7 @@ def seconds_waited_for_processor(pid: int) -> float:
     """Return the seconds for which a process's main thread was ready to run and had no core; 0 where the kernel keeps
     no such record, or the process has ended."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 
