@@ -143,17 +143,19 @@ def _run(
 
 def _end_orphans(own: Collection[psutil.Process]) -> None:
     """Kill the processes that a killed run has left behind: they have become children of this one, in addition to its
-    `own`. The reaper of Ray is only waited for: it ends when it has ended Ray and removed its files."""
+    `own`. Those that clean up are only waited for: the reaper of Ray ends when it has ended Ray and removed its files,
+    Python's resource trackers when they have removed the shared memory of the killed processes."""
     orphans = [process for process in processes.descendants() if process not in own]
-    processes.end([process for process in orphans if not _is_reaper(process)], grace_s=0)
+    processes.end([process for process in orphans if not _cleans_up(process)], grace_s=0)
     processes.wait(orphans, REAPER_S)
 
 
-def _is_reaper(process: psutil.Process) -> bool:
+def _cleans_up(process: psutil.Process) -> bool:
     try:
-        return Path(orphan_reaper.__file__).name in " ".join(process.cmdline())
+        is_reaper = Path(orphan_reaper.__file__).name in " ".join(process.cmdline())
     except psutil.Error:  # it has ended
         return False
+    return is_reaper or orphan_reaper.is_tracker(process.pid)
 
 
 def _serve(

@@ -33,6 +33,29 @@ def test_marked_processes_are_ended_and_no_others():
             process.wait()
 
 
+@needs_proc
+def test_the_shared_memory_of_killed_processes_is_removed():
+    mark = f"GRPO_TEST_MARK={os.getpid()}-{time.time_ns()}"
+    name, _, value = mark.partition("=")
+    code = "import time; from multiprocessing.shared_memory import SharedMemory\n"
+    code += "memory = SharedMemory(create=True, size=4096); print(memory.name, flush=True); time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, name: value}
+    )
+    try:
+        assert process.stdout is not None
+        segment = Path("/dev/shm", process.stdout.readline().strip())
+        deadline = time.monotonic() + 30
+        while not any(map(orphan_reaper.is_tracker, orphan_reaper.marked(mark))):
+            assert segment.is_file() and time.monotonic() < deadline
+            time.sleep(0.01)
+        assert orphan_reaper.end_marked(mark) == []
+        assert process.wait(5) == -9 and not segment.exists()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.slow
 @needs_proc
 def test_the_program_acts_when_its_driver_is_gone(tmp_path):
