@@ -22,10 +22,26 @@ _PROBE = "Hello  world's 12345 tests:\n\n\tx = 3.14; I'LL don't é 中文 🙂\r
 def load_hf_tokenizer(name: str | Path) -> Any:
     """Load a tokenizer by name or folder. No code of its folder is run. Raises what transformers raises, and ValueError
     where there are no files of a tokenizer: transformers then makes one of the model's type, which has special tokens
-    alone and reads every text as nothing."""
+    alone and reads every text as nothing; and where only a program of its folder has the rules that text is read by
+    (Kimi-K2, Moonlight): transformers then takes other rules, if it knows the model's type."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # else it would ask in a terminal
+    program = _program_of(str(name))
+    if program is not None and _file_of(str(name)) is None:
+        raise ValueError(
+            f"text is read by the rules of {program}, custom code that is not run; make a tokenizer.json by them "
+            "(transformers' TikTokenConverter with the program's pattern), and delete auto_map from "
+            "tokenizer_config.json"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # else it would ask in a terminal
+    except ValueError as error:
+        if program is None:
+            raise
+        raise ValueError(
+            f"it names {program}, custom code that is not run; delete auto_map from tokenizer_config.json, so that "
+            "tokenizer.json is read"
+        ) from error
     if len(tokenizer) == len(tokenizer.added_tokens_encoder):
         raise ValueError(
             "it has no tokenizer.json, nor another file of a tokenizer; copy those of the model it was made of, or "
@@ -69,13 +85,23 @@ def _rule(backend: Any, part: str) -> Any:
     return None if rule is None else json.loads(rule.__getstate__())
 
 
-def _file_of(name: str) -> Path | None:
-    """Return tokenizer.json of a folder or of a model on the hub, None if it has none."""
+def _program_of(name: str) -> str | None:
+    """Return the class of the tokenizer's own code (tokenization_kimi.TikTokenTokenizer), None if it has none."""
+    path = _file_of(name, "tokenizer_config.json")
+    settings = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    places = settings.get("auto_map") if isinstance(settings, dict) else None
+    if isinstance(places, dict):
+        places = places.get("AutoTokenizer")
+    return next((place for place in places if place), None) if isinstance(places, list) else places
+
+
+def _file_of(name: str, file: str = "tokenizer.json") -> Path | None:
+    """Return a file of a folder or of a model on the hub, None if it has none."""
     if Path(name).is_dir():
-        return path if (path := Path(name) / "tokenizer.json").is_file() else None
+        return path if (path := Path(name) / file).is_file() else None
     from transformers.utils import cached_file
 
     try:
-        return Path(cached_file(name, "tokenizer.json"))
+        return Path(cached_file(name, file))
     except OSError:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import string
 from pathlib import Path
@@ -21,9 +22,26 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     settings = folder / "tokenizer_config.json"
     own = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | own))
-    with pytest.raises(DataError, match="custom code"):
+    with pytest.raises(DataError, match="names own.Own, custom code that is not run; delete auto_map"):
         load_tokenizer(str(folder))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "places", [["tokenization_kimi.TikTokenTokenizer", None], "tokenization_kimi.TikTokenTokenizer"]
+)
+def test_rules_that_only_a_program_has_are_refused(tmp_path: Path, places: object) -> None:
+    """As Moonlight's: transformers knows its model type, and read it by the rules of Llama 3."""
+    words = [bytes([byte]) for byte in range(256)]
+    lines = [f"{base64.b64encode(word).decode()} {number}\n" for number, word in enumerate(words)]
+    (tmp_path / "tiktoken.model").write_text("".join(lines), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    own = {"auto_map": {"AutoTokenizer": places}, "tokenizer_class": "TikTokenTokenizer", "eos_token": "[EOS]"}
+    tokens = {"256": {"content": "[EOS]", "special": True}}
+    settings = own | {"added_tokens_decoder": tokens, "chat_template": "{{ messages[0].content }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match=r"rules of tokenization_kimi.TikTokenTokenizer, custom code .* tokenizer.json"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_token_without_an_embedding_is_refused_with_both_numbers(tmp_path: Path) -> None:
