@@ -57,6 +57,13 @@ def seconds_waited_for_processor(pid: int) -> float:
         return 0.0
 
 
+def is_zombie(pid: int) -> bool:
+    """Whether a process has ended and its parent has not noticed."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return False
+
+
 def shorten_socket_paths() -> None:
     """Let the multiprocessing of this process put its sockets below /tmp where the path of the temporary folder is too
     long for them."""

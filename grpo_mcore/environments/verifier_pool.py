@@ -293,7 +293,8 @@ def read_last_messages_first(pool: pebble.ProcessPool) -> None:
 
 def count_no_waits(pool: pebble.ProcessPool) -> None:
     """Do not count the time for which a job's worker waits for a processor. Where more processes compute than there are
-    cores, an innocent job would run out of time, and its reward would depend on what else the machine does."""
+    cores, an innocent job would run out of time, and its reward would depend on what else the machine does. Nor does a
+    worker that has died run out of time, before Pebble sees its end."""
     tasks: Any = pool._pool_manager.task_manager
     timeout_tasks = tasks.timeout_tasks
     waited: dict[int, float] = {}  # by task, until now
@@ -305,7 +306,7 @@ def count_no_waits(pool: pebble.ProcessPool) -> None:
             if task.started:
                 waited[task.id] = processes.seconds_waited_for_processor(task.worker_id)
                 task.timestamp += waited[task.id] - before.get(task.id, waited[task.id])
-        return timeout_tasks()
+        return tuple(task for task in timeout_tasks() if not processes.is_zombie(task.worker_id))
 
     tasks.timeout_tasks = after_its_own_time
 

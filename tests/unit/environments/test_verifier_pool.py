@@ -142,6 +142,18 @@ def test_time_in_which_a_job_waits_for_a_processor_does_not_count(waits: bool, m
                 job.result(60)
 
 
+def test_a_worker_whose_death_is_seen_late_has_not_run_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pebble.ProcessPool(1) as pool:
+        count_no_waits(pool)
+        assert pool.active  # starts it
+        workers, began = pool._pool_manager.worker_manager, time.monotonic()
+        inspect = workers.inspect_workers
+        monkeypatch.setattr(workers, "inspect_workers", lambda: inspect() if time.monotonic() > began + 2.0 else ())
+        with pytest.raises(pebble.ProcessExpired) as ended:
+            pool.schedule(os._exit, args=(5,), timeout=0.5).result(60)
+        assert ended.value.exitcode == 5
+
+
 def test_a_worker_sees_no_secrets_and_one_thread(pool: VerifierPool) -> None:
     [result] = pool.run([("environment",)])
     assert "HF_TOKEN" not in result.value and result.value["OMP_NUM_THREADS"] == "1"
