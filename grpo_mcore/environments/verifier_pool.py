@@ -302,7 +302,7 @@ def count_no_waits(pool: pebble.ProcessPool) -> None:
     def after_its_own_time() -> tuple[Any, ...]:
         nonlocal waited
         before, waited = waited, {}
-        for task in tuple(tasks.tasks.values()):
+        for task in tasks.tasks.copy().values():
             if task.started:
                 waited[task.id] = processes.seconds_waited_for_processor(task.worker_id)
                 task.timestamp += waited[task.id] - before.get(task.id, waited[task.id])
