@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -56,6 +56,7 @@ _LABEL = re.compile(
     r"^(?:\\text\s*\{[^{}]*(?::|\b(?:is|are|equals)|=)\s*\}|\\approx(?![a-zA-Z])|\\sim(?:eq)?(?![a-zA-Z])|approximately|about)\s*"
 )
 _CHOICE = re.compile(r"^(?:\\text\s*\{\s*)?\(\s*([A-E])\s*\)\s*\}?(?:\\[ ,;:]|\\q?quad(?![a-zA-Z])|[~:\s])+(?=\S)")
+_ONLY_CHOICE = re.compile(r"(?:\\text\s*\{\s*)?(?:([A-E])|\(\s*([A-E])\s*\))\s*\}?")
 _REMARK = re.compile(r"(?<=[\d}])\s+\((?!base|in base|mod)(?=[^()]*[a-z]{4})[a-zA-Z ,]+\)$")  # 5 (apples)
 _MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\s)+|(?:(?<!\\)\\(?:[ ,;:!]|$)|~|\s)+$")
 _QUESTION = re.compile(r"[^.!?\n]*\?(?=\s|$)")
@@ -72,7 +73,8 @@ _NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\
 def hf_math_verify(response: str, truth: str) -> tuple[bool, str | None]:
     """Return (correct, extracted answer). math-verify's own time limits are off: the pool has a harder one."""
     stated = last_statement(normalized(truth))  # a whole solution, as MATH has them
-    gold_text = _bare(stated.text if stated is not None and stated.text else truth)
+    gold_written = stated.text if stated is not None and stated.text else truth
+    gold_text = _bare(gold_written)
     gold = _parse_formula(gold_text)
     if not gold:
         raise ValueError(f"the ground truth {truth!r} is not a mathematical expression")
@@ -99,12 +101,13 @@ def hf_math_verify(response: str, truth: str) -> tuple[bool, str | None]:
     answer = answers[-1] if isinstance(answers[-1], str) else None
     if statement.is_boxed:
         answer = statement.text
+    choice, gold_choice = _choice(statement.text), _choice(gold_written)
+    if choice and gold_choice and (choice.is_alone or gold_choice.is_alone):
+        return choice.letter == gold_choice.letter, answer
     return _is_right(gold, gold_text, answers, statement), answer
 
 
 def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: Statement) -> bool:
-    if re.fullmatch("[A-E]", gold_text) and (choice := _CHOICE.match(normalized(statement.text))) is not None:
-        return choice[1] == gold_text
     said = without_correction(_bare(statement.text))
     interval, gold_interval = as_interval(said), as_interval(gold_text)
     if interval is not None and gold_interval is not None and interval[0] != gold_interval[0]:
@@ -162,6 +165,21 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
     return False
 
 
+class _Choice(NamedTuple):
+    """The letter of an option. `is_alone`: its text does not follow."""
+
+    letter: str
+    is_alone: bool
+
+
+def _choice(text: str) -> _Choice | None:
+    """Return the option that a text names, as "C", "(C)" or "(C) 5"."""
+    if (label := _CHOICE.match(normalized(text))) is not None:
+        return _Choice(label[1], is_alone=False)
+    alone = _ONLY_CHOICE.fullmatch(_bare(text))
+    return None if alone is None else _Choice(alone[1] or alone[2], is_alone=True)
+
+
 def _bare(text: str) -> str:
     """Return a normalised formula without its box, its dollar signs and the full stop behind it."""
     text = _CHOICE.sub("", " ".join(without_boxes(normalized(text)).split()))
@@ -191,11 +209,21 @@ def _parse_formula(text: str) -> list[Any]:
 def _parsed(text: str, targets: Sequence[Any]) -> list[Any]:
     """Return what math-verify reads, nothing where it fails: then the text is no formula."""
     try:
-        return list(parse(text, targets, parsing_timeout=None, raise_on_error=True))
+        return [_with_imaginary_unit(one) for one in parse(text, targets, parsing_timeout=None, raise_on_error=True)]
     except (MemoryError, RecursionError):
         raise
     except Exception:
         return []
+
+
+def _with_imaginary_unit(expression: Any) -> Any:
+    """Return an expression with sympy's imaginary unit for i, which math-verify reads as one of two variables: the i of
+    "4 i" is not that of "4i", and no power of e has a value. An interval with i in its bounds stays as it is."""
+    units = {one for one in getattr(expression, "free_symbols", ()) if one.name == "i"}
+    try:
+        return expression.subs(dict.fromkeys(units, sympy.I)) if units else expression
+    except (TypeError, ValueError):
+        return expression
 
 
 def _last_line(text: str) -> Statement:
@@ -261,7 +289,7 @@ def _words(text: str) -> str | None:
     plain = _TEXT.sub(r"\1", text).strip()
     return (
         plain.casefold()
-        if re.fullmatch(r"(?=.*(?:[a-zA-Z]{2}|[^\x00-\x7f]))[^\W\d_]+(?:[ -][^\W\d_]+)*", plain)
+        if re.fullmatch(r"(?=.*(?:[a-zA-Z]{2}|[^\x00-\x7f]))[^\W\d_]+(?:(?:, |[ -])[^\W\d_]+)*", plain)
         else None
     )
 

@@ -85,9 +85,18 @@ _MIXED = re.compile(
 )
 _MIXED_PLAIN = re.compile(r"(?<![\d.^_}a-zA-Z/)*+-])(-?)(\d+)(?:\s+and)?\s+(\d+)\s*/\s*(\d+)(?![\d.^a-zA-Z(/])")
 _LINES = re.compile(
-    r"\\begin\s*\{(aligned|align\*?|gathered|split|equation\*?|cases|array)\}(?:\s*\{[clr]\})?"
+    r"\\begin\s*\{(aligned|align\*?|gathered|split|equation\*?|cases|array)\}(?:\s*\{[clr|\s]+\})?"
     r"((?:(?!\\begin)[\s\S])*?)(?:\\\\\s*)?\\end\s*\{\1\}"
 )
+_ARRAY_IN_BRACKETS = re.compile(
+    r"\\left\s*[(\[]\s*\\begin\s*\{array\}\s*\{[clr|\s]+\}((?:(?!\\begin)[\s\S])*?)\\end\s*\{array\}\s*\\right\s*[)\]]"
+)
+_SYSTEM = re.compile(r"\\left\s*\\\{\s*(\\begin(?:(?!\\begin|\\right)[\s\S])*?)\\right\s*\.")
+_LAST_IN_TEXT = re.compile(r"(\\(?:text|mathrm|textrm)\s*\{[^{}]*,)\s*and\b")
+_MINUS_RAISED = re.compile(r"\^\s*-\s*(\d+|[a-zA-Z](?![a-zA-Z]))")
+_POWER = re.compile(r"(?<=[\w)}])\*\*(?=[\w(-])")
+_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")
+_UNION = re.compile(r"(?<=[)\]])\s*U\s*(?=[(\[])")
 _STYLE = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|left(?=[(\[|.{\\])|right(?=[)\]|.}\\])|big[lr]?|Big[lr]?|large|Large|"
     r"LARGE|huge|Huge|boldsymbol(?=\s)|bf|rm|limits|checkmark)(?![a-zA-Z])\s*|\\(?:text)?color\s*\{[^{}]*\}\s*"
@@ -221,13 +230,15 @@ def normalized(text: str) -> str:
         text = _NARROW_FRACTION.sub(r"\\frac", text)
         text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
         text = _SHORT_ROOT.sub(r"\\sqrt\1{\2}", text)
+        text = _ARRAY_IN_BRACKETS.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", _SYSTEM.sub(r"\1", text))
         text = _LINES.sub(lambda match: re.sub(r"\s*\\\\\s*", ", ", match[2].replace("&", "")), text)
-        text = _without_wrappers(_STYLE.sub("", text))
+        text = _without_wrappers(_STYLE.sub("", text)).replace(r"\langle", "(").replace(r"\rangle", ")")
         text = _TEXT_QUANTITY.sub(r"\1 \\text{ \2}", text)
         text = _ORDINAL.sub("", _TEXT_ORDINAL.sub(r"\1", text))
         text = _TEXT_NUMBER.sub(r"\1", text).replace(r"\varnothing", r"\emptyset").replace("{:}", ":")
         text = _TEXT_MONEY.sub(r"\1", text)
         text = _SPACE_BEFORE_PERCENT.sub("", _UPRIGHT_CONSTANT.sub(r" \1", text))
+        text = _LAST_IN_TEXT.sub(r"\1", text)
         text = _TEXT_DIGITS.sub(r"\1", _TEXT_LETTERS.sub(r"\1", text))
     text = _GROUPS.sub(lambda match: match[1] + _NOT_DIGITS.sub("", match[2]), text)
     text = _DECIMAL_COMMA.sub(".", text)
@@ -247,6 +258,8 @@ def as_formula(text: str) -> str:
     text = _PLAIN_ROOT.sub(r"\\sqrt{\1}", text)
     if not _ONLY_WORDS.fullmatch(text) or _PLAIN_NAME.fullmatch(text):
         text = _PLAIN_NAME.sub(_latex_name, text)
+    text = _MINUS_RAISED.sub(r"^{-\1}", _POWER.sub("^", text))
+    text = _TIMES_TEN.sub(r" \\times ", _UNION.sub(r" \\cup ", text))
     text = _SIGN.sub(lambda sign: _SIGNS[sign[1] or sign[2]], text)
     text = _DEGREES.sub(r"\1(\\frac{\3\\pi}{180})", text)
     text = _SEMICOLON.sub(r"\1\2,\3", text)
