@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import aiohttp
 import yaml
 
+from grpo_mcore.addresses import with_port
 from grpo_mcore.environments.gym_result import GymFailure
 from grpo_mcore.environments.http_retries import RetryPolicy, is_transient, retry_after_s
 
@@ -148,7 +149,7 @@ def agents_of(config: Any) -> dict[str, str]:
         kinds = section.get("responses_api_agents") if isinstance(section, dict) else None
         for server in kinds.values() if isinstance(kinds, dict) else ():
             if isinstance(server, dict) and "host" in server and "port" in server:
-                agents[name] = f"http://{server['host']}:{server['port']}"
+                agents[name] = f"http://{with_port(str(server['host']), server['port'])}"
     return agents
 
 

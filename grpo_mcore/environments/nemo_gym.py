@@ -15,6 +15,7 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -80,6 +81,13 @@ class NemoGymConfig(EnvConfig):
         config = super().read(section)
         if config.head_server_url is None and not config.agents:
             raise EnvironmentConfigError("env.nemo_gym: set head_server_url, or the URLs of agents")
+        addresses = {"head_server_url": config.head_server_url} if config.head_server_url is not None else {}
+        for key, url in (addresses | {f"agents.{name}": url for name, url in config.agents.items()}).items():
+            if not _is_http_address(url):
+                raise EnvironmentConfigError(
+                    f"env.nemo_gym.{key}: {url!r} is no address of a server; give one such as http://10.0.0.5:11000, "
+                    "an IPv6 address in brackets"
+                )
         if fixed := {"temperature", "top_p"} & set(config.responses_create_params):
             raise EnvironmentConfigError(
                 f"env.nemo_gym.responses_create_params.{min(fixed)}: set policy.generation.{min(fixed)}"
@@ -226,6 +234,14 @@ class NemoGymEnvironment(EnvironmentBase):
         self._call(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60.0)
+
+
+def _is_http_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port or of brackets
+        return False
 
 
 def _repetition_wait_s(error: Exception) -> float | None:

@@ -118,6 +118,8 @@ def test_agents_of_a_configuration() -> None:
     other = {"resources_servers": {"x": {"host": "h", "port": 1}}}
     assert agents_of({"talk": agent, "x": other, "policy_base_url": "http://"}) == {"talk": "http://10.0.0.1:5001"}
     assert agents_of([]) == {}
+    agent["responses_api_agents"]["simple_agent"]["host"] = "fd00::1"
+    assert agents_of({"talk": agent}) == {"talk": "http://[fd00::1]:5001"}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,16 @@ def test_agents_of_a_configuration() -> None:
         ({"talk_agent": {"responses_api_agents": {}}}, "env.nemo_gym.talk_agent: a key of the Gym's own"),
         ({"head_server": {"host": "x"}}, "env.nemo_gym.head_server: a key of the Gym's own"),
         ({"head_server_uri": "http://x"}, "did you mean 'head_server_url'"),
-        ({"head_server_url": "x", "responses_create_params": {"temperature": 1}}, "set policy.generation.temperature"),
+        (
+            {"head_server_url": "10.0.0.5:11000"},
+            "env.nemo_gym.head_server_url: '10.0.0.5:11000' is no address of a server",
+        ),
+        ({"head_server_url": "http://fd00::1:11000"}, "an IPv6 address in brackets"),
+        ({"agents": {"talk": "localhost:5001"}}, "env.nemo_gym.agents.talk: 'localhost:5001' is no address"),
+        (
+            {"head_server_url": "http://x", "responses_create_params": {"temperature": 1}},
+            "set policy.generation.temperature",
+        ),
     ],
 )
 def test_wrong_sections(section: dict[str, Any], why: str) -> None:
