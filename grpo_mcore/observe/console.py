@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -113,10 +114,16 @@ class RunConsole:
         line = f"{what}: {done} / {total} {'━' * filled}{'─' * (BAR - filled)}"
         if done > before:
             line += f" {(now - since) / (done - before) * (total - done):.0f} s left"
-        line = line[: WIDTH - 1]
+        line = line[: self._columns() - 1]  # a line that wraps could not be written over
         self._stream.write("\r" + line.ljust(self._moving))
         self._stream.flush()
         self._moving = len(line)
+
+    def _columns(self) -> int:
+        try:
+            return min(os.get_terminal_size(self._stream.fileno()).columns or WIDTH, WIDTH)
+        except (OSError, ValueError):  # it has no size
+            return WIDTH
 
     def summary(self, title: str, facts: Mapping[str, object], paths: Mapping[str, Path | str | None]) -> None:
         """Print the results and the paths of a run. A path of None does not exist in this run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import struct
 import subprocess
 import sys
 import termios
@@ -176,6 +177,16 @@ def test_progress_moves_only_on_a_terminal():
     assert terminal.getvalue().endswith(" 4 s left")
     console.note("a line")
     assert terminal.getvalue().endswith(f"\r{' ' * len('s: 2 / 4 ' + full + ' 4 s left')}\ra line\n")
+
+
+def test_progress_fits_a_narrow_terminal():
+    screen, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    with open(terminal, "w", encoding="utf-8") as stream:
+        RunConsole(stream).progress("step 12, samples", 50, 100)
+        shown = os.read(screen, 1000).decode()
+    os.close(screen)
+    assert shown == "\r" + f"step 12, samples: 50 / 100 {'━' * 10}{'─' * 10}"[:39]
 
 
 PRINTS = """
