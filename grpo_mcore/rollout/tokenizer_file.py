@@ -3,7 +3,8 @@
 transformers 5 builds some classes anew, whatever rules tokenizer.json has: with `tokenizer_class: LlamaTokenizerFast`,
 as DeepSeek's models have it (R1-Distill-Llama, R1-0528-Qwen3-8B, deepseek-math), a byte-level tokenizer gets the rules
 of Llama 2. Then "hello world" has the tokens of "helloworld", and answers are shown as "helloĠworld"
-(huggingface/transformers#45488).
+(huggingface/transformers#45488). Files of Llama 2's own kind (TinyLlama) put a space behind each special token, as the
+model was trained; the new class does not.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def load_hf_tokenizer(name: str | Path) -> Any:
 
 
 def as_written(tokenizer: Any) -> Any:
-    """Return a tokenizer that transformers has loaded, or, if that reads text otherwise than the byte-level
-    tokenizer.json of the same name or folder, the one that the file describes. It decodes what the policy wrote as it
+    """Return a tokenizer that transformers has loaded, or, if that reads text otherwise than the tokenizer.json of the
+    same name or folder, the one that the file describes. It decodes what the policy wrote as it
     is: with `clean_up_tokenization_spaces`, as Llama 3's folders have it, 'hi !' in a program became 'hi!'."""
     if not _is_as_its_file_says(tokenizer):
         from transformers import PreTrainedTokenizerFast
@@ -71,13 +72,13 @@ def _is_as_its_file_says(tokenizer: Any) -> bool:
     if loaded is None or (path := _file_of(str(tokenizer.name_or_path))) is None:
         return True
     written = json.loads(path.read_text(encoding="utf-8"))
-    if "ByteLevel" not in json.dumps(written.get("decoder")) or all(
-        _rule(loaded, part) == written.get(part) for part in _RULES
-    ):
+    if all(_rule(loaded, part) == written.get(part) for part in _RULES):
         return True
-    own = Tokenizer.from_file(str(path))
-    ids = own.encode(_PROBE, add_special_tokens=False).ids
-    return bool(loaded.encode(_PROBE, add_special_tokens=False).ids == ids and loaded.decode(ids) == own.decode(ids))
+    own, end = Tokenizer.from_file(str(path)), tokenizer.eos_token
+    there = end is not None and own.token_to_id(end) == tokenizer.eos_token_id
+    text = f"{_PROBE}{end}{_PROBE}{end} {_PROBE}" if there else _PROBE
+    ids = own.encode(text, add_special_tokens=False).ids
+    return bool(loaded.encode(text, add_special_tokens=False).ids == ids and loaded.decode(ids) == own.decode(ids))
 
 
 def _rule(backend: Any, part: str) -> Any:

@@ -13,6 +13,7 @@ from jinja2.exceptions import SecurityError
 from grpo_mcore.data import DataError, check_token_ids, load_tokenizer, say_other_ends
 from grpo_mcore.data.arithmetic import make_tokenizer
 from tests.unit.data.byte_level import TEXT, make_byte_level
+from tests.unit.data.sentence_piece import sentence_piece
 
 
 def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
@@ -136,3 +137,16 @@ def test_text_is_read_by_the_rules_of_tokenizer_json(tmp_path: Path, kind: str) 
     assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == ids
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.get_vocab() == written.get_vocab()  # no further token, for which there is no embedding
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "LlamaTokenizerFast"])
+def test_a_space_behind_a_special_token_is_that_of_tokenizer_json(tmp_path: Path, kind: str) -> None:
+    """TinyLlama's answers and turns begin with one. The class of transformers 5 left it out."""
+    written = sentence_piece("{{ messages[0].content }}", "prepend")
+    written.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": kind}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    text = "two</s>\n<s>ten"
+    ids = load_tokenizer(str(tmp_path))(text, add_special_tokens=False)["input_ids"]
+    assert ids == written(text, add_special_tokens=False)["input_ids"]

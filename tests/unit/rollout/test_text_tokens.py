@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from grpo_mcore.data import TaskDataSpec
 from grpo_mcore.data.processors import sft_processor
@@ -18,6 +16,7 @@ from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.text_tokens import text_of
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.unit.data.byte_level import make_byte_level
+from tests.unit.data.sentence_piece import sentence_piece
 
 # Mistral 7B's first template, and Zephyr's and TinyLlama's, whose answers begin without a space.
 MISTRAL = (
@@ -28,21 +27,6 @@ ZEPHYR = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-
-
-def sentence_piece(template: str, kind: str) -> Any:
-    """Return a tokenizer of letters, in which two spaces are one token. `kind`: `prepend` as the published files of
-    Llama 2 and Mistral have it, else the Metaspace of newer ones."""
-    letters = ["<unk>", "<s>", "</s>", "▁▁", "▁t", "▁", "\n", *map(chr, range(33, 127))]
-    merges = [("▁", "▁"), ("▁", "t")]
-    core = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, merges, unk_token="<unk>"))
-    if kind == "prepend":
-        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    else:
-        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
-    made.chat_template = template
-    return made
 
 
 @pytest.mark.parametrize("kind", ["prepend", "always", "first"])
