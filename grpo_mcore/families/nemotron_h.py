@@ -40,6 +40,11 @@ def shape(config: dict[str, Any]) -> ModelShape:
     if unknown := sorted(set(kinds) - set(_BLOCKS)):
         raise FamilyError(f"config.json: layers of {', '.join(unknown)} are not supported for nemotron_h models")
     blocks = tuple(_BLOCKS[kind] for kind in kinds)
+    if (layers := config.get("num_hidden_layers") or len(blocks)) != len(blocks):
+        raise FamilyError(
+            f"config.json: num_hidden_layers {layers} of a nemotron_h model, whose layers_block_type or "
+            f"hybrid_override_pattern has {len(blocks)} layers; all of these are computed: set it to {len(blocks)}"
+        )
     heads = config["num_attention_heads"]
     return ModelShape(
         family="nemotron_h",

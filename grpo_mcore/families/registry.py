@@ -42,6 +42,9 @@ OVERRIDES_KEY = "policy.hf_config_overrides"
 OPTIONAL = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "sliding_window")
 """Keys of a Hugging Face config that many models leave at their default."""
 
+BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
+"""Lists with an entry for each layer: with fewer layers, transformers wants them shorter."""
+
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 ROPE_SETTINGS = (
     *("rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor"),
@@ -118,8 +121,9 @@ def other_trainers_checkpoint(folder: Path) -> str | None:
 
 
 def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], at: str = OVERRIDES_KEY) -> dict[str, Any]:
-    """Return a Hugging Face config with values replaced; mappings are merged. Raises FamilyError for a key that it does
-    not have, except one of OPTIONAL. `at`: the key of the overrides, for messages."""
+    """Return a Hugging Face config with values replaced; mappings are merged, and with fewer layers their lists cut.
+    Raises FamilyError for a key that it does not have, except one of OPTIONAL. `at`: the key of the overrides, for
+    messages."""
     replaced, text = dict(config), config.get("text_config")
     if isinstance(text, Mapping):  # of a vision model: the rest of its config says nothing of the text's layers
         if stray := [key for key in overrides if key in OPTIONAL and key not in config]:
@@ -136,6 +140,9 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], at: 
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             value = _merged(_with_type(before) if key in ROPE_KEYS else before, value)
         replaced[key] = value
+    if type(layers := overrides.get("num_hidden_layers")) is int and layers > 0:
+        lists = {key: value for key in BY_LAYER if isinstance(value := config.get(key), list) and key not in overrides}
+        replaced |= {key: value[:layers] for key, value in lists.items()}
     return replaced
 
 

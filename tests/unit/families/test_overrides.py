@@ -197,6 +197,28 @@ def test_the_old_word_for_the_type_replaces_the_new_one(form: dict[str, Any], ke
     assert engine_overrides(config, {key: yarn})["rope_parameters"]["rope_type"] == "yarn"
 
 
+@pytest.mark.parametrize("name", ["Qwen3.5-4B", "Qwen3-Next-80B-A3B", "gemma-3-1b", "gpt-oss-20b", "GLM-4.7-Flash"])
+def test_a_model_with_fewer_layers_is_one_that_transformers_reads(name: str) -> None:
+    """Its lists of layers stayed as long as before: transformers refused the exported model."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**deepcopy(known_configs()[name])).to_dict()
+    fewer: dict[str, Any] = {"num_hidden_layers": 4}
+    fewer = {"text_config": fewer} if "text_config" in config else fewer
+    cut = with_overrides(config, fewer)
+    again = AutoConfig.for_model(**deepcopy(cut)).to_dict()
+    assert shape_of(cut) == shape_of(again)
+    said = engine_overrides(config, fewer)
+    lists = [key for key in ("layer_types", "mlp_layer_types") if key in config.get("text_config", config)]
+    assert all(len(said.get("text_config", said)[key]) == 4 for key in lists) and lists
+
+
+def test_layers_that_nobody_counts_are_refused() -> None:
+    nemotron = known_configs()["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"]
+    with pytest.raises(FamilyError, match="num_hidden_layers 4 of a nemotron_h model, .* has 52 layers"):
+        shape_of(with_overrides(nemotron, {"num_hidden_layers": 4}))
+
+
 def test_the_engine_is_told_of_other_keys_as_they_are() -> None:
     assert engine_overrides(QWEN, {}) == {}
     assert engine_overrides(QWEN, {"max_position_embeddings": 7}) == {"max_position_embeddings": 7}
