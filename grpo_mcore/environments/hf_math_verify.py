@@ -67,6 +67,9 @@ _PRIMED = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]'+(?![a-zA-Z])")
 _TEXT = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}")
 _LABEL_OR_WORD = re.compile(r"(?=.*[a-zA-Z].*[a-zA-Z])[a-zA-Z0-9]+")
 _PRODUCT = re.compile(r"\d*(?:[a-z]{1,2}|[^\W\d_aeiouA-Z]{3}|[abchkmnpqruvwxyz]{3}|[A-Z][a-z]|[a-z][A-Z])")
+_TUPLE_EQUATION = re.compile(r"\(([a-zA-Z,\s]+)\)\s*=\s*\(([^()=]+)\)")
+_ASSIGNMENT = re.compile(r"([a-zA-Z])\s*=\s*([^=()\[\]<>]+)")
+_NEXT = re.compile(r"(?:[,;\s]|\\[ ,;:]|\\q?quad(?![a-zA-Z])|\\text\s*\{\s*,?\s*and\s*\}|\band\b)+(?=[a-zA-Z]\s*=)")
 _NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*")
 
 
@@ -118,6 +121,13 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
             return True
     if _contradicts(said, gold_text, statement.after):
         return False
+    if (wanted_values := _assignments(gold_text)) is not None:
+        values = _assignments(said)
+        if values is None and "=" not in said and "\\{" not in said:  # in the order of the names
+            listed = re.sub(r"^\((.*)\)$", r"\1", said).split(",")
+            values = dict(zip(wanted_values, listed, strict=True)) if len(listed) == len(wanted_values) else None
+        if values is not None and values.keys() == wanted_values.keys():
+            return all(_equal(_parse_formula(wanted_values[name]), _parse_formula(values[name])) for name in values)
     offered = alternatives(said)
     if len(offered) > 1 and not _has_several(gold_text):
         return all(_equal(gold, _parse_formula(one)) and not _contradicts(one, gold_text) for one in offered)
@@ -163,6 +173,20 @@ def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: St
         if all(_NAME.fullmatch(side) or _value(side) is not None for side in sides[:-1]):
             return _equal(gold, _parse_formula(sides[-1]))
     return False
+
+
+def _assignments(text: str) -> dict[str, str] | None:
+    """Return the values of several variables: {"p": "2", "q": "3"} of "p=2, q=3" and "(p,q)=(2,3)". None for any other
+    text, such as the roots x=2, x=3."""
+    if (match := _TUPLE_EQUATION.fullmatch(text.strip())) is not None:
+        pairs = list(zip(match[1].split(","), match[2].split(","), strict=False))
+        pairs = pairs if len(pairs) == match[1].count(",") + 1 == match[2].count(",") + 1 else []
+    else:
+        parts = [_ASSIGNMENT.fullmatch(part.strip()) for part in _NEXT.split(text)]
+        pairs = [(part[1], part[2]) for part in parts if part is not None and "," not in part[2]]
+        pairs = pairs if len(pairs) == len(parts) else []
+    values = {name.strip(): value.strip() for name, value in pairs}
+    return values if 1 < len(values) == len(pairs) else None
 
 
 class _Choice(NamedTuple):

@@ -514,9 +514,12 @@ _BASES = dict(
 
 
 def in_base(text: str) -> tuple[str, int] | None:
-    """Return the digits and the base of a number such as 101_2; None for any other text."""
+    """Return the digits and the base of a number such as 101_2; None for any other text, such as the name F_{10}."""
     match = _BASE.match(text.strip().strip("$").strip())
     if match is None:
         return None
-    base = str(match["base"] or match["named"])
-    return match["digits"].lstrip("0").upper() or "0", _BASES.get(base) or int(base)
+    written = str(match["base"] or match["named"])
+    base = _BASES.get(written) or int(written)
+    if not all(int(digit, 16) < base for digit in match["digits"]):
+        return None
+    return match["digits"].lstrip("0").upper() or "0", base
