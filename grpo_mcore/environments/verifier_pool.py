@@ -304,8 +304,9 @@ def count_no_waits(pool: pebble.ProcessPool) -> None:
         before, waited = waited, {}
         for task in tasks.tasks.copy().values():
             if task.started:
-                waited[task.id] = processes.seconds_waited_for_processor(task.worker_id)
-                task.timestamp += waited[task.id] - before.get(task.id, waited[task.id])
+                now = processes.seconds_waited_for_processor(task.worker_id)  # 0 once it has ended
+                waited[task.id] = max(now, before.get(task.id, now))
+                task.timestamp += waited[task.id] - before.get(task.id, now)
         return tuple(task for task in timeout_tasks() if not processes.is_zombie(task.worker_id))
 
     tasks.timeout_tasks = after_its_own_time

@@ -154,6 +154,15 @@ def test_a_worker_whose_death_is_seen_late_has_not_run_out_of_time(monkeypatch: 
         assert ended.value.exitcode == 5
 
 
+def test_waits_that_are_no_longer_known_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a worker that has just ended."""
+    waited = iter([40.0])
+    monkeypatch.setattr(processes, "seconds_waited_for_processor", lambda pid: next(waited, 0.0))
+    with pebble.ProcessPool(1) as pool:
+        count_no_waits(pool)
+        assert pool.schedule(time.sleep, args=(0.6,), timeout=30.0).result(60) is None
+
+
 def test_a_worker_sees_no_secrets_and_one_thread(pool: VerifierPool) -> None:
     [result] = pool.run([("environment",)])
     assert "HF_TOKEN" not in result.value and result.value["OMP_NUM_THREADS"] == "1"
