@@ -35,6 +35,7 @@ from grpo_mcore.generation.worker_calls import (
     start_profile,
     stop_profile,
     take_records,
+    unlink_queue,
     unlink_shared_segments,
 )
 from grpo_mcore.rollout.text_tokens import special_tokens
@@ -155,6 +156,7 @@ class Engine:
         arguments = EngineArgs(**engine_arguments(self.config, port))
         with self._rank_deaths(), tokenizer_as_written():
             engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        unlink_queue(engine.model_executor)
         if self.config.platform == "cpu" and self.config.ranks > 1:
             engine.collective_rpc(unlink_shared_segments)
             engine.collective_rpc(make_stage_inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,16 +20,20 @@ from tests.functional.engine_cases import (
     worst_difference,
 )
 from tests.functional.rank_server import ranks
+from tests.functional.runs import shared_files
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, tensor_parallel_size: int) -> None:
     """With two ranks, each is a process of its own, which finds the backend by the package's entry point."""
     make_model(tmp_path, tie_word_embeddings=True)
-    before = ranks()
+    before, mapped = ranks(), shared_files([os.getpid()])
     engine = Engine(config(tmp_path, load_format="dummy", tensor_parallel_size=tensor_parallel_size))
     policy = Policy(tmp_path)
+    queues = {path for path in shared_files([os.getpid()]) - mapped if path.name.startswith("psm_")}
     try:
+        own = tensor_parallel_size if tensor_parallel_size > 1 else 0  # those of ranks; the engine's has no name now
+        assert len(queues) == own
         assert "lm_head.weight" not in policy.plan(engine).to_json()
         with pytest.raises(EngineError, match="weights of no version"):
             generate(engine, [request(1)])
@@ -51,5 +56,5 @@ def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, te
     finally:
         policy.close()
         engine.shutdown()
-    assert ranks() == before
+    assert ranks() == before and not [path for path in queues if path.exists()]
     assert not list(Path("/dev/shm").glob(f"*{policy.run_id}*"))
