@@ -59,7 +59,7 @@ def unlink_queue(executor: Any) -> None:
     """Remove the name of the segment in which an engine speaks with its ranks, 160 MB, once all of them have mapped it.
     vLLM removes it at its end, which a process that is killed does not reach, and Ray kills Python's resource tracker
     with it. Called in the engine's process."""
-    buffer = getattr(getattr(executor, "rpc_broadcast_mq", None), "buffer", None)
+    buffer: Any = getattr(getattr(executor, "rpc_broadcast_mq", None), "buffer", None)
     if getattr(buffer, "is_creator", False):
         buffer.shared_memory.unlink()
         buffer.is_creator = False
