@@ -1,9 +1,9 @@
 """Seconds a step of real runs whose samples take their turns freely, divided by those of runs that take them together.
 
-    python -m benchmarks.turns [--seeds 1 2 3] [--steps 10] [--prompts 16] [--slow 0.02] [--json]
+    python -m benchmarks.turns [--seeds 1 2 3] [--steps 10] [--prompts 16] [--case tool_4_turns_tail] [--json]
 
-The runs are those of examples/custom_environment under Ray, with a dialogue of four turns in every sample and a tool
-that takes 0.2 s a call, and 1 s in the share `slow` of the calls; with `--slow even` anything in between, evenly.
+The runs are those of examples/custom_environment under Ray. Turns of a sample and seconds of a call are those of a case
+of `benchmarks/rollouts.py`, where engines and environments are modelled.
 
 `tool alone` is the ratio that the tool allows: the calls of the slowest sample one after another, divided by the
 slowest call of each turn, the mean of 300 draws. What the measured ratio is above it is work: engine, driver,
@@ -23,12 +23,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.rollouts import CASES, Case
 from examples.custom_environment.calculator import Calculator
 from grpo_mcore.environments.interfaces import EnvironmentReturn
 from grpo_mcore.observe import read_metrics
 
-TURNS, GENERATIONS, WARM_UP = 4, 8, 2
-QUICK_S, SLOW_S = 0.2, 1.0
+GENERATIONS, WARM_UP = 8, 2
 FOLDER = Path("results/custom_environment")
 GRPO_MCORE = [sys.executable, "-m", "grpo_mcore.cli.main"]
 
@@ -39,33 +39,26 @@ class SlowCalculator(Calculator):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self._draw = random.Random(config["seed"])
+        self._case, self._draw = CASES[config["case"]], random.Random(config["seed"])
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
-        time.sleep(max(seconds(self.config["slow"], self._draw) for _ in metadata))
+        time.sleep(max(self._case.answers_in(self._draw) for _ in metadata))
         turns = [info.get("turn", 0) + 1 for info in metadata]
         answers = super().step(message_log_batch, metadata)
         return answers._replace(
             metadata=[info | {"turn": turn} for info, turn in zip(metadata, turns, strict=True)],
-            terminateds=[turn == TURNS for turn in turns],
+            terminateds=[turn == self._case.turns for turn in turns],
         )
 
 
-def seconds(slow: str, draw: random.Random) -> float:
-    """Draw the seconds of a call."""
-    if slow == "even":
-        return draw.uniform(QUICK_S, SLOW_S)
-    return SLOW_S if draw.random() < float(slow) else QUICK_S
-
-
-def tool_alone(samples: int, slow: str, draws: int = 300) -> float:
+def tool_alone(samples: int, case: Case, draws: int = 300) -> float:
     """Return the ratio of free to joint turns of a step in which nothing but the tool takes time."""
     free, joint = 0.0, 0.0
     draw = random.Random(0)
     for _ in range(draws):
-        calls = [[seconds(slow, draw) for _ in range(TURNS)] for _ in range(samples)]
+        calls = [[case.answers_in(draw) for _ in range(case.turns)] for _ in range(samples)]
         free += max(map(sum, calls))
         joint += sum(map(max, zip(*calls, strict=True)))
     return free / joint
@@ -83,13 +76,13 @@ def run(turns: str, seed: int, args: argparse.Namespace) -> tuple[float, list[fl
     """Return the mean seconds of a step after the first two, and the reward of each step."""
     logs = FOLDER / f"turns-{turns}-{seed}"
     samples = args.prompts * GENERATIONS
-    section = {"path": "benchmarks.turns:SlowCalculator", "slow": args.slow, "seed": seed, "concurrency": samples}
+    section = {"path": "benchmarks.turns:SlowCalculator", "case": args.case, "seed": seed, "concurrency": samples}
     words = [
         f"grpo.turns={turns}",
         f"grpo.seed={seed}",
         f"grpo.max_num_steps={args.steps + WARM_UP}",
         f"grpo.num_prompts_per_step={args.prompts}",
-        f"grpo.max_rollout_turns={TURNS}",
+        f"grpo.max_rollout_turns={CASES[args.case].turns}",
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
         f"policy.train_global_batch_size={samples}",
@@ -120,7 +113,7 @@ def main(args: argparse.Namespace) -> None:
                 flush=True,
             )
     ratio = sum(pair["seconds"] for pair in pairs) / sum(pair["together_seconds"] for pair in pairs)
-    bound = tool_alone(args.prompts * GENERATIONS, args.slow)
+    bound = tool_alone(args.prompts * GENERATIONS, CASES[args.case])
     if args.json:
         print(json.dumps({"pairs": pairs, "ratio": ratio, "tool_alone": bound}, indent=2))
     else:
@@ -132,6 +125,6 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=10, help="measured; two more come before them")
     parser.add_argument("--prompts", type=int, default=16, help="of a step, each with 8 samples")
-    parser.add_argument("--slow", default="0.02", help="share of calls that take 1 s, or: even")
+    parser.add_argument("--case", default="tool_4_turns_tail", choices=["tool_4_turns_tail", "tool_4_turns_even"])
     parser.add_argument("--json", action="store_true")
     main(parser.parse_args())

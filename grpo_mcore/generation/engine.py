@@ -35,7 +35,6 @@ from grpo_mcore.generation.worker_calls import (
     start_profile,
     stop_profile,
     take_records,
-    unlink_queue,
     unlink_shared_segments,
 )
 from grpo_mcore.rollout.text_tokens import special_tokens
@@ -64,6 +63,16 @@ def tokenizer_as_written() -> Iterator[None]:
         yield
     finally:
         hf.get_cached_tokenizer = cached
+
+
+def _unlink_queue(executor: Any) -> None:
+    """Remove the name of the segment in which an engine speaks with its ranks, 160 MB, which all of them have mapped.
+    vLLM removes it at its end, which a process that is killed does not reach, and Ray kills Python's resource tracker
+    with it."""
+    buffer: Any = getattr(getattr(executor, "rpc_broadcast_mq", None), "buffer", None)
+    if getattr(buffer, "is_creator", False):
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False
 
 
 class _StreamEnded(Exception):
@@ -156,7 +165,7 @@ class Engine:
         arguments = EngineArgs(**engine_arguments(self.config, port))
         with self._rank_deaths(), tokenizer_as_written():
             engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        unlink_queue(engine.model_executor)
+        _unlink_queue(engine.model_executor)
         if self.config.platform == "cpu" and self.config.ranks > 1:
             engine.collective_rpc(unlink_shared_segments)
             engine.collective_rpc(make_stage_inputs)

@@ -55,16 +55,6 @@ def refit_step(worker: Any, step: str, argument: Any = None) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
-def unlink_queue(executor: Any) -> None:
-    """Remove the name of the segment in which an engine speaks with its ranks, 160 MB, once all of them have mapped it.
-    vLLM removes it at its end, which a process that is killed does not reach, and Ray kills Python's resource tracker
-    with it. Called in the engine's process."""
-    buffer: Any = getattr(getattr(executor, "rpc_broadcast_mq", None), "buffer", None)
-    if getattr(buffer, "is_creator", False):
-        buffer.shared_memory.unlink()
-        buffer.is_creator = False
-
-
 def unlink_shared_segments(worker: Any) -> None:
     """Remove the names of the segments in which vLLM's CPU ranks exchange data, which vLLM never does.
 

@@ -53,8 +53,8 @@ def load_hf_tokenizer(name: str | Path) -> Any:
 
 def as_written(tokenizer: Any) -> Any:
     """Return a tokenizer that transformers has loaded, or, if that reads text otherwise than the tokenizer.json of the
-    same name or folder, the one that the file describes. It decodes what the policy wrote as it
-    is: with `clean_up_tokenization_spaces`, as Llama 3's folders have it, 'hi !' in a program became 'hi!'."""
+    same name or folder, the one that the file describes. It decodes what the policy wrote as it is: with
+    `clean_up_tokenization_spaces`, as Llama 3's folders have it, 'hi !' in a program became 'hi!'."""
     if not _is_as_its_file_says(tokenizer):
         from transformers import PreTrainedTokenizerFast
 
