@@ -23,6 +23,7 @@ from typing import Any
 import grpo_mcore
 from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words_so_far
 from grpo_mcore.cli.json_output import only_json
+from grpo_mcore.imports import collect_rarely
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.exit_codes import LOST
 from grpo_mcore.recipe import RecipeError, is_override
@@ -65,6 +66,7 @@ RUNS = {"train", "sft", "dpo", "distill", "eval", "demo", "sweep"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb. Return its exit code, 2 if the command line or the recipe is wrong, or 141 if the reader of standard
     output has gone away (`grpo-mcore config X | head -1`)."""
+    collect_rarely()
     _open_standard_files()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from grpo_mcore import processes
+from grpo_mcore.imports import collect_rarely
 from grpo_mcore.parallel.mesh import Address
 
 
@@ -141,6 +142,7 @@ def _serve(environment: dict[str, str], pipe: Connection, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("a", encoding="utf-8"), all_threads=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")  # Megatron-Core's warnings, on which no reader can act; errors are returned as text
+    collect_rarely()
     gc.disable()  # during imports, of which garbage collection would be a fifth
     import torch
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import torch
 import grpo_mcore
 from grpo_mcore.cli import main as command
 from grpo_mcore.cli import train
+from grpo_mcore.imports import COLLECT_AFTER
 from grpo_mcore.recipe import MasterConfig
 
 RECIPE = "policy: {model_name: m}\ndata: {train: {data_path: x.jsonl}}\n"
@@ -151,3 +153,14 @@ def test_a_warning_about_megatrons_shards_is_not_shown() -> None:
     with warnings.catch_warnings(record=True) as shown:
         assert command.guarded("config", lambda: int(shard.grad is not None)) == 0
     assert shown == []
+
+
+def test_a_command_looks_for_garbage_rarely() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    try:
+        with pytest.raises(SystemExit):
+            command.main(["--help"])
+        assert gc.get_threshold() == (COLLECT_AFTER, 10, 10)
+    finally:
+        gc.set_threshold(*before)
