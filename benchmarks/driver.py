@@ -29,7 +29,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoint_files import INFO, POLICY, d
 from grpo_mcore.algorithms.engines.engine_group import EngineSlot
 from grpo_mcore.cluster import Parcel
 from grpo_mcore.file_digests import digest_of, leave_digests
-from grpo_mcore.processes import rare_collections
+from grpo_mcore.garbage import rare_collections
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 

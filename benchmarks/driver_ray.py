@@ -29,7 +29,7 @@ from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import Parcel, call_all
 from grpo_mcore.cluster.ray_cluster import RayCluster
-from grpo_mcore.processes import rare_collections
+from grpo_mcore.garbage import rare_collections
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn

@@ -1,10 +1,9 @@
-"""Imports: of objects that a recipe names by their path (datasets, processors, environments, functions), and what all
-imports need. For every room; standard library only."""
+"""Objects that a recipe names by import path: datasets, processors, environments, functions. For every room; standard
+library only."""
 
 from __future__ import annotations
 
 import difflib
-import gc
 import importlib
 import importlib.util
 import os
@@ -16,15 +15,6 @@ from types import ModuleType
 from typing import Any
 
 NOT_INSTALLED = "not installed"
-
-COLLECT_AFTER = 10_000
-"""Number of new objects after which a command's process looks for garbage; Python's default is 700."""
-
-
-def collect_rarely() -> None:
-    """Let this process look for garbage less often. torch and transformers bring 400,000 objects that live as long as
-    it does: looking through them again and again is a sixth of the time of their import."""
-    gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
 
 
 def import_by_path(path: str, what: str, error: type[Exception]) -> Any:

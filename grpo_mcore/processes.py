@@ -4,7 +4,6 @@ ended, find a free port, count the cores. For every room; standard library and p
 from __future__ import annotations
 
 import ctypes
-import gc
 import math
 import multiprocessing.process
 import multiprocessing.util
@@ -16,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,6 @@ GRACE_S = 5.0
 """Seconds a process gets between SIGTERM and SIGKILL, and as many to end after SIGKILL."""
 
 POLL_S = 0.02
-
-COLLECT_AFTER = 50_000
-"""Number of new objects after which `rare_collections` lets Python look for garbage; its default is 700."""
 
 LONGEST_TEMPORARY = 70
 """Maximum bytes of the temporary folder's path: Python's multiprocessing puts Unix sockets 32 characters below it,
@@ -73,25 +69,6 @@ def shorten_socket_paths() -> None:
             multiprocessing.util.get_temp_dir()  # it is made once, and removed at the end
         finally:
             tempfile.tempdir = folder
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Let Python look for garbage rarely, and not among what is there already. For a process that keeps books of very
-    many objects, which live: looking through these again and again is a third of its time. Not for one that holds
-    tensors, which would stay longer where they are part of a cycle. Inside another, it does nothing."""
-    if gc.get_threshold()[0] == COLLECT_AFTER:
-        yield
-        return
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
 
 
 def free_port(address: str = "127.0.0.1") -> int:

@@ -56,9 +56,9 @@ from grpo_mcore.data import (
     say_other_ends,
 )
 from grpo_mcore.data.processors import longest_prompt
+from grpo_mcore.garbage import rare_collections
 from grpo_mcore.observe import Logger, RunConsole, messages_kept, write_summary
 from grpo_mcore.parallel.policy import LossFn
-from grpo_mcore.processes import rare_collections
 from grpo_mcore.recipe import Algorithm, Change, FineTuningConfig, MasterConfig, exports_model
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from typing import Any
 import grpo_mcore
 from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words_so_far
 from grpo_mcore.cli.json_output import only_json
-from grpo_mcore.imports import collect_rarely
+from grpo_mcore.garbage import collect_rarely
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.exit_codes import LOST
 from grpo_mcore.recipe import RecipeError, is_override

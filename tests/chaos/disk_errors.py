@@ -22,7 +22,7 @@ from unittest import mock
 
 from grpo_mcore import file_digests
 from grpo_mcore.algorithms.run_control.stopping import StopRequest
-from grpo_mcore.processes import rare_collections
+from grpo_mcore.garbage import rare_collections
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.rehearse import simulation
 from grpo_mcore.tools.rehearse.simulation import Case, Outcome, simulate

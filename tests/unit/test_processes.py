@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -10,16 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
 from grpo_mcore import processes
-from grpo_mcore.processes import COLLECT_AFTER, describe_exit, end, free_port, rare_collections, wait
+from grpo_mcore.processes import describe_exit, end, free_port, wait
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
@@ -54,32 +51,6 @@ def test_a_free_port_is_free_and_not_one_of_outgoing_connections(monkeypatch: py
         other.listen()
         with pytest.raises(OSError, match="no free port from 20000 to 20001 at 127.0.0.1"):
             free_port()
-
-
-def garbage_is_collected_rarely() -> None:
-    before = gc.get_threshold()
-
-    class Cycle:
-        def __init__(self) -> None:
-            self.me = self
-
-    there = Cycle()
-    with pytest.raises(KeyError), rare_collections():
-        assert gc.get_threshold()[0] == COLLECT_AFTER
-        assert all(known is not there for known in gc.get_objects()), "nobody looks at what was there before"
-        gone = weakref.ref(Cycle())
-        _objects = [Cycle() for _ in range(COLLECT_AFTER // 4)]
-        assert gone() is not None  # by default it were collected by now
-        gc.collect()
-        assert gone() is None
-        raise KeyError
-    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
-
-
-def test_garbage_is_collected_rarely_and_as_before_afterwards() -> None:
-    """In a process of its own: what other tests have imported has settings of its own for the collection."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        process.submit(garbage_is_collected_rarely).result(timeout=100)
 
 
 def test_sigterm_comes_first() -> None:

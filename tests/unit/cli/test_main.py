@@ -13,7 +13,7 @@ import torch
 import grpo_mcore
 from grpo_mcore.cli import main as command
 from grpo_mcore.cli import train
-from grpo_mcore.imports import COLLECT_AFTER
+from grpo_mcore.garbage import COLLECT_AFTER
 from grpo_mcore.recipe import MasterConfig
 
 RECIPE = "policy: {model_name: m}\ndata: {train: {data_path: x.jsonl}}\n"

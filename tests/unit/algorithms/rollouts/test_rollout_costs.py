@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.driver import checkpoint_bytes_read, exponent, rollouts_us, schedule_us
 from benchmarks.rollouts import CASES, World, bound_seconds
-from grpo_mcore.processes import rare_collections
+from grpo_mcore.garbage import rare_collections
 
 
 @pytest.mark.parametrize(("name", "gain"), [("math_1_turn", 0.99), ("tool_4_turns_1s", 1.15)])

@@ -26,8 +26,8 @@ from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_groups import StepGroups
 from grpo_mcore.algorithms.training_step.teachers import Teachers
 from grpo_mcore.cluster import NodeLost, virtual_cluster
+from grpo_mcore.garbage import rare_collections
 from grpo_mcore.observe.ledger import Ledger
-from grpo_mcore.processes import rare_collections
 from grpo_mcore.refit.refit import Refit
 from grpo_mcore.tools.rehearse import simulation
 from grpo_mcore.tools.rehearse.faults import Fault
