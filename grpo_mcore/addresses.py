@@ -7,8 +7,6 @@ and psutil only.
 
 from __future__ import annotations
 
-import ipaddress
-import os
 import socket
 
 import psutil
@@ -57,11 +55,3 @@ def running_ray(address: str | None) -> str | None:
     """Return the address if it names a running Ray. With an empty one and with "local" a run starts its own."""
     address = (address or "").strip()
     return None if address in ("", "local") else address
-
-
-def gloo_towards(host: str) -> None:
-    """Make the Gloo groups of this process, and of its children, listen where `host` reaches this machine: by default
-    they listen at the machine's own name. A GLOO_SOCKET_IFNAME that is set already stays."""
-    here = address_towards(host)
-    if not ipaddress.ip_address(here.partition("%")[0]).is_loopback and (name := interface_of(here)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

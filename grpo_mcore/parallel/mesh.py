@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.addresses import gloo_towards, with_port
+from grpo_mcore.addresses import with_port
+from grpo_mcore.gloo import gloo_towards, share_gloo_device
 from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel import cpu_platform
 from grpo_mcore.parallel.platform import Platform, PlatformError
@@ -77,8 +78,10 @@ def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: floa
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if platform.backend == "gloo" and address.world_size > 1:
-        gloo_towards(address.master_addr)
+    if platform.backend == "gloo":
+        share_gloo_device()
+        if address.world_size > 1:
+            gloo_towards(address.master_addr)
     try:
         torch.distributed.init_process_group(
             platform.backend,

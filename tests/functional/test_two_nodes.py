@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed import all_reduce, destroy_process_group, init_process_group
 
-from grpo_mcore.addresses import gloo_towards
 from grpo_mcore.families import params_of
+from grpo_mcore.gloo import gloo_towards
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.plan import plan_refit
 from grpo_mcore.refit.refit import EngineNodes, refit
