@@ -19,6 +19,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -89,6 +90,9 @@ class InstantEnvironment:
 
     def __init__(self, world: World) -> None:
         self.world = world
+
+    def together(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def call(self, method: str, metadata: Any, *turns: int, timeout_s: float, what: str) -> Answer:
         answer = self.world.answer_of(turns)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ class LocalWorker:
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> LocalStream:
         return LocalStream(self.name, what or method, lambda: getattr(self.target, method)(*args))
+
+    def together(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class LocalStore:

@@ -16,8 +16,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TextIO, cast
 
 from grpo_mcore.cluster.environment import is_allowed
@@ -28,7 +30,11 @@ from grpo_mcore.rollout.workers import Parcel, Place, Rendezvous
 from grpo_mcore.unfailing_stream import UnfailingStream
 
 in_stream = threading.local()
-"""`in_stream.now` is True while this thread runs a worker's generator."""
+"""`in_stream.now` is True while this thread runs a worker's generator, or a call whose answer travels in a stream."""
+
+Asked = tuple[str, list[Any], Mapping[int, tuple[int, int | None]]]
+"""A call: the method's name, its arguments, and which of them are objects of the store: place -> (object among those
+that were sent with it, entry of the list that it is; None for all of it)."""
 
 
 INLINE_BYTES = 64 * 1024
@@ -128,14 +134,24 @@ class WorkerActor:
     """Is created in a fresh process; `build` then constructs the worker's object."""
 
     def __init__(
-        self, name: str, log: str, extra_allowed: Sequence[str], env: Mapping[str, str], gpus: float, umask: int
+        self,
+        name: str,
+        log: str,
+        extra_allowed: Sequence[str],
+        env: Mapping[str, str],
+        gpus: float,
+        umask: int,
+        concurrency: int,
     ) -> None:
-        """`umask`: the driver's, in place of Ray's: what a worker writes for the user has the user's permissions."""
+        """`umask`: the driver's, in place of Ray's: what a worker writes for the user has the user's permissions.
+        `concurrency`: maximum number of calls that run at a time."""
         os.umask(umask)
         self._name, self._log = name, log
         self._target: Any = None
         self._failure: str | None = None
         self._built = threading.Event()
+        self._room = threading.BoundedSemaphore(concurrency)
+        self._threads = ThreadPoolExecutor(concurrency, "call", _mark_stream)  # of calls that came together
         _set_environment(extra_allowed, env, gpus)
         search_last(os.getcwd())
         _print_to(log)
@@ -189,19 +205,44 @@ class WorkerActor:
             gc.enable()
             self._built.set()
 
-    def call(self, asked: tuple[str, list[Any], Mapping[int, tuple[int, int | None]]], *wholes: Any) -> Any:
-        """Call a method. `asked`: its name, its arguments, and which of them are objects of the store: place -> (object
-        among `wholes`, entry of the list that it is; None for all of it). They are one argument, as each argument costs
-        the caller time."""
+    def call(self, asked: Asked, *wholes: Any) -> Any:
+        """Call a method. `wholes`: the objects that it needs. What is asked is one argument, as each argument costs the
+        caller time."""
         target = self._wait_for_target()
         method, given, references = asked
         for place, (number, index) in references.items():
             given[place] = wholes[number] if index is None else entry(wholes[number], index)
         try:
-            with no_exit("it"):
+            with self._room, no_exit("it"):
                 return getattr(target, method)(*given)
         except Exception as error:
             raise RemoteFailure.of(error) from None
+
+    def calls(self, asked: Sequence[Asked], *wholes: Any) -> Iterator[dict[int, bytes]]:
+        """Make calls at a time. Yield {number of the call: its answer, or RemoteFailure, pickled} of those that have
+        ended, as many as there are. `wholes`: the objects that any of them needs."""
+        self._wait_for_target()
+        ended: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        for number, one in enumerate(asked):
+            self._threads.submit(self._answer, ended, number, one, wholes)
+        left = len(asked)
+        while left:
+            answers = dict([ended.get()])
+            while not ended.empty():
+                answers |= [ended.get()]
+            left -= len(answers)
+            yield answers
+
+    def _answer(self, ended: SimpleQueue[tuple[int, bytes]], number: int, asked: Asked, wholes: Sequence[Any]) -> None:
+        import ray
+
+        try:
+            answer = ray.cloudpickle.dumps(self.call(asked, *wholes))
+        except RemoteFailure as failure:
+            answer = pickle.dumps(failure)
+        except Exception as error:  # it cannot be pickled
+            answer = pickle.dumps(RemoteFailure.of(error))
+        ended.put((number, answer))
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
         """Send each item as `sent` says."""
@@ -226,6 +267,10 @@ class WorkerActor:
             cause = f"its constructor failed before: {self._failure}"
             raise RemoteFailure(cause, "", None)
         return self._target
+
+
+def _mark_stream() -> None:
+    in_stream.now = True
 
 
 def _set_environment(extra_allowed: Sequence[str], env: Mapping[str, str], gpus: float) -> None:

@@ -165,33 +165,34 @@ class RayCluster(Cluster):
     ) -> Sequence[T]:
         if not things:
             raise ValueError(f"{what}: nothing to wait for")
-        if here := [thing for thing in things if isinstance(thing, LocalFuture)]:
-            return here  # calls of objects of this process: they have run already
-        by_handle = {thing.handle: thing for thing in cast("Sequence[RayFuture | RayStream]", things)}
-        handles = list(by_handle)
-        ready: list[ray.ObjectRef] = []
+        # Calls of objects of this process have run already.
+        if here := [thing for thing in things if isinstance(thing, LocalFuture) or cast("RayFuture", thing).answered]:
+            return here
+        calls = cast("Sequence[RayFuture | RayStream]", things)
+        handles = list({call.handle: None for call in calls})
+        arrived: list[RayFuture | RayStream] = []
         if not patient:
             time.sleep(min(max(self._returned_at + GATHER_S - time.monotonic(), 0.0), timeout_s))
         deadline = time.monotonic() + timeout_s
-        while not ready:
+        while not arrived:
             watch()
-            self._inspect_late(by_handle.values())
+            self._inspect_late(calls)
             left_s = max(deadline - time.monotonic(), 0.0)
             fewest = len(handles) if patient else 1
             ready, _ = ray.wait(handles, num_returns=fewest, timeout=min(left_s, WATCH_S), fetch_local=False)
-            if left_s <= WATCH_S:
+            if ready and not patient:  # a look at all of them costs little more than each further wait
+                ready, _ = ray.wait(handles, num_returns=len(handles), timeout=0, fetch_local=False)
+            here_now = set(ready)
+            arrived = [call for call in calls if call.handle in here_now and call.arrives()]
+            if not ready and left_s <= WATCH_S:
                 break
-        if ready and not patient:  # a look at all of them costs little more than each further wait
-            ready, _ = ray.wait(handles, num_returns=len(handles), timeout=0, fetch_local=False)
-        if not ready:
-            workers = list({thing.whom: thing.worker for thing in by_handle.values()}.values())
+        if not arrived:
+            workers = list({call.whom: call.worker for call in calls}.values())
             names = ", ".join(worker.name for worker in workers)
             states = "\n".join(worker.state() for worker in workers[:4])
             raise DeadlineExceeded(what, names, timeout_s, states)
         self._returned_at = time.monotonic()
-        for handle in ready:
-            by_handle[handle].seen = True
-        return cast("list[T]", [by_handle[handle] for handle in ready])
+        return cast("list[T]", arrived)
 
     def last_log_line(self, worker: str) -> str:
         log = self.log_dir / f"{worker}.log"
@@ -256,7 +257,7 @@ class RayCluster(Cluster):
             max_concurrency=concurrency,
             scheduling_strategy=strategy,
             runtime_env={"env_vars": dict(env)},
-        ).remote(name, str(self.log_dir / f"{name}.log"), self._env_vars, given, gpus, self._session.umask)
+        ).remote(name, str(self.log_dir / f"{name}.log"), self._env_vars, given, gpus, self._session.umask, concurrency)
         self._workers[name] = RayWorker(
             name,
             actor,
@@ -267,6 +268,7 @@ class RayCluster(Cluster):
             ),
             on_death=self._save_ray_logs,
             stream_options={"concurrency_group": STREAMS} if streams else {},
+            concurrent=concurrency > 1,
         )
         return self._workers[name]
 

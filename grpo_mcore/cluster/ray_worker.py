@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from grpo_mcore.cluster.diagnostics import Wait, log_tail, stacks
-from grpo_mcore.cluster.ray_actor import BEHIND, RemoteFailure, Sent, entry, in_stream
+from grpo_mcore.cluster.ray_actor import BEHIND, Asked, RemoteFailure, Sent, entry, in_stream
 from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
 
 
@@ -38,8 +39,18 @@ class _RayCall:
         self.since = time.monotonic()
         self.timeout_s = timeout_s
 
+    @property
+    def answered(self) -> bool:
+        """Whether the answer is in this process already."""
+        return False
+
     def has_answer(self, timeout_s: float = 0.0) -> bool:
         return bool(ray.wait([self.handle], timeout=timeout_s, fetch_local=False)[0])
+
+    def arrives(self) -> bool:
+        """Return whether it has something, now that Ray has something for its handle."""
+        self.seen = True
+        return True
 
     def wait(self) -> Wait | None:
         """Return since when it is waited for, for the wait graph; None if there is an answer."""
@@ -53,13 +64,62 @@ class _RayCall:
             raise DeadlineExceeded(self.what, self.whom, self.timeout_s, self.worker.state())
 
 
+class _Answers:
+    """The answers of `calls` calls that were sent together: a stream of {number of the call: its answer, pickled}.
+    `failure`: of the stream, and so of the calls whose answers are not `here`."""
+
+    def __init__(self, stream: Any, calls: int) -> None:
+        self.stream, self._calls = stream, calls
+        self.here: dict[int, bytes] = {}
+        self.failure: RayError | None = None
+
+    def take(self, timeout_s: float) -> None:
+        """Take those that are there."""
+        while len(self.here) < self._calls and self.failure is None and self.stream.next_ready():
+            try:
+                self.here |= ray.get(next(self.stream), timeout=timeout_s)
+            except RayError as error:
+                self.failure = error
+
+
 class RayFuture(_RayCall):
-    """The answer of one actor call. `handle`: its ObjectRef."""
+    """The answer of one actor call. `handle`: its ObjectRef, or the stream of `answers`, where it is that of call
+    `number`."""
+
+    answers: _Answers | None = None
+    number = 0
+
+    @property
+    def answered(self) -> bool:
+        return self.answers is not None and (self.number in self.answers.here or self.answers.failure is not None)
+
+    def has_answer(self, timeout_s: float = 0.0) -> bool:
+        return self.answered or super().has_answer(timeout_s)
+
+    def arrives(self) -> bool:
+        if self.answers is None:
+            return super().arrives()
+        self.answers.take(self.timeout_s)
+        return self.answered
 
     def result(self) -> Any:
         """Return the answer. One that came in time is returned however late it is asked for."""
-        self._await_answer(max(self.since + self.timeout_s - time.monotonic(), 0.0))
-        return self.worker.fetch(self.what, self.handle)
+        if self.answers is None:
+            self._await_answer(self._seconds_left())
+            return self.worker.fetch(self.what, self.handle)
+        while not self.answered:
+            self._await_answer(self._seconds_left())
+            self.answers.take(self.timeout_s)
+        if self.number not in self.answers.here:
+            assert self.answers.failure is not None
+            self.worker.fail(self.what, self.answers.failure)
+        answer = pickle.loads(self.answers.here[self.number])
+        if isinstance(answer, RemoteFailure):
+            self.worker.fail(self.what, answer)
+        return answer
+
+    def _seconds_left(self) -> float:
+        return max(self.since + self.timeout_s - time.monotonic(), 0.0)
 
 
 class RayStream(_RayCall):
@@ -121,7 +181,8 @@ class RayStream(_RayCall):
 
 class RayWorker:
     """A handle on one `WorkerActor`. `waiting_for`: returns why its process may not be up yet; `on_death`: called when
-    it turns out to be dead; `stream_options`: Ray's options of calls that stream."""
+    it turns out to be dead; `stream_options`: Ray's options of calls that stream; `concurrent`: it takes several calls
+    at a time."""
 
     spawn_seconds = 0.0
 
@@ -135,6 +196,7 @@ class RayWorker:
         waiting_for: Callable[[], str],
         on_death: Callable[[], None],
         stream_options: Mapping[str, Any],
+        concurrent: bool,
     ) -> None:
         self.name = name
         self.actor = actor
@@ -142,6 +204,8 @@ class RayWorker:
         self._waiting_for = waiting_for
         self._on_death = on_death
         self._stream_options = stream_options
+        self._concurrent = concurrent
+        self._held: list[tuple[RayFuture, str, Sequence[Any]]] | None = None  # calls to be sent together
         self._place = RayFuture(self, "start of its process", actor.place.remote(), start_timeout_s)
         self._known_place: Place | None = None
         self._start_timeout_s = start_timeout_s
@@ -163,18 +227,37 @@ class RayWorker:
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayFuture:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        given, references = list(args), {}
-        wholes: dict[ray.ObjectRef, int] = {}
-        for place, arg in enumerate(args):
-            if isinstance(arg, PartRef | ray.ObjectRef):
-                whole, index = (arg.whole, arg.index) if isinstance(arg, PartRef) else (arg, None)
-                references[place] = wholes.setdefault(whole, len(wholes)), index
-                given[place] = None
-        answer = self.actor.call.remote((method, given, references), *wholes)
-        future = RayFuture(self, what or method, answer, timeout_s)
-        with self._lock:
-            self._calls.add(future)
+        future = RayFuture(self, what or method, None, timeout_s)
+        if self._held is None:
+            self._send([(future, method, args)])
+        else:
+            self._held.append((future, method, args))
         return future
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        if not self._concurrent:
+            yield
+            return
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            self._send(held)
+
+    def _send(self, calls: Sequence[tuple[RayFuture, str, Sequence[Any]]]) -> None:
+        wholes: dict[ray.ObjectRef, int] = {}
+        asked = [_asked(method, args, wholes) for _, method, args in calls]
+        if len(calls) == 1:
+            calls[0][0].handle = self.actor.call.remote(asked[0], *wholes)
+        elif calls:
+            stream = self.actor.calls.options(num_returns="streaming").remote(asked, *wholes)
+            answers = _Answers(stream, len(calls))
+            for number, (future, _, _) in enumerate(calls):
+                future.handle, future.answers, future.number = stream, answers, number
+        with self._lock:
+            self._calls.update(future for future, _, _ in calls)
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayStream:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
@@ -211,14 +294,14 @@ class RayWorker:
         """Return the value of an answer, or of each of several, or raise its error."""
         try:
             return ray.get(reference, timeout=self._call_timeout_s)
-        except GetTimeoutError:
-            whom = f"the object store of {self.name}"
-            raise DeadlineExceeded(f"the result of {what}", whom, self._call_timeout_s) from None
         except RayError as error:
             self.fail(what, error)
 
-    def fail(self, what: str, error: RayError) -> NoReturn:
-        """Raise `error` as a WorkerFailed."""
+    def fail(self, what: str, error: RayError | RemoteFailure) -> NoReturn:
+        """Raise `error` as a WorkerFailed, or as a DeadlineExceeded."""
+        if isinstance(error, GetTimeoutError):
+            whom = f"the object store of {self.name}"
+            raise DeadlineExceeded(f"the result of {what}", whom, self._call_timeout_s) from None
         cause, detail, original = _explain(error)
         died = isinstance(error, RayActorError)
         if died:
@@ -227,6 +310,18 @@ class RayWorker:
         if place is not None:
             detail += "\n" + log_tail(place.log)
         raise (WorkerDied if died else WorkerFailed)(self.name, what, cause, detail.strip()) from original
+
+
+def _asked(method: str, args: Sequence[Any], wholes: dict[ray.ObjectRef, int]) -> Asked:
+    """Return a call as `WorkerActor` takes it, and add the objects of the store that it needs to `wholes`."""
+    given: list[Any] = list(args)
+    references: dict[int, tuple[int, int | None]] = {}
+    for place, arg in enumerate(args):
+        if isinstance(arg, PartRef | ray.ObjectRef):
+            whole, index = (arg.whole, arg.index) if isinstance(arg, PartRef) else (arg, None)
+            references[place] = wholes.setdefault(whole, len(wholes)), index
+            given[place] = None
+    return method, given, references
 
 
 class RayStore:
@@ -259,11 +354,13 @@ class RayStore:
             raise failed("the object store", what, cause, detail) from original
 
 
-def _explain(error: RayError) -> tuple[str, str, BaseException | None]:
+def _explain(error: RayError | RemoteFailure) -> tuple[str, str, BaseException | None]:
     """Return (cause in one line, details, the exception itself) of an error that Ray raised."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteFailure):
+        error = error.cause
+    if isinstance(error, RemoteFailure):
+        return error.cause, error.trace, error.original()
     if isinstance(error, RayTaskError):
-        if isinstance(error.cause, RemoteFailure):
-            return error.cause.cause, error.cause.trace, error.cause.original()
         first = str(error.cause).strip().partition("\n")[0]
         return f"{type(error.cause).__name__}: {first}", str(error), error.cause
     if isinstance(error, RayActorError):

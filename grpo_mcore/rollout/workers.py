@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
@@ -170,6 +171,10 @@ class Worker(Protocol):
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Stream:
         """Start the generator `method(*args)`; callers use `remote_stream`."""
+
+    def together(self) -> AbstractContextManager[object]:
+        """Return a context whose calls may start at its end only: those of another process then travel as one message,
+        and answers that come at one time as one, which takes a fraction of the time."""
 
 
 P = ParamSpec("P")

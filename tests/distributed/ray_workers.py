@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -119,6 +120,9 @@ class Abacus:
                 super().__init__("awkward")
 
         raise Awkward(1, 2)
+
+    def unpicklable(self) -> object:
+        return threading.Lock()
 
     def die(self) -> None:
         print("about to die", flush=True)

@@ -20,8 +20,10 @@ import ray
 
 from grpo_mcore.cluster import (
     DeadlineExceeded,
+    Future,
     NotEnoughResources,
     Worker,
+    WorkerDied,
     WorkerFailed,
     call_all,
     gather,
@@ -54,6 +56,14 @@ def abacus(cluster: RayCluster) -> Iterator[Worker]:
 @pytest.fixture(scope="module")
 def second(cluster: RayCluster) -> Iterator[Worker]:
     worker = cluster.spawn("second", Abacus, 0, cluster.store, cpus=0.1, env={"OMP_NUM_THREADS": "3"})
+    yield worker
+    cluster.stop([worker])
+
+
+@pytest.fixture(scope="module")
+def team(cluster: RayCluster) -> Iterator[RayWorker]:
+    worker = cluster.spawn("team", Abacus, 5, cluster.store, cpus=0.1, concurrency=4)
+    worker.ready().result()  # an actor's start has its own, long deadline
     yield worker
     cluster.stop([worker])
 
@@ -375,6 +385,98 @@ def test_concurrent_calls_share_one_object(cluster, gate):
     gate.touch()
     assert (count.result(), nap.result()) == (6, "awake")
     cluster.stop([pair])
+
+
+def test_calls_that_travel_together_are_answered_one_by_one(cluster, team, gate):
+    numbers = cluster.store.put([1, 2])
+    with team.together():
+        nap = team.call("nap_in_the_middle", str(gate), what="the nap")
+        quick = [
+            team.call("add", 1),
+            team.call("sum_of", numbers, 4, numbers, next(team.stream("lists", [3])).content),
+            team.call("fail", "beads are gone"),
+            team.call("fail_unpicklably"),
+            team.call("unpicklable"),
+            team.call("stored_list", 3),
+        ]
+    waiting = [nap, *quick]
+    while len(waiting) > 1:
+        for one in cluster.ready(waiting, 20, "the quick ones"):
+            waiting.remove(one)
+    assert waiting == [nap] and [wait.what for wait in team.waits()] == ["the nap"]
+    assert [one.result() for one in quick[:2]] == [6, 13]
+    errors = [_error_of(one) for one in quick[2:]]
+    assert [error.cause.partition(":")[0] for error in errors] == ["ValueError", "Awkward", "TypeError", "RuntimeError"]
+    assert "about to fail" in str(errors[0]) and isinstance(errors[0].__cause__, ValueError)
+    gate.touch()
+    assert nap.result() == "awake" and quick[0].result() == 6
+    assert team.waits() == []
+
+
+def _error_of(future: Future) -> WorkerFailed:
+    with pytest.raises(WorkerFailed) as caught:
+        future.result()
+    return caught.value
+
+
+def test_a_late_one_of_calls_that_travel_together_is_named(cluster, team, gate):
+    with team.together():
+        nap = team.call("nap_in_the_middle", str(gate), timeout_s=1.0, what="the nap")
+        quick = team.call("add", 0)
+    assert cluster.ready([nap, quick], 20, "the quick one") == [quick]
+    with pytest.raises(DeadlineExceeded, match="no answer from team within 0.3 s"):
+        cluster.ready([nap], 0.3, "the nap")
+    with pytest.raises(DeadlineExceeded) as caught:
+        nap.result()
+    assert (caught.value.what, caught.value.whom) == ("the nap", "team")
+    assert re.search(r'ray_workers.py", line \d+ in nap_in_the_middle', str(caught.value))
+    gate.touch()
+
+
+def test_no_more_calls_run_at_a_time_because_they_travel_together(cluster, team, abacus, gate):
+    """`team` takes four calls, `abacus` one: it gets them one by one."""
+    with team.together():
+        naps = [team.call("nap_in_the_middle", str(gate)) for _ in range(4)]
+        fifth = team.call("add", 0)
+    with pytest.raises(DeadlineExceeded):
+        cluster.ready([fifth], 0.5, "the fifth")
+    gate.touch()
+    assert [nap.result() for nap in naps] == ["awake"] * 4 and fifth.result() == 6
+    with abacus.together():
+        totals = [abacus.call("add", value) for value in (2, -2)]
+    assert [total.result() for total in totals] == [15, 13]
+
+
+def test_a_call_alone_travels_alone_and_nothing_can_travel_together(team):
+    with team.together():
+        pass
+    with pytest.raises(KeyError), team.together():
+        only = team.call("add", 0)
+        raise KeyError("elsewhere")
+    assert only.result() == 6 and not only.answered
+
+
+def test_a_worker_that_dies_fails_those_of_its_calls_that_have_no_answer(cluster, gate):
+    mortal = cluster.spawn("crew", Abacus, 5, None, cpus=0.1, concurrency=3)
+    with mortal.together():
+        nap, quick = mortal.call("nap_in_the_middle", str(gate), what="the nap"), mortal.call("add", 1)
+    assert quick.result() == 6
+    mortal.call("die")
+    with pytest.raises(WorkerDied, match="crew: the nap failed") as caught:
+        nap.result()
+    assert "about to die" in str(caught.value)
+    assert cluster.ready([nap], 1, "the nap") == [nap] and quick.result() == 6
+    cluster.stop([mortal])
+
+
+def test_calls_that_travel_together_say_why_the_constructor_failed(cluster):
+    bad = cluster.spawn("bad pair", BadStart, cpus=0.1, concurrency=2)
+    with bad.together():
+        calls = [bad.call("add", 1) for _ in range(2)]
+    for call in calls:
+        with pytest.raises(WorkerFailed, match="its constructor failed before"):
+            call.result()
+    cluster.stop([bad])
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import logging
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,9 @@ class EnvironmentWorker:
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Stream:
         return self._worker.stream(method, *args, timeout_s=timeout_s, what=what)
+
+    def together(self) -> AbstractContextManager[object]:
+        return self._worker.together()
 
     def restart(self) -> None:
         """End it, whatever it is doing, and wait for its successor."""
@@ -244,7 +248,9 @@ class RewardScorer:
         been given to `submit` and `take`, so that it goes in one call. `hold` False: also those that are held back to
         be joined by others."""
         for queue in self._queues:
-            self._send(queue, hold)
+            if queue.waiting:
+                with queue.worker.together():
+                    self._send(queue, hold)
 
     def next(self) -> ScoreRequest | None:
         """Return a request whose rewards have all come; None if there is no such request."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,12 @@ class FakeWorker:
     def ready(self) -> Any:
         return SimpleNamespace(result=lambda: None)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        before = len(self.world.asked)
+        yield
+        self.world.sent.append(len(self.world.asked) - before)
+
     def call(self, method: str, metadata: Any, *samples: str, timeout_s: float, what: str) -> Answer:
         assert (method, timeout_s) == ("advance", TIMEOUT_S) and metadata == [{"of": sample} for sample in samples]
         assert not self.dead
@@ -64,6 +71,7 @@ class World:
     def __init__(self, calls: int = 2) -> None:
         self.clock = StandingClock(100.0)
         self.asked: list[list[str]] = []
+        self.sent: list[int] = []  # calls that travelled as one message
         self.stopped: list[FakeWorker] = []
         worker = EnvironmentWorker(self, lambda: FakeWorker(self), calls=calls, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
         self.scorer = RewardScorer({"task": worker, "other": worker}, self)  # type: ignore[dict-item, arg-type]
@@ -119,6 +127,9 @@ def test_an_environment_gets_no_more_calls_than_it_takes_at_a_time(world: World)
         world.scorer.submit(f"p{number}", "task", [{"of": "1"}], ["1"])
     world.scorer.send()
     assert len(world.scorer.awaited()) == 2
+    assert world.sent == [2], "those that start at one time travel as one message"
+    world.scorer.send()
+    assert world.sent == [2, 0]
 
 
 @pytest.mark.parametrize(
