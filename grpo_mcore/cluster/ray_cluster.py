@@ -169,7 +169,6 @@ class RayCluster(Cluster):
         if here := [thing for thing in things if isinstance(thing, LocalFuture) or cast("RayFuture", thing).answered]:
             return here
         calls = cast("Sequence[RayFuture | RayStream]", things)
-        handles = list({call.handle: None for call in calls})
         arrived: list[RayFuture | RayStream] = []
         if not patient:
             time.sleep(min(max(self._returned_at + GATHER_S - time.monotonic(), 0.0), timeout_s))
@@ -178,6 +177,7 @@ class RayCluster(Cluster):
             watch()
             self._inspect_late(calls)
             left_s = max(deadline - time.monotonic(), 0.0)
+            handles = list({call.handle: None for call in calls})
             fewest = len(handles) if patient else 1
             ready, _ = ray.wait(handles, num_returns=fewest, timeout=min(left_s, WATCH_S), fetch_local=False)
             if ready and not patient:  # a look at all of them costs little more than each further wait

@@ -65,21 +65,26 @@ class _RayCall:
 
 
 class _Answers:
-    """The answers of `calls` calls that were sent together: a stream of {number of the call: its answer, pickled}.
-    `failure`: of the stream, and so of the calls whose answers are not `here`."""
+    """The answers of `calls` that were sent together: a stream of {number of the call: its answer, pickled}. `failure`:
+    the end of the worker, and so of the calls whose answers are not `here`."""
 
-    def __init__(self, stream: Any, calls: int) -> None:
+    def __init__(self, stream: Any, calls: Sequence[_Call]) -> None:
         self.stream, self._calls = stream, calls
         self.here: dict[int, bytes] = {}
         self.failure: RayError | None = None
 
     def take(self, timeout_s: float) -> None:
-        """Take those that are there."""
-        while len(self.here) < self._calls and self.failure is None and self.stream.next_ready():
+        """Take those that are there. If the message has failed, as where an object that one of its calls needs is lost,
+        send each call by itself, so that the others are answered."""
+        while len(self.here) < len(self._calls) and self.failure is None and self.stream.next_ready():
             try:
                 self.here |= ray.get(next(self.stream), timeout=timeout_s)
-            except RayError as error:
+            except (RayActorError, GetTimeoutError) as error:
                 self.failure = error
+            except RayError:
+                for call in [call for number, call in enumerate(self._calls) if number not in self.here]:
+                    call.future.worker.send([call])
+                return
 
 
 class RayFuture(_RayCall):
@@ -100,7 +105,7 @@ class RayFuture(_RayCall):
         if self.answers is None:
             return super().arrives()
         self.answers.take(self.timeout_s)
-        return self.answered
+        return self.answered  # not if it was sent again, by itself
 
     def result(self) -> Any:
         """Return the answer. One that came in time is returned however late it is asked for."""
@@ -110,6 +115,8 @@ class RayFuture(_RayCall):
         while not self.answered:
             self._await_answer(self._seconds_left())
             self.answers.take(self.timeout_s)
+            if self.answers is None:  # it was sent again, by itself
+                return self.result()
         if self.number not in self.answers.here:
             assert self.answers.failure is not None
             self.worker.fail(self.what, self.answers.failure)
@@ -179,6 +186,13 @@ class RayStream(_RayCall):
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    future: RayFuture
+    method: str
+    args: Sequence[Any]
+
+
 class RayWorker:
     """A handle on one `WorkerActor`. `waiting_for`: returns why its process may not be up yet; `on_death`: called when
     it turns out to be dead; `stream_options`: Ray's options of calls that stream; `concurrent`: it takes several calls
@@ -205,7 +219,7 @@ class RayWorker:
         self._on_death = on_death
         self._stream_options = stream_options
         self._concurrent = concurrent
-        self._held: list[tuple[RayFuture, str, Sequence[Any]]] | None = None  # calls to be sent together
+        self._held: list[_Call] | None = None  # calls to be sent together
         self._place = RayFuture(self, "start of its process", actor.place.remote(), start_timeout_s)
         self._known_place: Place | None = None
         self._start_timeout_s = start_timeout_s
@@ -228,10 +242,11 @@ class RayWorker:
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayFuture:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
         future = RayFuture(self, what or method, None, timeout_s)
+        call = _Call(future, method, args)
         if self._held is None:
-            self._send([(future, method, args)])
+            self.send([call])
         else:
-            self._held.append((future, method, args))
+            self._held.append(call)
         return future
 
     @contextmanager
@@ -244,20 +259,21 @@ class RayWorker:
             yield
         finally:
             held, self._held = self._held, None
-            self._send(held)
+            self.send(held)
 
-    def _send(self, calls: Sequence[tuple[RayFuture, str, Sequence[Any]]]) -> None:
+    def send(self, calls: Sequence[_Call]) -> None:
+        """Send calls as one message."""
         wholes: dict[ray.ObjectRef, int] = {}
-        asked = [_asked(method, args, wholes) for _, method, args in calls]
+        asked = [_asked(call.method, call.args, wholes) for call in calls]
         if len(calls) == 1:
-            calls[0][0].handle = self.actor.call.remote(asked[0], *wholes)
+            calls[0].future.handle, calls[0].future.answers = self.actor.call.remote(asked[0], *wholes), None
         elif calls:
             stream = self.actor.calls.options(num_returns="streaming").remote(asked, *wholes)
-            answers = _Answers(stream, len(calls))
-            for number, (future, _, _) in enumerate(calls):
-                future.handle, future.answers, future.number = stream, answers, number
+            answers = _Answers(stream, calls)
+            for number, call in enumerate(calls):
+                call.future.handle, call.future.answers, call.future.number = stream, answers, number
         with self._lock:
-            self._calls.update(future for future, _, _ in calls)
+            self._calls.update(call.future for call in calls)
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayStream:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,17 @@ class Fatal:
         time.sleep(0.2)  # what was sent before has arrived
         os.kill(os.getpid(), signal.SIGKILL)
         return ""
+
+
+class Unreadable:
+    """Can be sent, but not received."""
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return _refuse, ("no such abacus",)
+
+
+def _refuse(why: str) -> None:
+    raise LookupError(why)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.cluster.ray_worker import RayWorker
 from tests.cluster_contract import CONTRACT
 from tests.distributed.conftest import WANTED
-from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record
+from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record, Unreadable
 
 pytestmark = pytest.mark.distributed
 
@@ -467,6 +467,19 @@ def test_a_worker_that_dies_fails_those_of_its_calls_that_have_no_answer(cluster
     assert "about to die" in str(caught.value)
     assert cluster.ready([nap], 1, "the nap") == [nap] and quick.result() == 6
     cluster.stop([mortal])
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_an_object_that_cannot_be_had_fails_only_the_call_that_needs_it(cluster, team, asked_first):
+    with team.together():
+        failing, going = team.call("sum_of", cluster.store.put(Unreadable()), 1), team.call("add", 0)
+    waiting = [failing, going]
+    while waiting and not asked_first:
+        for one in cluster.ready(waiting, 20, "both"):
+            waiting.remove(one)
+    assert going.result() == 6
+    with pytest.raises(WorkerFailed, match="team: sum_of failed: .*no such abacus"):
+        failing.result()
 
 
 def test_calls_that_travel_together_say_why_the_constructor_failed(cluster):
