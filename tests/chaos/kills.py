@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from grpo_mcore.algorithms.checkpointing import checkpoints
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.cluster.ray_worker import RayWorker
+from tests.processes_below import named
 
 DRIVER, GCS, RAYLET = "driver", "gcs_server", "raylet"
 NOTICED_WITHIN_S = 60.0
@@ -104,7 +103,7 @@ class Reaper:
         if victim == DRIVER:
             return [os.getpid()]
         if victim in (GCS, RAYLET):
-            found = [child.pid for child in psutil.Process().children(recursive=True) if child.name() == victim]
+            found = [process.pid for process in named(victim)]
             assert found, f"there is no {victim}"
             return found
         return [self._workers[victim].place().pid]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from grpo_mcore.cluster.ray_node import ENDED_BY_ITSELF
@@ -19,6 +18,7 @@ from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.processes import free_port
 from tests.chaos.runs import recipe_of
 from tests.functional.runs import Task, write_recipe
+from tests.processes_below import named
 
 STEPS = 6
 LONG_S = 600.0
@@ -77,7 +77,7 @@ def test_a_lost_worker_node_is_replaced_and_the_run_reaches_its_end(
         stack.callback(run.kill)
         until(lambda: (steps / "step_2").exists() or run.poll() is not None, "two steps")
         assert run.poll() is None, run.communicate()[0]
-        (raylet,) = [child for child in psutil.Process(worker.pid).children(recursive=True) if child.name() == "raylet"]
+        (raylet,) = named("raylet", worker.pid)
         raylet.send_signal(sign)
         stack.enter_context(ray_node("worker", address, 2, 4, tmp_path / "successor.log"))
         out, _ = run.communicate(timeout=2 * LONG_S)

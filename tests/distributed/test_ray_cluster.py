@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 
@@ -37,6 +36,7 @@ from grpo_mcore.cluster.ray_worker import RayWorker
 from tests.cluster_contract import CONTRACT
 from tests.distributed.conftest import WANTED
 from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record, Unreadable
+from tests.processes_below import named
 
 pytestmark = pytest.mark.distributed
 
@@ -552,7 +552,7 @@ def test_a_request_that_cannot_be_met_fails_at_once(cluster):
 
 def test_rays_memory_monitor_is_off_and_no_worker_starts_in_advance(cluster):
     """As in the job scripts: it would kill workers that hold a model."""
-    (raylet,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
+    (raylet,) = named("raylet")
     for name in ("RAY_memory_monitor_refresh_ms", "RAY_prestart_worker_first_driver"):
         assert raylet.environ()[name] == "0" and name not in os.environ
 
@@ -583,6 +583,7 @@ GUEST = """
     from grpo_mcore.cluster.ray_session import BadRayAddress
     from grpo_mcore.cluster.ray_cluster import RayCluster
     from tests.distributed.ray_workers import Abacus
+    from tests.processes_below import named
 
     version, ray.__version__ = ray.__version__, "2.0.0"
     try:
@@ -624,7 +625,6 @@ def test_a_second_driver_attaches_and_leaves_the_rest_alone(cluster, abacus, tmp
 
 STOPPED = """
     import os, pathlib, signal, sys, time
-    import psutil
     from grpo_mcore.cluster import ray_session
     from grpo_mcore.cluster.orphan_reaper import marked
     from grpo_mcore.cluster.ray_cluster import RayCluster
@@ -635,9 +635,8 @@ STOPPED = """
         abacus = cluster.spawn("abacus", Abacus, 1, cpus=0.1)
         abacus.place()
         mark = cluster._session.reaper.mark
-        for process in psutil.Process().children(recursive=True):
-            if process.name() == "raylet":
-                process.suspend()
+        for process in named("raylet"):
+            process.suspend()
         print("> works on:", abacus.call("add", 1).result())
     print("> left:", marked(mark))
 """

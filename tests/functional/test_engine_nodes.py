@@ -32,6 +32,7 @@ from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional import engine_cases
 from tests.functional.engine_cases import CONTEXT, Policy, PolicyRank, make_model, request, wait_until, worst_difference
 from tests.functional.runs import Task, grpo_recipe, run_command, write_recipe
+from tests.processes_below import with_words
 
 GIB = 2**30
 DEADLINE_S = 150.0
@@ -126,8 +127,7 @@ def tokens_of(cluster: RayCluster, engines: EngineGroup) -> dict[str, list[int]]
 
 def ranks_of(host: Any) -> list[psutil.Process]:
     """vLLM's processes below a worker."""
-    children = psutil.Process(host.place().pid).children(recursive=True)
-    return [child for child in children if "Worker" in "".join(child.cmdline())]
+    return with_words("Worker", host.place().pid)
 
 
 def lives(process: psutil.Process) -> bool:

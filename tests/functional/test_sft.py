@@ -8,7 +8,6 @@ import re
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -16,6 +15,7 @@ import yaml
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from tests.functional.runs import Run, Task, assert_one_message, run_here, sft_recipe, start_command
+from tests.processes_below import with_words
 from tests.unit.tools.report_pages import data_of
 
 
@@ -182,7 +182,7 @@ def test_a_lost_run_goes_on_from_its_newest_checkpoint(task: Task, tmp_path: Pat
     while not saved.exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
-    (driver,) = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    (driver,) = with_words("spawn_main", process.pid)
     driver.kill()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
