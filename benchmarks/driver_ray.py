@@ -1,4 +1,5 @@
-"""The driver under real Ray: processor time of a round of worker calls and of a sample, and its memory of a sample.
+"""The driver under real Ray: processor time of a round of worker calls, of the calls of an environment one by one and
+together, and of a sample; and its memory of a sample.
 
 Engines and environment answer at once, so samples come in batches of an engine's step. Processor time is that of the
 driver's whole process, Ray's own threads included; the first row says how fast the machine is just now. Memory is what
@@ -17,6 +18,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,14 @@ from benchmarks.rollouts import Tokenizer
 from grpo_mcore.algorithms.engines.engine_group import PARCELS, EngineGroup, EngineSlot
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.cluster import Parcel, call_all
+from grpo_mcore.cluster import Parcel, Worker, call_all, gather, remote_call
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.garbage import rare_collections
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
 
-GENERATIONS, ENGINES, CALLED = 16, 2, 2
+GENERATIONS, ENGINES, CALLED, CROWD = 16, 2, 2, 64
 
 
 class Engine:
@@ -60,6 +62,22 @@ class Environment:
 
     def nothing(self) -> None:
         pass
+
+    def processor_seconds(self) -> float:
+        return time.process_time()
+
+
+def us_a_call(cluster: RayCluster, worker: Worker, calls: int, rounds: int, *, together: bool) -> dict[str, float]:
+    """Return the microseconds of processor time of the driver and of the worker that one of `calls` calls takes, which
+    start at one time."""
+    theirs = remote_call(worker, Environment.processor_seconds)
+    before, began = theirs().result(), time.process_time()
+    for _ in range(rounds):
+        with worker.together() if together else nullcontext():
+            pending = [remote_call(worker, Environment.advance)([{}], number) for number in range(calls)]
+        gather(cluster, pending, timeout_s=60.0, what="the calls")
+    seconds = {"driver": time.process_time() - began, "worker": theirs().result() - before}
+    return {name: round(value / calls / rounds * 1e6, 1) for name, value in seconds.items()}
 
 
 def run_step(rollouts: Rollouts, samples: int, tokens: int, step: int) -> list[Group]:
@@ -104,6 +122,12 @@ def main() -> None:
         rounded = dict(zip(options.rounds, (round(cost, 1) for cost in costs), strict=True))
         show({"what": "rounds", "us_a_call": rounded, "exponent": round(exponent(options.rounds, costs), 3)})
 
+        crowd = cluster.spawn("crowd", Environment, cpus=0.1, concurrency=CROWD)
+        us_a_call(cluster, crowd, CROWD, 5, together=True)  # its threads start
+        for together in (False, True):
+            us = us_a_call(cluster, crowd, CROWD, 50, together=together)
+            show({"what": "calls", "together": together, "at_a_time": CROWD, "us_a_call": us})
+
         def rollouts(together: int) -> Rollouts:
             engines = [
                 cluster.spawn(f"engine-{together}-{number}", Engine, together, cpus=0.1, streams=8)
@@ -117,13 +141,13 @@ def main() -> None:
             run_step(made, 256, 8, 0)
             return made
 
-        for together in options.together:
-            made, us = rollouts(together), []
+        for samples_together in options.together:
+            made, costs = rollouts(samples_together), []
             for step, samples in enumerate(options.samples, start=1):
                 began = time.process_time()
                 run_step(made, samples, 100, step)
-                us.append((time.process_time() - began) / samples * 1e6)
-            show({"what": "samples", "together": together, "us_a_sample": [round(one, 1) for one in us]})
+                costs.append((time.process_time() - began) / samples * 1e6)
+            show({"what": "samples", "together": samples_together, "us_a_sample": [round(cost, 1) for cost in costs]})
         for tokens in options.tokens:
             held = []
             for step, samples in enumerate((64, 256)):
