@@ -34,15 +34,17 @@ def share_gloo_device() -> None:
         options = timeout  # torch takes options in the same place
         if isinstance(timeout, timedelta):
             options = ProcessGroupGloo._Options()
-            options._timeout, options._devices = timeout, _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+            options._timeout = timeout
+            options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
         original(self, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = __init__
 
 
 @functools.cache
-def _devices(interfaces: str) -> list[Any]:
-    """Return a device for each interface of a list with commas, as torch reads GLOO_SOCKET_IFNAME."""
+def _devices(interfaces: str, process: int) -> list[Any]:
+    """Return a device for each interface of a list with commas, as torch reads GLOO_SOCKET_IFNAME. `process`: whose
+    they are, as a fork has none of their threads."""
     from torch.distributed import ProcessGroupGloo
 
     names = [name for name in interfaces.split(",") if name]

@@ -40,6 +40,14 @@ def test_groups_share_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(devices)) == 4
 
 
+def test_a_forked_process_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_gloo_device()
+    here = ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=7))
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    there = ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=7))
+    assert here.options._devices != there.options._devices
+
+
 def test_a_group_with_options_of_its_own_keeps_them() -> None:
     share_gloo_device()
     options = ProcessGroupGloo._Options()
