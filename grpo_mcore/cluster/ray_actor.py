@@ -219,8 +219,8 @@ class WorkerActor:
             raise RemoteFailure.of(error) from None
 
     def calls(self, asked: Sequence[Asked], *wholes: Any) -> Iterator[dict[int, bytes]]:
-        """Make calls at a time. Yield {number of the call: its answer, or RemoteFailure, pickled} of those that have
-        ended, as many as there are. `wholes`: the objects that any of them needs."""
+        """Make several calls at the same time. Yield {number of the call: its answer, or RemoteFailure, pickled} of
+        those that have ended, as many as there are. `wholes`: the objects that any of them needs."""
         self._wait_for_target()
         ended: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
         for number, one in enumerate(asked):

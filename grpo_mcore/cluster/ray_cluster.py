@@ -165,7 +165,7 @@ class RayCluster(Cluster):
     ) -> Sequence[T]:
         if not things:
             raise ValueError(f"{what}: nothing to wait for")
-        # Calls of objects of this process have run already.
+        # Calls of objects of this process have run already, and some answers come with those of other calls.
         if here := [thing for thing in things if isinstance(thing, LocalFuture) or cast("RayFuture", thing).answered]:
             return here
         calls = cast("Sequence[RayFuture | RayStream]", things)

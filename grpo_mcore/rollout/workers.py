@@ -173,8 +173,9 @@ class Worker(Protocol):
         """Start the generator `method(*args)`; callers use `remote_stream`."""
 
     def together(self) -> AbstractContextManager[object]:
-        """Return a context whose calls may start at its end only: those of another process then travel as one message,
-        and answers that come at one time as one, which takes a fraction of the time."""
+        """Return a context. Calls that are made inside may start as late as its end: a worker in another process gets
+        them as one message, and answers that are there at the same time come as one. It costs less than as many
+        messages."""
 
 
 P = ParamSpec("P")
