@@ -2,9 +2,9 @@
 together, and of a sample; and its memory of a sample.
 
 Engines and environment answer at once, so samples come in batches of an engine's step. Processor time is that of the
-driver's whole process, Ray's own threads included; the first row says how fast the machine is just now. Memory is what
-Python holds of each further sample of a step (tracemalloc), with prompts of half the tokens: no length is among the
-small numbers of which Python has one object each.
+driver's whole process, Ray's own threads included; that of a round is the least of three. The first row says how fast
+the machine is just now. Memory is what Python frees (tracemalloc) when the groups of a step are given up, with prompts
+of half the tokens: no length is among the small numbers of which Python has one object each.
 
     python -m benchmarks.driver_ray --json
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.driver import exponent
+from benchmarks.driver import exponent, least
 from benchmarks.rollouts import Tokenizer
 from grpo_mcore.algorithms.engines.engine_group import PARCELS, EngineGroup, EngineSlot
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
@@ -36,7 +36,7 @@ from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
 
-GENERATIONS, ENGINES, CALLED, CROWD = 16, 2, 2, 64
+GENERATIONS, ENGINES, CALLED, CROWD, CALLS_A_ROUND = 16, 2, 2, 64, 1024
 
 
 class Engine:
@@ -114,11 +114,15 @@ def main() -> None:
         environment = EnvironmentWorker(cluster, start, calls=CALLED, timeout_s=600.0)
         environment.ready().result()
         call_all(cluster, [environment] * 64, Environment.nothing)()
-        costs = []
-        for calls in options.rounds:
+
+        def us_a_round(calls: int) -> float:
+            rounds = -(-CALLS_A_ROUND // calls)
             began = time.process_time()
-            call_all(cluster, [environment] * calls, Environment.nothing)()
-            costs.append((time.process_time() - began) / calls * 1e6)
+            for _ in range(rounds):
+                call_all(cluster, [environment] * calls, Environment.nothing)()
+            return (time.process_time() - began) / calls / rounds * 1e6
+
+        costs = least(us_a_round, options.rounds)
         rounded = dict(zip(options.rounds, (round(cost, 1) for cost in costs), strict=True))
         show({"what": "rounds", "us_a_call": rounded, "exponent": round(exponent(options.rounds, costs), 3)})
 
@@ -148,16 +152,16 @@ def main() -> None:
                 run_step(made, samples, 100, step)
                 costs.append((time.process_time() - began) / samples * 1e6)
             show({"what": "samples", "together": samples_together, "us_a_sample": [round(cost, 1) for cost in costs]})
-        for tokens in options.tokens:
-            held = []
-            for step, samples in enumerate((64, 256)):
-                tracemalloc.start()
-                groups = run_step(made, samples, tokens, 2 * tokens + step)
-                gc.collect()
-                held.append(tracemalloc.get_traced_memory()[0])
-                tracemalloc.stop()
-                del groups
-            show({"what": "memory", "tokens": tokens, "bytes_a_sample": round((held[1] - held[0]) / 192)})
+        samples = 256
+        for step, tokens in enumerate(options.tokens):
+            tracemalloc.start()
+            groups = run_step(made, samples, tokens, step)
+            gc.collect()
+            held, _ = tracemalloc.get_traced_memory()
+            del groups
+            held -= tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+            show({"what": "memory", "tokens": tokens, "bytes_a_sample": round(held / samples)})
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ COLLECT_AFTER = 10_000
 """Number of new objects after which a process looks for garbage, once it has called `collect_rarely`; Python's default
 is 700. Few enough for one with tensors: those that are part of a cycle stay until then."""
 
-COLLECT_AFTER_WITHOUT_TENSORS = 50_000
-"""The same within `rare_collections`."""
+COLLECT_AFTER_WITHOUT_TENSORS = 1_000_000
+"""The same within `rare_collections`: what a step of 60,000 samples brings. Nothing of a sample is part of a cycle."""
 
 
 def collect_rarely() -> None:

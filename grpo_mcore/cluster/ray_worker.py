@@ -69,22 +69,28 @@ class _Answers:
     the end of the worker, and so of the calls whose answers are not `here`."""
 
     def __init__(self, stream: Any, calls: Sequence[_Call]) -> None:
-        self.stream, self._calls = stream, calls
+        self.stream = stream
+        self._awaited = dict(enumerate(calls))  # those without an answer: they hold this object, too
         self.here: dict[int, bytes] = {}
         self.failure: RayError | None = None
 
     def take(self, timeout_s: float) -> None:
         """Take those that are there. If the message has failed, as where an object that one of its calls needs is lost,
         send each call by itself, so that the others are answered."""
-        while len(self.here) < len(self._calls) and self.failure is None and self.stream.next_ready():
+        while self._awaited and self.stream.next_ready():
             try:
-                self.here |= ray.get(next(self.stream), timeout=timeout_s)
-            except (RayActorError, GetTimeoutError) as error:
-                self.failure = error
-            except RayError:
-                for call in [call for number, call in enumerate(self._calls) if number not in self.here]:
-                    call.future.worker.send([call])
+                came: dict[int, bytes] = ray.get(next(self.stream), timeout=timeout_s)
+            except RayError as error:
+                if isinstance(error, RayActorError | GetTimeoutError):
+                    self.failure = error
+                else:
+                    for call in self._awaited.values():
+                        call.future.worker.send([call])
+                self._awaited.clear()
                 return
+            for number in came:
+                del self._awaited[number]
+            self.here |= came
 
 
 class RayFuture(_RayCall):

@@ -27,7 +27,7 @@ class TurnLimits:
     together: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Conversation:
     """A sample under way. Its turn is generated and scored; then it is `over`, or its next turn is requested.
 

@@ -4,6 +4,7 @@ start."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -446,6 +448,20 @@ def test_no_more_calls_run_at_a_time_because_they_travel_together(cluster, team,
     with abacus.together():
         totals = [abacus.call("add", value) for value in (2, -2)]
     assert [total.result() for total in totals] == [before + 2, before]
+
+
+def test_calls_that_travelled_together_are_gone_once_nobody_holds_them(cluster, team):
+    """What they were asked with is, too: the store keeps a sample while a reference to it exists."""
+    gc.disable()
+    try:
+        with team.together():
+            calls = [team.call("sum_of", cluster.store.put([1]), value) for value in range(3)]
+        assert [call.result() for call in calls] == [1, 2, 3]
+        watched = [weakref.ref(call) for call in calls]
+        calls.clear()
+        assert [ref() for ref in watched] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_a_call_alone_travels_alone_and_nothing_can_travel_together(team):

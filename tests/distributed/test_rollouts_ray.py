@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -129,6 +130,36 @@ def test_turns_over_ray(cluster: RayCluster, engines: EngineGroup, game: Worker)
     scores = wrong.next_group().scores
     assert [score.reward for score in scores] == [None, None]
     assert all("RuntimeError: the world ended" in score.reason for score in scores)
+
+
+def test_a_step_that_is_given_up_is_gone_at_once(cluster: RayCluster, engines: EngineGroup) -> None:
+    """Nothing of it waits for Python's garbage collector, which a driver runs rarely: the store keeps each sample to
+    which a reference exists."""
+    pair = EnvironmentWorker(
+        cluster, lambda: cluster.spawn("pair", Game, cpus=0.1, concurrency=2), calls=2, timeout_s=60.0
+    )
+    pair.ready().result()
+    play = Rollouts(engines, {"game": pair}, CharacterTokenizer(), TurnLimits(4, 100_000), seed=1)
+
+    def step(number: int) -> None:
+        play.dispatch([prompt(one) for one in range(5)], Sampling(20_000), generations=3, step=number)
+        for _ in range(5):
+            play.next_group()
+
+    step(1)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        step(2)
+        gc.collect()
+        found = {type(thing).__name__ for thing in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+        pair.stop()
+    assert not found & {"ObjectRef", "PartRef", "RayFuture", "RayStream", "TrajectoryRef", "Conversation"}
 
 
 def test_an_environment_that_dies_or_hangs_costs_its_own_sample(cluster: RayCluster, engines: EngineGroup) -> None:

@@ -473,7 +473,7 @@ class Rollouts:
         if sample.turns == self.limits.max_turns:
             self._record_end(group, index)
         if not self.limits.together:
-            self._submit(group, [index])
+            self._submit(group, (index,))
             return
         group.unfinished -= 1
         if not group.unfinished:
@@ -482,8 +482,8 @@ class Rollouts:
     def _submit(self, group: _OpenGroup, indices: Sequence[int]) -> None:
         """Request the rewards of the last turns of these samples."""
         live = [group.conversations[index] for index in indices]
-        metadata = [conversation.metadata for conversation in live]
-        references = [conversation.sample.ref for conversation in live if conversation.sample]
+        metadata = tuple(conversation.metadata for conversation in live)
+        references = tuple(conversation.sample.ref for conversation in live if conversation.sample)
         self._scorer.submit(group.prompt["uid"], group.prompt["task_name"], metadata, references, indices)
 
     def _record_end(self, group: _OpenGroup, index: int) -> None:

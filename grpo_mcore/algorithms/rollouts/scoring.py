@@ -99,7 +99,7 @@ class EnvironmentWorker:
         self._cluster.stop([self._worker])
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ScoreRequest:
     """Samples of one group whose last turn is to be scored: all of them, or one as it comes. `indices`: their
     generation indexes; `by_position`: the outcomes that have come, by position in `references`."""
@@ -117,7 +117,7 @@ class ScoreRequest:
         return [self.by_position[position] for position in range(len(self.references))]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Call:
     """A call about some samples: (request, position) of each. `alone`: the environment gets no other call at the same
     time. `again`: one of its samples has failed before, and no other sample joins it. `queued_at`: by the cluster's
