@@ -75,10 +75,6 @@ def _unlink_queue(executor: Any) -> None:
         buffer.is_creator = False
 
 
-class _StreamEnded(Exception):
-    """A stream has ended before a request could be added to it."""
-
-
 @dataclass(eq=False)
 class _OpenStream:
     """A stream of samples under way. `requests`, `engine_ids` (vLLM's): of the unfinished ones, by request id."""
@@ -244,7 +240,7 @@ class Engine:
             if name is not None:
                 del self._streams[name]
             self._steps.close(stream.caller)
-            forget = partial(self._forget, stream, list(stream.requests))
+            forget = partial(self._forget, stream)
             if threading.get_ident() == self._device_thread:
                 # The garbage collector ends a stream that its caller has dropped, and it runs inside a call of vLLM:
                 # whoever waits for that call has the lock.
@@ -261,7 +257,8 @@ class Engine:
             return is_open and self._add(stream, requests, sampling)
 
     def _add(self, stream: _OpenStream, requests: list[GenerationRequest], sampling: Sampling) -> bool:
-        """Add requests to a stream, all or, where it raises or returns False as the stream has ended, none."""
+        """Add requests to a stream between two steps of generation: all or, where it raises or returns False as the
+        stream has ended, none."""
         from vllm.inputs.engine import tokens_input
         from vllm.lora.request import LoRARequest
 
@@ -271,35 +268,34 @@ class Engine:
         asked = {f"{number}-{index}": request for index, request in enumerate(requests)}
         special = special_tokens(self._llm_engine.get_tokenizer())
         params = {key: sampling_params(request, sampling, room, special) for key, request in asked.items()}
-        # Before the first refit there are no adapters. The path is not read: the refit has registered them.
-        adapted = self.config.adapter_rank is not None and bool(self.weight_version)
-        adapter = LoRARequest("policy", ENGINE_ADAPTER, "from a refit") if adapted else None
-        self._requests |= asked
-        try:
-            for key, request in asked.items():
-                tokens = request.token_ids().tolist()
-                with self._lock.call():
-                    self._refuse_to_generate()
-                    if stream.caller.closed:
-                        raise _StreamEnded
-                    prompt = tokens_input(tokens, cache_salt=str(self._cache_number))
+        tokens = {key: request.token_ids().tolist() for key, request in asked.items()}
+        with self._lock.call():
+            self._refuse_to_generate()
+            if stream.caller.closed:
+                return False
+            # Before the first refit there are no adapters. The path is not read: the refit has registered them.
+            adapted = self.config.adapter_rank is not None and bool(self.weight_version)
+            adapter = LoRARequest("policy", ENGINE_ADAPTER, "from a refit") if adapted else None
+            self._requests |= asked
+            try:
+                for key, request in asked.items():
+                    prompt = tokens_input(tokens[key], cache_salt=str(self._cache_number))
                     engine_id = self._llm_engine.add_request(key, prompt, params[key], lora_request=adapter)
                     if params[key].detokenize:  # for stop strings; the text of each log-prob's token is not read
                         state = self._llm_engine.output_processor.request_states[engine_id]
                         state.logprobs_processor.tokenizer = None
                     stream.engine_ids[key], stream.requests[key] = engine_id, request
                     self._steps.add(stream.caller, key, engine_id)
-        except _StreamEnded:
-            self._forget(stream, list(asked))
-            return False
-        except BaseException:
-            self._forget(stream, list(asked))
-            raise
+            except BaseException:
+                self._forget(stream, list(asked))
+                raise
         return True
 
-    def _forget(self, stream: _OpenStream, keys: list[str]) -> None:
-        """Abort those of these requests of a stream that are unfinished, and forget them all."""
+    def _forget(self, stream: _OpenStream, only: Collection[str] | None = None) -> None:
+        """Abort those of these requests of a stream that are unfinished, and forget them all. None: all of a stream
+        that has ended."""
         with self._lock.call():
+            keys = list(stream.requests if only is None else only)
             unfinished = self._steps.give_up(keys)
             if unfinished and self._llm_engine is not None:
                 self._llm_engine.abort_request(unfinished, internal=True)

@@ -13,6 +13,7 @@ from tests.functional.engine_cases import (
     CONTEXT,
     generate,
     request,
+    wait_until,
 )
 
 
@@ -56,6 +57,19 @@ def requests_join_an_open_stream(engine: Engine) -> None:
     assert not engine.join("open", [long], sampling) and engine.health()["requests"] == 0
 
 
+def a_stream_that_is_given_up_takes_none_of_those_that_are_about_to_join(engine: Engine) -> None:
+    stream = engine.generate_together([request(1, length=CONTEXT - 1), request(3)], Sampling(100), "open")
+    next(stream)
+    caller, joined = engine._streams["open"].caller, []
+    thread = threading.Thread(target=lambda: joined.append(engine.join("open", [request(4)], Sampling(100))))
+    with engine._lock.call():
+        thread.start()
+        wait_until(lambda: caller.joining, "the join")
+        stream.close()
+    thread.join(100)
+    assert joined == [False] and engine.health()["requests"] == 0
+
+
 def several_callers_share_the_steps(engine: Engine) -> None:
     groups = [[request(10 * caller + number) for number in range(6)] for caller in range(4)]
     alone = generate(engine, [asked for group in groups for asked in group])
@@ -92,5 +106,6 @@ CALLERS = (
     samples_come_as_they_finish,
     samples_that_nobody_wants_any_more_are_given_up,
     requests_join_an_open_stream,
+    a_stream_that_is_given_up_takes_none_of_those_that_are_about_to_join,
     several_callers_share_the_steps,
 )
