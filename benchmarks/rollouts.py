@@ -62,6 +62,7 @@ CASES = {
     "swe_12_turns_5s": Case(12, 5.0),
     "tool_4_turns_even": Case(4, 0.2, 1.0),
     "tool_4_turns_tail": Case(4, 0.2, 1.0, slow=0.02),
+    "tool_4_turns_tail_30": Case(4, 0.2, 1.0, slow=1 / 30),
 }
 FIXED = ["math_1_turn", "tool_4_turns_1s", "swe_12_turns_5s"]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.rollouts import CASES, Case
+from benchmarks.rollouts import CASES, FIXED, Case
 from examples.custom_environment.calculator import Calculator
 from grpo_mcore.environments.interfaces import EnvironmentReturn
 from grpo_mcore.observe import read_metrics
@@ -125,6 +125,6 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=10, help="measured; two more come before them")
     parser.add_argument("--prompts", type=int, default=16, help="of a step, each with 8 samples")
-    parser.add_argument("--case", default="tool_4_turns_tail", choices=["tool_4_turns_tail", "tool_4_turns_even"])
+    parser.add_argument("--case", default="tool_4_turns_tail", choices=[c for c in CASES if c not in FIXED])
     parser.add_argument("--json", action="store_true")
     main(parser.parse_args())
