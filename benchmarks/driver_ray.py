@@ -2,9 +2,9 @@
 together, and of a sample; and its memory of a sample.
 
 Engines and environment answer at once, so samples come in batches of an engine's step. Processor time is that of the
-driver's whole process, Ray's own threads included; that of a round is the least of three. The first row says how fast
-the machine is just now. Memory is what Python frees (tracemalloc) when the groups of a step are given up, with prompts
-of half the tokens: no length is among the small numbers of which Python has one object each.
+driver's whole process, Ray's own threads included; that of a round, and of a sample, is the least of three. The first
+row says how fast the machine is just now. Memory is what Python frees (tracemalloc) when the groups of a step are given
+up, with prompts of half the tokens: no length is among the small numbers of which Python has one object each.
 
     python -m benchmarks.driver_ray --json
 """
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,17 +147,21 @@ def main() -> None:
             run_step(made, 256, 8, 0)
             return made
 
+        steps = itertools.count(1)
+
+        def us_a_sample(samples: int, made: Rollouts) -> float:
+            began = time.process_time()
+            run_step(made, samples, 100, next(steps))
+            return (time.process_time() - began) / samples * 1e6
+
         for samples_together in options.together:
-            made, costs = rollouts(samples_together), []
-            for step, samples in enumerate(options.samples, start=1):
-                began = time.process_time()
-                run_step(made, samples, 100, step)
-                costs.append((time.process_time() - began) / samples * 1e6)
+            made = rollouts(samples_together)
+            costs = least(partial(us_a_sample, made=made), options.samples)
             show({"what": "samples", "together": samples_together, "us_a_sample": [round(cost, 1) for cost in costs]})
         samples = 256
-        for step, tokens in enumerate(options.tokens):
+        for tokens in options.tokens:
             tracemalloc.start()
-            groups = run_step(made, samples, tokens, step)
+            groups = run_step(made, samples, tokens, next(steps))
             gc.collect()
             held, _ = tracemalloc.get_traced_memory()
             del groups
