@@ -1,12 +1,12 @@
 """Microseconds of the driver's processor time, for growing runs: of the schedule an event, of the rollouts a sample;
 and the bytes that it reads of a checkpoint.
 
-Each cost is the least of three rounds through all sizes, as whatever else the machine does only adds to it; a round
-runs a small size several times. The schedule and the rollouts are the real classes; engines and environments answer at
-once. Groups finish in an order drawn at random. A fitted exponent is that of the total: 1.0 means that the cost of one
-event or sample does not grow with the groups in flight, the samples or the engines. What Ray costs is not in these
-figures. Of a checkpoint the driver gets the ranks' file with its digest; it completes the checkpoint, and checks it as
-a resume does.
+Each cost is the least of three passes through all sizes, as whatever else the machine does only adds to it; a small
+step of rollouts runs several times in each. The schedule and the rollouts are the real classes; engines and
+environments answer at once. Groups finish in an order drawn at random. A fitted exponent is that of the total: 1.0
+means that the cost of one event or sample does not grow with the groups in flight, the samples or the engines. What
+Ray costs is not in these figures. Of a checkpoint the driver gets the ranks' file with its digest; it completes the
+checkpoint, and checks it as a resume does.
 
     python -m benchmarks.driver --json
 """
@@ -37,7 +37,7 @@ from grpo_mcore.garbage import rare_collections
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 
-GENERATIONS, ROUNDS, SAMPLES_A_ROUND = 16, 3, 8192
+GENERATIONS, PASSES, SAMPLES_A_PASS = 16, 3, 8192
 
 
 def schedule_us(groups: int, age: int, order: s.GroupOrder = "in_order") -> float:
@@ -122,7 +122,7 @@ def rollouts_us(samples: int, engines: int) -> float:
         {"uid": str(n), "task_name": "task", "length": 3, "extra_env_info": {}, "message_log": [message]}
         for n in range(samples // GENERATIONS)
     ]
-    world, steps = InstantWorld(engines), -(-SAMPLES_A_ROUND // samples)
+    world, steps = InstantWorld(engines), -(-SAMPLES_A_PASS // samples)
     began = time.process_time()
     for step in range(1, steps + 1):
         world.rollouts.dispatch(rows, Sampling(max_new_tokens=8), generations=GENERATIONS, step=step)
@@ -133,8 +133,8 @@ def rollouts_us(samples: int, engines: int) -> float:
 
 def least(cost: Callable[[int], float], sizes: Sequence[int]) -> list[float]:
     """Return the least cost of each size."""
-    rounds = [[cost(size) for size in sizes] for _ in range(ROUNDS)]
-    return [min(costs) for costs in zip(*rounds, strict=True)]
+    passes = [[cost(size) for size in sizes] for _ in range(PASSES)]
+    return [min(costs) for costs in zip(*passes, strict=True)]
 
 
 def checkpoint_bytes_read(size: int) -> int:

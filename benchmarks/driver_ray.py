@@ -2,9 +2,10 @@
 together, and of a sample; and its memory of a sample.
 
 Engines and environment answer at once, so samples come in batches of an engine's step. Processor time is that of the
-driver's whole process, Ray's own threads included; that of a round, and of a sample, is the least of three. The first
-row says how fast the machine is just now. Memory is what Python frees (tracemalloc) when the groups of a step are given
-up, with prompts of half the tokens: no length is among the small numbers of which Python has one object each.
+driver's whole process, Ray's own threads included; that of a round, and of a sample, is the least of three passes. The
+first row says how fast the machine is just now. Memory is what Python frees (tracemalloc) when the groups of a step
+are given up, with prompts of half the tokens: no length is among the small numbers of which Python has one object
+each.
 
     python -m benchmarks.driver_ray --json
 """
@@ -38,7 +39,7 @@ from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
 
-GENERATIONS, ENGINES, CALLED, CROWD, CALLS_A_ROUND = 16, 2, 2, 64, 1024
+GENERATIONS, ENGINES, CALLED, CROWD, CALLS_A_PASS = 16, 2, 2, 64, 1024
 
 
 class Engine:
@@ -117,14 +118,14 @@ def main() -> None:
         environment.ready().result()
         call_all(cluster, [environment] * 64, Environment.nothing)()
 
-        def us_a_round(calls: int) -> float:
-            rounds = -(-CALLS_A_ROUND // calls)
+        def us_a_call_of_a_round(calls: int) -> float:
+            rounds = -(-CALLS_A_PASS // calls)
             began = time.process_time()
             for _ in range(rounds):
                 call_all(cluster, [environment] * calls, Environment.nothing)()
             return (time.process_time() - began) / calls / rounds * 1e6
 
-        costs = least(us_a_round, options.rounds)
+        costs = least(us_a_call_of_a_round, options.rounds)
         rounded = dict(zip(options.rounds, (round(cost, 1) for cost in costs), strict=True))
         show({"what": "rounds", "us_a_call": rounded, "exponent": round(exponent(options.rounds, costs), 3)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,11 @@ COLLECT_AFTER = 10_000
 is 700. Few enough for one with tensors: those that are part of a cycle stay until then."""
 
 COLLECT_AFTER_WITHOUT_TENSORS = 1_000_000
-"""The same within `rare_collections`: what a step of 60,000 samples brings. Nothing of a sample is part of a cycle."""
+"""The same within `rare_collections`: as many as 60,000 samples have that are in flight at one time."""
+
+COLLECT_EVERY_S = 300.0
+"""Seconds after which garbage is looked for all the same within `rare_collections`. Without a failure nothing of a
+sample is part of a cycle; the traceback of one holds what its callers held, samples in the store among it."""
 
 
 def collect_rarely() -> None:
@@ -28,12 +33,19 @@ def rare_collections() -> Iterator[None]:
     if gc.get_threshold()[0] == COLLECT_AFTER_WITHOUT_TENSORS:
         yield
         return
-    before = gc.get_threshold()
+    before, over = gc.get_threshold(), threading.Event()
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER_WITHOUT_TENSORS, *before[1:])
+    threading.Thread(target=_collect_now_and_then, args=(over,), name="garbage", daemon=True).start()
     try:
         yield
     finally:
+        over.set()
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+def _collect_now_and_then(over: threading.Event) -> None:
+    while not over.wait(COLLECT_EVERY_S):
+        gc.collect()

@@ -64,13 +64,17 @@ class _RayCall:
             raise DeadlineExceeded(self.what, self.whom, self.timeout_s, self.worker.state())
 
 
+NOTHING: tuple[str, Sequence[Any]] = "", ()
+
+
 class _Answers:
     """The answers of `calls` that were sent together: a stream of {number of the call: its answer, pickled}. `failure`:
     the end of the worker, and so of the calls whose answers are not `here`."""
 
-    def __init__(self, stream: Any, calls: Sequence[_Call]) -> None:
+    def __init__(self, stream: Any, calls: Sequence[RayFuture]) -> None:
         self.stream = stream
-        self._awaited = dict(enumerate(calls))  # those without an answer: they hold this object, too
+        # Those without an answer, and whom somebody awaits: a call that was given up is not kept.
+        self._awaited = weakref.WeakValueDictionary(enumerate(calls))
         self.here: dict[int, bytes] = {}
         self.failure: RayError | None = None
 
@@ -85,20 +89,26 @@ class _Answers:
                     self.failure = error
                 else:
                     for call in self._awaited.values():
-                        call.future.worker.send([call])
+                        call.worker.send([call])
                 self._awaited.clear()
                 return
             for number in came:
-                del self._awaited[number]
+                self._awaited.pop(number, None)
             self.here |= came
 
 
 class RayFuture(_RayCall):
     """The answer of one actor call. `handle`: its ObjectRef, or the stream of `answers`, where it is that of call
-    `number`."""
+    `number`. `asked`: method and arguments of a call of the worker's object, as long as it may be sent again."""
 
     answers: _Answers | None = None
     number = 0
+
+    def __init__(
+        self, worker: RayWorker, what: str, handle: Any, timeout_s: float, asked: tuple[str, Sequence[Any]] = NOTHING
+    ) -> None:
+        super().__init__(worker, what, handle, timeout_s)
+        self.asked = asked
 
     @property
     def answered(self) -> bool:
@@ -192,13 +202,6 @@ class RayStream(_RayCall):
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    future: RayFuture
-    method: str
-    args: Sequence[Any]
-
-
 class RayWorker:
     """A handle on one `WorkerActor`. `waiting_for`: returns why its process may not be up yet; `on_death`: called when
     it turns out to be dead; `stream_options`: Ray's options of calls that stream; `concurrent`: it takes several calls
@@ -225,7 +228,7 @@ class RayWorker:
         self._on_death = on_death
         self._stream_options = stream_options
         self._concurrent = concurrent
-        self._held: list[_Call] | None = None  # calls to be sent together
+        self._held: list[RayFuture] | None = None  # calls to be sent together
         self._place = RayFuture(self, "start of its process", actor.place.remote(), start_timeout_s)
         self._known_place: Place | None = None
         self._start_timeout_s = start_timeout_s
@@ -247,13 +250,12 @@ class RayWorker:
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayFuture:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        future = RayFuture(self, what or method, None, timeout_s)
-        call = _Call(future, method, args)
+        call = RayFuture(self, what or method, None, timeout_s, (method, args))
         if self._held is None:
             self.send([call])
         else:
             self._held.append(call)
-        return future
+        return call
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -267,19 +269,20 @@ class RayWorker:
             held, self._held = self._held, None
             self.send(held)
 
-    def send(self, calls: Sequence[_Call]) -> None:
+    def send(self, calls: Sequence[RayFuture]) -> None:
         """Send calls as one message."""
         wholes: dict[ray.ObjectRef, int] = {}
-        asked = [_asked(call.method, call.args, wholes) for call in calls]
+        asked = [_asked(*call.asked, wholes) for call in calls]
         if len(calls) == 1:
-            calls[0].future.handle, calls[0].future.answers = self.actor.call.remote(asked[0], *wholes), None
+            calls[0].handle, calls[0].answers = self.actor.call.remote(asked[0], *wholes), None
+            calls[0].asked = NOTHING
         elif calls:
             stream = self.actor.calls.options(num_returns="streaming").remote(asked, *wholes)
             answers = _Answers(stream, calls)
             for number, call in enumerate(calls):
-                call.future.handle, call.future.answers, call.future.number = stream, answers, number
+                call.handle, call.answers, call.number = stream, answers, number
         with self._lock:
-            self._calls.update(call.future for call in calls)
+            self._calls.update(calls)
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayStream:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s

@@ -450,18 +450,23 @@ def test_no_more_calls_run_at_a_time_because_they_travel_together(cluster, team,
     assert [total.result() for total in totals] == [before + 2, before]
 
 
-def test_calls_that_travelled_together_are_gone_once_nobody_holds_them(cluster, team):
+@pytest.mark.parametrize("answered", [True, False])
+def test_calls_that_travel_together_are_gone_once_nobody_holds_them(cluster, team, gate, answered):
     """What they were asked with is, too: the store keeps a sample while a reference to it exists."""
+    if answered:
+        gate.touch()
     gc.disable()
     try:
         with team.together():
-            calls = [team.call("sum_of", cluster.store.put([1]), value) for value in range(3)]
-        assert [call.result() for call in calls] == [1, 2, 3]
+            calls = [team.call("nap_in_the_middle", str(gate)) for _ in range(3)]
+        if answered:
+            assert [call.result() for call in calls] == ["awake"] * 3
         watched = [weakref.ref(call) for call in calls]
         calls.clear()
         assert [ref() for ref in watched] == [None] * 3
     finally:
         gc.enable()
+        gate.touch()
 
 
 def test_a_call_alone_travels_alone_and_nothing_can_travel_together(team):

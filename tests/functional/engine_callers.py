@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -57,17 +59,71 @@ def requests_join_an_open_stream(engine: Engine) -> None:
     assert not engine.join("open", [long], sampling) and engine.health()["requests"] == 0
 
 
-def a_stream_that_is_given_up_takes_none_of_those_that_are_about_to_join(engine: Engine) -> None:
-    stream = engine.generate_together([request(1, length=CONTEXT - 1), request(3)], Sampling(100), "open")
-    next(stream)
-    caller, joined = engine._streams["open"].caller, []
-    thread = threading.Thread(target=lambda: joined.append(engine.join("open", [request(4)], Sampling(100))))
-    with engine._lock.call():
+def a_stream_that_is_given_up_keeps_nothing_of_those_that_join_it(engine: Engine) -> None:
+    """Neither where they come after its end, nor where it ends while they are added."""
+    asked, sampling = [request(1, length=CONTEXT - 1), request(3)], Sampling(max_new_tokens=100)
+    joined: list[bool] = []
+
+    def join() -> threading.Thread:
+        thread = threading.Thread(target=lambda: joined.append(engine.join("open", [request(4)], sampling)))
         thread.start()
+        return thread
+
+    stream = engine.generate_together(asked, sampling, "open")
+    next(stream)
+    caller = engine._streams["open"].caller
+    with engine._lock.call():
+        late = join()
         wait_until(lambda: caller.joining, "the join")
         stream.close()
-    thread.join(100)
+    late.join(100)
     assert joined == [False] and engine.health()["requests"] == 0
+
+    stream = engine.generate_together(asked, sampling, "open")
+    next(stream)
+    vllm, adding = engine._llm_engine, threading.Event()
+    add = vllm.add_request
+
+    def add_while_the_stream_ends(*args: Any, **kwargs: Any) -> Any:
+        adding.set()
+        wait_until(lambda: engine._lock._asking > 1, "the end of the stream")
+        return add(*args, **kwargs)
+
+    vllm.add_request = add_while_the_stream_ends
+    try:
+        thread = join()
+        assert adding.wait(100)
+        stream.close()
+        thread.join(100)
+    finally:
+        del vllm.add_request
+    assert engine.health()["requests"] == 0
+
+
+def requests_of_a_call_are_added_between_two_steps(engine: Engine) -> None:
+    vllm = engine._llm_engine
+    events, add, step = list[str](), vllm.add_request, vllm.step
+
+    def note_add(*args: Any, **kwargs: Any) -> Any:
+        events.append("add")
+        time.sleep(0.01)
+        return add(*args, **kwargs)
+
+    def note_step() -> Any:
+        events.append("step")
+        return step()
+
+    vllm.add_request, vllm.step = note_add, note_step
+    try:
+        thread = threading.Thread(target=generate, args=(engine, [request(3)]), kwargs={"max_new_tokens": 100})
+        thread.start()
+        wait_until(lambda: "step" in events, "a step")
+        generate(engine, [request(10 + number) for number in range(6)])
+        thread.join(100)
+    finally:
+        del vllm.add_request, vllm.step
+    later = [place for place, event in enumerate(events) if event == "add"][1:]
+    assert later == list(range(later[0], later[0] + 6))
 
 
 def several_callers_share_the_steps(engine: Engine) -> None:
@@ -106,6 +162,7 @@ CALLERS = (
     samples_come_as_they_finish,
     samples_that_nobody_wants_any_more_are_given_up,
     requests_join_an_open_stream,
-    a_stream_that_is_given_up_takes_none_of_those_that_are_about_to_join,
+    a_stream_that_is_given_up_keeps_nothing_of_those_that_join_it,
+    requests_of_a_call_are_added_between_two_steps,
     several_callers_share_the_steps,
 )

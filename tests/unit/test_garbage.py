@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import time
 import weakref
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from grpo_mcore import garbage
 from grpo_mcore.garbage import COLLECT_AFTER_WITHOUT_TENSORS, rare_collections
 
 
@@ -28,6 +30,12 @@ def garbage_is_collected_rarely() -> None:
         assert gone() is None
         raise KeyError
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    garbage.COLLECT_EVERY_S = 0.01
+    with rare_collections():
+        gone, deadline = weakref.ref(Cycle()), time.monotonic() + 60
+        while gone() is not None:
+            assert time.monotonic() < deadline, "it is collected now and then all the same"
+            time.sleep(0.01)
 
 
 def test_garbage_is_collected_rarely_and_as_before_afterwards() -> None:
