@@ -35,6 +35,8 @@ from grpo_mcore.generation.worker_calls import (
     start_profile,
     stop_profile,
     take_records,
+    unlink_answer_queue,
+    unlink_queue,
     unlink_shared_segments,
 )
 from grpo_mcore.rollout.text_tokens import special_tokens
@@ -63,16 +65,6 @@ def tokenizer_as_written() -> Iterator[None]:
         yield
     finally:
         hf.get_cached_tokenizer = cached
-
-
-def _unlink_queue(executor: Any) -> None:
-    """Remove the name of the segment in which an engine speaks with its ranks, 160 MB, which all of them have mapped.
-    vLLM removes it at its end, which a process that is killed does not reach, and Ray kills Python's resource tracker
-    with it."""
-    buffer: Any = getattr(getattr(executor, "rpc_broadcast_mq", None), "buffer", None)
-    if getattr(buffer, "is_creator", False):
-        buffer.shared_memory.unlink()
-        buffer.is_creator = False
 
 
 @dataclass(eq=False)
@@ -161,7 +153,10 @@ class Engine:
         arguments = EngineArgs(**engine_arguments(self.config, port))
         with self._rank_deaths(), tokenizer_as_written():
             engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        _unlink_queue(engine.model_executor)
+        # Ray kills Python's resource tracker with a killed engine, which else would remove these names.
+        unlink_queue(getattr(engine.model_executor, "rpc_broadcast_mq", None))
+        if self.config.ranks > 1:
+            engine.collective_rpc(unlink_answer_queue)
         if self.config.platform == "cpu" and self.config.ranks > 1:
             engine.collective_rpc(unlink_shared_segments)
             engine.collective_rpc(make_stage_inputs)

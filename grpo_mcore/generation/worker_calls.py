@@ -9,10 +9,12 @@ hook.
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,24 @@ def unlink_shared_segments(worker: Any) -> None:
     if worker.rank == 0:
         for segment in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
             segment.unlink()
+
+
+def unlink_answer_queue(worker: Any) -> None:
+    """Remove the name of the segment in which this rank answers its engine, 240 MB, which both have mapped. vLLM
+    removes it at the rank's end, which a rank that is killed does not reach. In vLLM only the object that runs the
+    rank's calls, this one too, has the queue."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        unlink_queue(getattr(frame.f_locals.get("self"), "worker_response_mq", None))
+        frame = frame.f_back
+
+
+def unlink_queue(queue: Any) -> None:
+    """Remove the name of the segment of a queue that this process has made, if it is one with a segment."""
+    buffer: Any = getattr(queue, "buffer", None)
+    if getattr(buffer, "is_creator", False):
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False
 
 
 def make_stage_inputs(worker: Any) -> None:

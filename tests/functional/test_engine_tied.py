@@ -32,8 +32,7 @@ def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, te
     policy = Policy(tmp_path)
     queues = {path for path in shared_files([os.getpid()]) - mapped if path.name.startswith("psm_")}
     try:
-        own = tensor_parallel_size if tensor_parallel_size > 1 else 0  # those of ranks; the engine's has no name now
-        assert len(queues) == own
+        assert not queues, "they have no names by now: nobody removes them after a killed process"
         assert "lm_head.weight" not in policy.plan(engine).to_json()
         with pytest.raises(EngineError, match="weights of no version"):
             generate(engine, [request(1)])
@@ -56,5 +55,5 @@ def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, te
     finally:
         policy.close()
         engine.shutdown()
-    assert ranks() == before and not [path for path in queues if path.exists()]
+    assert ranks() == before
     assert not list(Path("/dev/shm").glob(f"*{policy.run_id}*"))
