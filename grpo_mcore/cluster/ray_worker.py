@@ -65,6 +65,7 @@ class _RayCall:
 
 
 NOTHING: tuple[str, Sequence[Any]] = "", ()
+"""Method and arguments of a call that is not sent again."""
 
 
 class _Answers:

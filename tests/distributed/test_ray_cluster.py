@@ -452,7 +452,7 @@ def test_no_more_calls_run_at_a_time_because_they_travel_together(cluster, team,
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_calls_that_travel_together_are_gone_once_nobody_holds_them(cluster, team, gate, answered):
-    """What they were asked with is, too: the store keeps a sample while a reference to it exists."""
+    """Their arguments go with them: the store keeps a sample for as long as there is a reference to it."""
     if answered:
         gate.touch()
     gc.disable()
