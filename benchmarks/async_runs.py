@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.grpo import grpo_train, setup
-from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_environments, wait_until_ready
 from grpo_mcore.data import build_task_data, build_train_dataloader, load_tokenizer
-from grpo_mcore.data.arithmetic import ArithmeticTask, make_arithmetic_task, make_base_config
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
+from grpo_mcore.driver.run.setup import make_loss, start_cluster, start_environments, wait_until_ready
 from grpo_mcore.observe import Logger, read_metrics
 from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.tools.demo.arithmetic import ArithmeticTask, make_arithmetic_task, make_base_config
 
 PROMPTS, GENERATIONS, LONGEST, PROMPT = 16, 4, 128, 16
 WARM_UP = 2

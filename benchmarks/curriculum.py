@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import mean
 
 from grpo_mcore.algorithms.sft import sft_train
-from grpo_mcore.cli.demo import FOLDERS, GRPO, make_untrained, warm_up_recipe
-from grpo_mcore.cli.train import run_recipe, train
-from grpo_mcore.data.arithmetic import make_arithmetic_task
+from grpo_mcore.cli.train.demo import FOLDERS, GRPO, make_untrained, warm_up_recipe
+from grpo_mcore.cli.train.train import run_recipe, train
 from grpo_mcore.recipe import load_recipe
-from grpo_mcore.tools.demo import read_course
+from grpo_mcore.tools.demo.arithmetic import make_arithmetic_task
+from grpo_mcore.tools.demo.demo import read_course
 
 ONE_RANK = ("cluster.backend=local", "cluster.gpus_per_node=1", "policy.megatron_cfg.tensor_model_parallel_size=1")
 QUIET = ("checkpointing.enabled=false", "logger.num_val_samples_to_print=0")

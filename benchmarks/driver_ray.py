@@ -29,12 +29,12 @@ import torch
 
 from benchmarks.driver import exponent, least
 from benchmarks.rollouts import Tokenizer
-from grpo_mcore.algorithms.engines.engine_group import PARCELS, EngineGroup, EngineSlot
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
+from grpo_mcore.base.garbage import rare_collections
 from grpo_mcore.cluster import Parcel, Worker, call_all, gather, remote_call
 from grpo_mcore.cluster.ray_cluster import RayCluster
-from grpo_mcore.garbage import rare_collections
+from grpo_mcore.driver.engines.engine_group import PARCELS, EngineGroup, EngineSlot
+from grpo_mcore.driver.rollouts.rollouts import Rollouts
+from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn

@@ -50,8 +50,8 @@ def make(folder: Path, layers: int, hidden: int) -> tuple[Path, Path]:
     from transformers import Qwen3Config
 
     from grpo_mcore.families import read_hf_config, shape_of
-    from grpo_mcore.parallel.export import ONE_RANK, one_rank
     from grpo_mcore.parallel.platform import Platform
+    from grpo_mcore.parallel.weights.export import ONE_RANK, one_rank
     from grpo_mcore.recipe import MegatronConfig
 
     model, checkpoint = folder / "model", folder / "checkpoint"
@@ -77,7 +77,7 @@ def make(folder: Path, layers: int, hidden: int) -> tuple[Path, Path]:
 def one_export(model: str, checkpoint: str, file_mb: str) -> dict[str, float]:
     import time
 
-    from grpo_mcore.parallel.export import export_merged, one_rank
+    from grpo_mcore.parallel.weights.export import export_merged, one_rank
     from grpo_mcore.recipe import PolicyConfig
 
     with one_rank():

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from grpo_mcore.environments.hf_math_verify import hf_math_verify
+from grpo_mcore.environments.math.hf_math_verify import hf_math_verify
 
 MARK = "FAULT "
 """Beginning of a faulty answer; the name of its fault follows."""

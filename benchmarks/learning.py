@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from grpo_mcore.cli.train import train
+from grpo_mcore.cli.train.train import train
 from grpo_mcore.data.loader import PromptBatchSampler
 from grpo_mcore.observe import read_metrics
 from grpo_mcore.recipe import MasterConfig, load_recipe

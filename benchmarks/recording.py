@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.algorithms import grpo
-from grpo_mcore.algorithms.record.run_report import RunReport
-from grpo_mcore.algorithms.record.sample_writer import SampleWriter
-from grpo_mcore.cli.train import train
-from grpo_mcore.observe.ledger import LEDGER_FILE, Ledger
+from grpo_mcore.cli.train.train import train
+from grpo_mcore.driver.record.run_report import RunReport
+from grpo_mcore.driver.record.sample_writer import SampleWriter
+from grpo_mcore.observe.ledger.ledger import LEDGER_FILE, Ledger
 from grpo_mcore.observe.samples import SampleFiles
 from grpo_mcore.recipe import load_recipe
 

@@ -29,14 +29,14 @@ from typing import Any
 import torch
 from classic_refit import join_wire, join_wires, receive_classic, run_classic, send_classic
 
-from grpo_mcore import processes
-from grpo_mcore.algorithms.engines.engine_group import EngineWorker
+from grpo_mcore.base import processes
+from grpo_mcore.driver.engines.engine_group import EngineWorker
 from grpo_mcore.families import parameter_count, params_of, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.plan import plan_refit
+from grpo_mcore.refit.plan.plan import plan_refit
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.refit.refit import EngineNodes, refit
-from grpo_mcore.refit.sender import RefitSender
 
 GIB = 2**30
 QWEN = {
@@ -109,7 +109,7 @@ class PolicyRank:
         from grpo_mcore.parallel.mesh import Address, join_mesh
         from grpo_mcore.parallel.model import build_model
         from grpo_mcore.parallel.platform import Platform
-        from grpo_mcore.parallel.weights import ShardedWeights
+        from grpo_mcore.parallel.weights.weights import ShardedWeights
         from grpo_mcore.recipe import MegatronConfig
 
         self.shape = shape_of(read_hf_config(folder))

@@ -1,6 +1,6 @@
 """Seconds of a step's rollouts, in virtual time: each sample by itself, all turns together, and the physical bound.
 
-The rollouts are the real class (`algorithms/rollouts/rollouts.py`); engines and environments are modelled. An engine
+The rollouts are the real class (`driver/rollouts/rollouts.py`); engines and environments are modelled. An engine
 takes steps of 8 ms + 0.04 ms for each sample in its batch, each sample gets one token a step, and a request joins the
 batch at the next step. A tool answers a call after a fixed time, or one that is drawn. With an age of A, prompts of A
 further steps are in flight, and the time of a step is the mean over several of them.
@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import LocalCluster, Parcel
+from grpo_mcore.driver.engines.engine_group import EngineGroup, EngineSlot
+from grpo_mcore.driver.rollouts.rollouts import Rollouts
+from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, TrajectoryRef
 

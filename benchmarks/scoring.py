@@ -27,10 +27,10 @@ import aiohttp
 import torch
 from aiohttp import web
 
-from grpo_mcore.algorithms.record.run_report import scoring_notes
-from grpo_mcore.algorithms.rollouts.scoring import BatchLimits, EnvironmentWorker, RewardScorer
 from grpo_mcore.cluster.ray_cluster import RayCluster
-from grpo_mcore.environments.rule_environment import RuleEnvironment
+from grpo_mcore.driver.record.run_report import scoring_notes
+from grpo_mcore.driver.rollouts.scoring import BatchLimits, EnvironmentWorker, RewardScorer
+from grpo_mcore.environments.rules.rule_environment import RuleEnvironment
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
 

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore import processes
+from grpo_mcore.base import processes
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows, share_prefixes
-from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import cpu_threads
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import PolicyConfig
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 
 SHAPE = {
     "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64,

@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from grpo_mcore.cli.train import train
-from grpo_mcore.data.arithmetic import make_arithmetic_task, make_base_config
+from grpo_mcore.cli.train.train import train
 from grpo_mcore.observe import read_metrics
 from grpo_mcore.recipe import load_recipe
+from grpo_mcore.tools.demo.arithmetic import make_arithmetic_task, make_base_config
 
 SIZES = {
     "demo": ({}, ["policy.precision=float32"]),

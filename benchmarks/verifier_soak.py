@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any
 
 from benchmarks.faulty_verifier import FAULTS, MARK
-from grpo_mcore.environments.math_environment import MathEnvironment
+from grpo_mcore.environments.math.math_environment import MathEnvironment
 
 GROUP, CALLERS = 16, 32  # answers of one call, and calls at a time, as in a run
 

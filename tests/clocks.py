@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_mcore.clock import RealClock
+from grpo_mcore.base.clock import RealClock
 
 
 class StandingClock(RealClock):

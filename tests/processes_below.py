@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from grpo_mcore.processes import descendants
+from grpo_mcore.base.processes import descendants
 
 
 def named(name: str, pid: int | None = None) -> list[psutil.Process]:

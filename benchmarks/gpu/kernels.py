@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from benchmarks.gpu.kit import Row, Setting
-from grpo_mcore.imports import why_not_imported
+from grpo_mcore.base.imports import why_not_imported
 from grpo_mcore.parallel.mesh import prepare_megatron
 
 
@@ -32,7 +32,7 @@ def run(setting: Setting) -> Iterator[Row]:
 
 def scans(setting: Setting) -> Iterator[Row]:
     """Compare Mamba2 scans: 64 heads of 64, 8 groups, states of 128, chunks of 128."""
-    from grpo_mcore.parallel.mamba import scan
+    from grpo_mcore.parallel.layers.mamba import scan
 
     chunk = 8 if setting.tiny else 128
     *inputs, sequence = scan_inputs(setting, 50 if setting.tiny else 300)
@@ -80,8 +80,8 @@ def recurrence(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, seque
 
 def delta_rules(setting: Setting) -> Iterator[Row]:
     """Compare gated delta rules: 16 heads of queries and keys, 32 of values, all of 128, chunks of 64."""
-    from grpo_mcore.parallel.delta import delta_rule, fused_delta_rule, unit
-    from grpo_mcore.parallel.packed_row import chunks_of
+    from grpo_mcore.parallel.layers.delta import delta_rule, fused_delta_rule, unit
+    from grpo_mcore.parallel.layers.packed_row import chunks_of
 
     keys, heads, size, chunk = (2, 4, 8, 4) if setting.tiny else (16, 32, 128, 64)
     generator = torch.Generator(setting.torch_device).manual_seed(4)
@@ -166,8 +166,8 @@ def experts(setting: Setting) -> Iterator[Row]:
 
 def attention(setting: Setting) -> Iterator[Row]:
     """Compare attention over packed rows: 32 heads of 128, 2 groups."""
-    from grpo_mcore.parallel.attention import PackedAttention
-    from grpo_mcore.parallel.packed_row import describe_row
+    from grpo_mcore.parallel.layers.attention import PackedAttention
+    from grpo_mcore.parallel.layers.packed_row import describe_row
 
     heads, groups, size = (4, 2, 16) if setting.tiny else (32, 2, 128)
     kind = torch.bfloat16 if setting.platform.on_gpu else torch.float32

@@ -18,13 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.families import HfTensor, params_of, shape_of
 from grpo_mcore.objective import NLLLossFn
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy, TrainReport
-from grpo_mcore.processes import free_port
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.tools.plan.workload import DEVICES, Device
 

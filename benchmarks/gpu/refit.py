@@ -19,13 +19,13 @@ from benchmarks.gpu.kit import Row, Setting, number
 from grpo_mcore.families import params_of, shape_of
 from grpo_mcore.families.known import known_config
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.board import Seat
-from grpo_mcore.refit.buffer import attach_buffer, block_view
-from grpo_mcore.refit.parts import parts_of
-from grpo_mcore.refit.plan import RefitPlan, plan_refit
-from grpo_mcore.refit.proof import checksum, first_difference
-from grpo_mcore.refit.sender import RefitSender
-from grpo_mcore.refit.shared_memory import SharedMemoryBuffer
+from grpo_mcore.refit.plan.parts import parts_of
+from grpo_mcore.refit.plan.plan import RefitPlan, plan_refit
+from grpo_mcore.refit.plan.proof import checksum, first_difference
+from grpo_mcore.refit.policy_side.sender import RefitSender
+from grpo_mcore.refit.transport.board import Seat
+from grpo_mcore.refit.transport.buffer import attach_buffer, block_view
+from grpo_mcore.refit.transport.shared_memory import SharedMemoryBuffer
 
 
 class Weights:

@@ -20,11 +20,11 @@ import torch
 
 from benchmarks.gpu.cycle import config_of, free_bytes
 from benchmarks.gpu.kit import GIB, Row, Setting, make_model, number, recipe, rows_of
-from grpo_mcore.imports import NOT_INSTALLED, why_not_imported
+from grpo_mcore.base.imports import NOT_INSTALLED, why_not_imported
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
-from grpo_mcore.processes import free_port
 
 PACKAGES = ("transformer_engine.pytorch", "causal_conv1d", "mamba_ssm", "fla", "flashinfer", "vllm")
 LIMIT_S = 240
@@ -91,9 +91,9 @@ def engine(setting: Setting) -> Iterator[Row]:
     if why := why_not_imported("vllm"):
         yield Row("stack", "engine", why, "", None if why == NOT_INSTALLED else False)
         return
-    from grpo_mcore.data.tiny_models import make_tiny_model
     from grpo_mcore.generation import Engine, EngineConfig
     from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
+    from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     folder = make_tiny_model("qwen3", setting.folder / "engine", words=True, **sizes)

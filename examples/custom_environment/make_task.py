@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.custom_environment.calculator import CALL, calculate
-from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
+from grpo_mcore.tools.demo.arithmetic import make_base_config, make_tokenizer
 
 
 def make_task(folder: Path, seed: int = 0) -> None:

@@ -22,21 +22,21 @@ from typing import Any
 
 import torch
 
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.cluster.local_cluster import LocalWorker
-from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
 from grpo_mcore.data.tokenizer import load_tokenizer
 from grpo_mcore.generation import Engine, EngineConfig
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.objective import ClippedPGLossFn, group_index, grpo_advantages, valid_counts
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
-from grpo_mcore.processes import free_port
 from grpo_mcore.recipe import load_recipe
-from grpo_mcore.refit.plan import plan_model_refit
+from grpo_mcore.refit.plan.plan import plan_model_refit
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.refit.refit import refit
-from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
+from grpo_mcore.tools.demo.arithmetic import make_base_config, make_tokenizer
 
 PROMPTS, GENERATIONS = 8, 16  # groups a step, samples a group
 SAMPLING = Sampling(max_new_tokens=8, temperature=1.0)

@@ -19,7 +19,7 @@ import pandas as pd
 from transformers import pipeline
 
 from grpo_mcore.algorithms.grpo import grpo_train
-from grpo_mcore.algorithms.run import open_run, prepare
+from grpo_mcore.driver.run.run import open_run, prepare
 from grpo_mcore.observe import read_metrics
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.export import export

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from examples.sliding_puzzle.puzzle import DIRECTIONS
-from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
+from grpo_mcore.tools.demo.arithmetic import make_base_config, make_tokenizer
 
 CHARACTERS = string.digits + string.ascii_lowercase + "_ \n.,:;'<>/"
 WORDS = ("<action>", "</action>", *DIRECTIONS)

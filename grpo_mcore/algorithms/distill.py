@@ -10,21 +10,21 @@ On the policy's own samples, distillation is the loop of grpo.py with the same t
 generation and the update of a step, `train_on_groups` has the teachers score the samples.
 
 Not here: the divergences (parallel/divergence.py, the loss in objective/distillation.py), the teachers
-(training_step/teachers.py), what is logged and when a checkpoint is due (record/tuning_record.py).
+(driver/policy/teachers.py), what is logged and when a checkpoint is due (driver/record/tuning_record.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from grpo_mcore.algorithms.record.tuning_record import TuningRecord, start_tuning_record
-from grpo_mcore.algorithms.run import Run
-from grpo_mcore.algorithms.run_control.stopping import StopRequest
 from grpo_mcore.algorithms.sft import SFTStep, build_step, validate
-from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.training_step.step_batch import RankStep
+from grpo_mcore.base.stopping import StopRequest
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.record.tuning_record import TuningRecord, start_tuning_record
+from grpo_mcore.driver.run.run import Run
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.step.step_batch import RankStep
 
 
 def distill_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ them without a second pass.
 Consumes: batches of the data loader. Waits for: the policy's ranks; while they train it reads and tokenises the next
 batch. Nothing else goes on beside it but the files that are being written.
 
-Not here: what is logged and when a validation or a checkpoint is due (record/tuning_record.py), the losses
+Not here: what is logged and when a validation or a checkpoint is due (driver/record/tuning_record.py), the losses
 (objective/preference.py), the network (parallel/).
 """
 
@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.record.tuning_record import Metrics, TuningRecord, start_tuning_record
-from grpo_mcore.algorithms.run import Run
-from grpo_mcore.algorithms.run_control.stopping import StopRequest
-from grpo_mcore.algorithms.training_step.examples import as_group, as_trajectory, filled_up, prefixes_of
-from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets, rank_steps
+from grpo_mcore.base.stopping import StopRequest
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord, start_tuning_record
+from grpo_mcore.driver.run.run import Run
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import MasterConfig, needs_reference
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.step.examples import as_group, as_trajectory, filled_up, prefixes_of
+from grpo_mcore.step.step_batch import RankStep, TrainTargets, rank_steps
 
 NEMO_RL_LOSS = "validation-default_loss"
 """NeMo RL's name of the validation loss, for recipes that choose checkpoints by it."""

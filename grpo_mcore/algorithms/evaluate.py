@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.run import open_sampler, prepare
+from grpo_mcore.base.text import replaced
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, DatumSpec
+from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
+from grpo_mcore.driver.rollouts.rollouts import Rollouts
+from grpo_mcore.driver.run.run import open_sampler, prepare
 from grpo_mcore.objective import majority_at_k, mean_interval, pass_at_k, pass_numbers
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.text import replaced
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
-from grpo_mcore.algorithms.checkpointing.checkpoint_files import GRPOSaveState
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-from grpo_mcore.algorithms.checkpointing.group_store import resume_in_flight, write_groups
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.engines.retries import Retries
-from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.nemo_rl_api import (
     TokenizerType,
     _default_grpo_save_state,
@@ -41,22 +34,26 @@ from grpo_mcore.algorithms.nemo_rl_api import (
     setup,
     validate,
 )
-from grpo_mcore.algorithms.record.followed_run import FollowedRun
-from grpo_mcore.algorithms.record.run_record import RunRecord, start_record, start_schedule
-from grpo_mcore.algorithms.record.run_report import Compare, RunReport
-from grpo_mcore.algorithms.record.sample_writer import SampleSink
-from grpo_mcore.algorithms.record.step_profile import StepProfile
-from grpo_mcore.algorithms.rollouts.recorded_rollouts import RecordedRollouts, RecordedValidation
-from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
-from grpo_mcore.algorithms.rollouts.scoring import as_workers
-from grpo_mcore.algorithms.rollouts.validation import run_validation
-from grpo_mcore.algorithms.run_control.stopping import StopRequest
-from grpo_mcore.algorithms.training_step.advantages import compute_targets
-from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
-from grpo_mcore.algorithms.training_step.step_groups import StepGroups
-from grpo_mcore.algorithms.weight_sync.refit_parity import sampled_parity
-from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
+from grpo_mcore.base.stopping import StopRequest
+from grpo_mcore.driver.checkpoints.background import BackgroundCheckpoints
+from grpo_mcore.driver.checkpoints.checkpoint_files import GRPOSaveState
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
+from grpo_mcore.driver.checkpoints.group_store import resume_in_flight, write_groups
+from grpo_mcore.driver.engines.engine_group import EngineGroup
+from grpo_mcore.driver.engines.retries import Retries
+from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.policy.refit_parity import sampled_parity
+from grpo_mcore.driver.policy.refit_step import refit_engines
+from grpo_mcore.driver.record.followed_run import FollowedRun
+from grpo_mcore.driver.record.recorded_rollouts import RecordedRollouts, RecordedValidation
+from grpo_mcore.driver.record.run_record import RunRecord, start_record, start_schedule
+from grpo_mcore.driver.record.run_report import Compare, RunReport
+from grpo_mcore.driver.record.sample_writer import SampleSink
+from grpo_mcore.driver.record.step_profile import StepProfile
+from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
+from grpo_mcore.driver.rollouts.scoring import as_workers
+from grpo_mcore.driver.rollouts.validation import run_validation
 from grpo_mcore.observe import Logger, Timeline
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
@@ -70,6 +67,9 @@ from grpo_mcore.recipe import (
 )
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.step.advantages import compute_targets
+from grpo_mcore.step.step_batch import build_step_batch
+from grpo_mcore.step.step_groups import StepGroups
 
 __all__ = [
     "AsyncGRPOConfig", "GRPOConfig", "GRPOLoggerConfig", "GRPOSaveState", "MasterConfig", "RewardScalingConfig",

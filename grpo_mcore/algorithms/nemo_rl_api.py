@@ -1,7 +1,7 @@
 """NeMo RL's other entry points with their documented arguments; the loop is in grpo.py.
 
 A script that was written against `nemo_rl.algorithms.grpo` runs with the package name changed: all of this is
-importable from `grpo_mcore.algorithms.grpo`. Our own command line uses `algorithms/run.py` instead.
+importable from `grpo_mcore.algorithms.grpo`. Our own command line uses `driver/run/run.py` instead.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from grpo_mcore.algorithms.checkpointing.checkpoint_files import GRPOSaveState, first_save_state
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.rollouts.scoring import as_workers
-from grpo_mcore.algorithms.rollouts.validation import run_validation
-from grpo_mcore.algorithms.run import prepare, start_run
-from grpo_mcore.algorithms.setup import start_cluster
-from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import AllTaskProcessedDataset, BatchedDataDict, TaskData
+from grpo_mcore.driver.checkpoints.checkpoint_files import GRPOSaveState, first_save_state
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
+from grpo_mcore.driver.engines.engine_group import EngineGroup
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.policy.refit_step import refit_once
+from grpo_mcore.driver.rollouts.scoring import as_workers
+from grpo_mcore.driver.rollouts.validation import run_validation
+from grpo_mcore.driver.run.run import prepare, start_run
+from grpo_mcore.driver.run.setup import start_cluster
 from grpo_mcore.objective import scale_reward_values
 from grpo_mcore.observe import Logger
 from grpo_mcore.parallel.policy import LossFn

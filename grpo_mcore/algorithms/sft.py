@@ -7,7 +7,7 @@ Consumes: batches of the data loader. Waits for: the policy's ranks; while they 
 batch. Nothing else goes on beside it but the files that are being written. There is no padding; examples that are too
 long are left out and counted.
 
-Not here: what is logged and when a validation or a checkpoint is due (record/tuning_record.py), the loss
+Not here: what is logged and when a validation or a checkpoint is due (driver/record/tuning_record.py), the loss
 (objective/loss.py), the network (parallel/).
 """
 
@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.record.tuning_record import Metrics, TuningRecord, start_tuning_record
-from grpo_mcore.algorithms.run import Run
-from grpo_mcore.algorithms.run_control.stopping import StopRequest
-from grpo_mcore.algorithms.training_step.examples import as_group, as_trajectory, filled_up, prefixes_of
-from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets, rank_steps
+from grpo_mcore.base.stopping import StopRequest
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord, start_tuning_record
+from grpo_mcore.driver.run.run import Run
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import TrajectoryRef
+from grpo_mcore.step.examples import as_group, as_trajectory, filled_up, prefixes_of
+from grpo_mcore.step.step_batch import RankStep, TrainTargets, rank_steps
 
 
 def sft_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:

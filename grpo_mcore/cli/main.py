@@ -1,6 +1,6 @@
 """The `grpo-mcore` command.
 
-Each verb is a file of this folder with `run(args) -> int`, imported only when it is used. It may have
+Each verb is a file of a folder beside this one with `run(args) -> int`, imported only when it is used. It may have
 `add_arguments(parser)` for options of its own, or `parse(words)` for commands of its own.
 """
 
@@ -21,43 +21,42 @@ from pathlib import Path
 from typing import Any
 
 import grpo_mcore
+from grpo_mcore.base.garbage import collect_rarely
+from grpo_mcore.base.text import escaped
 from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words_so_far
 from grpo_mcore.cli.json_output import only_json
-from grpo_mcore.garbage import collect_rarely
-from grpo_mcore.observe.colors import painted
+from grpo_mcore.observe.console.colors import painted
+from grpo_mcore.observe.console.console_stream import UnfailingStream, unfailing_console
 from grpo_mcore.observe.exit_codes import LOST
 from grpo_mcore.recipe import RecipeError, is_override
-from grpo_mcore.text import escaped
-from grpo_mcore.unfailing_stream import UnfailingStream, unfailing_console
 
-# Verb: (what it does, does it take a recipe).
 VERBS = {
-    "train": ("train a model with GRPO", True),
-    "sft": ("fine-tune a model on examples", True),
-    "dpo": ("train a model on pairs of a chosen and a rejected answer", True),
-    "distill": ("train a model to give a teacher's distribution at every token", True),
-    "eval": ("measure how well models or checkpoints solve tasks", False),
-    "export": ("write a checkpoint as a model in Hugging Face's format", False),
-    "plan": ("predict memory, time and refit of a recipe before anything is started", True),
-    "rehearse": ("run a recipe at full scale in virtual time, with faults if wanted", True),
-    "prefetch": ("fetch the models and data of a recipe into one cache, and open them without a network", True),
-    "doctor": ("find what is wrong with this machine, or with every node of a cluster", False),
-    "config": ("print a recipe, resolved, with the source of every value", True),
-    "refit": ("show how a refit moves the weights of a recipe, or check one: refit plan, refit verify", False),
-    "parity": ("compare the policy on several layouts, and an engine, with transformers", False),
-    "verdict": ("name why policy and engine disagree, on a recorded step or for a model", False),
-    "launch": ("run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
-    "sweep": ("train a recipe with each combination of some values and seeds: key=a,b,c --seeds 3", True),
-    "demo": ("make a small model and train it with GRPO on this machine", False),
-    "report": ("write a page that shows a run: curves, device-seconds, timeline, samples", False),
-    "runs": ("list the runs below a folder: state, step, score, and which settings differ", False),
-    "watch": ("show a run in the terminal, while it goes on or afterwards", False),
-    "inspect": ("say what every process of a run is doing, and whom the others wait for", False),
-    "replay": ("compute a recorded step again, on any layout, and say where it differs", False),
-    "ledger": ("audit a run: did every prompt have exactly one end", False),
-    "data": ("make training data of NeMo Gym rollouts, check training data", False),
+    "train": ("train", "train a model with GRPO", True),
+    "sft": ("train", "fine-tune a model on examples", True),
+    "dpo": ("train", "train a model on pairs of a chosen and a rejected answer", True),
+    "distill": ("train", "train a model to give a teacher's distribution at every token", True),
+    "eval": ("train", "measure how well models or checkpoints solve tasks", False),
+    "sweep": ("train", "train a recipe with each combination of some values and seeds: key=a,b,c --seeds 3", True),
+    "demo": ("train", "make a small model and train it with GRPO on this machine", False),
+    "watch": ("look", "show a run in the terminal, while it goes on or afterwards", False),
+    "runs": ("look", "list the runs below a folder: state, step, score, and which settings differ", False),
+    "report": ("look", "write a page that shows a run: curves, device-seconds, timeline, samples", False),
+    "ledger": ("look", "audit a run: did every prompt have exactly one end", False),
+    "inspect": ("look", "say what every process of a run is doing, and whom the others wait for", False),
+    "replay": ("look", "compute a recorded step again, on any layout, and say where it differs", False),
+    "verdict": ("look", "name why policy and engine disagree, on a recorded step or for a model", False),
+    "export": ("look", "write a checkpoint as a model in Hugging Face's format", False),
+    "config": ("check", "print a recipe, resolved, with the source of every value", True),
+    "data": ("check", "make training data of NeMo Gym rollouts, check training data", False),
+    "plan": ("check", "predict memory, time and refit of a recipe before anything is started", True),
+    "rehearse": ("check", "run a recipe at full scale in virtual time, with faults if wanted", True),
+    "doctor": ("check", "find what is wrong with this machine, or with every node of a cluster", False),
+    "parity": ("check", "compare the policy on several layouts, and an engine, with transformers", False),
+    "refit": ("check", "show how a refit moves the weights of a recipe, or check one: refit plan, refit verify", False),
+    "launch": ("launch", "run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
+    "prefetch": ("launch", "fetch the models and data of a recipe into one cache, then open them offline", True),
 }
-
+"""Verb: (group, what it does, whether it takes a recipe). The verb is the file of its name in the group's folder."""
 
 RUNS = {"train", "sft", "dpo", "distill", "eval", "demo", "sweep"}
 """Verbs whose work goes on where nobody can read what they print."""
@@ -117,7 +116,7 @@ def _run(argv: Sequence[str] | None) -> int:
     to_complete = words_so_far()
     words = to_complete or list(sys.argv[1:] if argv is None else argv)
     verb = words[0] if words and words[0] in VERBS else None
-    module = import_module(f"grpo_mcore.cli.{verb}") if verb else None
+    module = import_module(f"grpo_mcore.cli.{VERBS[verb][0]}.{verb}") if verb else None
     parser, verb_parser = _parsers(verb)
     if module is not None and hasattr(module, "add_arguments"):
         module.add_arguments(verb_parser)
@@ -130,7 +129,7 @@ def _run(argv: Sequence[str] | None) -> int:
         if unknown := [word for word in rest if word.startswith("-")]:
             verb_parser.error(f"unknown option: {' '.join(unknown)}")
         args.words += rest
-        _sort_words(args, verb_parser, takes_recipe=VERBS[str(verb)][1])
+        _sort_words(args, verb_parser, takes_recipe=VERBS[str(verb)][2])
     assert module is not None and verb is not None
     chosen, arguments = module, args
     with only_json() if getattr(args, "json", False) else nullcontext():
@@ -235,7 +234,7 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
     parser.add_argument("--version", action="version", version=f"grpo-mcore {grpo_mcore.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     chosen = parser
-    for name, (purpose, takes_recipe) in VERBS.items():
+    for name, (_, purpose, takes_recipe) in VERBS.items():
         usage = f"grpo-mcore {name} {'RECIPE ' if takes_recipe else ''}[options] [key=value ...]"
         sub = verbs.add_parser(name, help=purpose, description=f"{purpose}.", usage=usage)
         overrides = "a value that replaces the recipe's; +key=value adds a key, ~key removes one"

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from grpo_mcore.base.hub_variables import HUB_VARIABLES
 from grpo_mcore.cluster.orphan_reaper import MARKER, SOCKETS
-from grpo_mcore.hub_variables import HUB_VARIABLES
 
 ALLOWED = (
     # what any program needs

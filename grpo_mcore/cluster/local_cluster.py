@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.clock import REAL, Clock
+from grpo_mcore.base.clock import REAL, Clock
+from grpo_mcore.base.imports import no_exit
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.cluster.inspection import Answering, current_frames, own_frames
-from grpo_mcore.imports import no_exit
-from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import Cluster, ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
 
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO, cast
 
+from grpo_mcore.base.imports import no_exit
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.cluster.environment import is_allowed
 from grpo_mcore.cluster.inspection import Answering, report_here
-from grpo_mcore.imports import no_exit
-from grpo_mcore.processes import free_port
+from grpo_mcore.observe.console.console_stream import UnfailingStream
 from grpo_mcore.rollout.workers import Parcel, Place, Rendezvous
-from grpo_mcore.unfailing_stream import UnfailingStream
 
 in_stream = threading.local()
 """`in_stream.now` is True while this thread runs a worker's generator, or a call whose answer travels in a stream."""

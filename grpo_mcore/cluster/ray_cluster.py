@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from grpo_mcore.clock import REAL, Clock
+from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.cluster.diagnostics import last_line, wait_graph
 from grpo_mcore.cluster.environment import chosen
 from grpo_mcore.cluster.inspection import Answering, Collector, ProcessReport, current_frames, own_frames, reports_here

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore import processes
-from grpo_mcore.addresses import family_of, split_port
+from grpo_mcore.base import processes
+from grpo_mcore.base.addresses import family_of, split_port
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
 from grpo_mcore.cluster.orphan_reaper import OrphanReaper
 from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources

@@ -22,7 +22,7 @@ from ray import NodeID
 from ray._private import ray_constants, services, worker
 from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 
-from grpo_mcore.addresses import running_ray, split_port
+from grpo_mcore.base.addresses import running_ray, split_port
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
 from grpo_mcore.cluster.orphan_reaper import END_S, OrphanReaper, end_marked
 from grpo_mcore.rollout.workers import DeadlineExceeded, NodeLost

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from grpo_mcore.imports import exited
+from grpo_mcore.base.imports import exited
 from grpo_mcore.rollout.workers import (
     Cluster,
     DeadlineExceeded,

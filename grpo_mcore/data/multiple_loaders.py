@@ -7,11 +7,11 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from grpo_mcore.base.imports import import_by_path
 from grpo_mcore.data.batched_data_dict import BatchedDataDict
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.loader import build_dataloader
 from grpo_mcore.data.task_datasets import AllTaskProcessedDataset
-from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import DataConfig
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.pass_rates import PassRates

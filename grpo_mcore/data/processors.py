@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from grpo_mcore.base.imports import import_by_path
 from grpo_mcore.data.answers import Chat, trained_spans
 from grpo_mcore.data.bounded import in_time
 from grpo_mcore.data.interfaces import (
@@ -23,7 +24,6 @@ from grpo_mcore.data.interfaces import (
     uid_text,
 )
 from grpo_mcore.data.turn_tokens import marks_of_a_question
-from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import CustomCode, MasterConfig
 from grpo_mcore.rollout.chat_form import chat_form
 from grpo_mcore.rollout.datum import DatumSpec, Message

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset
 
+from grpo_mcore.base.imports import no_exit
 from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, Entry, ResponseData, load_response_dataset, setting
 from grpo_mcore.data.datasets.rows import Joined
 from grpo_mcore.data.interfaces import (
@@ -32,7 +33,6 @@ from grpo_mcore.data.interfaces import (
     repeated_uids,
     uid_text,
 )
-from grpo_mcore.imports import no_exit
 from grpo_mcore.recipe import dataset_by_name
 from grpo_mcore.rollout.datum import DatumSpec
 

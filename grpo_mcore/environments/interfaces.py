@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
+from grpo_mcore.base.imports import no_exit
+from grpo_mcore.base.text import not_unicode, replaced
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.imports import no_exit
 from grpo_mcore.rollout.trajectory import Outcome, Trajectory
-from grpo_mcore.text import not_unicode, replaced
 
 
 class EnvironmentReturn(NamedTuple):

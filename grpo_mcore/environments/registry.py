@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from grpo_mcore import imports
+from grpo_mcore.base import imports
 
 if TYPE_CHECKING:
     from grpo_mcore.environments.interfaces import EnvironmentBase
 
 _ENVIRONMENTS: dict[str, str] = {
     "code": "grpo_mcore.environments.code.environment:CodeEnvironment",
-    "math": "grpo_mcore.environments.math_environment:MathEnvironment",
-    "nemo_gym": "grpo_mcore.environments.nemo_gym:NemoGymEnvironment",
-    "reward_model": "grpo_mcore.environments.reward_model:RewardModelEnvironment",
-    "rules": "grpo_mcore.environments.rule_environment:RuleEnvironment",
+    "math": "grpo_mcore.environments.math.math_environment:MathEnvironment",
+    "nemo_gym": "grpo_mcore.environments.gym.nemo_gym:NemoGymEnvironment",
+    "reward_model": "grpo_mcore.environments.reward_model.reward_model:RewardModelEnvironment",
+    "rules": "grpo_mcore.environments.rules.rule_environment:RuleEnvironment",
     "sliding_puzzle": "examples.sliding_puzzle.environment:SlidingPuzzleEnvironment",
 }
 

@@ -41,10 +41,10 @@ from typing import Any, ClassVar
 
 import pebble
 
-from grpo_mcore import processes
+from grpo_mcore.base import processes
+from grpo_mcore.base.hub_variables import HUB_VARIABLES
+from grpo_mcore.environments.math.verifiers import shorten
 from grpo_mcore.environments.registry import EnvironmentConfigError, import_by_path
-from grpo_mcore.environments.verifiers import shorten
-from grpo_mcore.hub_variables import HUB_VARIABLES
 
 # The environment variables that workers see. The rest stays out, secrets (HF_TOKEN, WANDB_API_KEY) above all.
 _INHERITED = (

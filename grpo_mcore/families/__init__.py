@@ -7,9 +7,9 @@ To add a family, write a module named after its `model_type` and add it to `regi
   name, and how it is split. `dense.decoder_params` builds it from a declaration of attention and one of the network;
 - `flops(shape, tokens, sum_of_squared_lengths)`, only if `dense.dense_flops` does not fit.
 
-Building, loading, export, refit, checkpoints and `plan` follow from that. Add a tiny model to `data/tiny_models.py`:
-`tests/distributed/test_policy_parity.py` then compares the family with transformers. Only a new kind of layer needs
-code in `parallel/`.
+Building, loading, export, refit, checkpoints and `plan` follow from that. Add a tiny model to
+`tools/demo/tiny_models.yaml`: `tests/distributed/test_policy_parity.py` then compares the family with transformers.
+Only a new kind of layer needs code in `parallel/`.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.gloo import share_gloo_device
-from grpo_mcore.imports import NOT_INSTALLED, why_not_imported
+from grpo_mcore.base.gloo import share_gloo_device
+from grpo_mcore.base.imports import NOT_INSTALLED, why_not_imported
 
 PROVIDER = "vllm_c_cpu"
 PRIORITY = {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}  # vLLM's `ir_op_priority`

@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from grpo_mcore.addresses import address_towards, family_of, with_port
+from grpo_mcore.base.addresses import address_towards, family_of, with_port
+from grpo_mcore.base.gloo import gloo_towards
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.generation.config import EngineConfig
-from grpo_mcore.gloo import gloo_towards
-from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import NodeLost
 
 JOIN_TIMEOUT_S = 600.0

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_mcore.torch_profile import ProcessProfile
+from grpo_mcore.base.torch_profile import ProcessProfile
 
 
 def refit_step(worker: Any, step: str, argument: Any = None) -> dict[str, Any]:

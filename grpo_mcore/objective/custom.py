@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.imports import import_by_path, no_exit, place_of
+from grpo_mcore.base.imports import import_by_path, no_exit, place_of
 from grpo_mcore.objective.advantages import AdvantageEstimate, group_stats
 from grpo_mcore.objective.combine import CUSTOM, METRIC_REDUCTIONS
 from grpo_mcore.objective.kl import custom_kl_estimate

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.imports import import_by_path
+from grpo_mcore.base.imports import import_by_path
 from grpo_mcore.recipe import CustomCode, KLType
 
 

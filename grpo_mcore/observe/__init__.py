@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from grpo_mcore.observe.backends import MissingPackage
-from grpo_mcore.observe.console import RunConsole, ShownSample
-from grpo_mcore.observe.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
-from grpo_mcore.observe.ledger_audit import Audit, audit
+from grpo_mcore.observe.console.console import RunConsole, ShownSample
+from grpo_mcore.observe.console.step_table import StepRow
+from grpo_mcore.observe.ledger.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
+from grpo_mcore.observe.ledger.ledger_audit import Audit, audit
 from grpo_mcore.observe.logger import (
     CustomLoggerError,
     Logger,
@@ -15,6 +15,6 @@ from grpo_mcore.observe.logger import (
     run_folder,
     write_summary,
 )
-from grpo_mcore.observe.plots import reward_curve_png
-from grpo_mcore.observe.step_table import StepRow
 from grpo_mcore.observe.timeline import Timeline
+from grpo_mcore.observe.trackers.backends import MissingPackage
+from grpo_mcore.observe.trackers.plots import reward_curve_png

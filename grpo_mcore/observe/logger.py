@@ -17,12 +17,12 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from grpo_mcore.clock import REAL, Clock
-from grpo_mcore.imports import import_by_path
+from grpo_mcore.base.clock import REAL, Clock
+from grpo_mcore.base.imports import import_by_path
 from grpo_mcore.observe.alarms import Alarm, post_alarm
 from grpo_mcore.observe.append_file import AppendFile
-from grpo_mcore.observe.backends import chosen_backends
-from grpo_mcore.observe.tracker import Tracker
+from grpo_mcore.observe.trackers.backends import chosen_backends
+from grpo_mcore.observe.trackers.tracker import Tracker
 from grpo_mcore.recipe import CustomCode, GRPOLoggerConfig, without_secrets
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.clock import REAL, Clock
+from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.observe.append_file import AppendFile
 
 log = logging.getLogger(__name__)

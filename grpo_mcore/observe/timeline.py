@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from grpo_mcore.clock import REAL
+from grpo_mcore.base.clock import REAL
 
 TOTAL = "total"
 EVERYTHING_ELSE = "everything_else"

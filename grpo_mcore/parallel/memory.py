@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.host_memory import HostCopies
+from grpo_mcore.base.host_memory import HostCopies
 from grpo_mcore.parallel.platform import Platform
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.addresses import with_port
-from grpo_mcore.gloo import gloo_towards, share_gloo_device
+from grpo_mcore.base.addresses import with_port
+from grpo_mcore.base.gloo import gloo_towards, share_gloo_device
+from grpo_mcore.base.stores import hosted_store, is_address
 from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel import cpu_platform
 from grpo_mcore.parallel.platform import Platform, PlatformError
-from grpo_mcore.stores import hosted_store, is_address
 
 
 @dataclass(frozen=True)

@@ -29,23 +29,23 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
 from grpo_mcore.layout import PolicyLayout
-from grpo_mcore.parallel.attention import (
+from grpo_mcore.parallel.divergence import divergences
+from grpo_mcore.parallel.layers.attention import (
     GatedAttention,
     LatentAttention,
     PackedAttention,
     RotaryByPosition,
     WindowAttention,
 )
-from grpo_mcore.parallel.context import computed_here, share_of_row, take
-from grpo_mcore.parallel.delta import DeltaMixer
-from grpo_mcore.parallel.divergence import divergences
-from grpo_mcore.parallel.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer
+from grpo_mcore.parallel.layers.context import computed_here, share_of_row, take
+from grpo_mcore.parallel.layers.delta import DeltaMixer
+from grpo_mcore.parallel.layers.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer
+from grpo_mcore.parallel.layers.mamba import MambaMixer
+from grpo_mcore.parallel.layers.norm import CpuRMSNorm, NormedAdd, RMSNorm, WideHeadNorm
+from grpo_mcore.parallel.layers.packed_row import describe_row
+from grpo_mcore.parallel.layers.router_replay import RoutersOfChunk
 from grpo_mcore.parallel.logprobs import Cut, token_scores
-from grpo_mcore.parallel.mamba import MambaMixer
-from grpo_mcore.parallel.norm import CpuRMSNorm, NormedAdd, RMSNorm, WideHeadNorm
-from grpo_mcore.parallel.packed_row import describe_row
 from grpo_mcore.parallel.platform import Platform, require
-from grpo_mcore.parallel.router_replay import RoutersOfChunk
 from grpo_mcore.parallel.settings import transformer_config
 from grpo_mcore.recipe import MegatronConfig
 

@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
+from grpo_mcore.base.imports import why_not_imported
+from grpo_mcore.base.processes import available_cores
 from grpo_mcore.families import DeltaShape, MambaShape
-from grpo_mcore.imports import why_not_imported
-from grpo_mcore.processes import available_cores
 from grpo_mcore.recipe import PolicyConfig
 
 PlatformChoice = Literal["auto", "cpu", "gpu"]

@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_mcore.base.file_digests import Digest, first_changed, try_to_read
+from grpo_mcore.base.host_memory import HostCopies
+from grpo_mcore.base.torch_profile import ProcessProfile
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import (
     adapter_shape,
@@ -25,11 +28,8 @@ from grpo_mcore.families import (
     read_hf_config,
     shape_of,
 )
-from grpo_mcore.file_digests import Digest, first_changed, try_to_read
-from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.layout import LayoutError, fits
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
-from grpo_mcore.parallel.context import padded_length
 from grpo_mcore.parallel.finite import (
     LARGE,
     NonFiniteState,
@@ -39,6 +39,7 @@ from grpo_mcore.parallel.finite import (
     largest_weight,
     state_tensors,
 )
+from grpo_mcore.parallel.layers.context import padded_length
 from grpo_mcore.parallel.memory import (
     OptimizerOffload,
     WeightsOffload,
@@ -51,7 +52,6 @@ from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform, check_optimizer
 from grpo_mcore.parallel.sample_gradients import backward_by_sample
 from grpo_mcore.recipe import PolicyConfig, own_attention, policy_layout
-from grpo_mcore.torch_profile import ProcessProfile
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
@@ -130,10 +130,10 @@ class Policy:
         # Megatron-Core may be imported only after join_mesh has installed the CPU layer.
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from grpo_mcore.parallel.adapters import attach_adapters
         from grpo_mcore.parallel.logprobs import Cut
         from grpo_mcore.parallel.model import build_model
-        from grpo_mcore.parallel.weights import ShardedWeights
+        from grpo_mcore.parallel.weights.adapters import attach_adapters
+        from grpo_mcore.parallel.weights.weights import ShardedWeights
 
         megatron = config.megatron_cfg
         check_optimizer(config, self.platform)
@@ -222,7 +222,7 @@ class Policy:
     def load_teacher_head(self, folder: str | Path) -> None:
         """Load the rows of a teacher's output layer for the tokens of this rank, for a loss over whole distributions.
         `folder`: of the teacher, a Hugging Face folder. Only the last stage holds them."""
-        from grpo_mcore.parallel.hf_folder import SafetensorsFolder
+        from grpo_mcore.parallel.weights.hf_folder import SafetensorsFolder
 
         if not self.is_last_stage:
             return
@@ -531,7 +531,7 @@ class Policy:
         """Start a `save` in the background and return; training may continue. Only one may run: see `is_saved`.
         `optimizer`: write its state too. Raises NonFiniteState on all ranks, and writes nothing, if a weight or
         a moment is not finite on any."""
-        from grpo_mcore.parallel.checkpoint import BackgroundSave
+        from grpo_mcore.parallel.weights.checkpoint import BackgroundSave
 
         self.check_state("when it was to be saved; nothing was written. Go on from the newest checkpoint")
         if self._offloaded and isinstance(self._offload, OptimizerOffload):
@@ -551,7 +551,7 @@ class Policy:
     def load(self, folder: str | Path) -> bool:
         """Load what `save` wrote. Return whether the optimizer was in it. Raises CheckpointError if it belongs to
         another model or is incomplete."""
-        from grpo_mcore.parallel.checkpoint import load_checkpoint
+        from grpo_mcore.parallel.weights.checkpoint import load_checkpoint
 
         with_optimizer = load_checkpoint(self, Path(folder))
         self.check_state(f"in {folder}, which was loaded. Resume from an older checkpoint")
@@ -598,7 +598,7 @@ class Policy:
         torch.set_rng_state(state["torch"])
 
     def shutdown(self) -> None:
-        from grpo_mcore.parallel.router_replay import clear_routers
+        from grpo_mcore.parallel.layers.router_replay import clear_routers
 
         if self._saving is not None:
             self._saving.abort()

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from grpo_mcore.families import FamilyError, ModelShape
 from grpo_mcore.layout import PolicyLayout
-from grpo_mcore.parallel.experts import computes_in_groups
+from grpo_mcore.parallel.layers.experts import computes_in_groups
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig
 

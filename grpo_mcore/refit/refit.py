@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Concatenate, ParamSpec, Protocol
 
-from grpo_mcore.clock import REAL, Clock
-from grpo_mcore.refit.delivery import engine_ranks, readers_by_node
-from grpo_mcore.refit.parts import Seat, parts_of
-from grpo_mcore.refit.plan import RefitError, RefitPlan
-from grpo_mcore.refit.proof import BlockSums, Sums, Verify, first_difference
-from grpo_mcore.refit.receiver import RefitReceiver
-from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.base.clock import REAL, Clock
+from grpo_mcore.refit.engine_side.receiver import RefitReceiver
+from grpo_mcore.refit.plan.delivery import engine_ranks, readers_by_node
+from grpo_mcore.refit.plan.parts import Seat, parts_of
+from grpo_mcore.refit.plan.plan import RefitError, RefitPlan
+from grpo_mcore.refit.plan.proof import BlockSums, Sums, Verify, first_difference
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.rollout.workers import DeadlineExceeded, Future, Worker, remote_call
 
 P = ParamSpec("P")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from grpo_mcore.clock import Clock
+from grpo_mcore.base.clock import Clock
 
 Ref = Any
 """A reference to an object in the cluster's store. Under Ray an ObjectRef; in process the object itself."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from grpo_mcore.algorithms.checkpointing.checkpoint_files import policy_folder, rank_of
-from grpo_mcore.algorithms.run_control.checks import SetupError, model_folder
 from grpo_mcore.data.datasets.source import is_local
-from grpo_mcore.parallel.export import ExportError, export_adapter, export_merged
-from grpo_mcore.parallel.hf_folder import SHARD_BYTES, put_in_place
+from grpo_mcore.driver.checkpoints.checkpoint_files import policy_folder, rank_of
+from grpo_mcore.driver.run.checks import SetupError, model_folder
+from grpo_mcore.parallel.weights.export import ExportError, export_adapter, export_merged
+from grpo_mcore.parallel.weights.hf_folder import SHARD_BYTES, put_in_place
 from grpo_mcore.recipe import CheckpointingConfig, MasterConfig, load_recipe, without_secrets
 
 INFO, RECIPE, CARD = "training_info.json", "config.yaml", "README.md"

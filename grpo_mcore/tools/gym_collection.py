@@ -18,18 +18,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
-from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
-from grpo_mcore.algorithms.run import open_sampler, prepare
+from grpo_mcore.base.text import replaced
 from grpo_mcore.data import AllTaskProcessedDataset, DataError
 from grpo_mcore.data.gym.files import whole_file
 from grpo_mcore.data.loader import FINGERPRINT_ROWS
-from grpo_mcore.environments.nemo_gym import GymOutcome
+from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
+from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
+from grpo_mcore.driver.run.run import open_sampler, prepare
+from grpo_mcore.environments.gym.nemo_gym import GymOutcome
 from grpo_mcore.recipe import MasterConfig, scoring_settings
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, Trajectory
-from grpo_mcore.text import replaced
 
 logger = logging.getLogger(__name__)
 

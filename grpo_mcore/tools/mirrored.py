@@ -9,8 +9,8 @@ import re
 import shutil
 from pathlib import Path
 
-from grpo_mcore.file_digests import DIGESTS
-from grpo_mcore.object_store import RemoteStore, StoreError
+from grpo_mcore.base.file_digests import DIGESTS
+from grpo_mcore.driver.checkpoints.object_store import RemoteStore, StoreError
 from grpo_mcore.observe import LEDGER_FILE
 from grpo_mcore.observe.logger import HYPERPARAMS_FILE
 from grpo_mcore.recipe import MasterConfig
@@ -35,8 +35,8 @@ def local_checkpoint(place: str) -> Path:
     step_N or a run's prefix, of which the newest whole checkpoint is taken. Raises StoreError."""
     if (path := _path(place)) is not None:
         return path
-    from grpo_mcore.algorithms.checkpointing.checkpoint_files import damage, refuse_full_disk
-    from grpo_mcore.algorithms.checkpointing.mirror import fetch_step, whole_steps
+    from grpo_mcore.driver.checkpoints.checkpoint_files import damage, refuse_full_disk
+    from grpo_mcore.driver.checkpoints.mirror import fetch_step, whole_steps
 
     address, _, last = place.rstrip("/").rpartition("/")
     named = re.fullmatch(r"step_(\d+)", last)
@@ -129,7 +129,7 @@ def kept_checkpoint(place: str, step: int) -> Path | None:
 
 def kept_steps(place: str) -> list[int]:
     """Return the steps of the checkpoints in a folder, or at the address of a mirror. Raises StoreError."""
-    from grpo_mcore.algorithms.checkpointing.mirror import whole_steps
+    from grpo_mcore.driver.checkpoints.mirror import whole_steps
 
     if (path := _path(place)) is None:
         return whole_steps(RemoteStore(place))

@@ -117,10 +117,10 @@ def _open_model(config: MasterConfig, need: Need) -> Path:
     """Return the folder of a model or tokenizer, after checks that half a download does not pass."""
     from huggingface_hub import snapshot_download
 
-    from grpo_mcore.algorithms.run_control.checks import model_folder
     from grpo_mcore.data.tokenizer import load_tokenizer
+    from grpo_mcore.driver.run.checks import model_folder
     from grpo_mcore.families import read_hf_config, shape_of
-    from grpo_mcore.parallel.hf_folder import check_weights, weight_files
+    from grpo_mcore.parallel.weights.hf_folder import check_weights, weight_files
 
     names = config.policy.tokenizer
     if need.kind == "tokenizer":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_mcore.algorithms.run_control.checks import Model, check_run
-from grpo_mcore.algorithms.run_control.stopping import StopRequest, on_sigterm
-from grpo_mcore.algorithms.setup import start_cluster, start_policy_and_engines
-from grpo_mcore.algorithms.weight_sync.refit_parity import Parity, measure_parity
-from grpo_mcore.algorithms.weight_sync.refit_settings import parity_check
-from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
+from grpo_mcore.base.stopping import StopRequest, on_sigterm
 from grpo_mcore.cluster import Cluster
+from grpo_mcore.driver.policy.refit_parity import Parity, measure_parity
+from grpo_mcore.driver.policy.refit_settings import parity_check
+from grpo_mcore.driver.policy.refit_step import refit_once
+from grpo_mcore.driver.run.checks import Model, check_run
+from grpo_mcore.driver.run.setup import start_cluster, start_policy_and_engines
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit.refit import RefitReport
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from grpo_mcore import file_digests
-from grpo_mcore.algorithms.run_control.stopping import StopRequest
-from grpo_mcore.garbage import rare_collections
+from grpo_mcore.base import file_digests
+from grpo_mcore.base.garbage import rare_collections
+from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.rehearse import simulation
 from grpo_mcore.tools.rehearse.simulation import Case, Outcome, simulate

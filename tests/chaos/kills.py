@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.checkpointing import checkpoints
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.cluster.ray_worker import RayWorker
+from grpo_mcore.driver.checkpoints import checkpoints
 from tests.processes_below import named
 
 DRIVER, GCS, RAYLET = "driver", "gcs_server", "raylet"

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.cli.main import main
 from grpo_mcore.cluster import ObjectLost
 from grpo_mcore.cluster.local_cluster import LocalStore
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from grpo_mcore.observe import audit, read_ledger, read_metrics
 from grpo_mcore.recipe import CheckpointingConfig
 from tests.chaos.trackers import Flaky

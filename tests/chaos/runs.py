@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.run_control.supervise import supervise
-from grpo_mcore.cli import train
+from grpo_mcore.cli.train import train
+from grpo_mcore.driver.run.supervise import supervise
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from tests.chaos.kills import Kill, Reaper
 from tests.functional.runs import Task, grpo_recipe

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.cluster.ray_node import ENDED_BY_ITSELF
 from grpo_mcore.observe import audit, read_ledger
-from grpo_mcore.processes import free_port
 from tests.chaos.runs import recipe_of
 from tests.functional.runs import Task, write_recipe
 from tests.processes_below import named

@@ -17,7 +17,7 @@ from tests.distributed.policy_cases import COUNTS, few_rows
 from tests.distributed.policy_state_cases import ADAM, SCHEDULE
 
 if TYPE_CHECKING:
-    from grpo_mcore.parallel.adapters import LowRank
+    from grpo_mcore.parallel.weights.adapters import LowRank
 
 PEFT = {"enabled": True, "dim": 4, "alpha": 6.0}
 Parts = dict[tuple[str, str], list[tuple[str, Any, Tensor]]]  # (weight, "up" or "down") -> its slices

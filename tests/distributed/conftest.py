@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.parity.rank_pool import RankPool
 
 if TYPE_CHECKING:
     from grpo_mcore.cluster.ray_cluster import RayCluster

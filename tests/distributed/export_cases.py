@@ -36,7 +36,7 @@ def save_without(address: Address, model: str, case: LayoutCase, folder: str, su
     """Save a checkpoint that lacks the tensors whose name ends with `suffix`."""
     from megatron.core import dist_checkpointing
 
-    from grpo_mcore.parallel.checkpoint import _plain_shape
+    from grpo_mcore.parallel.weights.checkpoint import _plain_shape
 
     policy = adam_policy(address, model, case)
     assert params_of(policy.shape)

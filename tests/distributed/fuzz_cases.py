@@ -17,7 +17,7 @@ from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.tools.parity.fuzz import Draw
 from grpo_mcore.tools.parity.rank import logprobs_and_gradients
 
-MODEL, WEIGHTS = "grpo_mcore.parallel.model", "grpo_mcore.parallel.weights.ShardedWeights"
+MODEL, WEIGHTS = "grpo_mcore.parallel.model", "grpo_mcore.parallel.weights.weights.ShardedWeights"
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
 
@@ -107,7 +107,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], Callable[[Draw], Any]]] = {
         lambda draw: draw.layout.context > 1,
     ),
     "keys_lose_the_gradient_of_other_ranks'_queries": (
-        "grpo_mcore.parallel.attention._gather_context",
+        "grpo_mcore.parallel.layers.attention._gather_context",
         _lost_key_gradients,
         lambda draw: draw.layout.context > 1,
     ),

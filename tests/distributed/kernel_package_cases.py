@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.parallel.checkpoint import BackgroundSave, load_checkpoint, make_moments
 from grpo_mcore.parallel.mesh import Address, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
+from grpo_mcore.parallel.weights.checkpoint import BackgroundSave, load_checkpoint, make_moments
 from grpo_mcore.recipe import PolicyConfig
 from tests.distributed.policy_state_cases import step
 

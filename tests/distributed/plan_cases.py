@@ -16,10 +16,10 @@ from grpo_mcore.parallel.memory import storage_key
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import PolicyConfig
-from grpo_mcore.refit.board import Seat
-from grpo_mcore.refit.parts import parts_of
-from grpo_mcore.refit.plan import plan_model_refit
-from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.refit.plan.parts import parts_of
+from grpo_mcore.refit.plan.plan import plan_model_refit
+from grpo_mcore.refit.policy_side.sender import RefitSender
+from grpo_mcore.refit.transport.board import Seat
 
 LENGTHS = (48, 61, 70, 77)  # of each micro-batch
 TOKENS = sum(LENGTHS)

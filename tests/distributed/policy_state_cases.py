@@ -13,16 +13,16 @@ from unittest import mock
 
 import torch
 
-from grpo_mcore import host_memory
+from grpo_mcore.base import host_memory
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
-from grpo_mcore.parallel import checkpoint
-from grpo_mcore.parallel.checkpoint import MASTER, SaveError
 from grpo_mcore.parallel.finite import NonFiniteState
 from grpo_mcore.parallel.memory import on_device, on_host, storage_key
 from grpo_mcore.parallel.mesh import Address, prepare_megatron
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
-from grpo_mcore.processes import free_port
+from grpo_mcore.parallel.weights import checkpoint
+from grpo_mcore.parallel.weights.checkpoint import MASTER, SaveError
 from grpo_mcore.recipe import PolicyConfig
 from grpo_mcore.tools.parity.rank import (
     LayoutCase,
@@ -98,7 +98,7 @@ def train_with_experts(
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from grpo_mcore.parallel.experts import GroupedExperts
+    from grpo_mcore.parallel.layers.experts import GroupedExperts
 
     groups: list[Any] = [torch.distributed.group.WORLD, parallel_state.get_data_parallel_group()]
     one, other = (group._get_backend(torch.device("cpu")).options._devices for group in groups)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mcore.data.tiny_models import make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, Reference, reference_of
 from grpo_mcore.tools.parity.rank import LayoutCase
+from grpo_mcore.tools.parity.rank_pool import RankFailed, RankPool
 from tests.distributed.adapter_cases import PEFT, Parts
 from tests.distributed.policy_cases import FEW
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mcore.data.tiny_models import FAMILIES as TINY
-from grpo_mcore.data.tiny_models import make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.demo.tiny_models import FAMILIES as TINY
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.rank import LayoutCase
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from tests.distributed.boundary_cases import CHANGED
 
 FAMILIES = ("qwen3", "qwen3_moe", "nemotron_h", "qwen3_5_text", "gemma3_text", "gpt_oss")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.data.tiny_models import make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.rank import LayoutCase
+from grpo_mcore.tools.parity.rank_pool import RankPool
 
 TRAIN = "tests.distributed.deterministic_cases:train"
 ONE, TWO = LayoutCase("TP1"), LayoutCase("DP2", data=2)

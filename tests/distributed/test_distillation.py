@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.objective import combine_metrics
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, Reference, compare
 from grpo_mcore.tools.parity.rank import LayoutCase
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from tests.distributed.distillation_cases import tokens_of, trained
 from tests.distributed.policy_cases import FEW
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.objective import combine_metrics
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, Reference, compare
 from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, sequences
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from tests.distributed.dpo_cases import PAIRS, REFERENCE, prompt_tokens
 from tests.distributed.trl_dpo import RECORD, write_model
 

@@ -12,11 +12,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_mcore.data.tiny_models import FAMILIES as TINY
-from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
 from grpo_mcore.recipe import MasterConfig, MegatronConfig
+from grpo_mcore.tools.demo.tiny_models import FAMILIES as TINY
+from grpo_mcore.tools.demo.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config, sequences
+from grpo_mcore.tools.parity.rank_pool import RankFailed, RankPool
 from tests.distributed.adapter_cases import PEFT
 from tests.distributed.awkward import make_awkward
 from tests.distributed.policy_cases import FEW

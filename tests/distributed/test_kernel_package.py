@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.data.tiny_models import FAMILIES, make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import PolicyConfig, load_recipe
+from grpo_mcore.tools.demo.tiny_models import FAMILIES, make_tiny_model
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from grpo_mcore.tools.plan.plan import plan_shape
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))

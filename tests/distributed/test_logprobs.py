@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_mcore.parallel.logprobs import Cut, token_scores
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from tests.distributed.logprob_cases import WORDS, case
 
 

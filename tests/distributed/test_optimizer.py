@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.data.tiny_models import make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.rank import LayoutCase
+from grpo_mcore.tools.parity.rank_pool import RankPool
 
 CASES = "tests.distributed.optimizer_cases"
 STATE_CASES = "tests.distributed.policy_state_cases"

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.data.tiny_models import make_tiny_model
-from grpo_mcore.parallel import rank_pool
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
+from grpo_mcore.tools.parity import rank_pool
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from tests.distributed.awkward import make_awkward
 
 

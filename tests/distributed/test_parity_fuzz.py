@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.parallel import rank_pool
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.parity import rank_pool
 from grpo_mcore.tools.parity.fuzz import Draw, Fuzzer, draws
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from tests.distributed.fuzz_cases import FAULTS
 
 FAMILY, WITHIN, TRIES = "qwen3_moe", 200, 6

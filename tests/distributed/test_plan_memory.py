@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.data.tiny_models import FAMILIES as TINY
-from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import read_hf_config, shape_of
-from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import MasterConfig, PolicyConfig, load_recipe, policy_layout
+from grpo_mcore.tools.demo.tiny_models import FAMILIES as TINY
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from grpo_mcore.tools.plan.memory import (
     activation_bytes,
     gradient_bytes,

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.algorithms.training_step.step_batch import rank_steps
-from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.layout import PolicyLayout
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.step.step_batch import rank_steps
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, Reference, compare, reference_of
 from grpo_mcore.tools.parity.rank import LENGTHS, STANDARD, LayoutCase, ParityWorkload, layout_named
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from tests.distributed.policy_cases import FEW, LAYOUTS, MOE_LAYOUTS
-from tests.unit.algorithms.training_step.step_cases import config
+from tests.unit.step.step_cases import config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 DENSE: dict[str, dict[str, Any]] = {

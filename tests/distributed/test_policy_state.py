@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
+from grpo_mcore.tools.demo.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.tools.parity.rank import LayoutCase, sequences
+from grpo_mcore.tools.parity.rank_pool import RankFailed, RankPool
 
 CASES = "tests.distributed.policy_state_cases"
 TP1, TP2, TP2_PP2 = LayoutCase("TP1"), LayoutCase("TP2", tensor=2), LayoutCase("TP2xPP2", tensor=2, pipeline=2)

@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 
 from grpo_mcore.parallel.mesh import Address
-from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
+from grpo_mcore.tools.parity.rank_pool import RankFailed, RankPool
 
 HERE = "tests.distributed.test_rank_pool"
 

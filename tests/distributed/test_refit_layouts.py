@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.layout import EngineLayout
-from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import policy_layout
-from grpo_mcore.refit.plan import plan_refit
+from grpo_mcore.refit.plan.plan import plan_refit
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from tests.unit.refit.whole_split import PADDING, Case, in_the_engine
 
 PAIRS: list[tuple[str, LayoutCase, int]] = [

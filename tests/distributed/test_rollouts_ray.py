@@ -15,15 +15,15 @@ import ray
 import torch
 
 from examples.sliding_puzzle.make_model import CHARACTERS, WORDS, make_tokenizer
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot
-from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker, as_workers
 from grpo_mcore.cluster import Parcel, Worker, call_all, remote_call
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.cluster.ray_worker import PartRef, RayFuture, RayWorker
 from grpo_mcore.data import load_tokenizer
-from grpo_mcore.environments.nemo_gym import NemoGymEnvironment
+from grpo_mcore.driver.engines.engine_group import EngineGroup, EngineSlot
+from grpo_mcore.driver.rollouts.agent_rollouts import AgentWorker
+from grpo_mcore.driver.rollouts.rollouts import Rollouts
+from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker, as_workers
+from grpo_mcore.environments.gym.nemo_gym import NemoGymEnvironment
 from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import ChatConfig
@@ -31,7 +31,7 @@ from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, TrajectoryRef, Turn
 from tests.distributed.rollout_workers import BROKEN, FATAL, HANGING, SHORT, Game
 from tests.gym_server import AGENT, GymServer
-from tests.unit.algorithms.rollouts.fake_rollouts import CharacterTokenizer, FakeEngine, prompt
+from tests.unit.driver.rollouts.fake_rollouts import CharacterTokenizer, FakeEngine, prompt
 
 pytestmark = pytest.mark.distributed
 

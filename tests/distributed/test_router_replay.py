@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mcore.data.tiny_models import make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, Reference, compare
 from grpo_mcore.tools.parity.rank import LayoutCase
+from grpo_mcore.tools.parity.rank_pool import RankPool
 
 TARGET = "tests.distributed.replay_cases:replayed"
 LAYOUTS = (

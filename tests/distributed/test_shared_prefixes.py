@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.data.tiny_models import FAMILIES, make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.demo.tiny_models import FAMILIES, make_tiny_model
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from tests.distributed.policy_cases import LAYOUTS, MOE_LAYOUTS
 
 CASES = {case.name: case for case in (*LAYOUTS, *MOE_LAYOUTS)}

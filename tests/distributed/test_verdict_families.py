@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mcore.data.tiny_models import FAMILIES, make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.rollout.trajectory import Sampling
+from grpo_mcore.tools.demo.tiny_models import FAMILIES, make_tiny_model
 from grpo_mcore.tools.parity.rank import LayoutCase
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from grpo_mcore.tools.verdict.judge import Judge, JudgedSample
 from grpo_mcore.tools.verdict.verdict import first_layer, judge_samples
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.environments import math_environment
+from grpo_mcore.base.processes import free_port
+from grpo_mcore.environments.math import math_environment
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
-from grpo_mcore.processes import free_port
 from tests.functional.runs import Run, Task, make_task, run_here, sft_recipe
 
 _pools: dict[WorkerSpec, VerifierPool] = {}

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.cluster import Rendezvous
-from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig, EngineError
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.board import Seat
-from grpo_mcore.refit.parts import parts_of
-from grpo_mcore.refit.plan import RefitPlan, plan_refit
+from grpo_mcore.refit.plan.parts import parts_of
+from grpo_mcore.refit.plan.plan import RefitPlan, plan_refit
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.refit.refit import Refit, RefitReport, refit
-from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.refit.transport.board import Seat
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
+from grpo_mcore.tools.demo.tiny_models import SIZES, make_tiny_model
 from tests.functional.preload import preload
 from tests.unit.refit.shards import Handle, ShardedModel
 

@@ -19,8 +19,8 @@ from grpo_mcore.parallel.platform import Platform
 from tests.functional.rank_server import CONTEXT
 
 _MODULES = (
-    "grpo_mcore.algorithms.training_step.policy_worker",
-    "grpo_mcore.parallel.checkpoint",
+    "grpo_mcore.driver.policy.policy_worker",
+    "grpo_mcore.parallel.weights.checkpoint",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
 )

@@ -14,7 +14,7 @@ import vllm.v1.engine.llm_engine  # noqa: E402, F401
 import vllm.v1.executor.multiproc_executor  # noqa: E402, F401
 import vllm.v1.worker.cpu_worker  # noqa: E402, F401
 
-import grpo_mcore.refit.vllm_backend  # noqa: E402, F401
+import grpo_mcore.refit.engine_side.vllm_backend  # noqa: E402, F401
 
 gc.freeze()
 gc.enable()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.engines.engine_group import EngineWorker
-from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
+from grpo_mcore.driver.engines.engine_group import EngineWorker
+from grpo_mcore.driver.policy.policy_worker import PolicyWorker
 
 
 @dataclass

@@ -20,7 +20,7 @@ import yaml
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.cluster.orphan_reaper import marked
-from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
+from grpo_mcore.tools.demo.arithmetic import make_base_config, make_tokenizer
 
 # Prefixes of metrics in which two equal runs may differ.
 TIME_DEPENDENT = (

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms import grpo
-from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.cli.main import main
+from grpo_mcore.driver.engines.engine_group import EngineWorker
 from grpo_mcore.observe import Audit, audit, read_ledger
-from grpo_mcore.observe.ledger_audit import valid_entries
+from grpo_mcore.observe.ledger.ledger_audit import valid_entries
 from grpo_mcore.rollout.trajectory import Trajectory
 from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
 

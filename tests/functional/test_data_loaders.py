@@ -52,7 +52,7 @@ def recipe(task: Task, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_resumed_run_equals_an_uninterrupted_one_and_keeps_its_way_to_load_the_data(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+    from grpo_mcore.driver.rollouts.rollouts import Rollouts
 
     asked: list[list[str]] = []
     dispatch = Rollouts.dispatch

@@ -170,7 +170,7 @@ def test_long_prompts_are_computed_once(
     ]
     shared, steps = [], []
     monkeypatch.setattr(
-        "grpo_mcore.algorithms.training_step.policy_worker.share_prefixes",
+        "grpo_mcore.driver.policy.policy_worker.share_prefixes",
         lambda *given: shared.append(share_prefixes(*given)) or shared[-1],
     )
     for name, choice in (("whole", ["policy.sequence_packing.shared_prefix.enabled=false"]), ("shared", [])):

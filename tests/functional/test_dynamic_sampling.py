@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from grpo_mcore.algorithms import grpo
-from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
-from grpo_mcore.algorithms.training_step.step_groups import is_informative
+from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.step.step_groups import is_informative
 from tests.functional.runs import Run, Task, grpo_recipe, run_here
 
 STOP = ("grpo.stop_at_validation_metric=val:accuracy", "grpo.stop_at_validation_threshold=0")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from grpo_mcore.families import DOWN, UP, AdapterShape, adapter_params, params_of
 from grpo_mcore.generation import Engine
-from grpo_mcore.refit.plan import RefitError, RefitPlan
-from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.refit.plan.plan import RefitError, RefitPlan
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from tests.functional.engine_cases import Policy, config, generate, make_model, request, worst_difference
 from tests.unit.refit.shards import Handle, ShardedModel
 

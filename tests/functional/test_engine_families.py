@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_mcore.algorithms.engines.engine_group import EngineWorker
-from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
+from grpo_mcore.driver.engines.engine_group import EngineWorker
 from grpo_mcore.families import engine_options, params_of, read_hf_config, shape_of
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.plan import plan_refit
+from grpo_mcore.refit.plan.plan import plan_refit
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.refit.refit import Refit, refit
-from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.tools.demo.tiny_models import ENGINE_SIZES, make_tiny_model
 from grpo_mcore.tools.parity.parity import unstacked
 from tests.functional.engine_cases import config, generate, load_reference, request, worst_difference
 from tests.unit.refit.shards import Handle, ShardedModel

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.layout import EngineLayout
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from tests.functional.rank_server import CONTEXT
 
 PADDING = -1.0
@@ -112,7 +112,7 @@ def test_an_engine_on_cpu_does_without_the_compiler() -> None:
 def test_the_declared_slices_are_those_that_vllm_loads(
     tmp_path: Path, tensor: int, pipeline: int, names: tuple[str, ...]
 ) -> None:
-    from grpo_mcore.processes import free_port
+    from grpo_mcore.base.processes import free_port
 
     folders = []
     for name in names:

@@ -16,14 +16,14 @@ import ray
 from ray._raylet import AuthenticationTokenLoader
 from ray.cluster_utils import Cluster as RayNodes
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import refit_policy_generation
-from grpo_mcore.algorithms.run_control.checks import check_run
-from grpo_mcore.algorithms.setup import start_engines, wait_until_ready
-from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.weight_sync.refit_settings import RefitSettings
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.driver.engines.engine_group import EngineGroup
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.policy.refit_settings import RefitSettings
+from grpo_mcore.driver.run.checks import check_run
+from grpo_mcore.driver.run.setup import start_engines, wait_until_ready
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.generation import Engine
 from grpo_mcore.layout import PolicyLayout

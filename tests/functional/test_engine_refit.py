@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.data.tiny_models import EOS
 from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
 from grpo_mcore.generation.engine import tokenizer_as_written
 from grpo_mcore.generation.worker_calls import divide_logits
-from grpo_mcore.parallel.layer_traces import fixed_direction
-from grpo_mcore.refit.board import Mapped, Seat
-from grpo_mcore.refit.buffer import block_view
-from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.parallel.layers.layer_traces import fixed_direction
+from grpo_mcore.refit.plan.plan import RefitError
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.refit.refit import refit
-from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.refit.transport.board import Mapped, Seat
+from grpo_mcore.refit.transport.buffer import block_view
 from grpo_mcore.rollout.trajectory import Sampling
+from grpo_mcore.tools.demo.tiny_models import EOS
 from grpo_mcore.tools.verdict.collect import traced_layers
 from grpo_mcore.tools.verdict.judge import Judge, JudgedSample
 from grpo_mcore.tools.verdict.verdict import first_layer
@@ -250,7 +250,7 @@ def test_after_a_refit_the_engine_has_the_policys_weights(engine: Engine, policy
 def test_without_room_for_a_second_copy_layers_are_replaced_one_by_one(
     engine: Engine, policy: Policy, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
 ) -> None:
-    from grpo_mcore.refit.vllm_backend import RefitWeightEngine
+    from grpo_mcore.refit.engine_side.vllm_backend import RefitWeightEngine
 
     monkeypatch.setattr(RefitWeightEngine, "_has_room", lambda *_: False)
     policy.change(seed=buffer_bytes)
@@ -261,7 +261,7 @@ def test_without_room_for_a_second_copy_layers_are_replaced_one_by_one(
 
 def test_the_thread_of_a_rank_on_a_gpu_works_on_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread begins with the first GPU, of whatever rank it is."""
-    from grpo_mcore.refit.vllm_backend import RefitWeightEngine
+    from grpo_mcore.refit.engine_side.vllm_backend import RefitWeightEngine
 
     done: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
@@ -291,7 +291,7 @@ def test_without_room_for_a_second_copy_requests_wait_for_the_refit(
     engine: Engine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on GPUs of which vLLM has taken most: its gpu_memory_utilization leaves less than the weights need again."""
-    from grpo_mcore.refit.vllm_backend import RefitWeightEngine
+    from grpo_mcore.refit.engine_side.vllm_backend import RefitWeightEngine
 
     monkeypatch.setattr(RefitWeightEngine, "_has_room", lambda *_: False)
     check_refit_in_flight(engine, policy, 16, in_place=True)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from tests.functional.runs import Task, assert_one_message, grpo_recipe, make_base_config, run_here
-from tests.unit.environments.sandbox_here import needs_sandbox
+from tests.unit.environments.code.sandbox_here import needs_sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [{"input": "1\n", "output": "2\n"}]

@@ -12,11 +12,11 @@ import torch
 import yaml
 
 from examples.sliding_puzzle.make_model import make_puzzle_model
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineSlot, EngineWorker
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.data import load_tokenizer
+from grpo_mcore.driver.engines.engine_group import EngineGroup, EngineSlot, EngineWorker
+from grpo_mcore.driver.rollouts.rollouts import Rollouts
+from grpo_mcore.driver.rollouts.scoring import as_workers
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from grpo_mcore.generation import EngineConfig
 from grpo_mcore.rollout.conversation import TurnLimits

@@ -19,17 +19,17 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from examples.sliding_puzzle.make_model import make_puzzle_model
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.cli.main import main
 from grpo_mcore.data import load_tokenizer
-from grpo_mcore.data.arithmetic import make_tokenizer
+from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from grpo_mcore.generation.chat.answer import AnswerReader
 from grpo_mcore.generation.chat.request import ChatRequest
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.observe import audit, read_ledger
-from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory, Turn
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
 from tests.functional.runs import Run, run_here, write_recipe
 from tests.gym_server import AGENT, GymServer
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore import object_store
-from grpo_mcore.algorithms.checkpointing.checkpoint_files import write_digests
-from grpo_mcore.algorithms.checkpointing.lease import FolderInUse, Holder
-from grpo_mcore.algorithms.checkpointing.mirror import LEASE, MirrorLease
-from grpo_mcore.object_store import RemoteStore, StoreError
+from grpo_mcore.driver.checkpoints import object_store
+from grpo_mcore.driver.checkpoints.checkpoint_files import write_digests
+from grpo_mcore.driver.checkpoints.lease import FolderInUse, Holder
+from grpo_mcore.driver.checkpoints.mirror import LEASE, MirrorLease
+from grpo_mcore.driver.checkpoints.object_store import RemoteStore, StoreError
 from grpo_mcore.tools.mirrored import local_checkpoint, local_ledger, local_run
 
 

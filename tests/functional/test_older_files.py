@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_mcore.algorithms.checkpointing.checkpoint_files import ResumeError
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.base.formats import FORMATS
 from grpo_mcore.cli.main import main
-from grpo_mcore.formats import FORMATS
+from grpo_mcore.driver.checkpoints.checkpoint_files import ResumeError
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from grpo_mcore.observe import LedgerError, read_ledger
 from grpo_mcore.observe.samples import SamplesError, read_samples
 from grpo_mcore.recipe import RecipeError, load_recipe

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngines
-from grpo_mcore.algorithms.training_step.teachers import Teacher
 from grpo_mcore.cli.main import main
-from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
+from grpo_mcore.driver.policy.teacher_engines import TeacherEngines
+from grpo_mcore.driver.policy.teachers import Teacher
 from grpo_mcore.observe.samples import read_samples, sample_steps
+from grpo_mcore.tools.demo.arithmetic import make_base_config, make_tokenizer
 from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
 
 AT = "on_policy_distillation/"

@@ -14,9 +14,9 @@ import pytest
 
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineError
-from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.plan.plan import RefitError
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.refit.refit import Refit, RefitState
-from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional.engine_cases import Policy, config, generate, load_reference, make_model, request
 from tests.functional.rank_server import CONTEXT, ranks

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.run_control.checks import check_run
 from grpo_mcore.cluster.ray_cluster import RayCluster
-from grpo_mcore.data.arithmetic import make_tokenizer
-from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
+from grpo_mcore.driver.run.checks import check_run
 from grpo_mcore.recipe import load_recipe
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
+from grpo_mcore.tools.demo.tiny_models import ENGINE_SIZES, make_tiny_model
 from grpo_mcore.tools.refit_verify import refit_and_compare
 from tests.functional.runs import Task, grpo_recipe, write_recipe
 

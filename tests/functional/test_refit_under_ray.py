@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import refit_policy_generation
-from grpo_mcore.algorithms.run_control.checks import check_run
-from grpo_mcore.algorithms.setup import start_engines, wait_until_ready
-from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.weight_sync.refit_settings import RefitSettings
-from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.driver.engines.engine_group import EngineGroup
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.policy.refit_settings import RefitSettings
+from grpo_mcore.driver.policy.refit_step import refit_once
+from grpo_mcore.driver.run.checks import check_run
+from grpo_mcore.driver.run.setup import start_engines, wait_until_ready
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig, load_recipe
-from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.plan.plan import RefitError
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional.engine_cases import CONTEXT, Policy, PolicyRank, check_spans, make_model, request
 from tests.functional.runs import write_recipe

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.algorithms.weight_sync import refit_parity
 from grpo_mcore.cli.main import main
+from grpo_mcore.driver.policy import refit_parity
 from grpo_mcore.observe import alarms
-from grpo_mcore.refit.plan import Block
-from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.refit.plan.plan import Block
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from tests.functional.runs import Task, grpo_recipe, run_here, write_recipe
 
 

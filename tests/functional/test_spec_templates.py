@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.data.arithmetic import make_base_config
+from grpo_mcore.tools.demo.arithmetic import make_base_config
 from tests.functional.runs import Run, Task
 from tests.unit.recipe.spec_templates import DPO_TEMPLATE, GRPO_TEMPLATE, GYM_GRPO, SFT_TEMPLATE
 

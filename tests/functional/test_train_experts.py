@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.data.arithmetic import make_tokenizer
-from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
+from grpo_mcore.tools.demo.tiny_models import ENGINE_SIZES, make_tiny_model
 from tests.functional.runs import Task, grpo_recipe, run_here
 
 

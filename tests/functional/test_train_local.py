@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.checkpointing.checkpoint_files import policy_folder
-from grpo_mcore.algorithms.engines.engine_group import EngineWorker
-from grpo_mcore.algorithms.record.run_record import PASS_RATES_FILE
-from grpo_mcore.algorithms.run_control.checks import check_model
-from grpo_mcore.algorithms.setup import start_cluster, start_policy
-from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.cli.main import main
-from grpo_mcore.object_store import RemoteStore
+from grpo_mcore.driver.checkpoints.checkpoint_files import policy_folder
+from grpo_mcore.driver.checkpoints.object_store import RemoteStore
+from grpo_mcore.driver.engines.engine_group import EngineWorker
+from grpo_mcore.driver.policy.policy_worker import PolicyWorker
+from grpo_mcore.driver.record.run_record import PASS_RATES_FILE
+from grpo_mcore.driver.run.checks import check_model
+from grpo_mcore.driver.run.setup import start_cluster, start_policy
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.observe.logger import read_metrics
 from grpo_mcore.observe.samples import read_samples, sample_steps

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed import all_reduce, destroy_process_group, init_process_group
 
+from grpo_mcore.base.gloo import gloo_towards
 from grpo_mcore.families import params_of
-from grpo_mcore.gloo import gloo_towards
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.plan import plan_refit
+from grpo_mcore.refit.plan.plan import plan_refit
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.refit.refit import EngineNodes, refit
-from grpo_mcore.refit.sender import RefitSender
 from tests.functional.two_nodes import ADDRESSES, nodes, why_not, workers
 from tests.unit.refit.engine_nodes import Node
 from tests.unit.refit.shards import SHAPE, Source, index

@@ -14,18 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms import grpo, setup
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-from grpo_mcore.algorithms.run_control.checks import check_run
-from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
-from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
+from grpo_mcore.algorithms import grpo
 from grpo_mcore.data import build_dataloader, build_task_data, load_tokenizer
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
+from grpo_mcore.driver.policy.policy_worker import PolicyWorker
+from grpo_mcore.driver.run import setup
+from grpo_mcore.driver.run.checks import check_run
 from grpo_mcore.objective import loss
 from grpo_mcore.objective.loss import PolicyTerm
 from grpo_mcore.objective.reduce import MaskedTokens
 from grpo_mcore.observe import Logger
 from grpo_mcore.parallel import policy as parallel_policy
 from grpo_mcore.recipe import MasterConfig, load_recipe, samples_per_step
+from grpo_mcore.step.step_batch import StepBatch, TrainTargets
 from tests.functional.runs import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron.core.*")  # its own deprecations

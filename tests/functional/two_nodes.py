@@ -15,7 +15,7 @@ from pathlib import Path
 from socket import sethostname
 from typing import Any
 
-from grpo_mcore.imports import import_by_path
+from grpo_mcore.base.imports import import_by_path
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 

@@ -11,8 +11,8 @@ import torch
 
 from grpo_mcore.families import HfTensor, Param, Split, Stage
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.buffer import attach_buffer, block_view, create_buffer
-from grpo_mcore.refit.plan import plan_refit
+from grpo_mcore.refit.plan.plan import plan_refit
+from grpo_mcore.refit.transport.buffer import attach_buffer, block_view, create_buffer
 from tests.unit.refit.whole_split import make_shape
 
 TENSOR_MIB, BUCKET_TENSORS, TENSORS = 128, 4, 64  # 8 GiB in all, through a buffer of 1 GiB

@@ -8,11 +8,11 @@ import inspect
 import pytest
 import torch
 
+from grpo_mcore.base.imports import NOT_INSTALLED, why_not_imported
 from grpo_mcore.families import MambaShape
-from grpo_mcore.imports import NOT_INSTALLED, why_not_imported
 from grpo_mcore.parallel.platform import Platform
-from tests.unit.parallel import delta_cases, mamba_cases
 from tests.unit.parallel.kernel_stand_ins import KERNELS, largest_error, values_and_gradients
+from tests.unit.parallel.layers import delta_cases, mamba_cases
 
 MAMBA = MambaShape(heads=8, head_dim=64, groups=2, state_size=64, kernel=4, chunk=16)
 LIMIT = 3e-2

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.kit import Setting
 from benchmarks.gpu.proof import PARTS
-from grpo_mcore.host_memory import HostCopies
+from grpo_mcore.base.host_memory import HostCopies
 
 
 @pytest.mark.parametrize("part", PARTS)

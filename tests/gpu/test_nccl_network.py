@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.addresses import LOOPBACK
-from grpo_mcore.refit.network import Network
+from grpo_mcore.base.addresses import LOOPBACK
+from grpo_mcore.refit.transport.network import Network
 
 MESSAGES, MESSAGE_MIB = 16, 256  # 4 GiB
 TIMEOUT_S = 120.0

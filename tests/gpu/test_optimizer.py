@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.processes import free_port
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.rank import LayoutCase
 
 TP1 = LayoutCase("TP1")

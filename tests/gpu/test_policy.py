@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
-from grpo_mcore.processes import free_port
+from grpo_mcore.base.processes import free_port
+from grpo_mcore.tools.demo.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.tools.parity.rank import LayoutCase, micro_batches, policy_config, sequences
 
 

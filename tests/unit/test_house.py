@@ -155,9 +155,9 @@ def test_a_name_belongs_to_one_class() -> None:
 
 
 OTHER_TIME = {
-    "algorithms/checkpointing/lease.py": "tells people on other machines since when it holds a folder",
-    "observe/tracker.py": "a thread that talks to a service outside",
-    "observe/backends.py": "values for that service",
+    "driver/checkpoints/lease.py": "tells people on other machines since when it holds a folder",
+    "observe/trackers/tracker.py": "a thread that talks to a service outside",
+    "observe/trackers/backends.py": "values for that service",
 }
 """Files of the driver's rooms that need the machine's time, and why."""
 
@@ -182,11 +182,11 @@ def test_commands_import_inside_the_verb() -> None:
     """`grpo-mcore --help` must not wait for torch. The recipe room does without."""
     quick = (
         "grpo_mcore.cli",
-        "grpo_mcore.garbage",
+        "grpo_mcore.base.garbage",
         "grpo_mcore.observe",
         "grpo_mcore.recipe",
-        "grpo_mcore.text",
-        "grpo_mcore.unfailing_stream",
+        "grpo_mcore.base.text",
+        "grpo_mcore.observe.console.console_stream",
     )
     findings = [
         f"{file.relative_to(ROOT)}:{node.lineno}"

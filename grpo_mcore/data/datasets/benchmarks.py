@@ -70,7 +70,7 @@ def mbpp(row: Row) -> Row:
 
 def ifeval(row: Row) -> Row:
     """google/IFEval: {"key", "prompt", "instruction_id_list", "kwargs": a mapping for each instruction}. A table
-    fills the keys that an instruction lacks with null. `environments/instructions.py` checks them, except for the
+    fills the keys that an instruction lacks with null. `environments/rules/instructions.py` checks them, except for the
     answer's language."""
     names = list(row["instruction_id_list"])
     if any(name.startswith("language:") for name in names):

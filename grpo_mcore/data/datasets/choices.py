@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_mcore.base.text import as_written
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.rollout.datum import field_of
-from grpo_mcore.text import as_written
 
 LETTERS = "ABCDEFGHIJ"
 CHOICE_FIELDS = ("choices", "options", "endings")

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from grpo_mcore.base.text import as_written
 from grpo_mcore.data.datasets.choices import choices_of
 from grpo_mcore.data.datasets.contexts import context_field, context_of
 from grpo_mcore.data.datasets.mapped import Row
@@ -27,7 +28,6 @@ from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
 from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
 from grpo_mcore.rollout.datum import field_of
-from grpo_mcore.text import as_written
 
 QUESTIONS = (
     *("instruction", "input", "question", "problem", "prompt", "query", "question_stem", "Question", "Problem"),

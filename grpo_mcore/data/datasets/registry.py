@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from grpo_mcore.base.imports import import_by_path
 from grpo_mcore.data.datasets.contexts import unseen_context
 from grpo_mcore.data.datasets.files import gym_task, openai_row, preference_pair, question_and_answer
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_chat, hints, name_of, setting
@@ -19,7 +20,6 @@ from grpo_mcore.data.datasets.rows import Rows
 from grpo_mcore.data.datasets.source import Table, open_source, plain
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec, check_uids
 from grpo_mcore.data.processors import PROCESSORS, find_processor
-from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import FILE_DATASETS, PREFERENCE_DATASETS, dataset_by_name, unknown_dataset
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,15 @@ from pydantic import Field
 
 from grpo_mcore.environments.answers import UNFINISHED, split_messages
 from grpo_mcore.environments.code.asserts import SplitTest, split_test
+from grpo_mcore.environments.code.sandbox.sandboxes import (
+    BUBBLEWRAP,
+    TRUST,
+    Limits,
+    Sandbox,
+    SandboxError,
+    Sandboxes,
+    SandboxKind,
+)
 from grpo_mcore.environments.code.tests import (
     AssertTest,
     CallTest,
@@ -35,16 +44,7 @@ from grpo_mcore.environments.interfaces import (
     EnvironmentReturn,
     single_turn_return,
 )
-from grpo_mcore.environments.sandbox.sandboxes import (
-    BUBBLEWRAP,
-    TRUST,
-    Limits,
-    Sandbox,
-    SandboxError,
-    Sandboxes,
-    SandboxKind,
-)
-from grpo_mcore.environments.verifiers import shorten
+from grpo_mcore.environments.math.verifiers import shorten
 
 _REASONS = 3  # failed tests that a reason names
 _NO_TEST = "the program ended before its test"

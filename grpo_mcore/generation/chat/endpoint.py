@@ -28,14 +28,14 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from grpo_mcore.addresses import with_port
+from grpo_mcore.base.addresses import with_port
+from grpo_mcore.base.text import has_surrogates
 from grpo_mcore.generation.chat.dialects import CHAT, COUNTED_MESSAGES, MESSAGES, RESPONSES, Dialect, DialectError
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
 from grpo_mcore.generation.engine import Engine
 from grpo_mcore.rollout.trajectory import fingerprint, sample_seed
 from grpo_mcore.rollout.workers import remote_stream
-from grpo_mcore.text import has_surrogates
 
 Spans = tuple[tuple[int, int, int], ...]
 

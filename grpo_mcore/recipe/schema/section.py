@@ -18,7 +18,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from grpo_mcore.imports import module_of_file
+from grpo_mcore.base.imports import module_of_file
 from grpo_mcore.recipe.errors import nearest_hint
 
 Positive = Annotated[int, Field(gt=0)]

@@ -9,17 +9,17 @@ from pydantic import ValidationError
 
 from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
-from grpo_mcore.recipe.loading.custom_code import custom_code
-from grpo_mcore.recipe.loading.data_layouts import nested_layout
-from grpo_mcore.recipe.loading.distillation_layout import distillation_layout
-from grpo_mcore.recipe.loading.eval_layout import eval_layout
 from grpo_mcore.recipe.loading.yaml_tree import Node
+from grpo_mcore.recipe.nemo_rl.custom_code import custom_code
+from grpo_mcore.recipe.nemo_rl.data_layouts import nested_layout
+from grpo_mcore.recipe.nemo_rl.distillation_layout import distillation_layout
+from grpo_mcore.recipe.nemo_rl.eval_layout import eval_layout
+from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import apply_gym_switches, without_nemo_rl_keys
 from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 from grpo_mcore.recipe.schema.section import Section
 from grpo_mcore.recipe.validation import batch_sizes, data, distillation, engines, layout, objective, run
-from grpo_mcore.recipe.validation.nemo_rl_keys import apply_gym_switches, without_nemo_rl_keys
 
 ConfigT = TypeVar("ConfigT", bound=RecipeSections)
 SectionT = TypeVar("SectionT", bound=Section)

@@ -8,7 +8,7 @@ import sys
 import time
 from datetime import timedelta
 
-from grpo_mcore.processes import die_with_parent
+from grpo_mcore.base.processes import die_with_parent
 
 REPETITIONS = 6
 

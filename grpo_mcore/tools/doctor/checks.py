@@ -24,9 +24,9 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from grpo_mcore import processes
-from grpo_mcore.addresses import running_ray, split_port
-from grpo_mcore.imports import NOT_INSTALLED, why_not_imported
+from grpo_mcore.base import processes
+from grpo_mcore.base.addresses import running_ray, split_port
+from grpo_mcore.base.imports import NOT_INSTALLED, why_not_imported
 
 GB = 10**9
 DEADLINE_S = 50.0

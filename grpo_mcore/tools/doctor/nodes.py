@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore import processes
-from grpo_mcore.addresses import running_ray, with_port
+from grpo_mcore.base import processes
+from grpo_mcore.base.addresses import running_ray, with_port
 from grpo_mcore.rollout.workers import DeadlineExceeded
 from grpo_mcore.tools.doctor import checks
 from grpo_mcore.tools.doctor.checks import CheckResult, Needs, Reduced, examine, fault, judged

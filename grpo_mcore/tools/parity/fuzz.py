@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.data.tiny_models import FAMILIES, SIZES, make_tiny_model
-from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
+from grpo_mcore.tools.demo.tiny_models import FAMILIES, SIZES, make_tiny_model
 from grpo_mcore.tools.parity.parity import RANK_TIMEOUT_S, Reference, compare, fitting, reference_of
 from grpo_mcore.tools.parity.rank import LayoutCase, ParityWorkload
+from grpo_mcore.tools.parity.rank_pool import RankFailed, RankPool
 
 LOGPROB_LIMIT, GRADIENT_LIMIT, NORM_LIMIT = 1e-4, 1e-3, 1e-4
 """Largest difference of a log-prob, of a parameter's gradient and of the whole gradient's norm, the last two relative.

@@ -25,8 +25,7 @@ from grpo_mcore.families import (
     shape_of,
 )
 from grpo_mcore.layout import LayoutError, fits
-from grpo_mcore.parallel.hf_folder import check_weights
-from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.parallel.weights.hf_folder import check_weights
 from grpo_mcore.recipe import policy_layout
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.tools.parity.rank import (
@@ -38,6 +37,7 @@ from grpo_mcore.tools.parity.rank import (
     policy_config,
     sequences,
 )
+from grpo_mcore.tools.parity.rank_pool import RankPool
 
 if TYPE_CHECKING:  # it imports vLLM's settings
     from grpo_mcore.generation import Engine

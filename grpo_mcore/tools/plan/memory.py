@@ -27,7 +27,7 @@ PROCESS_MEMORY = 6 * 2**30
 """Host memory of a process with torch, CUDA and NCCL, besides what it is known to keep: an assumption."""
 
 SCORED_TOKENS = 2048
-"""Tokens of the prompts that a teacher's engine scores at a time: `max_num_batched_tokens` in algorithms/setup.py."""
+"""Tokens of the prompts that a teacher's engine scores at a time: `max_num_batched_tokens` in driver/run/setup.py."""
 
 CLOSE = 0.92
 """Share of the memory above which fragmentation alone can cause an out-of-memory error."""

@@ -11,7 +11,7 @@ from grpo_mcore.families import ModelShape, parameter_count, read_hf_config, sha
 from grpo_mcore.families.activations import Kernels
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.recipe import MasterConfig, batch_equation, teacher_policies
-from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.plan.plan import RefitError
 from grpo_mcore.tools.plan.memory import CLOSE, EngineMemory, StageMemory, fits_device, memory, node_memory
 from grpo_mcore.tools.plan.timing import MAX_SEQUENCES, RefitTraffic, StepTime, refit_traffic, step_time
 from grpo_mcore.tools.plan.workload import DEVICES, GIB, Device, PlanError, Workload, workload_of
@@ -155,7 +155,7 @@ def plan_config(
     if Path(name).is_dir():
         settings = read_hf_config(name, config.policy.hf_config_overrides)
         if any(Path(name).glob("*.safetensors")):  # a folder with its config.json alone can be planned too
-            from grpo_mcore.parallel.hf_folder import check_weights  # imports torch
+            from grpo_mcore.parallel.weights.hf_folder import check_weights  # imports torch
 
             check_weights(Path(name), shape_of(settings), required=False)
         return settings

@@ -19,7 +19,7 @@ from grpo_mcore.families import ModelShape, params_of
 from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, Finding, PolicyLayout, fits
 from grpo_mcore.layout.findings import Key
 from grpo_mcore.recipe.errors import in_yaml
-from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.plan.plan import RefitError
 from grpo_mcore.tools.plan.memory import (
     CLOSE,
     EngineMemory,

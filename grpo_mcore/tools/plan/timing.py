@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from grpo_mcore.families import AdapterShape, Block, ModelShape, Param, adapter_params, forward_flops, params_of
-from grpo_mcore.refit.plan import DTYPE_BYTES, RefitPlan, count_refit, plan_refit, wire_dtype
+from grpo_mcore.refit.plan.plan import DTYPE_BYTES, RefitPlan, count_refit, plan_refit, wire_dtype
 from grpo_mcore.tools.plan.memory import (
     EngineMemory,
     gradient_bytes,

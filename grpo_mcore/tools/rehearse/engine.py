@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.engines.engine_group import with_trajectories
 from grpo_mcore.cluster.virtual_cluster import Condition, sleep
+from grpo_mcore.driver.engines.engine_group import with_trajectories
 from grpo_mcore.generation import EngineConfig
 from grpo_mcore.generation.engine import EngineError
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, TrajectoryRef, Turn

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_mcore.algorithms.run_control.stopping import StopRequest
+from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.cluster.virtual_cluster import VirtualCluster, VirtualWorker
 from grpo_mcore.recipe import MasterConfig, num_engines, policy_pool
 from grpo_mcore.tools.rehearse.world import World

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_mcore.algorithms.checkpointing.checkpoint_files import POLICY, damage
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.driver.checkpoints.checkpoint_files import POLICY, damage
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger
 from grpo_mcore.observe.exit_codes import STOPPED_EARLY, TERMINATED
-from grpo_mcore.observe.ledger_audit import valid_entries
+from grpo_mcore.observe.ledger.ledger_audit import valid_entries
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.rehearse.engine import ModelledEngine
 from grpo_mcore.tools.rehearse.policy import WEIGHTS

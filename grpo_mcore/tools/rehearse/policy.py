@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
+from grpo_mcore.base.file_digests import Digest, first_changed, leave_digests
 from grpo_mcore.cluster.virtual_cluster import Condition, sleep
-from grpo_mcore.file_digests import Digest, first_changed, leave_digests
 from grpo_mcore.parallel.policy import TrainReport
 from grpo_mcore.recipe import PolicyConfig, compares_distributions, policy_layout
 from grpo_mcore.rollout.trajectory import Trajectory
 from grpo_mcore.rollout.workers import Ref, Rendezvous
+from grpo_mcore.step.step_batch import RankStep, TrainTargets
 from grpo_mcore.tools.rehearse.world import TrainedSample, Transfer, World
 
 WEIGHTS = "weights.json"

@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.grpo import grpo_train
-from grpo_mcore.algorithms.run import Prepared, Run, open_run
-from grpo_mcore.algorithms.run_control.checks import Model
-from grpo_mcore.algorithms.run_control.supervise import until_over
+from grpo_mcore.base.processes import available_cores
 from grpo_mcore.cluster import is_fault
 from grpo_mcore.cluster.virtual_cluster import VirtualClock, VirtualCluster, VirtualWorker
 from grpo_mcore.data import build_dataloader, build_train_dataloader
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
+from grpo_mcore.driver.run.checks import Model
+from grpo_mcore.driver.run.run import Prepared, Run, open_run
+from grpo_mcore.driver.run.supervise import until_over
 from grpo_mcore.families import ModelShape
 from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger, read_metrics
 from grpo_mcore.observe.spans import EventFile
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.processes import available_cores
 from grpo_mcore.recipe import (
     MasterConfig,
     algorithm_of,

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.algorithms.grpo import grpo_train
-from grpo_mcore.algorithms.run_control.supervise import until_over
+from grpo_mcore.base.garbage import rare_collections
 from grpo_mcore.cluster import is_fault
 from grpo_mcore.cluster.virtual_cluster import GIVEN_UP_S, VirtualClock, VirtualCluster, VirtualWorker
+from grpo_mcore.driver.run.supervise import until_over
 from grpo_mcore.families import ModelShape, shape_of
-from grpo_mcore.garbage import rare_collections
 from grpo_mcore.layout import LayoutError
 from grpo_mcore.observe.exit_codes import LOST, STOPPED_EARLY, TERMINATED, exit_code
 from grpo_mcore.recipe import MasterConfig, RecipeError

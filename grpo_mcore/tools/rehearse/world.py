@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from grpo_mcore.algorithms.engines.engine_group import EngineWorker, FollowerWorker, node_of_engine
-from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
-from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngineWorker
-from grpo_mcore.algorithms.training_step.teachers import teacher_name
 from grpo_mcore.batching.prefix_trees import prefix_sketch
 from grpo_mcore.cluster.virtual_cluster import Condition, VirtualClock
+from grpo_mcore.driver.engines.engine_group import EngineWorker, FollowerWorker, node_of_engine
+from grpo_mcore.driver.policy.policy_worker import PolicyWorker
+from grpo_mcore.driver.policy.teacher_engines import TeacherEngineWorker
+from grpo_mcore.driver.policy.teachers import teacher_name
 from grpo_mcore.environments.interfaces import EnvironmentInterface
 from grpo_mcore.recipe import MasterConfig, PolicyConfig, teacher_policies
-from grpo_mcore.refit.parts import texts_of
+from grpo_mcore.refit.plan.parts import texts_of
 from grpo_mcore.rollout.trajectory import GenerationRequest
 from grpo_mcore.rollout.workers import Rendezvous
 from grpo_mcore.tools.rehearse.durations import Durations, TeacherDurations

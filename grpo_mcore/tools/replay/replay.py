@@ -15,21 +15,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.checkpointing.checkpoint_files import policy_folder
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import train_on_groups
-from grpo_mcore.algorithms.record.recorded_samples import recorded_groups, sample_name
-from grpo_mcore.algorithms.run_control.checks import Model, check_model
-from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, start_teachers, wait_until_ready
-from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup, logprobs_by_sample
-from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, build_step_batch
 from grpo_mcore.cluster import Cluster, Future
+from grpo_mcore.driver.checkpoints.checkpoint_files import policy_folder
+from grpo_mcore.driver.engines.engine_group import EngineGroup
+from grpo_mcore.driver.policy.policy_group import PolicyGroup, logprobs_by_sample
+from grpo_mcore.driver.record.recorded_samples import recorded_groups, sample_name
+from grpo_mcore.driver.run.checks import Model, check_model
+from grpo_mcore.driver.run.setup import make_loss, start_cluster, start_policy, start_teachers, wait_until_ready
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.observe import Timeline, read_metrics
 from grpo_mcore.observe.logger import METRICS_FILE
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.step.step_batch import TrainTargets, build_step_batch
 from grpo_mcore.tools.mirrored import kept_checkpoint, kept_steps
 from grpo_mcore.tools.parity.rank import layout_named
 
@@ -48,7 +48,8 @@ class ReplayError(ValueError):
 @dataclass
 class Replay:
     """A computation of a step. `metrics`: loss, grad_norm and so on; `logprobs`: float32 [length] by sample, 0 for
-    tokens that are not trained on; `layers`: float64 [2, length] by sample and layer, see parallel/layer_traces.py."""
+    tokens that are not trained on; `layers`: float64 [2, length] by sample and layer, see
+    parallel/layers/layer_traces.py."""
 
     name: str
     metrics: dict[str, float]

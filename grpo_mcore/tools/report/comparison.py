@@ -13,9 +13,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from grpo_mcore.base.text import escaped as printable
 from grpo_mcore.recipe import without_secrets
 from grpo_mcore.recipe.errors import joined
-from grpo_mcore.text import escaped as printable
 from grpo_mcore.tools.report.run_files import RunFiles, duration
 
 PLACES = ("logger.log_dir", "logger.run_name", "checkpointing.checkpoint_dir", "checkpointing.mirror")

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.run_control.checks import model_folder
 from grpo_mcore.batching.packed_batch import pack_rows
+from grpo_mcore.driver.run.checks import model_folder
 from grpo_mcore.families import ModelShape, engine_overrides, missing_on_cpu, read_hf_config, shape_of
-from grpo_mcore.parallel.layer_traces import fixed_direction, trace_layers
+from grpo_mcore.parallel.layers.layer_traces import fixed_direction, trace_layers
 from grpo_mcore.parallel.mesh import Address
-from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.tools.export import export
 from grpo_mcore.tools.mirrored import kept_checkpoint
 from grpo_mcore.tools.parity.parity import NEW_TOKENS, RANK_TIMEOUT_S, cpu_engine
 from grpo_mcore.tools.parity.rank import LayoutCase, make_policy, sequences
+from grpo_mcore.tools.parity.rank_pool import RankPool
 from grpo_mcore.tools.replay.replay import ReplayError, recorded_step
 from grpo_mcore.tools.verdict.judge import JudgedSample
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms import grpo
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.record.run_record import schedule_config
 from grpo_mcore.cluster import LocalCluster
+from grpo_mcore.driver.engines.engine_group import EngineGroup
+from grpo_mcore.driver.record.run_record import schedule_config
 from grpo_mcore.recipe import RecipeError
-from tests.unit.algorithms.training_step.step_cases import config
+from tests.unit.step.step_cases import config
 
 CORRECTED = {"use_importance_sampling_correction": True}
 

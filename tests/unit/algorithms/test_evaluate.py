@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.checkpointing.lease import FolderInUse, Lease
 from grpo_mcore.algorithms.evaluate import EvalError, Sample, SampleLog, task_scores
+from grpo_mcore.driver.checkpoints.lease import FolderInUse, Lease
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.evaluation import _check_settings, evaluate, report_table
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms import grpo, nemo_rl_api
-from grpo_mcore.algorithms.run import Run
+from grpo_mcore.driver.run.run import Run
 
 DOCUMENTED = {
     "setup": ["master_config", "tokenizer", "dataset", "val_dataset", "processor"],

@@ -14,10 +14,10 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from grpo_mcore.algorithms import setup
 from grpo_mcore.cli.main import main
-from grpo_mcore.data.arithmetic import make_tokenizer
+from grpo_mcore.driver.run import setup
 from grpo_mcore.families import FamilyError, params_of, shape_of
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
 
 CONFIG = {
     "model_type": "qwen3",

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import grpo_mcore
+from grpo_mcore.base.garbage import COLLECT_AFTER
 from grpo_mcore.cli import main as command
-from grpo_mcore.cli import train
-from grpo_mcore.garbage import COLLECT_AFTER
+from grpo_mcore.cli.train import train
 from grpo_mcore.recipe import MasterConfig
 
 RECIPE = "policy: {model_name: m}\ndata: {train: {data_path: x.jsonl}}\n"
@@ -122,7 +122,7 @@ def test_a_wrong_recipe_is_one_block_on_stderr_and_exit_code_2(tmp_path) -> None
 
 
 def test_the_command_imports_without_torch() -> None:
-    code = "import sys, grpo_mcore.cli.main, grpo_mcore.cli.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, grpo_mcore.cli.main, grpo_mcore.cli.check.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

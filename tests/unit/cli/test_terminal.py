@@ -13,7 +13,7 @@ import pytest
 
 from grpo_mcore.cli.completion import recipes_and_keys, words_so_far
 from grpo_mcore.cli.main import guarded, main
-from grpo_mcore.observe.colors import painted
+from grpo_mcore.observe.console.colors import painted
 
 
 @pytest.mark.parametrize(

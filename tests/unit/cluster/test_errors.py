@@ -22,7 +22,7 @@ from grpo_mcore.cluster import (
     is_fault,
 )
 from grpo_mcore.cluster.ray_actor import RemoteFailure
-from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.plan.plan import RefitError
 from tests.checkout import PACKAGE, python_files
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.cli import inspect as inspect_command
+from grpo_mcore.cli.look import inspect as inspect_command
 from grpo_mcore.cluster import inspection
 from grpo_mcore.cluster.inspection import (
     Answering,

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_mcore.algorithms.setup import wait_until_ready
 from grpo_mcore.cluster import (
     LocalCluster,
     Parcel,
@@ -25,6 +24,7 @@ from grpo_mcore.cluster import (
     remote_call,
     remote_stream,
 )
+from grpo_mcore.driver.run.setup import wait_until_ready
 from grpo_mcore.recipe import load_recipe
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.cluster.ray_session import BadRayAddress, RaySession, RayUnreachable
-from grpo_mcore.processes import free_port
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "http://127.0.0.1:8265", "127.0.0.1", "head:port"])

@@ -3,11 +3,11 @@ that it does not find is an unused `type: ignore`, which it reports."""
 
 from __future__ import annotations
 
-from grpo_mcore.algorithms.engines.engine_group import EngineWorker
-from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.cluster import Cluster, Worker, call_all, remote_call, remote_stream
-from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.driver.engines.engine_group import EngineWorker
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.policy.policy_worker import PolicyWorker
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Sampling
 
 

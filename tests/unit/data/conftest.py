@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.data import load_tokenizer
-from grpo_mcore.data.arithmetic import make_tokenizer
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from grpo_mcore.data import DataError, bounded, load_tokenizer
-from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.data.bounded import TemplateTime, in_memory, in_time
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
 
 
 def test_a_template_that_wants_all_memory_is_refused_at_once(tmp_path):

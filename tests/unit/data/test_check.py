@@ -12,9 +12,9 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.data import DataError, build_task_data, load_tokenizer
-from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.data.check import CheckReport, check_file
 from grpo_mcore.recipe import load_recipe
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
 
 Check = Callable[..., CheckReport]
 LONG = "+".join("1" * 30) + "="

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.data import (
     AllTaskProcessedDataset,
@@ -27,15 +26,16 @@ from grpo_mcore.data import (
 )
 from grpo_mcore.data.multiple_loaders import _by_column
 from grpo_mcore.data.processors import math_data_processor
+from grpo_mcore.driver.rollouts.scoring import as_workers
 from grpo_mcore.environments import create_env
+from grpo_mcore.environments.gym.nemo_gym import NemoGymEnvironment
 from grpo_mcore.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
     response_text,
     single_turn_return,
 )
-from grpo_mcore.environments.math_environment import MathEnvironment
-from grpo_mcore.environments.nemo_gym import NemoGymEnvironment
+from grpo_mcore.environments.math.math_environment import MathEnvironment
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import Trajectory, Turn

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.data import (
     AllTaskProcessedDataset,
     BatchedDataDict,
@@ -21,6 +20,7 @@ from grpo_mcore.data import (
     build_train_dataloader,
 )
 from grpo_mcore.data.datasets.rows import Joined
+from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
 
 LETTERS, DIGITS = "abcd", "12345678"
 

@@ -18,7 +18,7 @@ from grpo_mcore.data import AllTaskProcessedDataset, DataError, load_preference_
 from grpo_mcore.data.datasets import source
 from grpo_mcore.data.datasets.published import PUBLISHED, TULU3_PAIRS
 from grpo_mcore.environments.code.tests import read_tests
-from grpo_mcore.environments.instructions import followed
+from grpo_mcore.environments.rules.instructions import followed
 from grpo_mcore.recipe import DatasetEntry, dataset_by_name
 
 LOAD_DATASET = hf.load_dataset

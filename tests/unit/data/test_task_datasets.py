@@ -18,8 +18,8 @@ from grpo_mcore.data import (
     load_tokenizer,
     task_datasets,
 )
-from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.data.processors import math_hf_data_processor
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
 from tests.unit.data.conftest import sums
 
 

@@ -11,7 +11,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 
 from grpo_mcore.data import DataError, check_token_ids, load_tokenizer, say_other_ends
-from grpo_mcore.data.arithmetic import make_tokenizer
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
 from tests.unit.data.byte_level import TEXT, make_byte_level
 from tests.unit.data.sentence_piece import sentence_piece
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from grpo_mcore.data import DataError
-from grpo_mcore.data.arithmetic import CHAT_TEMPLATE
 from grpo_mcore.data.turn_tokens import TurnTemplate, marks_of_a_question
+from grpo_mcore.tools.demo.arithmetic import CHAT_TEMPLATE
 from tests.unit.rollout.published_templates import GEMMA, GLM, GPT_OSS
 from tests.unit.rollout.published_templates import tokenizer_of as published
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.environments.answers import split_messages, split_response
-from grpo_mcore.environments.math_environment import MathEnvConfig
+from grpo_mcore.environments.math.math_environment import MathEnvConfig
 from grpo_mcore.environments.registry import EnvironmentConfigError
 
 THINKING_PROMPT = "<|im_start|>assistant\n<think>\n"

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from examples.sliding_puzzle.environment import SlidingPuzzleEnvironment
 from examples.sliding_puzzle.puzzle import shuffled
-from grpo_mcore.environments.dapo import dapo_math_verify
-from grpo_mcore.environments.gym_result import GymFailure, read_result
-from grpo_mcore.environments.multiple_choice import english_choice, multilingual_choice
+from grpo_mcore.environments.gym.gym_result import GymFailure, read_result
+from grpo_mcore.environments.math.dapo import dapo_math_verify
+from grpo_mcore.environments.math.multiple_choice import english_choice, multilingual_choice
 from tests.fuzz import JSON, TEXTS, examples
-from tests.unit.environments.gym_results import TWO, result
+from tests.unit.environments.gym.gym_results import TWO, result
 
 ANSWERS = st.builds(
     lambda parts: "".join(parts),

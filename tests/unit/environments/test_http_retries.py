@@ -18,8 +18,8 @@ import aiohttp
 import httpx
 import pytest
 
-from grpo_mcore.environments.gym_client import GymClient
-from grpo_mcore.environments.gym_result import GymFailure
+from grpo_mcore.environments.gym.gym_client import GymClient
+from grpo_mcore.environments.gym.gym_result import GymFailure
 from grpo_mcore.environments.http_retries import backoff_s, failure_of, is_transient, repetition_wait_s, retry_after_s
 
 

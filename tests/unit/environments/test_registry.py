@@ -13,7 +13,7 @@ import torch
 
 from grpo_mcore.environments import create_env, create_env_class, register_env
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from grpo_mcore.environments.math_environment import MathEnvConfig, MathEnvironment
+from grpo_mcore.environments.math.math_environment import MathEnvConfig, MathEnvironment
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Trajectory
 
@@ -161,6 +161,6 @@ def test_a_wrong_name_says_what_is_known(name, message):
 
 def test_what_worker_processes_import_is_light():
     heavy = "{'torch', 'ray', 'vllm', 'transformers', 'megatron'} & {name.split('.')[0] for name in sys.modules}"
-    modules = "verifier_pool, grpo_mcore.environments.verifiers, grpo_mcore.environments.rules"
+    modules = "verifier_pool, grpo_mcore.environments.math.verifiers, grpo_mcore.environments.rules.rules"
     program = f"import sys, grpo_mcore.environments.{modules}; assert not {heavy}, {heavy}"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -18,7 +18,7 @@ import pebble
 import psutil
 import pytest
 
-from grpo_mcore import processes
+from grpo_mcore.base import processes
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.verifier_pool import (
     VerifierPool,

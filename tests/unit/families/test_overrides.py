@@ -13,7 +13,7 @@ import pytest
 from grpo_mcore.families import FamilyError, ModelShape, engine_overrides, read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.families.registry import DEFAULTS
-from grpo_mcore.parallel.hf_folder import HfFolderWriter
+from grpo_mcore.parallel.weights.hf_folder import HfFolderWriter
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.plan.plan import plan_shape
 

@@ -60,7 +60,7 @@ def test_an_unknown_name_has_no_config() -> None:
 def test_the_demos_config_has_the_shape_of_its_model() -> None:
     import inspect
 
-    from grpo_mcore.data.arithmetic import make_base_config
+    from grpo_mcore.tools.demo.arithmetic import make_base_config
 
     made = {name: parameter.default for name, parameter in inspect.signature(make_base_config).parameters.items()}
     for name in ("results/demo/base/hf", "results/demo/untrained"):

@@ -27,9 +27,9 @@ from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig
 from grpo_mcore.generation.worker_calls import refit_step
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.plan import RefitPlan, plan_refit
-from grpo_mcore.refit.sender import RefitSender
-from grpo_mcore.refit.vllm_backend import RefitWeightEngine
+from grpo_mcore.refit.engine_side.vllm_backend import RefitWeightEngine
+from grpo_mcore.refit.plan.plan import RefitPlan, plan_refit
+from grpo_mcore.refit.policy_side.sender import RefitSender
 from tests.unit.refit.shards import Answer, ShardedModel
 
 FIRST_TOKEN = 20

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.generation import Engine, EngineError
 from grpo_mcore.generation.worker_calls import has_only_registered_tensors
-from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.plan.plan import RefitError
 from grpo_mcore.refit.refit import Refit
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from tests.functional.engine_callers import CALLERS
 from tests.functional.engine_cases import CONTEXT
 from tests.functional.preload import preload

@@ -31,7 +31,7 @@ def formula(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_the_norms_are_the_formula(dtype: torch.dtype, tolerance: float) -> None:
     register_cpu_kernels()
     register_cpu_kernels()  # a second plugin's load changes nothing
-    assert torch.distributed.ProcessGroupGloo.__init__.__module__ == "grpo_mcore.gloo"
+    assert torch.distributed.ProcessGroupGloo.__init__.__module__ == "grpo_mcore.base.gloo"
     from vllm import ir
 
     draw = torch.Generator().manual_seed(1)
@@ -94,7 +94,7 @@ def test_a_refit_knows_which_layers_vllm_has_packed(dtype: torch.dtype) -> None:
     """vLLM drops the plain weight of those; on which processors it packs bfloat16 is its own affair."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    from grpo_mcore.refit.engine_weights import computes_with_plain_weight
+    from grpo_mcore.refit.engine_side.engine_weights import computes_with_plain_weight
 
     layer = torch.nn.Linear(64, 128, bias=False).to(dtype).requires_grad_(False)
     assert not computes_with_plain_weight(layer)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.base.processes import free_port
 from grpo_mcore.generation.config import EngineConfig, EngineNode, engine_arguments
 from grpo_mcore.generation.engine_nodes import NodeLost, await_followers, deaths, join_first
-from grpo_mcore.processes import free_port
 
 HOST = "127.0.0.1"
 

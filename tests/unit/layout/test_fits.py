@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.run_control.checks import check_model
+from grpo_mcore.driver.run.checks import check_model
 from grpo_mcore.families import ExpertShape, ModelShape, shape_of
 from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, Finding, LayoutError, PolicyLayout, fits
 from grpo_mcore.parallel.mesh import Address

@@ -18,7 +18,6 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_mcore.observe.alarms import Alarm
-from grpo_mcore.observe.backends import MissingPackage, Wandb, _file_of, _mlflow_name, run_id
 from grpo_mcore.observe.logger import (
     CustomLoggerError,
     Logger,
@@ -28,7 +27,8 @@ from grpo_mcore.observe.logger import (
     run_folder,
     write_summary,
 )
-from grpo_mcore.observe.tracker import Tracker
+from grpo_mcore.observe.trackers.backends import MissingPackage, Wandb, _file_of, _mlflow_name, run_id
+from grpo_mcore.observe.trackers.tracker import Tracker
 from grpo_mcore.recipe import CustomCode
 from grpo_mcore.recipe.schema.outputs import PrometheusConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.observe.logger import write_summary
-from grpo_mcore.observe.plots import SMOOTH, reward_curve_png, smoothed
+from grpo_mcore.observe.trackers.plots import SMOOTH, reward_curve_png, smoothed
 
 
 def test_a_summary_is_whole_or_not_there(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
-from tests.unit.parallel import delta_cases, mamba_cases
+from tests.unit.parallel.layers import delta_cases, mamba_cases
 
 
 def causal_conv1d_fn(

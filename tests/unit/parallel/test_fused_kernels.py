@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.parallel import delta_cases, mamba_cases
 from tests.unit.parallel.kernel_stand_ins import KERNELS, largest_error, values_and_gradients
+from tests.unit.parallel.layers import delta_cases, mamba_cases
 
 LIMITS = pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 

@@ -28,7 +28,8 @@ from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 from grpo_mcore.layout import PolicyLayout  # noqa: E402
-from grpo_mcore.parallel import model, norm  # noqa: E402
+from grpo_mcore.parallel import model  # noqa: E402
+from grpo_mcore.parallel.layers import norm  # noqa: E402
 from grpo_mcore.parallel.optimizer import ddp_config, optimizer_config  # noqa: E402
 from grpo_mcore.parallel.settings import transformer_config  # noqa: E402
 from grpo_mcore.recipe import (  # noqa: E402

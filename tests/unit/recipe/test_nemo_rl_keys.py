@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import key_tables
 from grpo_mcore.recipe.schema.keys import field_at
 from grpo_mcore.recipe.schema.master import value_at
-from grpo_mcore.recipe.validation.nemo_rl_keys import key_tables
 from tests.unit.recipe.conftest import MINIMAL
 
 TABLES = key_tables()

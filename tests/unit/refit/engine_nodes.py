@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.refit.board import Mapped, Seat
-from grpo_mcore.refit.buffer import block_view
-from grpo_mcore.refit.parts import Part
-from grpo_mcore.refit.plan import Block, RefitPlan
-from grpo_mcore.refit.receiver import RefitReceiver
+from grpo_mcore.refit.engine_side.receiver import RefitReceiver
+from grpo_mcore.refit.plan.parts import Part
+from grpo_mcore.refit.plan.plan import Block, RefitPlan
+from grpo_mcore.refit.transport.board import Mapped, Seat
+from grpo_mcore.refit.transport.buffer import block_view
 from tests.unit.refit.shards import in_a_thread
 
 RANKS = 2

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.refit import buffer as buffers
-from grpo_mcore.refit import cuda_ipc, proof, shared_memory
-from grpo_mcore.refit.cuda_ipc import CudaIpcBuffer
-from grpo_mcore.refit.plan import RefitError
-from grpo_mcore.refit.proof import word_sum
+from grpo_mcore.refit.plan import proof
+from grpo_mcore.refit.plan.plan import RefitError
+from grpo_mcore.refit.plan.proof import word_sum
+from grpo_mcore.refit.transport import buffer as buffers
+from grpo_mcore.refit.transport import cuda_ipc, shared_memory
+from grpo_mcore.refit.transport.cuda_ipc import CudaIpcBuffer
 
 GPU = torch.device("cuda", 0)
 FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -9,10 +9,10 @@ import torch
 
 from grpo_mcore.families import missing_on_cpu, params_of, shape_of
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.buffer import attach_buffer, block_view
-from grpo_mcore.refit.parts import Seat, parts_of
-from grpo_mcore.refit.plan import RefitPlan, plan_refit
-from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.refit.plan.parts import Seat, parts_of
+from grpo_mcore.refit.plan.plan import RefitPlan, plan_refit
+from grpo_mcore.refit.policy_side.sender import RefitSender
+from grpo_mcore.refit.transport.buffer import attach_buffer, block_view
 from tests.unit.refit.shards import index
 from tests.unit.refit.whole_split import PADDING, Case, Weights, on_the_policy
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.plan.plan import RefitError
 from grpo_mcore.refit.refit import NEXT, RefitState, advanced
 
 PAIRS = list(product(RefitState, RefitState))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.board import Seat
-from grpo_mcore.refit.parts import CALLS_PER_PROCESS, Part
-from grpo_mcore.refit.plan import RefitError, plan_refit
+from grpo_mcore.refit.plan.parts import CALLS_PER_PROCESS, Part
+from grpo_mcore.refit.plan.plan import RefitError, plan_refit
 from grpo_mcore.refit.refit import Refit, RefitState, refit
+from grpo_mcore.refit.transport.board import Seat
 from tests.unit.refit.whole_split import make_shape, params_of
 
 SHAPE = make_shape(num_layers=1)

@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_mcore.families import HfTensor, ModelShape, Param, Split, Stage, params_of
 from grpo_mcore.layout import EngineLayout, PolicyLayout
-from grpo_mcore.refit.plan import GIB, RefitPlan, plan_refit
+from grpo_mcore.refit.plan.plan import GIB, RefitPlan, plan_refit
 
 Weights = dict[str, np.ndarray]
 PADDING = -1

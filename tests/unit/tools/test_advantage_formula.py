@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.algorithms.record.sample_writer import advantage_columns
+from grpo_mcore.driver.record.sample_writer import advantage_columns
 from grpo_mcore.objective import AdvantageEstimate, SampleKL, clip_advantages, estimate_advantages, group_stats
 from grpo_mcore.tools.report.page import advantage_formula
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from grpo_mcore.data.tiny_models import FAMILIES, SIZES, UnknownFamily, tiny_like
+from grpo_mcore.tools.demo.tiny_models import FAMILIES, SIZES, UnknownFamily, tiny_like
 from grpo_mcore.tools.parity import fuzz
 from grpo_mcore.tools.parity.fuzz import Draw, Failure, draws, shrunk
 from grpo_mcore.tools.parity.rank import LayoutCase, ParityWorkload

@@ -21,8 +21,8 @@ from grpo_mcore.families.known import known_configs
 from grpo_mcore.layout import EngineLayout, LayoutError, PolicyLayout
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.recipe.schema.master import value_at
-from grpo_mcore.refit.delivery import Deliveries, readers_by_node
-from grpo_mcore.refit.plan import plan_model_refit
+from grpo_mcore.refit.plan.delivery import Deliveries, readers_by_node
+from grpo_mcore.refit.plan.plan import plan_model_refit
 from grpo_mcore.tools.plan.measured import compare
 from grpo_mcore.tools.plan.memory import fits_device, memory, node_memory, optimizer_bytes
 from grpo_mcore.tools.plan.plan import Plan, make_plan, plan_device, plan_shape, plan_workload, ranks_of

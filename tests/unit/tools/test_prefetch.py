@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import constants
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.recipe import load_recipe
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.prefetch import find, needs_of
 from tests.hub_server import hub
 

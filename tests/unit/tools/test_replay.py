@@ -13,7 +13,7 @@ from grpo_mcore.recipe import MasterConfig, teacher_pools, world_size
 from grpo_mcore.tools.mirrored import recorded_run
 from grpo_mcore.tools.replay.losses import with_loss
 from grpo_mcore.tools.replay.replay import Replay, ReplayError, compare, replay_config
-from tests.unit.algorithms.training_step import step_cases
+from tests.unit.step import step_cases
 
 
 def computed(loss: float = 0.5, norm: float = 2.0, logprob: float = -1.0, layer: float = 3.0) -> Replay:

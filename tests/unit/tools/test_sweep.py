@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.cli.sweep import _run
+from grpo_mcore.cli.train.sweep import _run
 from grpo_mcore.recipe import RecipeError, load_recipe
 from grpo_mcore.tools.sweep import SweepError, SweepRun, by_setting, claim_folder, split_values, state, sweep_runs
 

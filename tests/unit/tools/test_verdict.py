@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.rollout.trajectory import Sampling
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.verdict.collect import overridden
 from grpo_mcore.tools.verdict.judge import Judge, JudgedSample, drawn
 from grpo_mcore.tools.verdict.verdict import Side, Verdict, first_layer, judge_samples

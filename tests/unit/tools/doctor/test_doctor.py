@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from grpo_mcore.cli.doctor import needs_of
-from grpo_mcore.processes import free_port
+from grpo_mcore.base.processes import free_port
+from grpo_mcore.cli.check.doctor import needs_of
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.doctor import Needs, checks, examine, nodes
 from grpo_mcore.tools.doctor.checks import CheckResult, Gpu, checks_of

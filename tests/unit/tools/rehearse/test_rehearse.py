@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_mcore.algorithms.engines.engine_group import EngineWorker
-from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
-from grpo_mcore.algorithms.training_step.teacher_engines import TeacherEngineWorker
 from grpo_mcore.cli.main import main
+from grpo_mcore.driver.engines.engine_group import EngineWorker
+from grpo_mcore.driver.policy.policy_worker import PolicyWorker
+from grpo_mcore.driver.policy.teacher_engines import TeacherEngineWorker
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape

@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms import grpo
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-from grpo_mcore.algorithms.engines.engine_faults import EngineFaults
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.record import run_record
-from grpo_mcore.algorithms.record.run_record import RunRecord
-from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.rollouts.scoring import RewardScorer
-from grpo_mcore.algorithms.run_control.stopping import StopRequest
-from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.training_step.step_groups import StepGroups
-from grpo_mcore.algorithms.training_step.teachers import Teachers
+from grpo_mcore.base.garbage import rare_collections
+from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.cluster import NodeLost, virtual_cluster
-from grpo_mcore.garbage import rare_collections
-from grpo_mcore.observe.ledger import Ledger
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
+from grpo_mcore.driver.engines.engine_faults import EngineFaults
+from grpo_mcore.driver.engines.engine_group import EngineGroup
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.policy.teachers import Teachers
+from grpo_mcore.driver.record import run_record
+from grpo_mcore.driver.record.run_record import RunRecord
+from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
+from grpo_mcore.driver.rollouts.rollouts import Rollouts
+from grpo_mcore.driver.rollouts.scoring import RewardScorer
+from grpo_mcore.observe.ledger.ledger import Ledger
 from grpo_mcore.refit.refit import Refit
+from grpo_mcore.step.step_groups import StepGroups
 from grpo_mcore.tools.rehearse import simulation
 from grpo_mcore.tools.rehearse.faults import Fault
 from grpo_mcore.tools.rehearse.simulation import Case, drawn, shortest, simulate

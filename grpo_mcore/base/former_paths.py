@@ -1,0 +1,45 @@
+"""Import paths of 0.2 that recipes and scripts may still name, and where their code lives now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "algorithms.run": "driver.run.run",
+    "algorithms.setup": "driver.run.setup",
+    "algorithms.lifecycle.grpo_run": "driver.run.run",
+    "data.arithmetic": "tools.demo.arithmetic",
+    "environments.instructions": "environments.rules.instructions",
+    "environments.math_environment": "environments.math.math_environment",
+    "environments.reward_functions": "environments.rules.reward_functions",
+    "environments.nemo_gym": "environments.gym.nemo_gym",
+    "processes": "base.processes",
+    "refit.sender": "refit.policy_side.sender",
+}
+"""Module of 0.2 -> module, both below grpo_mcore."""
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Gives a moved module under its former name, too. It is imported when something asks for it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        _, _, name = fullname.partition("grpo_mcore.")
+        is_package = any(former.startswith(f"{name}.") for former in MOVED)
+        return ModuleSpec(fullname, self, is_package=is_package) if name in MOVED or is_package else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__.partition("grpo_mcore.")[2]
+        if name in MOVED:
+            sys.modules[module.__name__] = import_module(f"grpo_mcore.{MOVED[name]}")
+
+
+def install() -> None:
+    """Let `import` find the moved modules, after everything that exists under its name."""
+    sys.meta_path.append(_Finder())

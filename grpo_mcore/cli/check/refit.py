@@ -1,0 +1,93 @@
+"""`grpo-mcore refit plan RECIPE`: show the bytes that a refit of this recipe moves, by ranks; as JSON, its costs.
+`grpo-mcore refit verify RECIPE`: refit once, then compare the log-probs of engines and policy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_mcore.cli.json_output import print_json
+from grpo_mcore.recipe import is_override, load_recipe
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line after `grpo-mcore refit`."""
+    parser = argparse.ArgumentParser(prog="grpo-mcore refit", description="Plan or verify a refit.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    plan = commands.add_parser(
+        "plan",
+        help="print and draw the plan of a recipe; needs no GPU",
+        usage="grpo-mcore refit plan RECIPE [--json] [--picture FILE] [key=value ...]",
+    )
+    plan.add_argument("--json", action="store_true", help="print the costs of the refit as JSON instead")
+    plan.add_argument("--picture", type=Path, metavar="FILE", help="draw bytes by link into this PNG")
+    verify = commands.add_parser(
+        "verify",
+        help="start policy and engines, refit, and compare their log-probs; exit code 1 if they differ",
+        usage="grpo-mcore refit verify RECIPE [key=value ...]",
+    )
+    for command in (plan, verify):
+        command.add_argument("recipe", help="the recipe: a YAML file, or the name of one in recipes/")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="a value that replaces the recipe's")
+    args, rest = parser.parse_known_args(list(words))  # overrides may stand between options
+    args.overrides += rest
+    if wrong := [word for word in args.overrides if not is_override(word)]:
+        {"plan": plan, "verify": verify}[args.command].error(f"not an override (key=value): {' '.join(wrong)}")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Return 1 if log-probs differ, else 0."""
+    return _plan(args) if args.command == "plan" else _verify(args)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from grpo_mcore.tools.refit_verify import verify_refit
+
+    config = load_recipe(args.recipe, args.overrides).config
+    logs = Path(config.logger.log_dir) / "refit-verify"
+    print(f"starting policy and engines (logs: {logs}) ...", flush=True)
+    report, parity = verify_refit(config, logs)
+    print(
+        f"refit {report.bytes / 1e9:.3f} GB in {report.seconds:.3g} s, pause {report.pause_seconds:.3g} s; "
+        f"{report.checked} checksums agree"
+    )
+    print(parity.table())
+    print("engines and policy agree" if parity.ok else parity.difference())
+    return 0 if parity.ok else 1
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """Print the plan, and draw it with --picture."""
+    from grpo_mcore.families.known import known_config
+    from grpo_mcore.refit.plan.overview import Overview, draw
+    from grpo_mcore.tools.plan.plan import plan_shape
+    from grpo_mcore.tools.plan.workload import workload_of
+
+    config = load_recipe(args.recipe, args.overrides).config
+    name, config_json = config.policy.model_name, None
+    if not Path(name).is_dir() and known_config(name) is None:
+        from huggingface_hub import hf_hub_download
+
+        config_json = hf_hub_download(name, "config.json")
+    shape = plan_shape(config, config_json)
+    load = workload_of(config, shape, kernels="cpu" if config.cluster.platform == "cpu" else "transformer_engine")
+    overview = Overview.of(
+        shape,
+        load.layout,
+        load.engine_layout,
+        dtype=config.policy.precision,
+        buffer_gb=config.policy.refit_buffer_size_gb,
+        nodes=load.engine_nodes,
+        replicas=max(1, load.engines * load.engine_layout.nodes // load.engine_nodes),
+        node_of_rank=tuple(rank * load.nodes // load.world for rank in range(load.world)) if load.colocated else (),
+    )
+    if args.json:
+        print_json(overview.numbers())
+    else:
+        print(overview.text())
+    if args.picture:
+        draw(args.picture, overview)
+        print(f"picture {args.picture}")
+    return 0

@@ -1,0 +1,57 @@
+"""`grpo-mcore ledger RUN`: audit the ledger of a run's prompts. Exit code 1 if it is inconsistent."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from grpo_mcore.base.text import escaped
+
+SHOWN = 20
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line after `grpo-mcore ledger`."""
+    parser = argparse.ArgumentParser(
+        prog="grpo-mcore ledger",
+        description="Audit a run: every prompt is used exactly once, no sample is too old.",
+    )
+    parser.add_argument(
+        "run", metavar="RUN", help="the run's folder of checkpoints, its ledger.jsonl, or an address of its mirror"
+    )
+    return parser.parse_args(list(words))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what became of the prompts, and each flaw. Return 1 if there is a flaw, else 0."""
+    from grpo_mcore.observe import LedgerError, audit, read_ledger
+    from grpo_mcore.tools.mirrored import local_ledger
+
+    path = local_ledger(args.run)
+    if not path.is_file():
+        print(f"grpo-mcore ledger: there is no {path}; give the folder of a run's checkpoints", file=sys.stderr)
+        return 1
+    try:
+        checked = audit(read_ledger(path))
+    except (LedgerError, OSError) as error:
+        print(f"grpo-mcore ledger: {error}", file=sys.stderr)
+        return 1
+    void = f"; void entries, later than the checkpoint resumed from: {checked.void}" if checked.void else ""
+    print(f"{path}: {checked.steps} steps; resumes: {checked.starts - 1}{void}")
+    for fate, count in checked.fates.items():
+        if count:
+            print(f"{count:9,} prompts {fate}")
+    if checked.retries:
+        print(f"{checked.retries:9,} times a prompt was generated again")
+    if checked.restarts:
+        print(f"{checked.restarts:9,} times an engine or an environment was restarted")
+    ages = ", ".join(f"{count:,} at age {age}" for age, count in checked.by_age.items())
+    if ages:
+        print(f"trained on: {ages}")
+    for flaw in checked.flaws[:SHOWN]:
+        print(f"wrong: {escaped(str(flaw))}")
+    if len(checked.flaws) > SHOWN:
+        print(f"... and {len(checked.flaws) - SHOWN} more")
+    print("nothing is lost, nothing was done twice" if not checked.flaws else f"{len(checked.flaws)} flaws")
+    return 1 if checked.flaws else 0

@@ -1,0 +1,164 @@
+"""`grpo-mcore demo [--recipe NAME] [key=value ...]`: makes a small model and its task, warms it up, and trains it with
+GRPO, or by distillation from the model that the first demo trained."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_mcore.recipe import MasterConfig, load_recipe
+
+GRPO, DISTILL = "grpo-arithmetic-cpu", "distill-arithmetic-cpu"
+FOLDERS = {
+    GRPO: Path("results/demo"),
+    "grpo-nano-v3-cpu": Path("results/demo-nano-v3"),
+    DISTILL: Path("results/demo-distill"),
+}
+"""Where the demo of each recipe puts everything."""
+
+GOAL = 0.9
+"""Held-out accuracy by which distillation and GRPO are compared."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = list(FOLDERS)
+    parser.add_argument("--recipe", choices=names, default=names[0], help=f"{' or '.join(names)}; default: {names[0]}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Overrides go to the recipe."""
+    return _distill(args.overrides) if args.recipe == DISTILL else _grpo(args.recipe, args.overrides)
+
+
+def _grpo(recipe: str, overrides: Sequence[str] = ()) -> int:
+    """Run the demo of a GRPO recipe. grpo.seed also determines the task, the untrained model and the warm-up."""
+    began, folder = time.perf_counter(), FOLDERS[recipe]
+    grpo = load_recipe(recipe, overrides)  # a wrong override shows before anything runs
+    untrained = folder / "untrained"
+    sft = warm_up_recipe(folder, folder / "task", grpo.config.grpo.seed)
+
+    from grpo_mcore.algorithms.sft import sft_train
+    from grpo_mcore.cli.train.train import exit_code, run_recipe, train
+    from grpo_mcore.observe import write_summary
+    from grpo_mcore.tools.demo.arithmetic import make_arithmetic_task
+    from grpo_mcore.tools.demo.demo import ask, learned
+    from grpo_mcore.tools.export import export
+
+    shutil.rmtree(folder, ignore_errors=True)
+    task = make_arithmetic_task(folder / "task", seed=sft.sft.seed)
+    model_kind, parameters = make_untrained(recipe, untrained, task.tokenizer, sft.sft.seed)
+    print(f"1/4  task and untrained {model_kind} with {parameters / 1e6:.1f} M parameters in {folder}", flush=True)
+    print("2/4  supervised warm-up, most demonstrations are wrong by one (recipes/sft-arithmetic-cpu.yaml)", flush=True)
+    if (warm_up := run_recipe("sft", sft_train, sft, None))["stopped_early"]:
+        return exit_code(warm_up)
+    print(f"3/4  GRPO (recipes/{recipe}.yaml)", flush=True)
+    summary = train(grpo.config)
+    if summary["stopped_early"] or not grpo.config.checkpointing.enabled:  # there is no result to show
+        return exit_code(summary)
+    print("4/4  export of the last checkpoint, and the held-out problems once more, with transformers", flush=True)
+    model = folder / "model"
+    export(Path(grpo.config.checkpointing.checkpoint_dir), model)
+    base = Path(grpo.config.policy.model_name)
+    before, after = ask(base, task.val), ask(model, task.val)
+    summary |= {
+        "greedy_accuracy_before": before.accuracy,
+        "greedy_accuracy_after": after.accuracy,
+        "seconds": round(time.perf_counter() - began, 2),
+        "grpo_seconds": summary["seconds"],
+        "model": str(model),
+    }
+    write_summary(folder / "summary.json", summary)
+    for curve in Path(grpo.config.logger.log_dir).glob("exp_*/reward_curve.png"):
+        shutil.copy(curve, folder / "reward_curve.png")
+    sampled = [_share(summary[f"val_accuracy_{when}"]) for when in ("before", "after")]
+    print(
+        f"\nheld-out problems solved     before  after {summary['steps']} steps\n"
+        f"  most likely answer          {before.accuracy:.3f}  {after.accuracy:.3f}\n"
+        f"  sampled at temperature 1    {sampled[0]}  {sampled[1]}"
+    )
+    if (example := learned(before, after)) is not None:
+        problem, was, now = example
+        print(f"one of them: {problem} {was} before, {now} after")
+    print(
+        f"{summary['seconds']:.0f} s in all; summary and curve: {folder}/summary.json, {folder}/reward_curve.png\n"
+        f"the model, for transformers, vLLM or a new run: {model}"
+    )
+    return 0
+
+
+def _distill(overrides: Sequence[str]) -> int:
+    """Run the demo of distillation. distillation.seed also determines the untrained student and its warm-up."""
+    began, folder, of_teacher = time.perf_counter(), FOLDERS[DISTILL], FOLDERS[GRPO]
+    distillation = load_recipe(DISTILL, overrides).config  # a wrong override shows before anything runs
+    seed, every = distillation.grpo.seed, distillation.grpo.val_period
+    sft = warm_up_recipe(folder, of_teacher / "task", seed)
+    words = [f"policy.model_name={folder / 'base' / 'hf'}", f"grpo.seed={seed}", f"grpo.val_period={every}"]
+    grpo = load_recipe(GRPO, [*words, "checkpointing.enabled=false", f"logger.log_dir={folder / 'logs-grpo'}"]).config
+
+    from grpo_mcore.algorithms.sft import sft_train
+    from grpo_mcore.cli.train.train import exit_code, run_recipe, train
+    from grpo_mcore.observe import write_summary
+    from grpo_mcore.tools.demo.demo import courses_png, read_course
+
+    if not (of_teacher / "model").is_dir():
+        print(f"1/4  the teacher: grpo-mcore demo, in {of_teacher}", flush=True)
+        if code := _grpo(GRPO):
+            return code
+    shutil.rmtree(folder, ignore_errors=True)
+    _, parameters = make_untrained(DISTILL, folder / "untrained", of_teacher / "task" / "tokenizer", seed)
+    print(f"2/4  a student with {parameters / 1e6:.1f} M parameters, warmed up like the teacher", flush=True)
+    if (warm_up := run_recipe("sft", sft_train, sft, None))["stopped_early"]:
+        return exit_code(warm_up)
+    courses = {}
+    for number, (name, config) in enumerate({"distillation": distillation, "GRPO": grpo}.items(), start=3):
+        print(f"{number}/4  {name}", flush=True)
+        if (summary := train(config))["stopped_early"]:
+            return exit_code(summary)
+        courses[name] = read_course(max(Path(config.logger.log_dir).glob("exp_*/metrics.jsonl")))
+    curves = folder / "curves.png"
+    courses_png(curves, courses, f"From the same start: {parameters / 1e6:.1f} M parameters, a teacher of 0.5 M")
+    reached = {name: course.until(GOAL) for name, course in courses.items()}
+    print(f"\nuntil {GOAL:g} of the held-out problems are solved     tokens  seconds of training")
+    for name, cost in reached.items():
+        costs = "not reached" if cost is None else f"{cost[0]:>10,.0f}  {cost[1]:>19.1f}"
+        print(f"  {name:38}{costs}")
+    write_summary(
+        folder / "summary.json",
+        {
+            "goal": GOAL,
+            "reached": {name: cost and {"tokens": cost[0], "seconds": cost[1]} for name, cost in reached.items()},
+            "accuracy": {name: course.accuracy[-1] for name, course in courses.items()},
+            "seconds": round(time.perf_counter() - began, 2),
+        },
+    )
+    print(f"the curves: {curves}")
+    return 0
+
+
+def warm_up_recipe(folder: Path, task: Path, seed: int) -> MasterConfig:
+    """Return the recipe that teaches the untrained model in `folder` the task's faulty demonstrations."""
+    own = [f"policy.model_name={folder / 'untrained'}", f"data.train.data_path={task / 'sft.jsonl'}"]
+    own += [f"checkpointing.checkpoint_dir={folder / 'base'}", f"logger.log_dir={folder / 'logs-sft'}"]
+    return load_recipe("sft-arithmetic-cpu", [f"sft.seed={seed}", *own]).config
+
+
+def make_untrained(recipe: str, folder: Path, tokenizer: Path, seed: int) -> tuple[str, int]:
+    """Write the demo's untrained model with its tokenizer. Return its kind and its number of parameters."""
+    from grpo_mcore.families import parameter_count, read_hf_config, shape_of
+    from grpo_mcore.tools.demo.arithmetic import make_base_config, make_tokenizer
+    from grpo_mcore.tools.demo.tiny_models import ENGINE_SIZES, make_tiny_model
+
+    if recipe in (GRPO, DISTILL):
+        smaller = {"hidden_size": 96, "intermediate_size": 384} if recipe == DISTILL else {}
+        return "Qwen3", make_base_config(folder, tokenizer, seed=seed, initializer_range=0.06, **smaller)
+    sizes = ENGINE_SIZES["nemotron_h_moe"] | {"vocab_size": 32, "eos_token_id": 2}
+    make_tiny_model("nemotron_h_moe", folder, seed=seed, **sizes)
+    make_tokenizer(folder)
+    return "Nemotron-3 Nano", parameter_count(shape_of(read_hf_config(folder)))
+
+
+def _share(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "    -"  # not validated, by an override

@@ -1,0 +1,32 @@
+"""How many consecutive failures are tolerated, and how long to wait before each retry."""
+
+from __future__ import annotations
+
+from grpo_mcore.base.clock import REAL, Clock
+
+LONGEST_WAIT_S = 60.0
+
+
+class Retries:
+    """Counts consecutive failures. The first is followed by a wait of `first_wait_s` seconds, each further one by twice
+    the wait before, at most LONGEST_WAIT_S. After `tolerated` failures the next one is raised."""
+
+    def __init__(self, tolerated: int, first_wait_s: float, clock: Clock = REAL) -> None:
+        self._tolerated, self._first_wait_s, self._clock = tolerated, first_wait_s, clock
+        self._in_a_row = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next failure would be raised."""
+        return self._in_a_row >= self._tolerated
+
+    def failed(self, error: BaseException) -> None:
+        """Count a failure and wait. Raises `error` if the limit is exceeded."""
+        if self.exhausted:
+            raise error
+        self._in_a_row += 1
+        self._clock.sleep(min(self._first_wait_s * 2 ** (self._in_a_row - 1), LONGEST_WAIT_S))
+
+    def reset(self) -> None:
+        """Record a success: failures are counted from 0 again."""
+        self._in_a_row = 0

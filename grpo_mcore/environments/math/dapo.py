@@ -1,0 +1,100 @@
+r"""Math answers compared as strings, for data whose answers are short (DAPO, arXiv 2503.14476, section 3.4): the
+answer is in a last line "Answer: ...", and the reward is 1 where it is the truth, -1 elsewhere (equation 7).
+
+Truth and answer are normalised before they are compared: no dollar signs, 1/2 for \dfrac12, 1000 for 1,000, 25 for 025
+(as AIME writes its truths), and no unit, unless both have one: then it must be the same.
+"""
+
+from __future__ import annotations
+
+import re
+
+from grpo_mcore.environments.math.math_text import boxes, plain_characters, without_boxes
+from grpo_mcore.environments.math.math_units import split_unit
+
+_TAIL = 300  # characters of the response in which the answer is looked for
+_ANSWER = re.compile(r"answer[\s*_]*:\s*(?:(?:\$\$|\\\[)\s*)?([^\n]+)", re.IGNORECASE)
+
+_SPACING = re.compile(r"(?:\\[,;:!> ]|\\q?quad(?![a-zA-Z])|\\thinspace(?![a-zA-Z])|~|\{\s*\}|\s+)+")
+_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SPACING.pattern}\d{{3}})+(?!\d)")
+_DECORATION = re.compile(
+    r"\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|\\displaystyle|\^\s*\{?\s*\\circ\s*\}?|\\degree|\\?[%$]|\*\*|°|\\[()\[\]]"
+)
+_TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mathit|mathsf|mbox|fbox|boxed|boldsymbol|bold|bm|emph)\s*\{([^{}]*)\}"
+)
+_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_SHORT_FRACTION = re.compile(r"\\frac(\d) ?(\d)(?!\d)")
+_WHOLE_FRACTION = re.compile(r"(?<![\d.)}])\\frac\{(-?\d+)\}\{(\d+)\}(?![\d^!])")
+_QUOTED = re.compile(r"""^(?:"(.*)"|'(.*)'|<([^<>]*)>|“(.*)”)$""")
+_REMARK = re.compile(r"\s+\((?=[^()]*[a-z]{4})[a-zA-Z ,]+\)$")
+_SHORT_ROOT = re.compile(r"\\sqrt(\w)")
+_COMMA = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
+_LEADING = re.compile(r"(?<![\w.])(-?)(?=\.\d)")
+_ZEROS = re.compile(r"^(-?)0+(?=\d+$)")
+_UNITS = (
+    "dollars cents inches feet miles centimeters meters kilometers cm km mph hours minutes seconds days weeks years "
+    "degrees units square cubic points percent people students ways integers numbers pages"
+)
+_UNIT = re.compile(rf"(?<=[\d}})])(?:\s*\\?(?:{'|'.join(_UNITS.split())})\b(?:\s*\^?\d)?)+")
+
+
+def dapo_math_verify(response: str, truth: str) -> tuple[float, str | None]:
+    """Return (1 or -1, the answer as compared)."""
+    stated = find_answer(response)
+    if stated is None:
+        return -1.0, None
+    answer = normalized(stated)
+    unit, wanted = _unit(stated), _unit(truth)
+    right = bool(answer) and answer == normalized(truth) and (unit is None or wanted is None or unit == wanted)
+    return (1.0 if right else -1.0), answer
+
+
+def find_answer(response: str) -> str | None:
+    """Return the text after the last "Answer:" of the last 300 characters, to the end of its line."""
+    answers = _ANSWER.findall(response[-_TAIL:])
+    return answers[-1].strip() if answers else None
+
+
+def normalized(answer: str) -> str:
+    r"""Return the normal form of an answer; of an equation the right side: "x = 5" is "5". An equation of two numbers,
+    "3 = 4", stays whole."""
+    text = _REMARK.sub("", _content(answer).strip().strip("*_`").rstrip(".").strip("*_` "))
+    text = _QUOTED.sub(lambda match: next(inner for inner in match.groups() if inner is not None), text)
+    left, equals, right = text.rpartition("=")
+    if equals and (re.search(r"[a-zA-Z]", left) or _plain(left) == _plain(right)):
+        text = right
+    text = _plain(text)
+    text = _WHOLE_FRACTION.sub(r"\1/\2", _LEADING.sub(r"\g<1>0", text))
+    return _ZEROS.sub(r"\1", text.rstrip(".").removeprefix("+"))
+
+
+def _plain(text: str) -> str:
+    text = _DECORATION.sub("", text.strip().strip("*").rstrip(".").strip())
+    while (plain := _TEXT.sub(r"\1", text)) != text:
+        text = plain
+    text = _UNIT.sub("", text)
+    text = split_unit(text)[0]
+    text = _FRACTION.sub(r"\\frac", text)
+    text = _THOUSANDS.sub(lambda number: _SPACING.sub("", number[0]), text)
+    text = _SPACING.sub(_space_between_numbers, text)
+    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
+    return _COMMA.sub("", text)
+
+
+def _space_between_numbers(spacing: re.Match[str]) -> str:
+    """Keep a space between two digits: 1 1/2 is not 11/2."""
+    text = spacing.string
+    between = text[: spacing.start()][-1:].isdigit() and text[spacing.end() :][:1].isdigit()
+    return " " if between else ""
+
+
+def _content(answer: str) -> str:
+    text = plain_characters(answer)
+    boxed = boxes(text)
+    return without_boxes(boxed[-1].content or "") if boxed else text
+
+
+def _unit(answer: str) -> str | None:
+    return split_unit(_content(answer).strip().strip("*$").replace(r"\(", "").replace(r"\)", ""))[1]

@@ -1,0 +1,163 @@
+r"""Verifiers of one response, by name or import path: `fn(response, truth) -> bool | float | (bool | float, answer)`.
+
+Imports stay light here: neither torch nor sympy. Answers that are plain numbers are compared without sympy, in
+microseconds instead of milliseconds, and only where math-verify would take the same number from the text (the tests
+compare the two): a response that is nothing but a number, or that ends with its only \boxed{number}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from grpo_mcore.base.text import as_written
+from grpo_mcore.environments.registry import import_by_path
+from grpo_mcore.environments.rules.reward_functions import imported_when_called
+
+Verifier = Callable[[str, str], Any]
+
+HF_MATH_VERIFY = "hf_math_verify"
+
+_BY_NAME = {
+    HF_MATH_VERIFY: "grpo_mcore.environments.math.hf_math_verify:hf_math_verify",
+    "dapo_math_verify": "grpo_mcore.environments.math.dapo:dapo_math_verify",
+    "english_multichoice": "grpo_mcore.environments.math.multiple_choice:english_choice",
+    "multilingual_multichoice": "grpo_mcore.environments.math.multiple_choice:multilingual_choice",
+}
+_SHOWN = 200  # characters of a text in a reason
+
+# Within 15 digits before the point and 6 after it, decimals are equal exactly when math-verify, which rounds
+# to 6 places, calls them equal.
+_NUMBER = r"-?\d{1,15}(?:\.\d{1,6})?"
+_PLAIN = re.compile(rf"\s*({_NUMBER})\s*")
+_BOX = rf"\\boxed{{(?P<number>{_NUMBER})}}"
+_DELIMITERS = {"": "", r"\$": r"\$", r"\$\$": r"\$\$", r"\\\[\s?": r"\s?\\\]", r"\\\(\s?": r"\s?\\\)"}
+_BOX_AT_THE_END = [
+    re.compile(rf"{opening}{_BOX}{closing}(?:\*\*)?\.?\s*\Z") for opening, closing in _DELIMITERS.items()
+]
+_TAIL = 100  # characters: more than the longest box with its delimiters
+
+
+def make_verifier(name: str) -> Callable[[str, str | Sequence[str]], tuple[float, str | None]]:
+    """Return (response, truth) -> (reward, answer) for the verifier of this name or import path. Of several truths the
+    one with the highest reward counts."""
+    verifier: Verifier = import_by_path(_BY_NAME.get(name, name), what="verifier")
+
+    def verify_one(response: str, truth: str) -> tuple[float, str | None]:
+        outcome = verifier(response, truth)
+        reward, answer = outcome if isinstance(outcome, tuple) else (outcome, None)
+        return float(reward), None if answer is None else str(answer)
+
+    def verify(response: str, truth: str | Sequence[str]) -> tuple[float, str | None]:
+        truths = [truth] if isinstance(truth, str) else truth
+        return max((verify_one(response, one) for one in truths), key=lambda outcome: outcome[0])
+
+    return verify
+
+
+def is_built_in(name: str) -> bool:
+    return name in _BY_NAME
+
+
+def verifier_module(name: str) -> str:
+    """Return the module of the verifier of this name or import path."""
+    path = _BY_NAME.get(name, name)
+    return path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
+
+
+def verifier_modules(name: str) -> tuple[str, ...]:
+    """Return the modules that are imported before the verifier runs: its own, and those that a custom one imports when
+    it is called."""
+    late = () if is_built_in(name) else imported_when_called(import_by_path(name, what="verifier"))
+    return (verifier_module(name), *late)
+
+
+def reason_for(reward: float, answer: str | None, truth: str) -> str:
+    """Say in words why a response got its reward. Wrong is 0, or less where a verifier punishes it."""
+    if reward == 1.0:
+        return "correct"
+    if reward > 0.0:
+        return f"partly correct: {reward:g}"
+    if answer is None:
+        return "no answer found"
+    return f"wrong: {shorten(answer)} != {shorten(truth)}"
+
+
+def shorten(text: str) -> str:
+    """Return the beginning of a text, on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
+
+
+def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:
+    """Return a prompt's truths: several where it has a list, of which an answer must be one. Of GSM8K's solutions the
+    part behind "####" is the truth, of Skywork-OR1's, JSON of a list, the one that is in it. Raises ValueError where a
+    prompt has none, or one that no answer can be."""
+    truth = _out_of_a_list(metadata.get("ground_truth"))
+    if truth is None:
+        raise ValueError(
+            f"the {environment} environment needs 'ground_truth' in extra_env_info, got {sorted(metadata)}; "
+            f"check the dataset's output_key and its processor"
+        )
+    if hasattr(truth, "tolist"):  # numpy's, as tables have it
+        truth = truth.tolist()
+    several = list(truth) if isinstance(truth, list | tuple) else [truth]
+    for one in several:
+        if isinstance(one, Mapping | list | tuple | set | bytes | bytearray) or _is_missing(one):
+            raise ValueError(
+                f"the ground truth {shorten(repr(truth))} is {_kind(one)}, which no answer can match; name the field "
+                "that holds the answer in the dataset's output_key, such as reward_model.ground_truth"
+            )
+    if not several:
+        raise ValueError("the ground truth is an empty list, which no answer can match")
+    return [as_written(one).rpartition("####")[2].strip() for one in several]
+
+
+def _out_of_a_list(truth: Any) -> Any:
+    """Return the text in JSON of a list with one text, and everything else as it is: whether an answer must be one of
+    several or all of them, JSON does not say."""
+    if not isinstance(truth, str) or not truth.startswith('["'):
+        return truth
+    try:
+        inside = json.loads(truth)
+    except ValueError:
+        return truth
+    return inside[0] if len(inside) == 1 and isinstance(inside[0], str) else truth
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a truth is empty; an empty cell of a table may be a float that is no number."""
+    return value is None or value != value or not str(value).rpartition("####")[2].strip()
+
+
+def _kind(value: Any) -> str:
+    return "blank" if _is_missing(value) else f"a {type(value).__name__}"
+
+
+def compare_plain_numbers(response: str, truth: str) -> tuple[bool, str] | None:
+    """Return (correct, answer), or None where either side is more than a plain number."""
+    gold = _PLAIN.fullmatch(truth)
+    if gold is None:
+        return None
+    answer = plain_answer(response)
+    if answer is None:
+        return None
+    return Decimal(answer) == Decimal(gold[1]), answer
+
+
+def plain_answer(response: str) -> str | None:
+    """Return the number that a response gives in one of the two plain ways, as written, else None."""
+    match = _PLAIN.fullmatch(response)
+    if match is not None:
+        return match[1]
+    if response.count("\\boxed") != 1 or "hope" in response:  # "final answer is 5. I hope" outranks a box
+        return None
+    tail = response[-_TAIL:]
+    for pattern in _BOX_AT_THE_END:
+        match = pattern.search(tail)
+        if match is not None:
+            return match["number"]
+    return None

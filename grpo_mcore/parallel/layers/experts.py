@@ -1,0 +1,145 @@
+"""A rank's experts: one after the other, as grouped matrix products (one kernel for all of them, however the tokens are
+distributed), or on a projection of the hidden states.
+
+With grouped products the parameters are those of Megatron-Core's SequentialMLP, one matrix per expert, so that
+checkpoints, refit and Hugging Face's names do not depend on which of the two computes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from grpo_mcore.families import ModelShape, adapter_shape, adapters_of, params_of
+from grpo_mcore.layout import PolicyLayout
+from grpo_mcore.parallel.layers.attention import WholeLinear
+from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.recipe import MegatronConfig
+
+ALIGNED = 16  # bytes: the kernel reads rows of matrices through descriptors that need it
+
+
+class Experts(SequentialMLP):
+    """SequentialMLP whose experts compute on tokens of `width`."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, *, width: int, **how: Any):
+        narrow = copy.copy(config)
+        narrow.hidden_size = width
+        super().__init__(num_local_experts, narrow, submodules, **how)
+
+
+class LatentMoELayer(MoELayer):
+    """MoELayer whose experts compute on a projection of the hidden states of `width`; router and shared expert take the
+    hidden states themselves. (Megatron-Core's own `moe_latent_size` needs TransformerEngine's grouped experts.)"""
+
+    def __init__(self, config: TransformerConfig, *args: Any, width: int, **how: Any) -> None:
+        super().__init__(config, *args, **how)
+        self.fc1_latent_proj = WholeLinear(config, config.hidden_size, width)
+        self.fc2_latent_proj = WholeLinear(config, width, config.hidden_size)
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        return super().preprocess(self.fc1_latent_proj(hidden_states)[0], probs, routing_map)
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        routed = self.fc2_latent_proj(super().postprocess(output, None))[0]
+        return routed if shared_expert_output is None else routed + shared_expert_output
+
+
+class ClampedExperts(Experts):
+    """gpt-oss's experts, one after the other: with the rows of gate g and up u alternating, their output is
+    W (u' + 1) g' sigmoid(1.702 g') + b, where g' = min(g, clamp) and u' = max(min(u, clamp), -clamp)."""
+
+    def __init__(self, *args: Any, clamp: float, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.clamp = clamp
+        for expert in self.local_experts:
+            # Megatron-Core would also sum its gradient over tensor-parallel ranks; that of an expert is already reduced
+            # over the ranks that hold it.
+            expert.linear_fc2.bias.sequence_parallel = False
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Return the experts' outputs [T, H] for tokens [T, H] sorted by expert, each scaled by its probability."""
+        outputs = []
+        rows = permuted_local_hidden_states.split(tokens_per_expert.tolist())
+        for expert, tokens in zip(self.local_experts, rows, strict=True):
+            hidden, bias = expert.linear_fc1(tokens)
+            gate, up = (hidden + bias).unflatten(-1, (-1, 2)).unbind(-1)
+            gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+            out, bias = expert.linear_fc2((up + 1) * gate * torch.sigmoid(1.702 * gate))
+            outputs.append(out + bias)
+        weighted = torch.cat(outputs) * permuted_probs.unsqueeze(-1)
+        return weighted.to(permuted_local_hidden_states.dtype), None
+
+
+class GroupedExperts(Experts):
+    """Experts that are computed together, without a host synchronisation."""
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Return the experts' outputs [T, H] for tokens [T, H] sorted by expert, each scaled by its probability."""
+        rows, config = permuted_local_hidden_states, self.config
+        ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        hidden = GroupedLinear.apply(rows, ends, *[expert.linear_fc1.weight for expert in self.local_experts])
+        if config.gated_linear_unit:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = config.activation_func(gate) * up
+        else:
+            hidden = config.activation_func(hidden)
+        hidden = (hidden * permuted_probs.unsqueeze(-1)).to(rows.dtype)
+        return GroupedLinear.apply(hidden, ends, *[expert.linear_fc2.weight for expert in self.local_experts]), None
+
+
+class GroupedLinear(torch.autograd.Function):
+    """x [T, K] times weights [N, K], one for each consecutive group of rows: [T, N]. Accumulates in float32.
+
+    The kernel wants the weights in one tensor. They are copied into one in forward and again in backward, where keeping
+    the copy would cost the experts' memory once more in every layer: 20 MB an expert take 16 microseconds on an H100.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        """`ends`: int32 [experts], on the device of `x`: the row after each group's last."""
+        ctx.save_for_backward(x, ends, *weights)
+        if not len(x):  # the kernel refuses no rows
+            return x.new_zeros(0, weights[0].size(0))
+        return torch._grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends, *weights = ctx.saved_tensors
+        if not len(x):
+            return torch.zeros_like(x), None, *map(torch.zeros_like, weights)
+        above = gradients[0].contiguous()  # an expanded gradient has strides that the kernel refuses
+        of_x: Tensor | None = None
+        of_weights: tuple[Tensor | None, ...] = (None,) * len(weights)
+        if ctx.needs_input_grad[0]:
+            of_x = torch._grouped_mm(above, torch.stack(weights), offs=ends)
+        if any(ctx.needs_input_grad[2:]):
+            # Above in columns, x in rows: the only order in which the kernel takes empty and unaligned groups.
+            of_weights = torch._grouped_mm(above.t(), x, offs=ends).unbind()
+        return of_x, None, *of_weights
+
+
+def computes_in_groups(
+    shape: ModelShape, layout: PolicyLayout, settings: MegatronConfig, dtype: torch.dtype, platform: Platform
+) -> bool:
+    """Whether the experts are computed as grouped products: the recipe asks for it and the kernel takes them.
+
+    It takes bfloat16 with rows of a multiple of 16 bytes. Adapters on experts need their linear layers one by one.
+    """
+    if shape.experts is None or shape.biases or not (platform.grouped_products and settings.moe_grouped_gemm):
+        return False
+    widths = (shape.experts.latent_size or shape.hidden_size, shape.experts.ffn_hidden_size // layout.expert_tensor)
+    aligned = all(width * dtype.itemsize % ALIGNED == 0 for width in widths)
+    adapters = adapter_shape(settings.peft)
+    adapted = adapters_of(params_of(shape), adapters) if adapters else {}
+    return dtype == torch.bfloat16 and aligned and all(param.expert is None for param in adapted)

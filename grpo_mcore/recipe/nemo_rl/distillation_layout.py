@@ -1,0 +1,112 @@
+"""Converts a distillation in NeMo RL's form to a recipe. `distillation` becomes `grpo`, or with `on_policy: false`
+`sft`; `teacher`, a whole policy section, and the divergence in `loss_fn` become `on_policy_distillation`."""
+
+from __future__ import annotations
+
+from grpo_mcore.recipe.errors import Problem, in_yaml, joined, nearest_hint
+from grpo_mcore.recipe.loading.yaml_tree import Node
+from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import without_nemo_rl_keys
+from grpo_mcore.recipe.schema.distillation import DivergenceConfig, TeacherConfig
+from grpo_mcore.recipe.schema.fine_tuning import SFTConfig
+from grpo_mcore.recipe.schema.grpo import GRPOConfig
+from grpo_mcore.recipe.schema.policy import PolicyConfig
+
+ALIAS = "teacher"
+"""Alias of the only teacher."""
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+          "expert_model_parallel_size", "expert_tensor_parallel_size")  # fmt: skip
+_OF_TRAINING = {"enabled", "optimizer", "scheduler", "distributed_data_parallel_config", "peft"}
+
+
+def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
+    """Return the tree with the keys of `distillation`, `teacher` and `loss_fn` where this trainer has them. What became
+    of each is added to `notes`. A tree without `distillation` stays as it is."""
+    section = tree.value.get("distillation")
+    if section is None or not section.is_mapping:
+        return tree
+    value = {name: node for name, node in tree.value.items() if name != "distillation"}
+    settings, given = dict(section.value), value.pop("teacher", None)
+    on_policy = settings.pop("on_policy", Node(True, section.source, "distillation.on_policy"))
+    if not isinstance(on_policy.value, bool):
+        message = f"expected true or false, got {in_yaml(on_policy.plain())}"
+        problems.append(on_policy.problem(message))
+    divergence = {"enabled": Node(True, section.source, "distillation")}
+    if (top_k := settings.pop("topk_logits_k", None)) is not None:
+        divergence["topk_logits_k"] = top_k
+    if (loss := value.get("loss_fn")) is not None and loss.is_mapping:
+        names = set(loss.value) & set(DivergenceConfig.model_fields)
+        divergence |= {name: loss.value[name] for name in names}
+        rest = {name: node for name, node in loss.value.items() if name not in names}
+        value["loss_fn"] = loss.having(rest)
+    notes += [_used(node, f"on_policy_distillation.divergence.{name}") for name, node in divergence.items()][1:]
+    if on_policy.value is False:
+        value.pop("grpo", None)
+        for name in set(settings) & set(GRPOConfig.model_fields) - set(SFTConfig.model_fields):
+            node = settings.pop(name)
+            notes.append(node.problem("dropped: the answers are those of the data"))
+        notes += [_used(node, f"sft.{name}") for name, node in settings.items()]
+        _into(value, "sft", settings, section, problems)
+    else:
+        notes += [_used(node, f"grpo.{name}") for name, node in settings.items()]
+        settings.setdefault("adv_estimator", Node.of({"name": "opd"}, section.source, "distillation"))
+        _into(value, "grpo", settings, section, problems)
+    teaching = {
+        "enabled": Node(True, section.source, "distillation"),
+        "divergence": Node(divergence, section.source, "distillation"),
+    }
+    if given is not None and given.is_mapping:
+        teaching |= _teacher(given, problems, notes)
+    _into(value, "on_policy_distillation", teaching, section, problems)
+    return tree.having(value)
+
+
+def _used(node: Node, key: str) -> Problem:
+    return node.problem(f"used as {key}")
+
+
+def _into(
+    sections: dict[str, Node], name: str, values: dict[str, Node], written: Node, problems: list[Problem]
+) -> None:
+    """Add values to a section of the recipe, which may hold some of them already."""
+    there = sections.get(name)
+    known = dict(there.value) if there is not None and there.is_mapping else {}
+    for key, node in values.items():
+        if key in known and known[key].plain() != node.plain():
+            message = f"contradicts {known[key].key} = {in_yaml(known[key].plain())} ({known[key].source})"
+            problems.append(node.problem(message))
+    sections[name] = Node({**known, **values}, written.source, name)
+
+
+def _teacher(given: Node, problems: list[Problem], notes: list[Problem]) -> dict[str, Node]:
+    """Return the keys of `on_policy_distillation` that say which teacher there is, and how it is laid out."""
+    given = without_nemo_rl_keys(Node({"policy": given}, given.source, ""), problems, notes).value["policy"]
+    layout, megatron = dict[str, Node](), given.value.get("megatron_cfg")
+    if megatron is not None and megatron.is_mapping:
+        settings = {name: node for name, node in megatron.value.items() if name not in _OF_TRAINING}
+        layout |= {name: settings.pop(name) for name in _SIZES if name in settings}
+        layout["megatron_cfg_overrides"] = megatron.having(settings)
+    for key, node in given.children():
+        if key not in PolicyConfig.model_fields:
+            hint = nearest_hint(key, list(PolicyConfig.model_fields))
+            problems.append(node.problem(f"unknown key of a teacher{hint}"))
+        elif key == "hf_config_overrides" and node.value:
+            problems.append(node.problem("not supported for a teacher; change its config.json"))
+        elif key == "logprob_batch_size":
+            layout["micro_batch_size"] = node
+        elif key in TeacherConfig.model_fields:
+            layout[key] = node
+        elif key not in ("model_name", "megatron_cfg", "hf_config_overrides"):
+            notes.append(node.problem("dropped: a teacher reads the policy's samples, and no more"))
+    if (model := given.value.get("model_name")) is None or model.value is None:
+        problems.append(Problem(given.source, joined(given.key, "model_name"), "this key is required"))
+        return {}
+    notes += [
+        _used(model, f"on_policy_distillation.teacher_model_by_agent_name.{ALIAS}"),
+        *(
+            _used(node, f"on_policy_distillation.non_colocated_teachers.default_teacher_cfg.{name}")
+            for name, node in layout.items()
+        ),
+    ]
+    places = given.having({"default_teacher_cfg": given.having(layout)})
+    models = given.having({ALIAS: model})
+    return {"teacher_model_by_agent_name": models, "non_colocated_teachers": places}

@@ -1,0 +1,181 @@
+"""Child processes are ended, die with their parent and are described; ports are free."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_mcore.base import processes
+from grpo_mcore.base.processes import describe_exit, end, free_port, wait
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def stubborn() -> Iterator[subprocess.Popen[str]]:
+    """A process that ignores SIGTERM."""
+    child = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "up\n"
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def wait_for_the_end_of(pid: int) -> None:
+    """A process that is nobody's child here may stay a zombie until init reaps it."""
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_free_port_is_free_and_not_one_of_outgoing_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PORTS", range(20000, 20002))
+    port = free_port()
+    with socket.socket() as taken, socket.socket() as other:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        another = free_port("127.0.0.1")
+        assert another != port
+        other.bind(("127.0.0.1", another))
+        other.listen()
+        with pytest.raises(OSError, match="no free port from 20000 to 20001 at 127.0.0.1"):
+            free_port()
+
+
+def test_sigterm_comes_first() -> None:
+    obedient = subprocess.Popen(["sleep", "600"])
+    # not "fork": Ray, which other tests start here, leaves a handler of SIGTERM that a forked child would inherit
+    forked = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+    forked.start()
+    assert end([obedient, forked], grace_s=60) == []
+    assert (obedient.returncode, forked.exitcode) == (-signal.SIGTERM, -signal.SIGTERM)
+    assert end([obedient, forked]) == [], "ending what has ended is no error"
+
+
+def test_sigkill_comes_after_the_grace_period(stubborn: subprocess.Popen[str]) -> None:
+    assert end([stubborn], grace_s=0.5) == []
+    assert stubborn.returncode == -signal.SIGKILL
+
+
+def test_without_a_grace_period_sigkill_comes_at_once(stubborn: subprocess.Popen[str]) -> None:
+    began = time.monotonic()
+    assert end([stubborn], grace_s=0) == [] and time.monotonic() - began < 2
+
+
+def test_waiting_returns_what_still_runs(stubborn: subprocess.Popen[str]) -> None:
+    short = subprocess.Popen(["true"])
+    assert wait([short, stubborn], timeout_s=1.0) == [stubborn]
+    assert wait([short], timeout_s=0) == []
+
+
+def test_a_tree_is_ended_by_its_processes() -> None:
+    child = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; sleep 60; true"], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    grandchild = int(child.stdout.readline())
+    tree = processes.descendants(child.pid)
+    assert grandchild in [process.pid for process in tree]
+    assert child.pid in [process.pid for process in processes.descendants()]
+    assert end([*tree, child]) == []
+    child.stdout.close()
+    wait_for_the_end_of(grandchild)
+    assert processes.descendants(child.pid) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+@pytest.mark.parametrize("before", [False, True], ids=["while it runs", "before it has asked"])
+def test_a_child_dies_with_its_parent(before: bool) -> None:
+    child = "import os, sys, time; from grpo_mcore.base.processes import die_with_parent;"
+    child += "print(os.getpid(), flush=True);"
+    asks = "die_with_parent(int(sys.argv[1])); print('asked', flush=True); time.sleep(60)"
+    child += f"time.sleep(1); {asks}" if before else asks
+    parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
+    driver = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    pid = int(driver.stdout.readline())
+    assert before or driver.stdout.readline() == "asked\n"
+    driver.kill()
+    driver.wait()
+    assert driver.stdout.read() == "", "the pipe closes with its last writer"
+    wait_for_the_end_of(pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (None, "is still running"),
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (-9, "killed by SIGKILL"),
+        (-77, "killed by signal 77"),
+    ],
+)
+def test_how_a_process_ended(code: int | None, text: str) -> None:
+    assert describe_exit(code) == text
+
+
+CORES = float(len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, CORES),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 0.5),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000\n"}, CORES),
+        # the tightest of a job's group and those above it counts
+        (
+            {
+                "proc/self/cgroup": "0::/job/step\n",
+                "sys/fs/cgroup/job/cpu.max": "25000 100000",
+                "sys/fs/cgroup/job/step/cpu.max": "75000 100000",
+                "sys/fs/cgroup/cpu.max": "max 100000",
+            },
+            0.25,
+        ),
+        (
+            {
+                "proc/self/cgroup": "9:name=systemd:/\n4:cpu,cpuacct:/job\n0::/\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "50000",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            0.5,
+        ),
+        ({"proc/self/cgroup": "nonsense", "sys/fs/cgroup/cpu.max": "?"}, CORES),
+    ],
+    ids=["no control groups", "quota", "no quota", "nested", "version 1", "unreadable"],
+)
+def test_a_quota_of_processor_time_bounds_the_cores(tmp_path: Path, files: dict[str, str], cores: float) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert processes.available_cores(tmp_path) == cores
+
+
+def test_time_without_a_core_is_known() -> None:
+    one = str(min(os.sched_getaffinity(0)))
+    spin = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{one}}})\nwhile True: pass"]
+    children = [psutil.Popen(spin) for _ in range(2)]
+    try:
+        deadline = time.monotonic() + 60
+        while min(child.cpu_times().user for child in children) < 0.3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert min(processes.seconds_waited_for_processor(child.pid) for child in children) > 0.1
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert processes.seconds_waited_for_processor(children[0].pid) == 0.0

@@ -1,0 +1,101 @@
+"""What the driver makes of the answers of the policy's ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mcore.algorithms.grpo import train_on_groups
+from grpo_mcore.cluster import LocalCluster
+from grpo_mcore.cluster.local_cluster import LocalWorker
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.layout import PolicyLayout
+from grpo_mcore.parallel.policy import TrainReport
+from grpo_mcore.step.step_batch import TrainTargets
+from tests.unit.step.step_cases import config, group
+
+
+class Rank:
+    """Answers whether the checkpoint that it loads holds the optimizer."""
+
+    def __init__(self, optimizer: bool) -> None:
+        self.optimizer = optimizer
+
+    def load(self, folder: str) -> bool:
+        return self.optimizer
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_a_checkpoint_without_the_optimizer_is_told(caplog: pytest.LogCaptureFixture, optimizer: bool) -> None:
+    nothing: Any = None
+    ranks = [LocalWorker(f"policy-{i}", Rank(optimizer)) for i in range(2)]
+    group = PolicyGroup(LocalCluster(), ranks, nothing, nothing, "", "float32", nothing)
+    with caplog.at_level("INFO", "grpo_mcore"):
+        group.load("step_2/policy")
+    told = "step_2/policy holds no optimizer (checkpointing.save_optimizer): its moments start at 0"
+    assert caplog.messages == ([] if optimizer else [told])
+
+
+class Trained:
+    """Notes when it trains."""
+
+    def __init__(self, happened: list[str]) -> None:
+        self.happened = happened
+
+    def train(self, loss: Any, targets: TrainTargets) -> list[TrainReport]:
+        self.happened.append("train")
+        return [TrainReport({}, grad_norm=2.0, learning_rate=0.1)]
+
+
+def test_the_driver_has_something_to_do_while_the_ranks_train() -> None:
+    """It begins once all ranks have been asked, and before any answer is waited for."""
+    happened: list[str] = []
+
+    class Late(LocalCluster):
+        def ready(self, *args: Any, **settings: Any) -> Any:
+            happened.append("wait")
+            return super().ready(*args, **settings)
+
+    nothing: Any = None
+    ranks = [LocalWorker(f"policy-{i}", Trained(happened)) for i in range(2)]
+    policy = PolicyGroup(Late(), ranks, PolicyLayout(1, 1, 1), nothing, "", "float32", nothing)
+    targets = TrainTargets(torch.ones(1), valid_seqs=(1,), valid_toks=(1,))
+    metrics = policy.train(nothing, targets, meanwhile=lambda: happened.append("meanwhile"))
+    assert happened[:4] == ["train", "train", "meanwhile", "wait"]
+    assert (metrics["grad_norm"], policy.updates) == (2.0, 1)
+
+
+class Recorder:
+    """A policy that notes what it is called for."""
+
+    def __init__(self) -> None:
+        self.layout, self.shares_prefixes, self.teachers, self.updates = PolicyLayout(1, 1, 1), False, None, 0
+        self.calls: list[str] = []
+
+    def infer_logprobs(self, count: int, **asked: Any) -> dict[str, torch.Tensor]:
+        self.calls.append("log-probs")
+        return {"valid_toks": torch.arange(6, 6 + count // 2).repeat(2)}
+
+    def train(self, *_: Any) -> dict[str, float]:
+        self.calls.append("train")
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.calls.append(name)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_the_optimizer_may_stay_away_until_the_update(offloads: bool) -> None:
+    policy: Any = Recorder()
+    recipe = config()
+    recipe.policy.offload_optimizer_for_logprob = offloads
+    engines: Any = SimpleNamespace(release=lambda **_: None, pauses=False)
+    clock: Any = SimpleNamespace(phase=lambda _: nullcontext())
+    nothing: Any = None
+    train_on_groups(policy, engines, [group("a", [1, 0, 0, 1]), group("b", [0, 1, 1, 0])], nothing, recipe, clock)
+    moved = ["offload", "receive", "log-probs", "onload", "train"]
+    assert policy.calls == (moved if offloads else ["onload", "receive", "log-probs", "train"])

@@ -1,0 +1,93 @@
+"""Samples that were written to files come back as they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mcore.cluster import LocalCluster
+from grpo_mcore.driver.record.recorded_samples import recorded_groups
+from grpo_mcore.driver.record.sample_writer import sample_row
+from grpo_mcore.observe.samples import SampleFiles, read_samples
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, Score, Trajectory, TrajectoryRef, Turn
+
+
+def test_a_recorded_sample_comes_back_with_its_branches() -> None:
+    turns = (
+        Turn("user", torch.tensor([1, 2])),
+        Turn("assistant", torch.tensor([3]), torch.tensor([-0.5]), loss_mask=True, text="a"),
+        Turn("user", torch.tensor([1, 4])),
+        Turn("assistant", torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), loss_mask=True, text="b"),
+    )
+    trajectory = Trajectory("p", 0, turns, ((1, 0, 7),), "stop", False, 6, (3, 4))
+    sample = TrajectoryRef.of(trajectory, None)
+    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": {}}
+    score = Score(1.0, None, "", 0.0)
+    row = sample_row(Group(prompt, (sample,), (score,)), sample, score, trajectory)
+    store = LocalCluster().store
+    (group,) = recorded_groups([row], store)
+    assert store.fetch_many([group.samples[0].ref]) == [trajectory]
+
+
+@pytest.mark.parametrize("last", [7, 300])
+def test_a_recorded_sample_comes_back_with_its_experts(tmp_path: Path, last: int) -> None:
+    """Through a file: the experts of each token but the last, in one byte where they fit."""
+    turns = (Turn("user", torch.tensor([1, 2])), Turn("assistant", torch.tensor([3]), torch.tensor([-0.5]), True))
+    routes = torch.tensor([[[-1, -1], [0, 2]], [[-1, -1], [1, last]]], dtype=torch.int16)
+    trajectory = Trajectory("p", 0, turns, ((1, 0, 3),), "stop", False, 3, (), routes)
+    sample = TrajectoryRef.of(trajectory, None)
+    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": {}}
+    score = Score(1.0, None, "", 0.0)
+    files = SampleFiles(tmp_path, str, 1e9)
+    files.add("train", 1, lambda: [sample_row(Group(prompt, (sample,), (score,)), sample, score, trajectory)])
+    files.close()
+    (row,) = read_samples(tmp_path / "train" / "step_000001.parquet")
+    assert len(row["routes"]["experts"]) == (8 if last < 128 else 16)
+    store = LocalCluster().store
+    (group,) = recorded_groups([row], store)
+    (back,) = store.fetch_many([group.samples[0].ref])
+    assert back == trajectory and back.routed_experts.equal(routes) and back.routed_experts.dtype == torch.int16
+
+
+def test_a_group_comes_back_whole_through_a_file(tmp_path: Path) -> None:
+    """Flags of turns, failed attempts to score, and a sample whose rollout left no tokens."""
+    turns = (
+        Turn("user", torch.tensor([1, 2])),
+        Turn("assistant", torch.tensor([3]), torch.tensor([-0.1]), True, "a", INVALID_TOOL_CALL),
+    )
+    trajectory = Trajectory("p", 0, turns, ((1, 0, 2), (2, 2, 3)), "length", True)
+    cut = TrajectoryRef("p", 1, 0, 0, 0, 4, False, "abort", None, turns=0)
+    store = LocalCluster().store
+    samples = (TrajectoryRef.of(trajectory, store.put(trajectory)), cut)
+    scores = (
+        Score(0.1, "7", "right", 0.5, {"a": 0.1}, True, 0.9, ("judge: timeout", "judge: timeout")),
+        Score(None, None, "the agent failed", 0.0, terminated=False),
+    )
+    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": {}}
+    group = Group(prompt, samples, scores)
+    files = SampleFiles(tmp_path, str, 1e9)
+    rows = [sample_row(group, sample, score, sample.ref, None) for sample, score in zip(samples, scores, strict=True)]
+    files.add("train", 1, lambda: rows)
+    files.close()
+    (back,) = recorded_groups(read_samples(tmp_path / "train" / "step_000001.parquet"), store)
+    assert back == group and store.fetch(back.samples[0].ref) == trajectory
+    assert back.weight_version == 1 and back.samples[1].ref is None
+
+
+def test_a_truth_that_is_no_unicode_costs_no_samples(tmp_path: Path) -> None:
+    """JSON allows half a surrogate pair: Parquet takes none, and the samples of the whole step were left out."""
+    turns = (Turn("user", torch.tensor([1])), Turn("assistant", torch.tensor([3]), torch.tensor([-0.5]), True))
+    trajectory = Trajectory("p", 0, turns, ((1, 0, 2),), "stop", False, 3, ())
+    sample, score = TrajectoryRef.of(trajectory, None), Score(1.0, None, "", 0.0)
+    info = {"ground_truth": "\ud83d", "level": float("nan")}
+    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": info}
+    files = SampleFiles(tmp_path, str, 1e9)
+    files.add("train", 1, lambda: [sample_row(Group(prompt, (sample,), (score,)), sample, score, trajectory)])
+    files.close()
+    (row,) = read_samples(tmp_path / "train" / "step_000001.parquet")
+    assert row["truth"] == "\ufffd" and json.loads(row["columns"]) == {"level": None}

@@ -1,0 +1,176 @@
+"""What a run reports of each step: throughput, and the metrics of its machines."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from grpo_mcore.base.clock import REAL
+from grpo_mcore.driver.record.run_report import RunReport
+from grpo_mcore.driver.rollouts.validation import Validation
+from grpo_mcore.families import forward_flops, shape_of
+from grpo_mcore.families.known import known_configs
+from grpo_mcore.observe import Logger
+from grpo_mcore.recipe import MasterConfig, policy_layout
+from grpo_mcore.rollout.trajectory import Score
+
+SHAPE = shape_of(next(iter(known_configs().values())))
+STEP = {
+    "num_samples": 2.0,
+    "num_failed_samples": 0.0,
+    "num_trained_samples": 0.0,
+    "truncation_rate": 0.0,
+    "reward": 0.5,
+    "accuracy": 0.5,
+    "generated_length": 3.0,
+    "zero_advantage_rate": 0.0,
+    "num_valid_tokens": 6.0,
+}
+
+
+def new_report(folder: Path) -> RunReport:
+    config = MasterConfig.model_validate(
+        {
+            "policy": {"model_name": "m", "train_global_batch_size": 8},
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4},
+            "logger": {"log_dir": str(folder)},
+            "cluster": {"gpus_per_node": 2},
+        }
+    )
+    logger = Logger(config.logger)
+    policy: Any = SimpleNamespace(
+        shape=SHAPE,
+        precision="bfloat16",
+        layout=policy_layout(config.policy.megatron_cfg, 2),
+        cluster=SimpleNamespace(clock=REAL),
+        workers=[],
+        train_times=[],
+    )
+    engines: Any = SimpleNamespace(colocated=True, workers=[], nodes=lambda: [], places=lambda: [])
+    report = RunReport.__new__(RunReport)
+    report._banner = lambda *_: None  # type: ignore[method-assign]  # what it prints asks the workers where they are
+    report.__init__(logger, config, SimpleNamespace(step=0), policy, engines, None)  # type: ignore[misc]
+    return report
+
+
+@pytest.mark.parametrize(("trained", "computed"), [(True, 1.0), (True, 0.25), (False, 1.0)])
+def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool, computed: float) -> None:
+    report = new_report(tmp_path)
+    logger = report.logger
+    logger.machines, logger.peak_flops = lambda: {"node.0.cpu.util": 7.0}, 1e12
+    samples = [SimpleNamespace(length=length, cut_turns=0) for length in (10, 30)]
+    groups: Any = [SimpleNamespace(samples=samples, ended_at=(), scores=[Score(1.0, None, "", 0.0)] * 2)]
+    clock: Any = SimpleNamespace(take=lambda: {"total": 8.0, "train": 2.0})
+    metrics = STEP | {"tokens": 40.0} | ({"loss": 0.1, "plan/computed_tokens": computed} if trained else {})
+    report.step(1, groups, metrics, clock)
+    logger.close()
+    machine, train = sorted(map(json.loads, (logger.log_dir / "metrics.jsonl").read_text().splitlines()), key=str)
+    assert train["tokens_per_sec_per_gpu"] == 40 / 8 / 2 and machine["node.0.cpu.util"] == 7.0
+    tflops = 3 * computed * forward_flops(SHAPE, [10, 30]) / 2 / 2 / 1e12
+    assert train.get("train_tflops_per_gpu") == (pytest.approx(tflops) if trained else None)
+    assert train.get("train_fp_utilization") == (pytest.approx(tflops) if trained else None)
+
+
+def test_a_steps_line_says_which_attempts_to_score_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = [
+        Score(1.0, None, "", 0.5, failures=("judge: HTTP 503", "judge: HTTP 503")),
+        Score(None, None, "component 'judge' crashed", 1.5, failures=("judge: TimeoutError",)),
+        Score(None, None, "the engine aborted the sample", 0.0),
+        Score(0.0, None, "", 0.0),
+    ]
+    samples = [SimpleNamespace(uid="p0", generation_index=n, cut_turns=0, length=3) for n in range(4)]
+    groups: Any = [SimpleNamespace(samples=samples, ended_at=(), scores=scores)]
+    report = new_report(tmp_path)
+    clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
+    metrics = report.step(1, groups, STEP | {"tokens": 4.0, "loss": 0.1}, clock)
+    report.step(2, [], STEP | {"tokens": 4.0, "loss": 0.1}, clock)
+    report.logger.close()
+    assert {name: value for name, value in metrics.items() if "scoring" in name or "sample_m" in name} == {
+        "timing/reward/sample_mean": 0.5, "timing/reward/sample_max": 1.5, "scoring/failed_attempts": 3.0,
+        "scoring/failed_attempts/judge": 3.0,
+    }  # fmt: skip
+    said = " ".join(capsys.readouterr().out.split())
+    line = "scoring: attempts that failed: 3 (judge: HTTP 503 2, judge: TimeoutError 1); 2 of 4 samples have no reward"
+    assert said.count(line) == 1
+    assert "left out: 2; the first, p0#1: component 'judge' crashed; by reason: 2 (judge: TimeoutError 1, the e" in said
+
+
+def test_a_step_whose_graded_rewards_are_all_0_has_no_accuracy(tmp_path: Path) -> None:
+    report = new_report(tmp_path)
+    clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
+    failed = {"num_samples": 2.0, "num_failed_samples": 2.0, "accuracy": None}  # says nothing about the rewards
+    graded, all_0 = {"reward": 0.25, "accuracy": None}, {"reward": 0.0, "accuracy": 0.0}
+    for step, change in enumerate(({}, failed, graded, all_0), 1):
+        metrics = {name: value for name, value in ({"tokens": 4.0} | STEP | change).items() if value is not None}
+        report.step(step, [], metrics, clock)
+    report.logger.close()
+    lines = map(json.loads, (report.logger.log_dir / "metrics.jsonl").read_text().splitlines())
+    assert [line.get("accuracy") for line in lines] == [0.5, None, None, None]
+
+
+def test_graded_rewards_end_with_their_mean_and_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = new_report(tmp_path)
+    for step, accuracy, reward in ((0, 0.0, 0.0), (2, None, 0.5), (4, None, 0.75)):  # at first all rewards are 0
+        metrics = {"accuracy": accuracy, "pass@2": accuracy, "reward": reward, "reward/form": reward / 2}
+        metrics |= {"num_samples": 8.0, "num_failed_samples": 0.0}
+        report.validation(step, Validation(metrics, [], 1.0))
+    said = capsys.readouterr().out
+    assert said.count("set\nenv.NAME.solved_at") == 1 and "after step 4: reward 0.75  reward/form 0.375  num" in said
+    for name, start, end in (("refit", 1.0, 3.0), ("refit/commit", 1.0, 2.0), ("validation", 3.0, 3.5)):
+        report.span(name, start, end)
+    report._began -= 4.0
+    summary = report.finish("done")
+    phases = summary["seconds_by_phase"]
+    assert (phases["refit"], phases["validation"]) == (2.0, 0.5) and "refit/commit" not in phases
+    assert phases["start"] + 4 <= sum(phases.values()) < phases["start"] + 5, "no second is untold"
+    assert "after step 4" in (tmp_path / "exp_001" / "console.txt").read_text()
+    assert "reward/form  0.000 at the first validation, 0.375 at the last" in capsys.readouterr().out
+    assert summary["val_accuracy_after"] is None and summary["val_reward_after"] == 0.75
+    assert (summary["val_reward/form_before"], summary["val_reward/form_after"]) == (0.0, 0.375)
+    report.logger.close()
+
+
+def test_alarms_and_outages_are_in_the_console_and_in_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose engines had stale weights, and whose tracker is down."""
+    report = new_report(tmp_path)
+    clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
+    for step in (1, 2):
+        report.step(step, [], STEP | {"tokens": 4.0, "loss": 0.1, "token_mult_prob_error": 1.17}, clock)
+        report._schedule.step = step
+    monkeypatch.setattr(report.logger, "outages", lambda: {"logger.mlflow_enabled": "lacks 3 calls: 503"})
+    summary = report.finish("done")
+    report.logger.close()
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("said once: engine and policy disagree: under the same weights") == 1
+    assert "ALARM, step 1 engine and policy disagree" in said and "logger.mlflow_enabled lacks 3 calls: 503" in said
+    written = json.loads((report.logger.log_dir / "summary.json").read_text())
+    assert [(alarm["kind"], alarm["step"]) for alarm in written["alarms"]] == [("engine_mismatch", 1)]
+    assert written["outages"] == summary["outages"] == {"logger.mlflow_enabled": "lacks 3 calls: 503"}
+
+
+def test_files_that_cannot_be_written_do_not_change_the_end(
+    tmp_path: Path, package_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the run is over."""
+
+    def full(*_args: Any, **_named: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    report = new_report(tmp_path)
+    report.validation(1, Validation({"accuracy": 0.5, "reward": 0.5}, [], 1.0))
+    report._schedule.step = 1
+    assert report.finish("done")["end"] == "done"
+    assert "reward_curve.png is left out, since it failed: No space left" in package_log.text
+    assert (report.logger.log_dir / "summary.json").exists()
+    report.logger.close()

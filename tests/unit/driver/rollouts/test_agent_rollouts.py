@@ -1,0 +1,162 @@
+"""Samples from environments that run agents: given up ones do not come back, and come again when asked for again."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_mcore.base.clock import REAL
+from grpo_mcore.cluster import Parcel, WorkerDied, WorkerFailed
+from grpo_mcore.cluster.local_cluster import LocalWorker
+from grpo_mcore.driver.engines.retries import Retries
+from grpo_mcore.driver.rollouts.agent_rollouts import AgentRollouts
+from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
+from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
+from grpo_mcore.environments.gym.nemo_gym import GymOutcome, GymSample
+from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef
+from tests.unit.driver.rollouts.fake_rollouts import Shuffling, engine_group, prompt
+
+
+class Stream:
+    """The samples of one call, in the order in which the test lets them finish."""
+
+    whom, what = "gym", "samples"
+
+    def __init__(self, samples: list[GymSample]) -> None:
+        self.asked, self.played = samples, deque[Any]()
+        self.error: type[WorkerFailed] | None = None
+
+    def play(self, sample: GymSample) -> None:
+        ref = TrajectoryRef(sample.uid, sample.generation_index, 3, 2, 0, 1, False, "stop", None, turns=1)
+        outcome = GymOutcome(sample.uid, sample.generation_index, None, Score(1.0, "1", "", 0.0))
+        self.played.append(Parcel((ref, outcome), f"seed {sample.seed}"))
+
+    def __next__(self) -> Any:
+        if self.error:
+            raise self.error("gym", "samples", "its process ended")
+        if not self.played:
+            raise StopIteration
+        return self.played.popleft()
+
+
+class Gym(EnvironmentWorker):
+    def __init__(self) -> None:
+        self.name, self.timeout_s, self.runs_agents, self.restarts = "gym", 9.0, True, 0
+        self.streams: list[Stream] = []
+        self.samples: list[TrajectoryRef] = []
+
+    def stream(self, method: str, samples: list[GymSample], *_: Any, **__: Any) -> Stream:  # type: ignore[override]
+        self.streams.append(Stream(samples))
+        return self.streams[-1]
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+
+@pytest.fixture
+def gym() -> Gym:
+    return Gym()
+
+
+@pytest.fixture
+def agents(gym: Gym) -> AgentRollouts:
+    engines: Any = SimpleNamespace(
+        endpoint=SimpleNamespace(address="here"), weight_version=1, cluster=SimpleNamespace(clock=REAL)
+    )
+    return AgentRollouts({"game": gym}, engines, 5, lambda sample, _: gym.samples.append(sample))
+
+
+def dispatch(agents: AgentRollouts, *numbers: int, step: int = 1) -> None:
+    prompts = [prompt(number, idx=number, extra_env_info={"gym_task": {}}) for number in numbers]
+    agents.dispatch(prompts, Sampling(8), generations=2, step=step)
+
+
+def play(agents: AgentRollouts, gym: Gym, stream: Stream, count: int) -> list[tuple[str, Any]]:
+    """Finish the next samples of a call. Return those that come, as (uid, trajectory)."""
+    for sample in stream.asked[:count]:
+        stream.play(sample)
+        assert agents.take(stream)
+    del stream.asked[:count]
+    came = [(sample.uid, sample.ref) for sample in gym.samples]
+    gym.samples.clear()
+    return came
+
+
+def test_samples_given_up_still_finish_and_do_not_count(agents: AgentRollouts, gym: Gym) -> None:
+    dispatch(agents, 0, 1)
+    assert [uid for uid, _ in play(agents, gym, gym.streams[0], 1)] == ["p0"]
+    agents.drop(["p0"])
+    dispatch(agents, 0, step=2)
+    old, new = gym.streams
+    anew = [f"seed {sample.seed}" for sample in new.asked]
+    assert play(agents, gym, new, 1) == [("p0", anew[0])]
+    assert [uid for uid, _ in play(agents, gym, old, 3)] == ["p1", "p1"]  # the second sample of p0 is not wanted
+    assert agents.awaited() == [new]
+    assert play(agents, gym, new, 1) == [("p0", anew[1])]
+    assert agents.awaited() == []
+
+
+@pytest.mark.parametrize("error", [WorkerDied, WorkerFailed, None], ids=["dies", "raises", "ends early"])
+@pytest.mark.parametrize("unwanted", [["p0"], ["p0", "p1"]])
+def test_an_environment_that_fails_is_asked_again_only_for_samples_not_given_up(
+    agents: AgentRollouts, gym: Gym, unwanted: list[str], error: type[WorkerFailed] | None
+) -> None:
+    dispatch(agents, 0, 1)
+    agents.drop(unwanted)
+    gym.streams[0].error = error
+    assert agents.take(gym.streams[0]) and gym.restarts == 1
+    asked = [sample.uid for stream in gym.streams[1:] for sample in stream.asked]
+    assert asked == (["p1", "p1"] if "p1" not in unwanted else [])
+    assert len(agents.awaited()) == len(asked) // 2
+    for stream in gym.streams[1:]:
+        assert [uid for uid, _ in play(agents, gym, stream, 2)] == ["p1", "p1"]
+    assert agents.awaited() == []
+
+
+def test_an_environment_that_dies_after_its_last_sample_costs_nothing(agents: AgentRollouts, gym: Gym) -> None:
+    dispatch(agents, 0)
+    (stream,) = gym.streams
+    take = stream.played.popleft
+
+    def last() -> Any:
+        stream.error = WorkerDied
+        return take()
+
+    assert len(play(agents, gym, stream, 1)) == 1
+    stream.played = SimpleNamespace(append=stream.played.append, popleft=last)  # type: ignore[assignment]
+    assert [uid for uid, _ in play(agents, gym, stream, 1)] == ["p0"]
+    assert agents.awaited() == [] and gym.restarts == 0
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_engine_whose_death_only_the_endpoint_noticed_is_replaced(gym: Gym, engines: int) -> None:
+    """Its successor is refitted at once if the agents have no other engine."""
+    cluster, entries = Shuffling(0), list[str]()
+    group = engine_group(cluster, engines)
+    dead, successor = group.workers[0], LocalWorker("engine-0", group.workers[0].target)
+    group.endpoint = SimpleNamespace(address="here")  # type: ignore[assignment]
+    group.start, group.restarts = lambda number: [successor], Retries(1, 0.0)
+    cluster._workers.append(dead)  # type: ignore[arg-type]
+    rollouts = Rollouts(
+        group, {"game": gym}, None, TurnLimits(1, 99), seed=5,
+        hooks=RolloutHooks(
+            on_restart=lambda name, why: entries.append(name),
+            restore_engines=lambda: (entries.append("refit"), group.lost.clear()),
+        ),
+    )  # fmt: skip
+    rollouts.dispatch([prompt(0, idx=0, extra_env_info={"gym_task": {}})], Sampling(8), generations=2, step=1)
+    assert not group.unanswered(dead, OSError("too long a line"))
+    assert group.reachable() == list(range(engines)) and not group.returning
+    dead.target.health = lambda: 1 / 0
+    assert group.unanswered(dead, WorkerDied("engine-0", "a chat", "its process ended"))
+    assert group.reachable() == list(range(1, engines)) and not group.returning
+    for sample in gym.streams[0].asked:
+        gym.streams[0].play(sample)
+    assert rollouts.next_group().uid == "p0"
+    assert group.workers[0] is successor and not group.deaths
+    assert entries == (["engine-0", "refit"] if engines == 1 else ["engine-0"])
+    assert group.returning == (engines == 2)

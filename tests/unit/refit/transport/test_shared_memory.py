@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+import torch
+
+from grpo_mcore.refit.plan.plan import RefitError
+from grpo_mcore.refit.transport.buffer import attach_buffer, create_buffer
+from grpo_mcore.refit.transport.shared_memory import PREFIX, SEGMENTS, SharedMemoryBuffer, remove_stale_segments
+
+OWNER = """
+import sys, time, torch
+from grpo_mcore.refit.transport.shared_memory import SharedMemoryBuffer
+buffer = SharedMemoryBuffer.create(4096, sys.argv[1])
+buffer.flat[:] = 7
+print(buffer.description["name"], flush=True)
+time.sleep(60)
+"""
+ATTACHED = """
+import sys
+from grpo_mcore.refit.transport.shared_memory import SharedMemoryBuffer
+buffer = SharedMemoryBuffer.attach({"name": sys.argv[1], "nbytes": 8192, "host": "here"})
+assert int(buffer.flat[0]) == 5
+buffer.flat[1] = 6
+"""
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"test.{uuid.uuid4().hex[:8]}"
+
+
+def segments(run_id: str) -> list[str]:
+    return [path.name for path in SEGMENTS.glob(f"{PREFIX}-{run_id}-*")]
+
+
+def until(condition, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.slow
+def test_another_process_reads_and_writes_and_its_end_frees_nothing(run_id: str) -> None:
+    buffer = create_buffer(8192, torch.device("cpu"), run_id)
+    buffer.flat[0] = 5
+    subprocess.run([sys.executable, "-c", ATTACHED, buffer.description["name"]], check=True)
+    assert int(buffer.flat[1]) == 6
+    assert segments(run_id)
+    assert int(attach_buffer(buffer.description).flat[1]) == 6
+    buffer.close()
+    buffer.close()
+    assert not segments(run_id)
+    with pytest.raises(RefitError, match="its owner has exited"):
+        attach_buffer(buffer.description)
+
+
+@pytest.mark.slow
+def test_a_killed_owner_leaves_nothing_behind(run_id: str) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, run_id], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout
+    name = owner.stdout.readline().strip()
+    assert segments(run_id) == [name]
+    assert remove_stale_segments() == [] and segments(run_id), "a living owner's segment stays"
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    assert until(lambda: not segments(run_id)), "the resource tracker frees it"
+
+
+def test_a_segment_without_a_living_owner_is_freed_by_the_next_run(run_id: str) -> None:
+    """As after a kill that took the resource tracker with it."""
+    orphan = SEGMENTS / f"{PREFIX}-{run_id}-999999-0"
+    orphan.write_bytes(bytes(4096))
+    being_made = SEGMENTS / f"{PREFIX}-{run_id}-999999-1"
+    being_made.touch()
+    try:
+        buffer = SharedMemoryBuffer.create(4096, f"{run_id}.next")
+        assert not orphan.exists()
+        assert being_made.exists(), "an empty one is being created at this moment"
+        buffer.close()
+    finally:
+        being_made.unlink()
+
+
+def test_views_survive_a_close(run_id: str) -> None:
+    buffer = SharedMemoryBuffer.create(4096, run_id)
+    view = buffer.flat[:16]
+    view[:] = 3
+    buffer.close()
+    assert view.sum() == 48
+
+
+def test_a_forked_child_does_not_free_its_parents_segment(run_id: str) -> None:
+    buffer = SharedMemoryBuffer.create(4096, run_id)
+    child = os.fork()
+    if child == 0:
+        buffer.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert segments(run_id)
+    buffer.close()
+
+
+def test_more_than_there_is(run_id: str) -> None:
+    with pytest.raises(RefitError, match=r"cannot reserve 1,125,899,906,842,624 bytes .* --shm-size"):
+        SharedMemoryBuffer.create(2**50, run_id)
+    assert not segments(run_id)
+
+
+def test_other_mistakes(run_id: str) -> None:
+    with pytest.raises(RefitError, match="run id 'a/b'"):
+        SharedMemoryBuffer.create(4096, "a/b")
+    with pytest.raises(RefitError, match="unknown refit transport 'pigeon'"):
+        attach_buffer({"kind": "pigeon"})
+    buffer = SharedMemoryBuffer.create(4096, run_id)
+    with pytest.raises(RefitError, match="has 4,096 bytes, expected 8,192"):
+        attach_buffer(buffer.description | {"nbytes": 8192})
+    buffer.close()
