@@ -15,15 +15,15 @@ Not here: the divergences (parallel/divergence.py, the loss in objective/distill
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from grpo_mcore.algorithms.sft import SFTStep, build_step, validate
+from grpo_mcore.algorithms.sft import SFTStep, TunedStep, build_step, tune, validate
 from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.driver.policy.policy_group import PolicyGroup
-from grpo_mcore.driver.record.tuning_record import TuningRecord, start_tuning_record
+from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord
 from grpo_mcore.driver.run.run import Run
-from grpo_mcore.parallel.policy import LossFn
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.step.step_batch import RankStep
 
 
@@ -31,39 +31,25 @@ def distill_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
     """Train until sft.max_num_steps or the end of the data, or until `stop` asks for the end: the step under way is
     then finished and saved. Go on from the checkpoint, if the run resumes one. Return the summary."""
     policy, config, loss = run.policy, run.master_config, run.loss_fn
-    record, checkpoints = start_tuning_record("sft", run, stop)
-    with record, checkpoints:
-        if record.validates_first:
-            _validate(record, policy, loss, config)
-        while batch := record.next_batch():
-            checkpoints.poll()
-            with record.clock.phase("prepare"):
-                step = build_step(batch, policy, config)
-            with record.clock.phase("teachers"):
-                ranks = score(step, policy)
-            with record.clock.phase("prepare"):
-                policy.onload()
-                policy.receive(ranks)
-            with record.clock.phase("train"):
-                metrics = policy.train(loss, step.targets, meanwhile=record.look_ahead)
-            record.trained(batch, step.groups, step.targets, metrics)
-            if record.validation_is_due:
-                _validate(record, policy, loss, config)
-            if record.checkpoint_is_due:
-                with record.clock.pause("checkpoint"):
-                    checkpoints.start(record.step, record.snapshot)
-        return record.ended(unsaved=checkpoints.finish())
 
-
-def _validate(record: TuningRecord, policy: PolicyGroup, loss: LossFn, config: MasterConfig) -> None:
     def send(step: SFTStep, policy: PolicyGroup) -> None:
         ranks = score(step, policy)
-        policy.onload()
-        policy.receive(ranks)
+        with policy.ready_for("training"):
+            policy.receive(ranks)
 
-    with record.clock.pause("validation"):
-        metrics = validate(record.validation_batches(), policy, loss, config, send)
-    record.validated(metrics)
+    def train(record: TuningRecord, batch: Sequence[DatumSpec]) -> TunedStep:
+        with record.clock.phase("prepare"):
+            step = build_step(batch, policy, config)
+        with record.clock.phase("teachers"):
+            send(step, policy)
+        with record.clock.phase("train"):
+            metrics = policy.train(loss, step.targets, meanwhile=record.look_ahead)
+        return step.groups, step.targets, metrics
+
+    def validate_examples(record: TuningRecord) -> Metrics:
+        return validate(record.validation_batches(), policy, loss, config, send)
+
+    return tune("sft", run, stop, train, validate_examples)
 
 
 def score(step: SFTStep, policy: PolicyGroup) -> tuple[RankStep, ...]:
@@ -72,6 +58,5 @@ def score(step: SFTStep, policy: PolicyGroup) -> tuple[RankStep, ...]:
     teachers = policy.teachers
     assert teachers is not None, "the recipe names no teacher"
     (alias,) = teachers.by_alias
-    if teachers.colocated:
-        policy.offload()
-    return teachers.score_ranks(step.ranks, step.samples, step.examples, [alias] * len(step.samples))
+    with policy.ready_for("teachers"):
+        return teachers.score_ranks(step.ranks, step.samples, step.examples, [alias] * len(step.samples))

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mcore.algorithms.sft import TunedStep, tune
 from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.driver.policy.policy_group import PolicyGroup
-from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord, start_tuning_record
+from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord
 from grpo_mcore.driver.run.run import Run
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import MasterConfig, needs_reference
@@ -47,35 +48,22 @@ def dpo_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
     """Train until dpo.max_num_steps or the end of the data, or until `stop` asks for the end: the step under way is
     then finished and saved. Go on from the checkpoint, if the run resumes one. Return the summary."""
     policy, config, loss = run.policy, run.master_config, run.loss_fn
-    record, checkpoints = start_tuning_record("dpo", run, stop)
-    references: References = record.extra_state
-    with record, checkpoints:
-        if record.validates_first:
-            _validate(record, policy, loss, references, config)
-        while batch := record.next_batch():
-            checkpoints.poll()
-            with record.clock.phase("prepare"):
-                step = build_step(batch, policy, config)
-                policy.receive(step.ranks)
-            with record.clock.phase("logprobs"):
-                targets = replace(step.targets, reference_sums=reference_sums(step.pairs, references, policy, config))
-            with record.clock.phase("train"):
-                metrics = policy.train(loss, targets, meanwhile=record.look_ahead)
-            record.trained(batch, step.groups, targets, metrics)
-            if record.validation_is_due:
-                _validate(record, policy, loss, references, config)
-            if record.checkpoint_is_due:
-                with record.clock.pause("checkpoint"):
-                    checkpoints.start(record.step, record.snapshot)
-        return record.ended(unsaved=checkpoints.finish())
 
+    def train(record: TuningRecord, batch: Sequence[DatumSpec]) -> TunedStep:
+        with record.clock.phase("prepare"):
+            step = build_step(batch, policy, config)
+            policy.receive(step.ranks)
+        with record.clock.phase("logprobs"):
+            sums = reference_sums(step.pairs, record.extra_state, policy, config)
+            targets = replace(step.targets, reference_sums=sums)
+        with record.clock.phase("train"):
+            metrics = policy.train(loss, targets, meanwhile=record.look_ahead)
+        return step.groups, targets, metrics
 
-def _validate(
-    record: TuningRecord, policy: PolicyGroup, loss: LossFn, references: References, config: MasterConfig
-) -> None:
-    with record.clock.pause("validation"):
-        metrics = validate(record.validation_batches(), policy, loss, references, config)
-    record.validated(metrics)
+    def validate_pairs(record: TuningRecord) -> Metrics:
+        return validate(record.validation_batches(), policy, loss, record.extra_state, config)
+
+    return tune("dpo", run, stop, train, validate_pairs)
 
 
 def validate(

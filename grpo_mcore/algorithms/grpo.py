@@ -16,9 +16,6 @@ NeMo RL's other entry points (algorithms/nemo_rl_api.py; importable from here).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -35,25 +32,14 @@ from grpo_mcore.algorithms.nemo_rl_api import (
     validate,
 )
 from grpo_mcore.base.stopping import StopRequest
-from grpo_mcore.driver.checkpoints.background import BackgroundCheckpoints
 from grpo_mcore.driver.checkpoints.checkpoint_files import GRPOSaveState
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
-from grpo_mcore.driver.checkpoints.group_store import resume_in_flight, write_groups
 from grpo_mcore.driver.engines.engine_group import EngineGroup
-from grpo_mcore.driver.engines.retries import Retries
-from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.driver.policy.policy_group import PolicyGroup
-from grpo_mcore.driver.policy.refit_parity import sampled_parity
-from grpo_mcore.driver.policy.refit_step import refit_engines
 from grpo_mcore.driver.record.followed_run import FollowedRun
-from grpo_mcore.driver.record.recorded_rollouts import RecordedRollouts, RecordedValidation
-from grpo_mcore.driver.record.run_record import RunRecord, start_record, start_schedule
-from grpo_mcore.driver.record.run_report import Compare, RunReport
+from grpo_mcore.driver.record.run_report import Compare
 from grpo_mcore.driver.record.sample_writer import SampleSink
-from grpo_mcore.driver.record.step_profile import StepProfile
-from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
-from grpo_mcore.driver.rollouts.scoring import as_workers
-from grpo_mcore.driver.rollouts.validation import run_validation
+from grpo_mcore.driver.run.loop_parts import open_parts
 from grpo_mcore.observe import Logger, Timeline
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
@@ -69,7 +55,6 @@ from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.step.advantages import compute_targets
 from grpo_mcore.step.step_batch import build_step_batch
-from grpo_mcore.step.step_groups import StepGroups
 
 __all__ = [
     "AsyncGRPOConfig", "GRPOConfig", "GRPOLoggerConfig", "GRPOSaveState", "MasterConfig", "RewardScalingConfig",
@@ -106,53 +91,21 @@ def grpo_train(
     """
     refuse_processor(processor)
     config, engines, stop = master_config, policy_generation, stop or StopRequest()
-    position = checkpointer.position()
-    schedule = start_schedule(config, grpo_save_state, validates=val_dataloader is not None)
-    report = RunReport(logger, config, schedule, policy, engines, tokenizer, compare)
-    clock = Timeline(policy.cluster.clock.now, report.span)
-    ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
-    record = start_record(config, schedule, grpo_save_state, dataloader, ledger_folder, report, position, follow)
-    parity = sampled_parity(config, policy.cluster.clock)
-    refit = partial(refit_engines, policy, engines, config, record.restarted, sampled=parity)
-    store, samples = policy.cluster.store, report.samples if follow is None else follow.comparing(report.samples)
-    hooks = RolloutHooks(
-        restore_engines=partial(refit, lost_only=True), on_restart=record.restarted, watch=stop.check,
-        on_span=report.spans.span,
-    )  # fmt: skip
-    rollouts: Rollouts | RecordedRollouts
-    if follow is None:
-        rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, replace(hooks, phase=clock.phase))
-    else:
-        rollouts = RecordedRollouts(follow, store, stop)
-    sampling = sampling_of(config.policy.generation, tokenizer)
-    generations = config.grpo.num_generations_per_prompt
-    generate = partial(rollouts.dispatch, sampling=sampling, generations=generations)
-    groups = StepGroups(config)
-    profile = StepProfile(policy, engines, Path(logger.log_dir, "profile"), config.logger.profile_steps)
-    checkpoints = BackgroundCheckpoints(
-        checkpointer, policy, config, on_saved=record.saved, on_failure=record.not_saved
-    )
-
-    with record, checkpoints, policy.run_alongside(rollouts), stop.listening():
-        if position is not None:
-            again = partial(generate, step=record.step + 1)
-            sizes = range(config.grpo.async_grpo.min_samples_per_group or generations, generations + 1)
-            resume_in_flight(
-                position, record, groups, policy.cluster, refit, again, sizes=sizes, goes_on=record.goes_on
-            )
-        record.follow()
+    with open_parts(
+        policy, engines, dataloader, val_dataloader, tokenizer, task_to_env, val_task_to_env, logger, checkpointer,
+        grpo_save_state, config, stop, compare, follow,
+    ) as parts:  # fmt: skip
+        schedule, record, rollouts, clock = parts.schedule, parts.record, parts.rollouts, parts.clock
         while True:
-            record.stop_asked(stop)
-            checkpoints.poll(wait=follow is not None)  # so that its ledger says it no later than the recorded one
-            profile.follow(record.step + 1)
-            match record.next():
+            parts.between_commands()
+            match schedule.next():
                 case s.Refit():
                     with clock.phase("refit"):
-                        record.refitted(refit(timeline=clock))
+                        record.refitted(parts.refit())
 
                 case s.Dispatch(count):
-                    batch = record.prompts.take(count)
-                    generate(batch, step=record.step + 1)
+                    batch = parts.prompts.take(count)
+                    parts.generate(batch)
                     record.dispatched(batch, data_ended=len(batch) < count)
 
                 case s.Await():
@@ -161,35 +114,28 @@ def grpo_train(
                         engines.resume()
                     group = stop.interruptible(rollouts.next_group)  # in the phases "generate" and "reward"
                     if group is not None:
-                        record.group_finished(group, informative=groups.add(group))
+                        record.group_finished(group, informative=parts.groups.add(group))
 
                 case s.Train() as command:
-                    rollouts.drop(record.unfinished(command.surplus))
-                    trained, returned, sampled = groups.take(command, record.policy_version)
-                    if queued := rollouts.most_queued():
-                        sampled["num_queued_samples"] = float(queued)
-                    metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, samples)
-                    record.trained(command, trained, metrics | sampled, clock, returned)
+                    rollouts.drop(schedule.unfinished(command.surplus))
+                    trained, returned, sampled = parts.groups.take(command, schedule.policy_version)
+                    queued = rollouts.most_queued()
+                    metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, parts.samples)
+                    record.trained(command, trained, metrics | sampled, clock, returned, queued)
 
                 case s.Validate(step):
-                    recorded = None if follow is None else RecordedValidation(follow, store, stop, step)
                     with clock.pause("validation"):
-                        val_workers = as_workers(val_task_to_env or {}, engines.cluster, config.cluster.platform)
-                        validation = stop.interruptible(partial(
-                            run_validation, engines, val_dataloader, val_workers, config, tokenizer=tokenizer,
-                            hooks=hooks, recorded=recorded,
-                        ))  # fmt: skip
+                        validation = parts.validate(step)
                     if validation is not None:
                         record.validated(step, validation)
 
                 case s.Checkpoint(step):
                     with clock.pause("checkpoint"):
-                        finished = partial(write_groups, groups=groups.waiting(), cluster=policy.cluster)
-                        checkpoints.start(step, record.snapshot, finished)
+                        parts.save(step)
                     record.checkpoint_begun(step)
 
                 case s.Finish(reason):
-                    return record.ended(reason, stop, unsaved=checkpoints.finish())
+                    return record.ended(reason, stop, unsaved=parts.checkpoints.finish())
 
 
 def train_on_groups(
@@ -203,33 +149,24 @@ def train_on_groups(
 ) -> dict[str, float]:
     """Train one step on scored groups and return its metrics. The driver plans bins and advantages; the policy's ranks
     compute log-probs, loss and update. `samples`: gets the samples with what was computed of them."""
+    prev, reference = needs_prev(config), needs_reference(config)
     with clock.phase("prepare"):
         engines.release(keep_weights=engines.pauses)  # paused engines may go on before the next refit
         batch = build_step_batch(groups, config, policy.layout, shares_prefixes=policy.shares_prefixes)
     if batch.ranks and policy.teachers is not None:
-        with clock.phase("teachers"):
-            if policy.teachers.colocated:
-                policy.offload()
+        with clock.phase("teachers"), policy.ready_for("teachers"):
             batch = policy.teachers.score(batch, policy.background)
-    stats: dict[str, Tensor] = {}
-    prev, reference = needs_prev(config), needs_reference(config)
-    offloaded = config.policy.offload_optimizer_for_logprob and (prev or reference)
-    with clock.phase("prepare"):
-        if offloaded:
-            policy.offload()
-        else:
-            policy.onload()
+    with clock.phase("prepare"), policy.ready_for("logprobs" if prev or reference else "training"):
         if batch.ranks:
             policy.receive(batch.ranks)
+    stats: dict[str, Tensor] = {}
     if batch.ranks and (prev or reference):
         with clock.phase("logprobs"):
             kl_kind = config.loss_fn.reference_policy_kl_type if config.loss_fn.use_kl_in_reward else None
             stats = policy.infer_logprobs(
                 len(batch.samples), prev=prev, reference=reference, kl_kind=kl_kind, dropout=True
             )
-    with clock.phase("train"):
-        if offloaded:
-            policy.onload()
+    with clock.phase("train"), policy.ready_for("training"):
         targets, metrics = compute_targets(batch, stats, config)
         if not any(targets.valid_toks):  # all samples failed or were filtered
             policy.skip()
@@ -240,31 +177,6 @@ def train_on_groups(
     if samples is not None and samples.wants_logprobs:
         samples.trained(policy.updates, batch.groups, targets, policy.token_logprobs())
     return metrics | {"tokens": float(batch.tokens)}
-
-
-def make_rollouts(
-    config: MasterConfig,
-    engines: EngineGroup,
-    task_to_env: Mapping[str, Any],
-    tokenizer: Any,
-    record: RunRecord,
-    hooks: RolloutHooks,
-) -> Rollouts:
-    """Build the rollouts of a run, which report to its record. `hooks`: those that do not."""
-    ahead, generation = config.grpo.async_grpo, config.policy.generation
-    return Rollouts(
-        engines,
-        as_workers(task_to_env, engines.cluster, config.cluster.platform),
-        tokenizer,
-        turn_limits(config),
-        seed=config.grpo.seed,
-        retries=Retries(
-            ahead.max_generation_failures if ahead.enabled else 0, config.cluster.retry_wait_s, engines.cluster.clock
-        ),
-        enough_samples=ahead.min_samples_per_group if ahead.max_age else None,
-        max_running=generation.max_running or generation.vllm_kwargs.get("max_num_seqs"),
-        hooks=replace(hooks, on_sample=record.sample_finished, on_retry=record.retried),
-    )
 
 
 def async_grpo_train(

@@ -24,7 +24,7 @@ from grpo_mcore.driver.policy.policy_group import PolicyGroup
 from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord, start_tuning_record
 from grpo_mcore.driver.run.run import Run
 from grpo_mcore.parallel.policy import LossFn
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import Algorithm, MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import TrajectoryRef
@@ -36,30 +36,50 @@ def sft_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
     """Train until sft.max_num_steps or the end of the data, or until `stop` asks for the end: the step under way is
     then finished and saved. Go on from the checkpoint, if the run resumes one. Return the summary."""
     policy, config, loss = run.policy, run.master_config, run.loss_fn
-    record, checkpoints = start_tuning_record("sft", run, stop)
+
+    def train(record: TuningRecord, batch: Sequence[DatumSpec]) -> TunedStep:
+        with record.clock.phase("prepare"):
+            step = build_step(batch, policy, config)
+            policy.receive(step.ranks)
+        with record.clock.phase("train"):
+            metrics = policy.train(loss, step.targets, meanwhile=record.look_ahead)
+        return step.groups, step.targets, metrics
+
+    return tune("sft", run, stop, train, lambda record: validate(record.validation_batches(), policy, loss, config))
+
+
+TunedStep = tuple[list[Group], TrainTargets, Metrics]
+"""(examples of a step, what they were trained to, metrics)"""
+
+
+def tune(
+    algorithm: Algorithm,
+    run: Run,
+    stop: StopRequest | None,
+    train: Callable[[TuningRecord, Sequence[DatumSpec]], TunedStep],
+    validate: Callable[[TuningRecord], Metrics],
+) -> dict[str, Any]:
+    """Run the loop of an algorithm that learns from given examples (SFT, DPO, distillation), and return its summary.
+    `train`: trains one step on a batch. `validate`: returns the metrics of a validation."""
+    record, checkpoints = start_tuning_record(algorithm, run, stop)
+
+    def validated() -> None:
+        with record.clock.pause("validation"):
+            metrics = validate(record)
+        record.validated(metrics)
+
     with record, checkpoints:
         if record.validates_first:
-            _validate(record, policy, loss, config)
+            validated()
         while batch := record.next_batch():
             checkpoints.poll()
-            with record.clock.phase("prepare"):
-                step = build_step(batch, policy, config)
-                policy.receive(step.ranks)
-            with record.clock.phase("train"):
-                metrics = policy.train(loss, step.targets, meanwhile=record.look_ahead)
-            record.trained(batch, step.groups, step.targets, metrics)
+            record.trained(batch, *train(record, batch))
             if record.validation_is_due:
-                _validate(record, policy, loss, config)
+                validated()
             if record.checkpoint_is_due:
                 with record.clock.pause("checkpoint"):
                     checkpoints.start(record.step, record.snapshot)
         return record.ended(unsaved=checkpoints.finish())
-
-
-def _validate(record: TuningRecord, policy: PolicyGroup, loss: LossFn, config: MasterConfig) -> None:
-    with record.clock.pause("validation"):
-        metrics = validate(record.validation_batches(), policy, loss, config)
-    record.validated(metrics)
 
 
 def validate(

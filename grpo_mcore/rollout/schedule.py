@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -228,6 +228,10 @@ class Schedule:
     @property
     def policy_version(self) -> int:
         return self.step + 1
+
+    def unfinished(self, uids: Iterable[str]) -> list[str]:
+        """Return those of the prompts in flight whose groups are still generated or scored."""
+        return [uid for uid in uids if uid not in self.finished]
 
     def position(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the schedule besides step and groups in flight, for `at_position`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,16 +21,39 @@ from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.objective import combine_metrics, step_metrics
 from grpo_mcore.parallel.policy import LossFn, TrainReport
 from grpo_mcore.recipe import KLType
+from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.trajectory import TrajectoryRef
 from grpo_mcore.rollout.workers import Ref
-from grpo_mcore.step.step_batch import RankStep, TrainTargets
-
-if TYPE_CHECKING:
-    from grpo_mcore.driver.policy.teachers import Teachers
+from grpo_mcore.step.step_batch import RankStep, StepBatch, TrainTargets
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class TokenScorers(Protocol):
+    """Models that score the policy's samples token by token: `driver/policy/teachers.py`."""
+
+    @property
+    def by_alias(self) -> Mapping[str, Any]: ...
+
+    @property
+    def colocated(self) -> bool:
+        """Whether one of them takes turns with the policy on its devices."""
+
+    def score(self, batch: StepBatch, background: BackgroundWork | None = None) -> StepBatch:
+        """Return the batch with what the models say of each sample's trained tokens."""
+
+    def score_ranks(
+        self,
+        ranks: Sequence[RankStep],
+        samples: Sequence[TrajectoryRef],
+        prompts: Sequence[DatumSpec],
+        aliases: Sequence[str],
+        background: BackgroundWork | None = None,
+    ) -> tuple[RankStep, ...]:
+        """Do the same for the ranks' shares of a step. `aliases`: which model scores each sample."""
 
 
 @dataclass
@@ -40,8 +63,9 @@ class PolicyGroup:
     `updates`: steps trained since the run began; the next weight version is `updates` + 1. `background`: work that goes
     on while the driver waits for the ranks. `refit`: how its weights reach the engines. `shares_prefixes`: its samples
     may share prefixes. `offloads`: the optimizer is on the host between training passes, since engines share the ranks'
-    devices or the recipe asks for it. `train_times`: `TrainReport.times` of each optimizer step of the last step, by
-    rank. `teachers`: what scores its samples besides rewards.
+    devices or the recipe asks for it. `offloads_for_logprobs`: it is there during log-prob passes, too. `train_times`:
+    `TrainReport.times` of each optimizer step of the last step, by rank. `teachers`: models that score its samples
+    token by token.
     """
 
     cluster: Cluster
@@ -52,11 +76,12 @@ class PolicyGroup:
     precision: str
     refit: RefitSettings
     offloads: bool = True
+    offloads_for_logprobs: bool = False
     shares_prefixes: bool = False
     updates: int = 0
     train_times: list[list[tuple[float, ...]]] = field(default_factory=list)
     background: BackgroundWork | None = None
-    teachers: Teachers | None = None
+    teachers: TokenScorers | None = None
     connected: tuple[tuple[str, int], ...] = ()  # (node, pid) of the workers to which the ranks have a network group
 
     def build(self, timeout_s: float) -> None:
@@ -201,6 +226,16 @@ class PolicyGroup:
         """Undo `offload`."""
         if self.offloads:
             self._all(PolicyWorker.onload, "moving the weights back to the accelerator")()
+
+    @contextmanager
+    def ready_for(self, work: Literal["teachers", "logprobs", "training"]) -> Iterator[None]:
+        """Have on the ranks' devices what the work inside needs: everything for training, no optimizer for log-probs
+        if `offloads_for_logprobs`, and nothing that can be moved for teachers which score on the same devices."""
+        if work == "training" or (work == "logprobs" and not self.offloads_for_logprobs):
+            self.onload()
+        elif work == "logprobs" or (self.teachers is not None and self.teachers.colocated):
+            self.offload()
+        yield
 
     def start_profile(self) -> None:
         """Have every rank trace what it does with torch's profiler."""

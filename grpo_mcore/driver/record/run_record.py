@@ -72,20 +72,6 @@ class RunRecord:
         self.ledger.close()
         self.report.close()
 
-    @property
-    def step(self) -> int:
-        """Number of steps that are done."""
-        return self.schedule.step
-
-    @property
-    def policy_version(self) -> int:
-        """Weight version of the policy."""
-        return self.schedule.policy_version
-
-    def next(self) -> s.Command:
-        """Return the next command of the schedule. Raises ScheduleError."""
-        return self.schedule.next()
-
     def stop_asked(self, stop: StopRequest) -> None:
         """Record the request to stop, if there is one, and again when it becomes urgent."""
         if (alarm := self.report.alarms.stop_reason) is not None:
@@ -163,10 +149,6 @@ class RunRecord:
         self.ledger.write("restarted", worker=worker, why=why)
         self.report.restarted(worker, why)
 
-    def unfinished(self, uids: Sequence[str]) -> list[str]:
-        """Return those of the prompts in flight that are still being generated or scored."""
-        return [uid for uid in uids if uid not in self.schedule.finished]
-
     def trained(
         self,
         command: s.Train,
@@ -174,11 +156,14 @@ class RunRecord:
         metrics: dict[str, float],
         clock: Timeline,
         returned: Sequence[Group] = (),
+        queued: int = 0,
     ) -> None:
         """Record a step. Its surplus prompts go back to the data, to be generated again. `returned`: the groups among
-        them that have finished."""
+        them that have finished. `queued`: the most samples that waited for room on the engines at a time."""
         for group in returned:
             self.report.group_returned(group)
+        if queued:
+            metrics = metrics | {"num_queued_samples": float(queued)}
         if self.schedule.config.max_trajectory_age:
             ahead = len(self.schedule.in_flight) - len(command.groups) - len(command.surplus)
             metrics = metrics | {"num_groups_ahead": float(ahead)}
@@ -218,8 +203,8 @@ class RunRecord:
             data_state["followed"] = self._follow.entries
         state = GRPOSaveState(
             consumed_samples=self._consumed,
-            current_step=self.step,
-            total_steps=self.step,
+            current_step=self.schedule.step,
+            total_steps=self.schedule.step,
             current_epoch=self.prompts.epoch,
             total_valid_tokens=self._valid_tokens,
             log_run=self.report.run_name,

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from grpo_mcore.cluster import Worker
-from grpo_mcore.data import DataError
+from grpo_mcore.data import DataError, DatumSpec
 from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
-from grpo_mcore.driver.record.recorded_rollouts import RecordedValidation
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.objective import pass_at_k, pass_numbers
 from grpo_mcore.observe import ShownSample
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, Problem, RecipeError
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.pass_rates import rewards_by_column
-from grpo_mcore.rollout.trajectory import accuracy, mean_parts
+from grpo_mcore.rollout.trajectory import Sampling, accuracy, mean_parts
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,13 @@ class Validation:
     groups: Sequence[Group] = ()
 
 
+class GroupSource(Protocol):
+    """Gives scored groups of the prompts that it gets: `Rollouts`, or what takes its place."""
+
+    def dispatch(self, prompts: Sequence[DatumSpec], sampling: Sampling, *, generations: int, step: int) -> None: ...
+    def next_group(self) -> Group: ...
+
+
 def run_validation(
     engines: EngineGroup,
     dataloader: Any,
@@ -42,21 +48,21 @@ def run_validation(
     *,
     tokenizer: Any,
     hooks: RolloutHooks | None = None,
-    recorded: RecordedValidation | None = None,
+    rollouts: GroupSource | None = None,
 ) -> Validation:
     """Validate on up to grpo.max_val_samples prompts, val_num_generations_per_prompt samples each. The engines must be
     ready.
 
     `hooks`: what the rollouts call. The seeds do not depend on the step: two validations of equal weights give equal
-    samples. `recorded`: returns the groups in place of engines and environments. Raises DataError if the data loader
-    yields nothing, ValueError without validation data or environments.
+    samples. `rollouts`: takes the place of engines and environments, such as recorded samples. Raises DataError if the
+    data loader yields nothing, ValueError without validation data or environments.
     """
-    if dataloader is None or not (environments or recorded):
+    if dataloader is None or not (environments or rollouts):
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
     clock, grpo = engines.cluster.clock, config.grpo
     began = clock.now()
     sampling = sampling_of(config.policy.generation, tokenizer, validation=True)
-    rollouts = recorded or Rollouts(
+    rollouts = rollouts or Rollouts(
         engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1, hooks=hooks or RolloutHooks()
     )
     groups: list[Group] = []

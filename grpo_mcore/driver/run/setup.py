@@ -152,6 +152,7 @@ def _spawn_ranks(
         refit_settings(config),
         offloads=own is None
         and (policy.generation.colocated.enabled or policy.offload_optimizer_for_logprob or not trains),
+        offloads_for_logprobs=policy.offload_optimizer_for_logprob,
         shares_prefixes=shares_prefixes(policy.sequence_packing, transformer_engine=model.platform.transformer_engine),
     )
 

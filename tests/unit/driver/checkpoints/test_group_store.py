@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mcore.driver.checkpoints.group_store import read_groups, write_groups, young_enough
+from grpo_mcore.driver.checkpoints.group_store import read_groups, write_groups
+from grpo_mcore.driver.run.resume import young_enough
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.schedule import ScheduleConfig
 from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn

@@ -72,7 +72,10 @@ def test_the_driver_has_something_to_do_while_the_ranks_train() -> None:
 class Recorder:
     """A policy that notes what it is called for."""
 
-    def __init__(self) -> None:
+    ready_for = PolicyGroup.ready_for
+
+    def __init__(self, *, offloads_for_logprobs: bool) -> None:
+        self.offloads_for_logprobs = offloads_for_logprobs
         self.layout, self.shares_prefixes, self.teachers, self.updates = PolicyLayout(1, 1, 1), False, None, 0
         self.calls: list[str] = []
 
@@ -90,12 +93,11 @@ class Recorder:
 
 @pytest.mark.parametrize("offloads", [False, True])
 def test_the_optimizer_may_stay_away_until_the_update(offloads: bool) -> None:
-    policy: Any = Recorder()
+    policy: Any = Recorder(offloads_for_logprobs=offloads)
     recipe = config()
-    recipe.policy.offload_optimizer_for_logprob = offloads
     engines: Any = SimpleNamespace(release=lambda **_: None, pauses=False)
     clock: Any = SimpleNamespace(phase=lambda _: nullcontext())
     nothing: Any = None
     train_on_groups(policy, engines, [group("a", [1, 0, 0, 1]), group("b", [0, 1, 1, 0])], nothing, recipe, clock)
-    moved = ["offload", "receive", "log-probs", "onload", "train"]
-    assert policy.calls == (moved if offloads else ["onload", "receive", "log-probs", "train"])
+    before = "offload" if offloads else "onload"
+    assert policy.calls == [before, "receive", "log-probs", "onload", "train"]

@@ -85,7 +85,7 @@ def events(folder: Path) -> list[str]:
 def train_a_step(record: RunRecord, *, failing: bool = False) -> None:
     """Carry the schedule's commands out until a step is trained."""
     while True:
-        match record.next():
+        match record.schedule.next():
             case s.Refit():
                 record.refitted(None)  # type: ignore[arg-type]
             case s.Dispatch(count):
@@ -107,7 +107,7 @@ def test_a_step_is_told_to_all_four(tmp_path: Path) -> None:
     report = Report()
     with record_in(tmp_path, report=report) as record:
         train_a_step(record)
-        assert record.step == 1 and not record.schedule.in_flight
+        assert record.schedule.step == 1 and not record.schedule.in_flight
         assert report.told == ["refit", "dispatched", "step"]
         assert not record.prompts.state_dict()["waiting"]
         record.ended("all steps are done", StopRequest())
@@ -138,7 +138,7 @@ def test_a_checkpoint_and_a_run_that_resumes_from_it(tmp_path: Path) -> None:
         batch = record.prompts.take(2)
         assert [prompt["uid"] for prompt in batch] == ["p0", "p1"]
         record.resumed(batch, [1, 1], [group("p1", [1.0, 0.0, 1.0, 0.0])])
-        assert record.unfinished(["p0", "p1"]) == ["p0"]
+        assert record.schedule.unfinished(["p0", "p1"]) == ["p0"]
         train_a_step(record)
     found = audit(read_ledger(tmp_path / LEDGER_FILE))
     assert found.starts == 2 and not found.flaws
@@ -195,11 +195,11 @@ def test_a_validation_may_end_the_run(tmp_path: Path) -> None:
     recipe = config(max_num_steps=2, val_at_start=True)
     recipe.grpo.stop_at_validation_metric, recipe.grpo.stop_at_validation_threshold = "val:accuracy", 0.9
     with new_record(recipe, tmp_path, validates=True) as record:
-        assert record.next() == s.Refit(1)
+        assert record.schedule.next() == s.Refit(1)
         record.refitted(None)  # type: ignore[arg-type]
-        assert record.next() == s.Validate(0)
+        assert record.schedule.next() == s.Validate(0)
         record.validated(0, Validation({"accuracy": 0.95, "reward": 0.9}, [], 1.0))
-        assert isinstance(record.next(), s.Finish)
+        assert isinstance(record.schedule.next(), s.Finish)
 
 
 def test_the_counters_of_a_checkpoint_follow_the_events_and_go_on_in_a_resumed_run(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_counters_of_a_checkpoint_follow_the_events_and_go_on_in_a_resumed_r
     }  # fmt: skip
     recipe = config(max_num_steps=2, val_at_end=False)
     with new_record(recipe, tmp_path, state=first.save_state) as record:
-        assert record.step == 1 and record.snapshot().save_state == first.save_state
+        assert record.schedule.step == 1 and record.snapshot().save_state == first.save_state
         train_a_step(record)
         state = record.snapshot().save_state
     assert (state["current_step"], state["consumed_samples"], state["total_valid_tokens"]) == (2, 5, 24)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms import grpo
 from grpo_mcore.base.garbage import rare_collections
 from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.cluster import NodeLost, virtual_cluster
@@ -26,6 +25,7 @@ from grpo_mcore.driver.record.run_record import RunRecord
 from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
 from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from grpo_mcore.driver.rollouts.scoring import RewardScorer
+from grpo_mcore.driver.run import loop_parts
 from grpo_mcore.observe.ledger.ledger import Ledger
 from grpo_mcore.refit.refit import Refit
 from grpo_mcore.step.step_groups import StepGroups
@@ -130,7 +130,7 @@ def a_finished_group_is_dropped_at_resume(plant: Plant) -> None:
     def drop(right: Any, position: Any, record: Any, groups: StepGroups, *others: Any, **how: Any) -> None:
         right(position, record, Forgetful(groups), *others, **how)
 
-    plant(grpo, "resume_in_flight", drop)
+    plant(loop_parts, "resume_in_flight", drop)
 
 
 def a_prompt_that_is_done_comes_again(plant: Plant) -> None:

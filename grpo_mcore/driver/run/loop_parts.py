@@ -1,0 +1,178 @@
+"""What the loop of `algorithms/grpo.py` works with, made from a run: schedule, record, rollouts, checkpoints, clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.base.stopping import StopRequest
+from grpo_mcore.data import DatumSpec
+from grpo_mcore.driver.checkpoints.background import BackgroundCheckpoints
+from grpo_mcore.driver.checkpoints.checkpoint_files import GRPOSaveState
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
+from grpo_mcore.driver.checkpoints.group_store import write_groups
+from grpo_mcore.driver.engines.engine_group import EngineGroup
+from grpo_mcore.driver.engines.retries import Retries
+from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
+from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.policy.refit_parity import sampled_parity
+from grpo_mcore.driver.policy.refit_step import refit_engines
+from grpo_mcore.driver.record.followed_run import FollowedRun
+from grpo_mcore.driver.record.recorded_rollouts import RecordedRollouts, RecordedValidation
+from grpo_mcore.driver.record.run_record import RunRecord, start_record, start_schedule
+from grpo_mcore.driver.record.run_report import Compare, RunReport
+from grpo_mcore.driver.record.sample_writer import SampleSink
+from grpo_mcore.driver.record.step_profile import StepProfile
+from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
+from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
+from grpo_mcore.driver.rollouts.scoring import as_workers
+from grpo_mcore.driver.rollouts.validation import Validation, run_validation
+from grpo_mcore.driver.run.resume import resume_in_flight
+from grpo_mcore.observe import Logger, Timeline
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.refit.refit import RefitReport
+from grpo_mcore.rollout.schedule import Schedule
+from grpo_mcore.step.step_groups import StepGroups
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """The collaborators of a GRPO loop. `samples`: gets the samples of each step with what was computed of them."""
+
+    schedule: Schedule
+    record: RunRecord
+    prompts: PromptStream
+    rollouts: Rollouts | RecordedRollouts
+    groups: StepGroups
+    checkpoints: BackgroundCheckpoints
+    clock: Timeline
+    samples: SampleSink
+    between_commands: Callable[[], None]
+    """Hears requests to stop, completes the checkpoint under way, starts and ends a profile."""
+    refit: Callable[..., RefitReport | None]
+    """Gives the policy's weights to the engines."""
+    generate: Callable[[Sequence[DatumSpec]], None]
+    """Sends prompts to the engines, for the step that comes next."""
+    validate: Callable[[int], Validation | None]
+    """Validates after the step with this number. Returns None where an urgent request to stop has interrupted it."""
+    save: Callable[[int], None]
+    """Begins the checkpoint of the step with this number."""
+
+
+@contextmanager
+def open_parts(
+    policy: PolicyGroup,
+    engines: EngineGroup,
+    dataloader: Any,
+    val_dataloader: Any,
+    tokenizer: Any,
+    task_to_env: Mapping[str, Any],
+    val_task_to_env: Mapping[str, Any] | None,
+    logger: Logger,
+    checkpointer: CheckpointManager,
+    save_state: GRPOSaveState,
+    config: MasterConfig,
+    stop: StopRequest,
+    compare: Compare | None,
+    follow: FollowedRun | None,
+) -> Iterator[LoopParts]:
+    """Make the parts, and bring a resumed run to where its checkpoint left off. While the context is open, rollouts go
+    on whenever the driver waits for the policy's ranks, and the run hears requests to stop."""
+    position, cluster = checkpointer.position(), policy.cluster
+    schedule = start_schedule(config, save_state, validates=val_dataloader is not None)
+    report = RunReport(logger, config, schedule, policy, engines, tokenizer, compare)
+    clock = Timeline(cluster.clock.now, report.span)
+    ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
+    record = start_record(config, schedule, save_state, dataloader, ledger_folder, report, position, follow)
+    refit = partial(
+        refit_engines, policy, engines, config, record.restarted, sampled=sampled_parity(config, cluster.clock)
+    )
+    hooks = RolloutHooks(
+        restore_engines=partial(refit, lost_only=True), on_restart=record.restarted, watch=stop.check,
+        on_span=report.spans.span,
+    )  # fmt: skip
+    rollouts: Rollouts | RecordedRollouts
+    if follow is None:
+        rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, replace(hooks, phase=clock.phase))
+    else:
+        rollouts = RecordedRollouts(follow, cluster.store, stop)
+    generations, sampling = config.grpo.num_generations_per_prompt, sampling_of(config.policy.generation, tokenizer)
+    groups = StepGroups(config)
+    profile = StepProfile(policy, engines, Path(logger.log_dir, "profile"), config.logger.profile_steps)
+    checkpoints = BackgroundCheckpoints(
+        checkpointer, policy, config, on_saved=record.saved, on_failure=record.not_saved
+    )
+
+    def generate(batch: Sequence[DatumSpec]) -> None:
+        rollouts.dispatch(batch, sampling=sampling, generations=generations, step=schedule.step + 1)
+
+    def between_commands() -> None:
+        record.stop_asked(stop)
+        checkpoints.poll(wait=follow is not None)  # so that its ledger says it no later than the recorded one
+        profile.follow(schedule.step + 1)
+
+    def validate(step: int) -> Validation | None:
+        recorded = None if follow is None else RecordedValidation(follow, cluster.store, stop, step)
+        workers = as_workers(val_task_to_env or {}, engines.cluster, config.cluster.platform)
+        return stop.interruptible(
+            lambda: run_validation(
+                engines, val_dataloader, workers, config, tokenizer=tokenizer, hooks=hooks, rollouts=recorded
+            )
+        )
+
+    def save(step: int) -> None:
+        checkpoints.start(step, record.snapshot, partial(write_groups, groups=groups.waiting(), cluster=cluster))
+
+    with ExitStack() as stack:
+        for part in (record, checkpoints, policy.run_alongside(rollouts), stop.listening()):
+            stack.enter_context(part)
+        if position is not None:
+            sizes = range(config.grpo.async_grpo.min_samples_per_group or generations, generations + 1)
+            resume_in_flight(
+                position, record, groups, cluster, refit, generate, sizes=sizes, goes_on=record.goes_on
+            )
+        record.follow()
+        yield LoopParts(
+            schedule=schedule,
+            record=record,
+            prompts=record.prompts,
+            rollouts=rollouts,
+            groups=groups,
+            checkpoints=checkpoints,
+            clock=clock,
+            samples=report.samples if follow is None else follow.comparing(report.samples),
+            between_commands=between_commands,
+            refit=partial(refit, timeline=clock),
+            generate=generate,
+            validate=validate,
+            save=save,
+        )
+
+
+def make_rollouts(
+    config: MasterConfig,
+    engines: EngineGroup,
+    task_to_env: Mapping[str, Any],
+    tokenizer: Any,
+    record: RunRecord,
+    hooks: RolloutHooks,
+) -> Rollouts:
+    """Build the rollouts of a run, which report to its record. `hooks`: those that do not."""
+    ahead, generation = config.grpo.async_grpo, config.policy.generation
+    return Rollouts(
+        engines,
+        as_workers(task_to_env, engines.cluster, config.cluster.platform),
+        tokenizer,
+        turn_limits(config),
+        seed=config.grpo.seed,
+        retries=Retries(
+            ahead.max_generation_failures if ahead.enabled else 0, config.cluster.retry_wait_s, engines.cluster.clock
+        ),
+        enough_samples=ahead.min_samples_per_group if ahead.max_age else None,
+        max_running=generation.max_running or generation.vllm_kwargs.get("max_num_seqs"),
+        hooks=replace(hooks, on_sample=record.sample_finished, on_retry=record.retried),
+    )
