@@ -15,7 +15,8 @@ from statistics import mean
 
 from grpo_mcore.algorithms.sft import sft_train
 from grpo_mcore.cli.train.demo import FOLDERS, GRPO, make_untrained, warm_up_recipe
-from grpo_mcore.cli.train.train import run_recipe, train
+from grpo_mcore.cli.train.train import train
+from grpo_mcore.driver.run.run_recipe import run_recipe
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.demo.arithmetic import make_arithmetic_task
 from grpo_mcore.tools.demo.demo import read_course

@@ -41,7 +41,8 @@ def _grpo(recipe: str, overrides: Sequence[str] = ()) -> int:
     sft = warm_up_recipe(folder, folder / "task", grpo.config.grpo.seed)
 
     from grpo_mcore.algorithms.sft import sft_train
-    from grpo_mcore.cli.train.train import exit_code, run_recipe, train
+    from grpo_mcore.cli.train.train import exit_code, train
+    from grpo_mcore.driver.run.run_recipe import run_recipe
     from grpo_mcore.observe import write_summary
     from grpo_mcore.tools.demo.arithmetic import make_arithmetic_task
     from grpo_mcore.tools.demo.demo import ask, learned
@@ -99,7 +100,8 @@ def _distill(overrides: Sequence[str]) -> int:
     grpo = load_recipe(GRPO, [*words, "checkpointing.enabled=false", f"logger.log_dir={folder / 'logs-grpo'}"]).config
 
     from grpo_mcore.algorithms.sft import sft_train
-    from grpo_mcore.cli.train.train import exit_code, run_recipe, train
+    from grpo_mcore.cli.train.train import exit_code, train
+    from grpo_mcore.driver.run.run_recipe import run_recipe
     from grpo_mcore.observe import write_summary
     from grpo_mcore.tools.demo.demo import courses_png, read_course
 

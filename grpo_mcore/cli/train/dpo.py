@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from grpo_mcore.cli.train.train import CHECK_HELP, add_resume, check, run_to_end
+from grpo_mcore.cli.train.train import CHECK_HELP, add_resume, run_to_end
 from grpo_mcore.recipe import DEFAULT, Problem, RecipeError, algorithm_of, load_recipe, shown
 
 
@@ -22,6 +22,8 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError([problem], shown(recipe.path))
 
     if args.check:
+        from grpo_mcore.driver.run.run_recipe import check
+
         return check("dpo", recipe.config, args.resume)
 
     return run_to_end("dpo", recipe.config, args.resume)

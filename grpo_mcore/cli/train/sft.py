@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from grpo_mcore.cli.train.train import CHECK_HELP, add_resume, check, run_to_end
+from grpo_mcore.cli.train.train import CHECK_HELP, add_resume, run_to_end
 from grpo_mcore.recipe import load_recipe
 
 
@@ -19,6 +19,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_recipe(args.recipe, args.overrides).config  # a wrong recipe shows before torch is imported
 
     if args.check:
+        from grpo_mcore.driver.run.run_recipe import check
+
         return check("sft", config, args.resume)
 
     return run_to_end("sft", config, args.resume)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import signal
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.observe.exit_codes import exit_code
-from grpo_mcore.recipe import Algorithm, Change, MasterConfig, load_recipe
+from grpo_mcore.recipe import Algorithm, MasterConfig, load_recipe
 
 if TYPE_CHECKING:
-    from grpo_mcore.base.stopping import StopRequest
     from grpo_mcore.driver.record.followed_run import FollowedRun
-    from grpo_mcore.driver.run.run import Run
-
-logger = logging.getLogger(__name__)
 
 VERBS: dict[Algorithm, str] = {"grpo": "train", "sft": "sft", "dpo": "dpo"}
 """The command of each algorithm that trains."""
@@ -69,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Train as the recipe says."""
     config = load_recipe(args.recipe, args.overrides).config
     if args.check:
+        from grpo_mcore.driver.run.run_recipe import check
+
         return check("grpo", config, args.resume)
     if args.validate_only:
         from grpo_mcore.driver.run.run import validate_only
@@ -84,6 +78,7 @@ def follow(config: MasterConfig, resume: str | bool | None, run: str) -> int:
     """Follow a recorded run, in a folder or at the address of its mirror, to its end, and return the exit code: 1 if
     anything differs. A failure ends it."""
     from grpo_mcore.driver.record.followed_run import FollowedRun
+    from grpo_mcore.driver.run.run_recipe import table_of
     from grpo_mcore.tools.mirrored import local_run
     from grpo_mcore.tools.report.run_files import find_run
 
@@ -114,22 +109,10 @@ def _train(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None
     from grpo_mcore.algorithms.distill import distill_train
     from grpo_mcore.algorithms.dpo import dpo_train
     from grpo_mcore.algorithms.sft import sft_train
+    from grpo_mcore.driver.run.run_recipe import run_recipe
 
     fine_tune = distill_train if config.on_policy_distillation.enabled else sft_train
     return run_recipe(algorithm, dpo_train if algorithm == "dpo" else fine_tune, config, resume, began)
-
-
-def check(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None) -> int:
-    """Check all that can be checked before anything starts, and say how many steps are left. Raises what is wrong."""
-    from grpo_mcore.driver.run.run import prepare
-    from grpo_mcore.observe.logger import check_loggers
-
-    check_loggers(config.logger)
-    prepared = prepare(config, resume, algorithm=algorithm, starts=False)
-    if (folder := prepared.checkpointer.resumed_from) is not None:
-        print(resumed(folder, prepared.changes))
-    print(f"all checks passed; {prepared.steps_left()} steps are left, nothing was started")
-    return 0
 
 
 def attempt(
@@ -152,22 +135,6 @@ def attempt(
     return guarded(VERBS[algorithm], work), losses[0] if losses else None
 
 
-def resumed(folder: Path, changes: Sequence[Change]) -> str:
-    """Return the lines that say what a resumed run changes."""
-    if not changes:
-        return f"resuming from {folder}, with the same recipe"
-    what = f"resuming from {folder}, with {len(changes)} changed value{'s' * (len(changes) > 1)}"
-    return table_of(what, changes, "checkpoint")
-
-
-def table_of(what: str, changes: Sequence[Change], source: str) -> str:
-    """Return the lines that list values of the recipe, under `what`. `source`: whose the old ones are."""
-    rows = [("key", source, "now, takes effect"), *((change.key, change.saved, change.new) for change in changes)]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    table = (f"  {key:<{widths[0]}}  {saved:<{widths[1]}}  {new}" for key, saved, new in rows)
-    return "\n".join([f"{what}:", *table])
-
-
 def train(
     config: MasterConfig,
     resume: str | bool | None = None,
@@ -177,6 +144,7 @@ def train(
     """Run a GRPO recipe to its end, export what checkpointing.save_hf asks for, and return the summary. Everything that
     was started ends with it, also on errors. A run that stops early exports nothing: it is not over."""
     from grpo_mcore.algorithms.grpo import grpo_train
+    from grpo_mcore.driver.run.run_recipe import run_recipe
     from grpo_mcore.tools.plan.measured import compare
 
     summary = run_recipe(
@@ -194,44 +162,3 @@ def train(
     folders = [str(folder) for folder in export_run(config.checkpointing)]
     print("\n".join(f"model in Hugging Face's format: {folder}" for folder in folders), flush=True)
     return summary | {"exported": folders}
-
-
-Loop = Callable[["Run", "StopRequest"], dict[str, Any]]
-"""Trains a run until it is over or is asked to stop, and returns its summary."""
-
-
-def run_recipe(
-    algorithm: Algorithm,
-    loop: Loop,
-    config: MasterConfig,
-    resume: str | bool | None,
-    began: float | None = None,
-    follow: FollowedRun | None = None,
-) -> dict[str, Any]:
-    """Prepare a run, open it, and run its loop under the signals that ask it to stop. Return the summary.
-
-    `began`: unix time of the first attempt, from which checkpointing.checkpoint_must_save_by counts. `follow`: the run
-    that it follows."""
-    from grpo_mcore.base.stopping import Terminated, on_signal, on_sigterm
-    from grpo_mcore.driver.run.run import open_run, prepare
-
-    save_by = config.checkpointing.seconds_to_save_by
-    deadline = None if save_by is None else (began or time.time()) + save_by
-    with on_signal(deadline) as stop, on_sigterm(stop):
-        prepared = prepare(config, resume, algorithm=algorithm, follow=follow)
-        checkpointer = prepared.checkpointer
-        if checkpointer.resumed_from is not None:
-            print(resumed(checkpointer.resumed_from, prepared.changes))
-            if algorithm == "grpo" and not prepared.steps_left():
-                print(f"nothing is left to do: grpo.max_num_steps is {config.grpo.max_num_steps}; raise it to go on")
-                return {"stopped_early": False, "terminated": False}
-        try:
-            with open_run(prepared, stop) as run:
-                return loop(run, stop)
-        except BaseException as error:
-            if config.checkpointing.enabled and (newest := checkpointer.latest_if_readable()) is not None:
-                error.add_note(f"the last checkpoint is {newest}; `--resume` goes on from there")
-            by_ray = isinstance(error, SystemExit) and error.code == signal.SIGTERM  # its handler, while it starts
-            if stop.stage == "start" and (by_ray or (stop.at_once and isinstance(error, KeyboardInterrupt))):
-                raise Terminated from error
-            raise

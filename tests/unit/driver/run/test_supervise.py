@@ -118,7 +118,7 @@ def test_signals_that_the_starting_program_had_blocked_are_heard() -> None:
 @pytest.mark.slow
 def test_the_run_ends_with_its_supervisor(tmp_path: Path) -> None:
     program = (
-        "import pathlib, sys; from tests.unit.algorithms.run_control import attempts;"
+        "import pathlib, sys; from tests.unit.driver.run import attempts;"
         "from grpo_mcore.driver.run.supervise import supervise;"
         "supervise(attempts.waiting, attempts.config_for(pathlib.Path(sys.argv[1])), None, 0.0)"
     )
