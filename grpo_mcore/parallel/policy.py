@@ -307,7 +307,7 @@ class Policy:
         with self._dropout(True):
             if not self.config.deterministic:
                 return run(batches)
-            outputs, self._norm_by_sample = backward_by_sample(self, batches, run)
+            outputs, self._norm_by_sample = backward_by_sample(self.chunks, batches, run, self.config.max_grad_norm)
         return outputs
 
     def eval_step(

@@ -8,31 +8,31 @@ tree. So two ranks add as one does: sums of two have no order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
 
-if TYPE_CHECKING:
-    from grpo_mcore.parallel.policy import Policy
-
 
 def backward_by_sample(
-    policy: Policy, batches: Sequence[PackedBatch], run: Callable[[Sequence[PackedBatch]], list[Any]]
+    chunks: Sequence[Any],
+    batches: Sequence[PackedBatch],
+    run: Callable[[Sequence[PackedBatch]], list[Any]],
+    max_grad_norm: float | None,
 ) -> tuple[list[Any], float]:
-    """Compute the gradient of `batches`, a sample each and padding at the end, clipped to policy.max_grad_norm. Return
-    (what `run` returns of them, norm before clipping). `run`: forward and backward pass of some micro-batches.
-    Collective."""
+    """Compute the gradient of `batches`, a sample each and padding at the end, clipped to `max_grad_norm`. Return
+    (what `run` returns of them, norm before clipping). `chunks`: the rank's parts of the model. `run`: computes the
+    forward and backward pass of some micro-batches. Collective."""
     from megatron.core import parallel_state
 
-    schedule = policy.chunks[0].module.config
-    buffers = [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    schedule = chunks[0].module.config
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     finalize, outputs = schedule.finalize_model_grads_func, list[Any]()
 
     def alone(batch: PackedBatch) -> list[Tensor]:
-        for chunk in policy.chunks:
+        for chunk in chunks:
             chunk.zero_grad_buffer()
         outputs.extend(run([batch]))
         return [buffer.grad_data.clone() for buffer in buffers]
@@ -41,7 +41,7 @@ def backward_by_sample(
         if len(few) == 1:
             return alone(few[0])
         left, right = tree(few[: len(few) // 2]), tree(few[len(few) // 2 :])
-        return [one.add_(other) for one, other in zip(left, right, strict=True)]
+        return [first.add_(second) for first, second in zip(left, right, strict=True)]
 
     samples = [batch for batch in batches if batch.num_segments]
     schedule.finalize_model_grads_func = lambda *_, **__: None
@@ -52,27 +52,26 @@ def backward_by_sample(
     finally:
         schedule.finalize_model_grads_func = finalize
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    for buffer, mine in zip(buffers, total, strict=True):
-        torch.distributed.all_reduce(mine, group=group)
+    for buffer, gradient in zip(buffers, total, strict=True):
+        torch.distributed.all_reduce(gradient, group=group)
         # `finalize` adds up the ranks: one of them has the sum.
-        buffer.grad_data.copy_(mine)
-    norm = _norm(policy)
-    limit = policy.config.max_grad_norm
-    factor = limit / (norm + 1e-6) if limit and norm > limit else 1.0
+        buffer.grad_data.copy_(gradient)
+    norm = _norm(chunks, buffers[0].grad_data.device)
+    factor = max_grad_norm / (norm + 1e-6) if max_grad_norm and norm > max_grad_norm else 1.0
     for buffer in buffers:
         buffer.grad_data.mul_(factor if torch.distributed.get_rank(group) == 0 else 0.0)
-    finalize(policy.chunks)
+    finalize(chunks)
     return outputs, norm
 
 
-def _norm(policy: Policy) -> float:
+def _norm(chunks: Sequence[Any], device: torch.device) -> float:
     """Return the norm of the gradient, added up parameter by parameter in float64."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
 
-    square = torch.zeros((), dtype=torch.float64, device=policy.device)
-    for chunk in policy.chunks:
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for chunk in chunks:
         for param in chunk.parameters():
             if (
                 hasattr(param, "main_grad")

@@ -15,7 +15,7 @@ from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
 from grpo_mcore.generation.engine import tokenizer_as_written
 from grpo_mcore.generation.worker_calls import divide_logits
-from grpo_mcore.parallel.layers.layer_traces import fixed_direction
+from grpo_mcore.parallel.probes import fixed_direction
 from grpo_mcore.refit.plan.plan import RefitError
 from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.refit.refit import refit

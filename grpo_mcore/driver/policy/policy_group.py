@@ -172,7 +172,7 @@ class PolicyGroup:
         self._all(PolicyWorker.load_teacher_head, f"the output layer of {folder}")(folder)
 
     def trace_layers(self) -> dict[int, dict[int, Tensor]]:
-        """Return what comes out of each layer, as parallel/layers/layer_traces.py describes it, for the samples
+        """Return what comes out of each layer, as parallel/probes.py describes it, for the samples
         received: sample index -> layer -> float64 [2, length]."""
         traces: dict[int, dict[int, Tensor]] = {}
         for part in self._all(PolicyWorker.trace_layers, "the layers' outputs")():

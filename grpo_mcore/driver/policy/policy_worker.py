@@ -13,11 +13,10 @@ from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows, share_prefixes
 from grpo_mcore.objective import CombinedMetrics, clip_advantages, kl_to_go, sample_stats, teacher_gap, token_advantages
-from grpo_mcore.parallel.layers.layer_traces import trace_layers
-from grpo_mcore.parallel.loss_gradients import gradient_products
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform, PlatformChoice
 from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
+from grpo_mcore.parallel.probes import gradient_products, trace_layers
 from grpo_mcore.recipe import KLType, PolicyConfig, bins_per_logprob_row
 from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.rollout.trajectory import FLAGS, Trajectory

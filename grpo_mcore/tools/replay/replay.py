@@ -49,7 +49,7 @@ class ReplayError(ValueError):
 class Replay:
     """A computation of a step. `metrics`: loss, grad_norm and so on; `logprobs`: float32 [length] by sample, 0 for
     tokens that are not trained on; `layers`: float64 [2, length] by sample and layer, see
-    parallel/layers/layer_traces.py."""
+    parallel/probes.py."""
 
     name: str
     metrics: dict[str, float]

@@ -15,8 +15,8 @@ from torch import Tensor
 from grpo_mcore.batching.packed_batch import pack_rows
 from grpo_mcore.driver.run.checks import model_folder
 from grpo_mcore.families import ModelShape, engine_overrides, missing_on_cpu, read_hf_config, shape_of
-from grpo_mcore.parallel.layers.layer_traces import fixed_direction, trace_layers
 from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.probes import fixed_direction, trace_layers
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.tools.export import export

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from grpo_mcore.families import read_hf_config, shape_of
-from grpo_mcore.parallel.layers.layer_traces import fixed_direction
+from grpo_mcore.parallel.probes import fixed_direction
 from grpo_mcore.rollout.trajectory import Sampling
 
 Hook = Callable[[nn.Module, Any, Any], Any]
@@ -30,7 +30,7 @@ class JudgedSample:
 
     `tokens` int64; `generated` bool: tokens that the policy is to be trained on; `policy`, `engine` float32 log-probs,
     0 where there is none; None: not known. `layers`, `engine_layers`: what comes out of each layer of the policy and of
-    the engine, by its number from 1, float64 [2, n], see parallel/layers/layer_traces.py; of the engine without the
+    the engine, by its number from 1, float64 [2, n], see parallel/probes.py; of the engine without the
     last token, which it does not compute; empty: not known.
     """
 
