@@ -25,8 +25,9 @@ test: setup lint ## run lint, then the tests (CONTRIBUTING.md says which)
 test-fast: setup ## run the unit tests without the thorough ones: a minute or two
 	@$(BIN)/python -m pytest tests/unit -m "not slow" $(PARALLEL) $(ARGS)
 
-lint: setup ## run ruff on everything and mypy on the package
+lint: setup ## run ruff on everything, mypy and import-linter on the package
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 
 setup: ## make .venv, or update it (the targets above do this themselves)

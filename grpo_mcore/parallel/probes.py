@@ -1,5 +1,5 @@
-"""Passes of the policy that tools ask for: each layer's output by two numbers a token, enough to find the first layer in
-which two computations of a step differ; and inner products of the gradients of several losses."""
+"""Passes of the policy that tools ask for: each layer's output by two numbers a token, enough to find the first layer
+in which two computations of a step differ; and inner products of the gradients of several losses."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.base.clock import REAL
 from grpo_mcore.base.stopping import StopRequest, Terminated, on_signal, on_sigterm
 from grpo_mcore.driver.record.followed_run import FollowedRun
 from grpo_mcore.driver.run.run import Run, open_run, prepare
@@ -31,7 +31,7 @@ def run_recipe(
     `began`: unix time of the first attempt, from which checkpointing.checkpoint_must_save_by counts. `follow`: the run
     that it follows."""
     save_by = config.checkpointing.seconds_to_save_by
-    deadline = None if save_by is None else (began or time.time()) + save_by
+    deadline = None if save_by is None else (began or REAL.unix()) + save_by
     with on_signal(deadline) as stop, on_sigterm(stop):
         prepared = prepare(config, resume, algorithm=algorithm, follow=follow)
         checkpointer = prepared.checkpointer
