@@ -105,11 +105,11 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
     assert isinstance(prepared.data.train, AllTaskProcessedDataset)
     prompts = _prompts(prepared.data.train, evaluation.num_prompts)
     seeds = range(evaluation.seed, evaluation.seed + evaluation.num_seeds)
-    asked = {prompt["uid"]: _question(_of_prompt(prompt)) for prompt in prompts}
+    questions = {prompt["uid"]: _question(_of_prompt(prompt)) for prompt in prompts}
     missing = {seed: [p for p in prompts if not log.is_scored(name, seed, p["uid"])] for seed in seeds}
     dated = "strftime_now" in str(tokenizer.chat_template)  # prompts say the day, as Llama 3's and GPT-OSS's do
     for (model, _, uid), samples in log.groups.items() if not dated else ():
-        if model == name and uid in asked and _question(samples[0]) != asked[uid]:
+        if model == name and uid in questions and _question(samples[0]) != questions[uid]:
             raise EvalError(
                 f"{log.path} has samples of another prompt {uid}: the data, a prompt file or the chat template was "
                 "changed since; choose another eval.save_path, or delete that one"
@@ -117,19 +117,19 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
     count = sum(map(len, missing.values()))
     logger.info("%s: %d prompts x %d seeds, %d to do", name, len(prompts), len(seeds), count)
     if not count:
-        return set(asked)
+        return set(questions)
     with open_sampler(prepared, logs, prepared.env_names) as sampler:
         sampling = sampling_of(config.policy.generation, tokenizer, validation=True)
         done = 0
-        for seed, wanted in missing.items():
+        for seed, unsampled in missing.items():
             rollouts = Rollouts(sampler.engines, sampler.task_to_env, tokenizer, turn_limits(config), seed=seed)
             tests = evaluation.num_tests_per_prompt
-            for group in rollouts.each_group(wanted, sampling, generations=tests, most=IN_FLIGHT):
+            for group in rollouts.each_group(unsampled, sampling, generations=tests, most=IN_FLIGHT):
                 log.add(_samples(group, name, seed, sampler.cluster))
                 done += 1
                 if done % PROGRESS_EVERY == 0 or done == count:
                     logger.info("%s: %d of %d prompts", name, done, count)
-    return set(asked)
+    return set(questions)
 
 
 def _prompts(dataset: AllTaskProcessedDataset, limit: int | None) -> list[DatumSpec]:
@@ -154,7 +154,7 @@ def _question(sample: Sample) -> tuple[str, str]:
 
 def _samples(group: Group, name: str, seed: int, cluster: Cluster) -> list[Sample]:
     """Return the lines of a group's samples."""
-    asked = _of_prompt(group.prompt)
+    prompt = _of_prompt(group.prompt)
     lines = []
     for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
         response = cluster.store.fetch(sample.ref).generated_text if sample.ref is not None else None
@@ -165,10 +165,10 @@ def _samples(group: Group, name: str, seed: int, cluster: Cluster) -> list[Sampl
                 "uid": group.uid,
                 "seed": seed,
                 "index": index,
-                "prompt": asked["prompt"],
+                "prompt": prompt["prompt"],
                 "response": response,
                 "answer": score.answer,
-                "truth": asked["truth"],
+                "truth": prompt["truth"],
                 "reward": score.reward,
                 "solved": score.solved,
                 "reason": score.reason,

@@ -136,8 +136,8 @@ class _Divergence(torch.autograd.Function):
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         scale = grad[1, :1]
         torch._assert_async((grad[1] == scale).all(), "the tokens of a divergence must have one weight in the loss")
-        one = scale.to(grad_hidden.dtype) if len(scale) else grad_hidden.new_zeros(1)
-        return grad_hidden.mul_(one), None if grad_weight is None else grad_weight.mul_(one), *[None] * 5
+        factor = scale.to(grad_hidden.dtype) if len(scale) else grad_hidden.new_zeros(1)
+        return grad_hidden.mul_(factor), None if grad_weight is None else grad_weight.mul_(factor), *[None] * 5
 
 
 class _Block:
@@ -201,9 +201,9 @@ class _Block:
         whole_q = _Online(self.hidden, 0) if cuts else q
         chosen = torch.zeros(2, len(targets), dtype=torch.float32, device=targets.device)
         for span, mine_of, teachers in self.tiles():
-            local, mine = in_tile(targets, where.start, span)
+            local, in_span = in_tile(targets, where.start, span)
             for i, logits in enumerate((mine_of, teachers)):
-                chosen[i] += torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
+                chosen[i] += torch.where(in_span, logits.gather(1, local[:, None]).squeeze(1), 0.0)
             if floor is None and reverse == 1:
                 q.add(teachers, None)
                 gap = torch.sub(mine_of, teachers, out=teachers)
@@ -322,6 +322,6 @@ def _log_ratio_to_mixture(gap: Tensor, share: float) -> Tensor:
 
 def _put(tile: Tensor, logits: Tensor, span: slice) -> None:
     """Put a tile in its place among the logits [n, rows], in their number format, unless it is a view of them."""
-    place = logits[:, span]
-    if tile.data_ptr() != place.data_ptr():
-        place.copy_(tile)
+    part = logits[:, span]
+    if tile.data_ptr() != part.data_ptr():
+        part.copy_(tile)

@@ -83,5 +83,5 @@ def first_nonfinite(chunks: Iterable[Any], optimizer: Any) -> str | None:
 
 def largest_weight(chunks: Iterable[Any]) -> tuple[float, str]:
     """Return the largest absolute value of this rank's weights, and the name of its parameter."""
-    named = [(weight, name) for chunk in chunks for name, weight in chunk.module.named_parameters()]
-    return max(((weight.detach().abs().max().item(), name) for weight, name in named), default=(0.0, ""))
+    weights = [(weight, name) for chunk in chunks for name, weight in chunk.module.named_parameters()]
+    return max(((weight.detach().abs().max().item(), name) for weight, name in weights), default=(0.0, ""))

@@ -111,10 +111,10 @@ class _TokenScores(torch.autograd.Function):
         for part in slices(hidden.size(0), chunk):
             for span in slices(rows, tile):
                 logits = logits_of(hidden[part], weight[span], temperature)
-                local, mine = in_tile(targets[part], vocab_start, span)
-                chosen[part] += torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
+                local, in_span = in_tile(targets[part], vocab_start, span)
+                chosen[part] += torch.where(in_span, logits.gather(1, local[:, None]).squeeze(1), 0.0)
                 if floor is not None:
-                    _drop_below(logits, floor[part], local, mine)
+                    _drop_below(logits, floor[part], local, in_span)
                 before, most = largest[part], torch.maximum(largest[part], logits.amax(-1))
                 logits.sub_(most[:, None])
                 exps = logits.exp() if entropy else logits.exp_()
@@ -144,9 +144,9 @@ class _TokenScores(torch.autograd.Function):
             of_tile = torch.zeros(used.shape, dtype=torch.float32, device=weight.device)
             for part in slices(hidden.size(0), ctx.chunk):
                 logits = logits_of(hidden[part], used, ctx.temperature)
-                local, mine = in_tile(targets[part], ctx.start, tile)
+                local, in_span = in_tile(targets[part], ctx.start, tile)
                 if floor is not None:
-                    _drop_below(logits, floor[part], local, mine)
+                    _drop_below(logits, floor[part], local, in_span)
                 # With p = softmax(logits): d logprob / d logits = (onehot - p) / temperature,
                 # d entropy / d logits = -p (log p + entropy) / temperature.
                 factor = scale[0, part][:, None]
@@ -155,7 +155,7 @@ class _TokenScores(torch.autograd.Function):
                 if entropies is not None:
                     coefficient = (all_logprobs + entropies[part][:, None]).mul_(scale[1, part][:, None]).add_(factor)
                 grad_logits = all_logprobs.exp_().mul_(-coefficient)
-                grad_logits.scatter_add_(1, local[:, None], torch.where(mine[:, None], factor, 0.0))
+                grad_logits.scatter_add_(1, local[:, None], torch.where(in_span[:, None], factor, 0.0))
                 grad_logits = grad_logits.to(weight.dtype)
                 grad_hidden[part] += grad_logits @ used  # accumulated in float32
                 if grad_weight is not None:
@@ -172,7 +172,7 @@ def _shifted(energy: Tensor, sums: Tensor, by: Tensor) -> Tensor:
 
 def slices(total: int, size: int) -> Iterator[slice]:
     """Yield the slices of `size` that cover `total`."""
-    return (slice(at, min(at + size, total)) for at in range(0, total, size))
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -181,11 +181,11 @@ def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _drop_below(logits: Tensor, floor: Tensor, local: Tensor, mine: Tensor) -> None:
+def _drop_below(logits: Tensor, floor: Tensor, local: Tensor, in_span: Tensor) -> None:
     """Set logits [n, rows] below `floor` [n] to LOWEST, but not those of the targets."""
     kept = logits >= floor[:, None]
     target = local[:, None]
-    kept.scatter_(1, target, kept.gather(1, target) | mine[:, None])
+    kept.scatter_(1, target, kept.gather(1, target) | in_span[:, None])
     logits.masked_fill_(~kept, LOWEST)
 
 

@@ -119,25 +119,26 @@ def on_device(optimizer: Any) -> list[Any]:
     """Return torch's optimizers of the weights that are updated on this rank's device. Megatron-Core's
     HybridDeviceOptimizer has one of them, or none, and others on the host."""
     inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-    optimizers = [getattr(each, "gpu_optimizer", each) for each in inner]
-    return [each for each in optimizers if each is not None]
+    optimizers = [getattr(optimizer, "gpu_optimizer", optimizer) for optimizer in inner]
+    return [optimizer for optimizer in optimizers if optimizer is not None]
 
 
 def on_host(optimizer: Any) -> list[Any]:
     """Return torch's optimizers of the weights that are updated on the host (optimizer_cpu_offload)."""
     inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-    return [each for hybrid in inner for each in getattr(hybrid, "cpu_optimizers", [])]
+    return [part for hybrid in inner for part in getattr(hybrid, "cpu_optimizers", [])]
 
 
 def optimizer_tensors(optimizer: Any, chunks: Iterable[Any]) -> list[Tensor]:
     """Return the moments on the device, and the float32 copies of the weights of `chunks` if there are any."""
-    own = {storage_key(weight) for chunk in chunks for weight in chunk.parameters()}
-    return [tensor for each in on_device(optimizer) for tensor in _tensors_of(each) if storage_key(tensor) not in own]
+    weights = {storage_key(weight) for chunk in chunks for weight in chunk.parameters()}
+    tensors = (tensor for part in on_device(optimizer) for tensor in _tensors_of(part))
+    return [tensor for tensor in tensors if storage_key(tensor) not in weights]
 
 
 def host_tensors(optimizer: Any) -> list[Tensor]:
     """Return the weights' float32 copies that are updated on the host, with moments and gradients."""
-    tensors = [tensor for each in on_host(optimizer) for tensor in _tensors_of(each)]
+    tensors = [tensor for part in on_host(optimizer) for tensor in _tensors_of(part)]
     return tensors + [tensor.grad for tensor in tensors if tensor.grad is not None]
 
 

@@ -106,7 +106,7 @@ def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: floa
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    here = Coordinates(
+    coordinates = Coordinates(
         tensor=parallel_state.get_tensor_model_parallel_rank(),
         data=parallel_state.get_data_parallel_rank(),
         pipeline=parallel_state.get_pipeline_model_parallel_rank(),
@@ -115,7 +115,7 @@ def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: floa
         expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
         expert_copy=parallel_state.get_expert_data_parallel_rank(),
     )
-    assert here == layout.coordinates(address.rank), f"Megatron-Core orders ranks differently: {here}"
+    assert coordinates == layout.coordinates(address.rank), f"Megatron-Core orders ranks differently: {coordinates}"
     _members = 1
     return device
 

@@ -141,15 +141,15 @@ class PolicyModel(GPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
-        here = loss_mask[0] if self._places is None else loss_mask[0] & (self._places >= 0)
-        wanted = here.nonzero().squeeze(1)  # prompts and padding need no log-prob
-        places = wanted if self._places is None else self._places.index_select(0, wanted)
-        states, targets = hidden[:, 0].index_select(0, places), labels[0].index_select(0, wanted)
+        trained = loss_mask[0] if self._places is None else loss_mask[0] & (self._places >= 0)
+        indices = trained.nonzero().squeeze(1)  # prompts and padding need no log-prob
+        places = indices if self._places is None else self._places.index_select(0, indices)
+        states, targets = hidden[:, 0].index_select(0, places), labels[0].index_select(0, indices)
         # The teacher's states are by trained token of the whole row.
-        order = self._batch.next_token_trained()[0].cumsum(0) - 1 if self._batch is not None else wanted
+        order = self._batch.next_token_trained()[0].cumsum(0) - 1 if self._batch is not None else indices
         if self._wanted == "hidden":
             every = states.new_zeros(int(order[-1]) + 1, states.size(1))
-            return every.index_copy(0, order.index_select(0, wanted), states)
+            return every.index_copy(0, order.index_select(0, indices), states)
         split: dict[str, Any] = {
             "group": parallel_state.get_tensor_model_parallel_group(),
             "vocab_start": parallel_state.get_tensor_model_parallel_rank() * weight.size(0),
@@ -161,7 +161,7 @@ class PolicyModel(GPTModel):
             scores = divergences(
                 states,
                 weight,
-                self._batch.teacher_hidden.index_select(0, order.index_select(0, wanted)),
+                self._batch.teacher_hidden.index_select(0, order.index_select(0, indices)),
                 self.teacher_head,
                 targets,
                 divergence=self._loss.divergence,
@@ -180,7 +180,7 @@ class PolicyModel(GPTModel):
                 cut=self.logprob_cut,
                 **split,
             )
-        return scores.new_zeros(len(scores), labels.size(1)).index_copy(1, wanted, scores)
+        return scores.new_zeros(len(scores), labels.size(1)).index_copy(1, indices, scores)
 
 
 def build_model(
@@ -218,9 +218,9 @@ def without_unfused_attention(config: TransformerConfig) -> Iterator[None]:
     if config.attention_backend is not AttnBackend.auto:  # chosen in model_overrides
         yield
         return
-    asked = os.environ.pop(unfused, None)
+    before = os.environ.pop(unfused, None)
     yield
-    os.environ[unfused] = "1" if asked == "1" else "0"
+    os.environ[unfused] = "1" if before == "1" else "0"
 
 
 def _build_chunk(
@@ -340,8 +340,8 @@ def block_spec(
 
     window_part = core_part
     if shape.window_rope_theta is not None:
-        own = {"rotary_base": shape.window_rope_theta, "platform": platform}
-        window_part = ModuleSpec(module=WindowAttention, params=core_part.params | own, submodules=attention)
+        options = {"rotary_base": shape.window_rope_theta, "platform": platform}
+        window_part = ModuleSpec(module=WindowAttention, params=core_part.params | options, submodules=attention)
     add: Any = get_bias_dropout_add
     if shape.sandwich_norms:
         add = ModuleSpec(module=NormedAdd, params={"norm": norm, "config": config})

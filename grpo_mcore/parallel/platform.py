@@ -73,11 +73,11 @@ class Platform:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     @classmethod
-    def detect(cls, wanted: PlatformChoice = "auto") -> Platform:
+    def detect(cls, choice: PlatformChoice = "auto") -> Platform:
         """Return this process's platform. `wanted`: cluster.platform. Raises PlatformError if it is gpu and there is
         none, and for a broken TransformerEngine."""
-        if wanted == "cpu" or not torch.cuda.is_available():
-            if wanted == "gpu":
+        if choice == "cpu" or not torch.cuda.is_available():
+            if choice == "gpu":
                 raise PlatformError(
                     "cluster.platform is gpu, but torch sees no GPU here; set it to cpu or auto, or check the driver"
                 )
@@ -97,11 +97,11 @@ class Platform:
 
 def require(module: str) -> None:
     """Import an optional package that was found here. Raises PlatformError if it is broken."""
-    if (why := why_not_imported(module)) is not None:
+    if (problem := why_not_imported(module)) is not None:
         package = module.partition(".")[0]
         raise PlatformError(
-            f"{package} is installed here but cannot be imported ({why}); install it again with scripts/setup_gpu.sh, "
-            f"or remove it (pip uninstall {package.replace('_', '-')}): then torch's kernels are used"
+            f"{package} is installed here but cannot be imported ({problem}); install it again with "
+            f"scripts/setup_gpu.sh, or remove it (pip uninstall {package.replace('_', '-')}): torch's kernels do then"
         )
 
 
@@ -109,10 +109,10 @@ def check_optimizer(policy: PolicyConfig, platform: Platform) -> None:
     """Raise PlatformError if the recipe's optimizer needs TransformerEngine and this rank has none."""
     config = policy.megatron_cfg.optimizer
     if config.use_precision_aware_optimizer and not config.optimizer_cpu_offload and not platform.transformer_engine:
-        why = "it is not installed here; install it" if platform.on_gpu else "there is no GPU here; run this on one"
+        remedy = "it is not installed here; install it" if platform.on_gpu else "there is no GPU here; run this on one"
         raise PlatformError(
             "policy.megatron_cfg.optimizer.use_precision_aware_optimizer: true needs TransformerEngine's FusedAdam, "
-            f"but {why}, or set the key to false, with which the update makes float32 copies of bfloat16 gradients"
+            f"but {remedy}, or set the key to false, with which the update makes float32 copies of bfloat16 gradients"
         )
 
 

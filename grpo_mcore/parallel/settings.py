@@ -100,13 +100,13 @@ def transformer_config(
     )
     kind = MLATransformerConfig if shape.latent else TransformerConfig
     for name in settings.model_overrides:
-        at = f"policy.megatron_cfg.model_overrides.{name}"
+        key = f"policy.megatron_cfg.model_overrides.{name}"
         if name in values:
-            raise FamilyError(f"{at}: decided by the model or by another key of the recipe; remove it")
+            raise FamilyError(f"{key}: decided by the model or by another key of the recipe; remove it")
         if name in OTHER_MODEL:
-            raise FamilyError(f"{at}: the policy would compute another model than the engines; remove it")
+            raise FamilyError(f"{key}: the policy would compute another model than the engines; remove it")
         if name not in kind.__dataclass_fields__:
-            raise FamilyError(f"{at}: Megatron-Core's {kind.__name__} has no such field")
+            raise FamilyError(f"{key}: Megatron-Core's {kind.__name__} has no such field")
     config = kind(**values, **settings.model_overrides)
     if (yarn := shape.yarn) is not None:  # Megatron-Core reads these, but its class has no such fields
         config.yarn_rotary_scaling_factor = yarn.factor

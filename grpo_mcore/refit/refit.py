@@ -395,7 +395,7 @@ class Refit:
         """Have the policy ranks send, the receivers receive and the engines stage; they go through the buckets by
         themselves. An error of any ends it for all."""
         receiving = self._start(
-            [one for one in self._receivers if one not in self._engines], RefitReceiver.receive_refit
+            [receiver for receiver in self._receivers if receiver not in self._engines], RefitReceiver.receive_refit
         )()
         # First whoever only waits for its own threads: in one process a call returns when it is done.
         sending = self._start(self._policy, RefitSender.send_refit)(*self._send_arguments)
@@ -468,13 +468,13 @@ class Refit:
     ) -> Callable[P, list[Call]]:
         """Return a function that starts a method of these workers. `timeout_s`: in place of the refit's."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        what = f"{method.__name__} of the refit to weight version {self._version}"
+        purpose = f"{method.__name__} of the refit to weight version {self._version}"
 
         def start(*args: P.args, **kwargs: P.kwargs) -> list[Call]:
             calls = []
             for worker in workers:
-                future = remote_call(worker, method, timeout_s=limit_s, what=what)(*args, **kwargs)
-                calls.append(Call(worker, what, future))
+                future = remote_call(worker, method, timeout_s=limit_s, what=purpose)(*args, **kwargs)
+                calls.append(Call(worker, purpose, future))
                 self._outstanding.append(calls[-1])
             return calls
 
@@ -507,7 +507,7 @@ class Refit:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        began = self._clock.now()
+        started_at = self._clock.now()
         with self._timeline.time(f"refit/{name}") if self._timeline else nullcontext():
             yield
-        self._seconds[name] += self._clock.now() - began
+        self._seconds[name] += self._clock.now() - started_at

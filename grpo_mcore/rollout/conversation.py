@@ -63,17 +63,17 @@ class Conversation:
             self.stop_strings = outcome.stop_strings
         return True
 
-    def next_request(self, said: Turn, seed: int, limits: TurnLimits) -> GenerationRequest | None:
+    def next_request(self, answer: Turn, seed: int, limits: TurnLimits) -> GenerationRequest | None:
         """Return the request for the next turn, after the environment's message `said`. None if the context has no room
         for it: the sample is then over, and truncated."""
         sample = self.sample
         assert sample is not None and not self.over
-        if sample.length + len(said) >= limits.max_model_len:
+        if sample.length + len(answer) >= limits.max_model_len:
             self.over = True
             self.sample = replace(sample, truncated=True, finish_reason="length")
             return None
         return GenerationRequest(
-            sample.uid, sample.generation_index, (said,), seed, self.stop_strings, continues=sample.ref
+            sample.uid, sample.generation_index, (answer,), seed, self.stop_strings, continues=sample.ref
         )
 
 

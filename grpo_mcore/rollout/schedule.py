@@ -254,9 +254,9 @@ class Schedule:
             return Checkpoint(self.step)
         if over:
             return Finish(over)
-        wanted = self._prompts_wanted()
-        if wanted:
-            return self._refit_first(Dispatch(wanted))
+        count = self._prompts_wanted()
+        if count:
+            return self._refit_first(Dispatch(count))
         groups, surplus = self._ready()
         return Train(self.step + 1, groups, surplus, len(self.filtered)) if groups else Await()
 
@@ -377,7 +377,7 @@ class Schedule:
         if not groups:
             return (), ()
         taken = set(groups)
-        too_old = (uid for uid, began in self.in_flight.items() if began + age <= version and uid not in taken)
+        too_old = (uid for uid, v in self.in_flight.items() if v + age <= version and uid not in taken)
         return groups, tuple(too_old)
 
     def _can_choose(self, count: int) -> bool:
@@ -391,7 +391,7 @@ class Schedule:
         if config.prompts_per_dispatch is not None:
             return True
         slack = config.max_trajectory_age - self.policy_version
-        due = sorted((max(0, began + slack), number) for began, number in self._unfinished.items() if number)
+        due = sorted((max(0, version + slack), number) for version, number in self._unfinished.items() if number)
         waited_for = 0
         for later, number in due:  # may be due within so many steps: those that these steps train
             waited_for += number

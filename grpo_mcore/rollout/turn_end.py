@@ -56,7 +56,8 @@ def _turn_ends(tokenizer: Any, chat_template: str) -> TurnEnds:
     last_ids = _ids(tokenizer, last)
     followed = {role: _ids(tokenizer, after) for role, after in behind.items()}
     shared = len(commonprefix([last_ids, followed["user"]])) if "user" in followed else len(last_ids)
-    token = next((one for i, one in enumerate(last_ids) if one in marks and (i < shared or one == eos)), None)
+    ends = (id_ for i, id_ in enumerate(last_ids) if id_ in marks and (i < shared or id_ == eos))
+    token = next(ends, None)
     if token is not None:
         return TurnEnds(eos, token, behind=last)
     begins = {role: ids[count - 1] for role, ids in followed.items() if (count := end_length(ids, last_ids, marks))}

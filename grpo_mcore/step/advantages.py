@@ -117,9 +117,9 @@ def _teacher_metrics(batch: StepBatch, stats: Stats, targets: TrainTargets) -> d
     tokens, gaps = batch.trained_tokens * targets.weights, stats["gap_sum"]
     metrics = distillation_metrics(gaps, stats["gap_square"], tokens, targets.advantages, targets.teacher_weight)
     for alias in sorted(set(batch.teachers)) if len(set(batch.teachers)) > 1 else ():
-        mine = torch.tensor([name == alias for name in batch.teachers]) & (tokens > 0)
-        if mine.any():
-            metrics[f"kl/{alias}"] = -float(gaps[mine].sum() / tokens[mine].sum())
+        scored = torch.tensor([name == alias for name in batch.teachers]) & (tokens > 0)
+        if scored.any():
+            metrics[f"kl/{alias}"] = -float(gaps[scored].sum() / tokens[scored].sum())
     return {f"on_policy_distillation/{name}": value for name, value in metrics.items()}
 
 

@@ -189,10 +189,10 @@ def rank_steps(
         return tuple(index[i] for first in positions for i in range(together * first, together * (first + 1)))
 
     together_at = [slice(i, i + together) for i in range(0, len(lengths), together)]
-    sizes = [sum(lengths[at]) for at in together_at]
+    sizes = [sum(lengths[part]) for part in together_at]
     pairs_share = False
     if together > 1 and prefixes is not None:
-        computed = [computed_tokens(lengths[at], prefixes[at], block) for at in together_at]
+        computed = [computed_tokens(lengths[part], prefixes[part], block) for part in together_at]
         pairs_share = saves_enough(sum(computed), sum(sizes))
         sizes, prefixes = computed if pairs_share else sizes, None
     if config.policy.deterministic:

@@ -31,7 +31,7 @@ def tail(groups: Sequence[Group]) -> tuple[dict[str, float], list[dict[str, Any]
     before = {percent: len(ends) - math.ceil(len(ends) * percent / 100) - 1 for percent in TAIL}
     if not ends or before[TAIL[-1]] < 0:
         return {}, []
-    metrics = {f"tail/last_{percent}_percent": ends[-1][0] - ends[at][0] for percent, at in before.items()}
+    metrics = {f"tail/last_{percent}_percent": ends[-1][0] - ends[index][0] for percent, index in before.items()}
     names = ("uid", "generation", "turns", "tokens")
     start = ends[before[TAIL[-1]]][0]
     last = [dict(zip(names, rest, strict=True)) | {"seconds": round(end - start, 3)} for end, *rest in ends[::-1]]

@@ -78,7 +78,7 @@ class EngineWorker(_RefitReceiverMixin, Engine, RefitEngine):
         transport = None
         if "receiver" in manifest:
             transport = self.open_receiver(*manifest["receiver"])["transport"]
-            manifest = {**manifest, "transports": [one or transport for one in manifest["transports"]]}
+            manifest = {**manifest, "transports": [address or transport for address in manifest["transports"]]}
         self._receives = transport is not None
         return super().start_refit(manifest) | {"transport": transport}
 
@@ -106,9 +106,9 @@ def node_of_engine(
 ) -> EngineWorker | FollowerWorker:
     """Build the part of an engine over several nodes that runs on node `rendezvous.rank`: the engine on the first one,
     a follower on the others."""
-    place = EngineNode(rendezvous.rank, rendezvous.world_size, rendezvous.master_addr, rendezvous.master_port, token)
-    config = replace(config, node=place)
-    return FollowerWorker(config) if place.rank else EngineWorker(config, store)
+    node = EngineNode(rendezvous.rank, rendezvous.world_size, rendezvous.master_addr, rendezvous.master_port, token)
+    config = replace(config, node=node)
+    return FollowerWorker(config) if node.rank else EngineWorker(config, store)
 
 
 def with_trajectories(requests: Sequence[GenerationRequest], store: ObjectStore) -> list[GenerationRequest]:
@@ -184,11 +184,11 @@ class EngineGroup:
 
     def prepare(self) -> None:
         """Make every engine ready to generate with the committed weights, and resume paused generation."""
-        slots, what = [self.slots[number] for number in self.serving()], "prepare of the engines"
+        slots, purpose = [self.slots[number] for number in self.serving()], "prepare of the engines"
         for slot in slots:
             slot.paused = False
-        calls = [remote_call(slot.worker, EngineWorker.prepare, what=what)(slot.version) for slot in slots]
-        gather(self.cluster, calls, timeout_s=self.cluster.call_timeout_s, what=what)
+        calls = [remote_call(slot.worker, EngineWorker.prepare, what=purpose)(slot.version) for slot in slots]
+        gather(self.cluster, calls, timeout_s=self.cluster.call_timeout_s, what=purpose)
         for slot in slots:
             slot.prepared_at = self.cluster.clock.now()
 

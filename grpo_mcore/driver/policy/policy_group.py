@@ -111,9 +111,9 @@ class PolicyGroup:
     def receive(self, steps: Sequence[RankStep]) -> None:
         """Give every rank the samples of its data-parallel rank. `steps`: by data-parallel rank."""
         version, put = self.updates + 1, [self.cluster.store.put(step) for step in steps]
-        what = "receiving the step's samples"
+        purpose = "receiving the step's samples"
         self._wait(
-            remote_call(worker, PolicyWorker.receive, what=what)(put[self.layout.coordinates(rank).data], version)
+            remote_call(worker, PolicyWorker.receive, what=purpose)(put[self.layout.coordinates(rank).data], version)
             for rank, worker in enumerate(self.workers)
         )
 
@@ -164,8 +164,8 @@ class PolicyGroup:
     def token_logprobs(self) -> list[Future]:
         """Ask the ranks for `PolicyWorker.token_logprobs` of the last `train`. Does not wait for the answers."""
         ranks = [rank for rank in range(self.layout.world_size) if self.layout.is_reporting_rank(rank)]
-        what = "log-probs of the samples"
-        return [remote_call(self.workers[rank], PolicyWorker.token_logprobs, what=what)() for rank in ranks]
+        purpose = "log-probs of the samples"
+        return [remote_call(self.workers[rank], PolicyWorker.token_logprobs, what=purpose)() for rank in ranks]
 
     def load_teacher_head(self, folder: str) -> None:
         """Have each rank load its rows of the output layer of a teacher, a Hugging Face folder."""
@@ -257,9 +257,9 @@ class PolicyGroup:
     def damage(self, folder: str, digests: Mapping[str, Digest]) -> str | None:
         """Return what is wrong with a saved policy; None if its files are what was saved. `digests`: of its files, each
         of which one rank reads."""
-        names, what = list(digests), f"comparing {folder} with its digests"
+        names, purpose = list(digests), f"comparing {folder} with its digests"
         problems = self._wait(
-            remote_call(worker, PolicyWorker.damage, what=what)(
+            remote_call(worker, PolicyWorker.damage, what=purpose)(
                 folder, {name: digests[name] for name in names[rank :: len(self.workers)]}
             )
             for rank, worker in enumerate(self.workers)
@@ -279,8 +279,8 @@ class PolicyGroup:
         futures, timeout_s = list(calls), self.cluster.call_timeout_s
         return gather(self.cluster, futures, timeout_s=timeout_s, what=futures[0].what, background=self.background)
 
-    def _all(self, method: Callable[Concatenate[PolicyWorker, P], R], what: str) -> Callable[P, list[R]]:
-        return call_all(self.cluster, self.workers, method, what=what, background=self.background)
+    def _all(self, method: Callable[Concatenate[PolicyWorker, P], R], purpose: str) -> Callable[P, list[R]]:
+        return call_all(self.cluster, self.workers, method, what=purpose, background=self.background)
 
 
 def logprobs_by_sample(answers: Sequence[Future]) -> dict[int, dict[str, np.ndarray]]:
@@ -295,4 +295,4 @@ def logprobs_by_sample(answers: Sequence[Future]) -> dict[int, dict[str, np.ndar
 
 def _processes(workers: Sequence[Worker]) -> tuple[tuple[str, int], ...]:
     """Return the (node, pid) of each worker."""
-    return tuple((place.node, place.pid) for place in (worker.place() for worker in workers))
+    return tuple((process.node, process.pid) for process in (worker.place() for worker in workers))

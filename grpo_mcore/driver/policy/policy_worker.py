@@ -164,14 +164,14 @@ class PolicyWorker(Policy):
         block = self.config.sequence_packing.shared_prefix.min_tokens
         joined = [batches[i : i + count] for i in range(0, len(batches), count)]
         rows = [join_rows(few, multiple, block) if len(few) > 1 else few[0] for few in joined]
-        for wanted, column, compute in (
+        for needed, column, compute in (
             (prev, "prev_logprobs", partial(self.logprobs, dropout=dropout)),
             (reference, "reference_policy_logprobs", self.reference_logprobs),
         ):
-            values = compute(rows) if wanted else None
+            values = compute(rows) if needed else None
             for few, logprobs in zip(joined, values or (), strict=values is not None):
-                for batch, own in zip(few, cut_row(logprobs.to("cpu"), few), strict=True):
-                    batch.columns[column] = own
+                for batch, row in zip(few, cut_row(logprobs.to("cpu"), few), strict=True):
+                    batch.columns[column] = row
         if not self.is_reporting_rank:
             return None
         stats = [sample_stats(batch.loss_inputs(), kl_kind) for batch in batches]

@@ -47,9 +47,9 @@ class SampledParity:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Count the block's time as that of a comparison."""
-        began = self._clock()
+        started_at = self._clock()
         yield
-        spent_s = self._clock() - began
+        spent_s = self._clock() - started_at
         self._spent_s += spent_s
         self._longest_s = max(self._longest_s, spent_s)
 
@@ -94,19 +94,20 @@ class Parity:
     def table(self) -> str:
         width = max(len("engine"), *(len(engine.name) for engine in self.engines))
         lines = [f"{'engine':{width}}  samples  tokens  mult_prob_error  worst sample  limit {self.limit:g}"]
-        for one in self.engines:
+        for engine in self.engines:
             lines.append(
-                f"{one.name:{width}}  {one.samples:7}  {one.tokens:6}  {one.mult_error:15.6f}  {one.worst:12.6f}  "
-                + ("ok" if self.agrees(one) else "DIFFERS")
+                f"{engine.name:{width}}  {engine.samples:7}  {engine.tokens:6}  {engine.mult_error:15.6f}  "
+                f"{engine.worst:12.6f}  " + ("ok" if self.agrees(engine) else "DIFFERS")
             )
         return "\n".join(lines)
 
     def difference(self) -> str:
         """Describe the engines that differ, for an error message."""
-        apart = ", ".join(f"{one.name} {one.mult_error:.6g}" for one in self.engines if not self.agrees(one))
+        differing = [engine for engine in self.engines if not self.agrees(engine)]
+        errors = ", ".join(f"{engine.name} {engine.mult_error:.6g}" for engine in differing)
         return (
             f"at weight version {self.version} the log-probs of engine and policy differ: mean exp|difference| is "
-            f"{apart}, the limit {self.limit:g}"
+            f"{errors}, the limit {self.limit:g}"
         )
 
 
@@ -119,9 +120,10 @@ def measure_parity(policy: PolicyGroup, engines: EngineGroup, check: ParityCheck
     requests = probes(-(-SAMPLES // data) * data, policy.shape.vocab_size, check.max_length)
     new_tokens = min(NEW_TOKENS, check.max_length - _prompt_tokens(check.max_length))
     sampling = Sampling(new_tokens, check.temperature, check.top_p, check.top_k)
-    what = "samples to compare engine and policy by"
+    purpose = "samples to compare engine and policy by"
     streams = [
-        remote_stream(worker, EngineWorker.generate_refs, what=what)(requests, sampling) for worker in engines.workers
+        remote_stream(worker, EngineWorker.generate_refs, what=purpose)(requests, sampling)
+        for worker in engines.workers
     ]
     by_engine = [[parcel.content for parcels in stream for parcel in parcels] for stream in streams]
     engines.release()

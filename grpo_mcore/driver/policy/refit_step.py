@@ -24,7 +24,7 @@ def refit_engines(
     policy: PolicyGroup,
     engines: EngineGroup,
     config: MasterConfig,
-    on_restart: OnRestart = lambda worker, why: None,
+    on_restart: OnRestart = lambda worker, reason: None,
     *,
     lost_only: bool = False,
     timeline: Timer | None = None,
@@ -47,7 +47,7 @@ def refit_engines(
 def refit_until_done(
     engines: EngineGroup,
     refit_group: Callable[[EngineGroup], RefitReport],
-    on_restart: OnRestart = lambda worker, why: None,
+    on_restart: OnRestart = lambda worker, reason: None,
     *,
     lost_only: bool = False,
 ) -> RefitReport:

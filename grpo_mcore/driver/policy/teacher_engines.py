@@ -82,13 +82,13 @@ class TeacherEngines:
     ) -> dict[int, Ref]:
         """Return references to the log-probs of each sample's trained tokens, by index in the step. `prompts`: by
         index, those that take the place of samples' own. Raises WorkerDied if an engine has lost a rank."""
-        what, indices = "the teacher's pass", list(samples)
+        purpose, indices = "the teacher's pass", list(samples)
         lengths = [samples[index].length for index in indices]
         order = sorted(range(len(indices)), key=lambda position: -lengths[position])
         shares = [[indices[position] for position in share] for share in spread(order, lengths, len(self.workers))]
         self.engines.prepare()
         calls = [
-            remote_call(worker, TeacherEngineWorker.score, what=what)(
+            remote_call(worker, TeacherEngineWorker.score, what=purpose)(
                 {index: samples[index].ref for index in share},
                 {index: prompts[index] for index in share if index in prompts},
             )
@@ -96,10 +96,12 @@ class TeacherEngines:
             if share
         ]
         try:
-            parts = gather(self.cluster, calls, timeout_s=self.cluster.call_timeout_s, what=what, background=background)
+            parts = gather(
+                self.cluster, calls, timeout_s=self.cluster.call_timeout_s, what=purpose, background=background
+            )
         except WorkerFailed as error:
             if not is_fault(error) and (dead := self.engines.find_dead()):
-                raise WorkerDied(self.workers[dead[0]].name, what, error.cause) from error
+                raise WorkerDied(self.workers[dead[0]].name, purpose, error.cause) from error
             raise
         self.engines.release()
         return {index: ref for part in parts for index, ref in part.items()}

@@ -153,13 +153,13 @@ class Teachers:
         """Return the ranks' shares of a step with references to what the teachers say of their samples. `samples`,
         `prompts`, `aliases`: each sample of the step, its prompt, and the alias of its teacher, by index in the
         step."""
-        told = {i: prompt["teacher_prompt"] for i, prompt in enumerate(prompts) if "teacher_prompt" in prompt}
+        hints = {i: prompt["teacher_prompt"] for i, prompt in enumerate(prompts) if "teacher_prompt" in prompt}
         indices = sorted(index for rank in ranks for index in rank.trajectories)
         scored: dict[int, Ref] = {}
         for teacher in {id(teacher): teacher for teacher in self.by_alias.values()}.values():
             of_teacher = {i: samples[i] for i in indices if self.by_alias[aliases[i]] is teacher}
             if of_teacher:
-                scored |= teacher.score(of_teacher, background, {i: told[i] for i in of_teacher if i in told})
+                scored |= teacher.score(of_teacher, background, {i: hints[i] for i in of_teacher if i in hints})
         return tuple(replace(rank, teacher={index: scored[index] for index in rank.trajectories}) for rank in ranks)
 
 
@@ -176,9 +176,9 @@ def teacher_steps(
     kept = [_after(prompts[index], sample) if index in prompts else sample for index, sample in samples.items()]
     missing = max(0, ranks.layout.data - len(kept))
     copies = range(max(indices) + 1, max(indices) + 1 + missing)
-    told = dict(prompts)
-    if indices[0] in told:
-        told |= dict.fromkeys(copies, told[indices[0]])
+    hints = dict(prompts)
+    if indices[0] in hints:
+        hints |= dict.fromkeys(copies, hints[indices[0]])
     indices += copies
     kept += kept[:1] * missing
     config = _with_room(config, max(sample.length for sample in kept))
@@ -190,7 +190,7 @@ def teacher_steps(
         optimizer_steps=1,
         prefixes=prompt_prefixes(kept) if ranks.shares_prefixes else None,
     )
-    return [replace(step, prompts={i: told[i] for i in step.trajectories if i in told}) for step in steps]
+    return [replace(step, prompts={i: hints[i] for i in step.trajectories if i in hints}) for step in steps]
 
 
 def _after(prompt: Tensor, sample: TrajectoryRef) -> TrajectoryRef:

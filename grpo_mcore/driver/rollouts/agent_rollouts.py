@@ -109,8 +109,8 @@ class AgentRollouts:
 
     def _start(self, worker: EnvironmentWorker, sampling: Sampling, samples: list[GymSample]) -> None:
         assert self._engines.endpoint is not None
-        what = f"{len(samples)} samples that {worker.name} plays"
-        run = remote_stream(worker, AgentWorker.run_agents, timeout_s=worker.timeout_s, what=what)
+        purpose = f"{len(samples)} samples that {worker.name} plays"
+        run = remote_stream(worker, AgentWorker.run_agents, timeout_s=worker.timeout_s, what=purpose)
         stream = run(samples, sampling, self._engines.endpoint.address, self._on_outcome is not None)
         expected = {(sample.uid, sample.generation_index): sample for sample in samples}
         self._batches[id(stream)] = AgentBatch(worker, sampling, stream, expected)
@@ -125,8 +125,8 @@ class AgentRollouts:
         try:
             item = next(batch.stream, None)
             if item is None:
-                why = f"it ended without {len(batch.expected)} samples"
-                raise WorkerFailed(batch.worker.name, batch.stream.what, why)
+                reason = f"it ended without {len(batch.expected)} samples"
+                raise WorkerFailed(batch.worker.name, batch.stream.what, reason)
         except (WorkerFailed, DeadlineExceeded):
             self._failures += 1
             if self._failures > _MAX_FAILURES:
@@ -150,9 +150,9 @@ class AgentRollouts:
     def drop(self, uids: Collection[str]) -> None:
         """Drop the samples of these prompts. The agents finish them all the same, as a Gym cannot be told to stop."""
         for batch in self._batches.values():
-            wanted = {key: sample for key, sample in batch.expected.items() if key[0] not in uids}
-            batch.num_given_up += len(batch.expected) - len(wanted)
-            batch.expected = wanted
+            expected = {key: sample for key, sample in batch.expected.items() if key[0] not in uids}
+            batch.num_given_up += len(batch.expected) - len(expected)
+            batch.expected = expected
 
     def _restart(self, worker: EnvironmentWorker) -> None:
         """Restart an environment and ask it again for the samples of all its batches that did not come."""

@@ -117,13 +117,13 @@ class RolloutHooks:
 
     on_sample: Callable[[], None] = lambda: None
     """Called for each sample when its last turn is generated."""
-    on_retry: Callable[[str, str], None] = lambda uid, why: None
+    on_retry: Callable[[str, str], None] = lambda uid, reason: None
     """Gets the uid of each prompt of which something is generated again, and the reason."""
-    on_restart: Callable[[str, str], None] = lambda worker, why: None
+    on_restart: Callable[[str, str], None] = lambda worker, reason: None
     """Gets the name of each worker that is restarted, and the reason."""
     on_outcome: Callable[[GymOutcome], None] | None = None
     """Gets every outcome of environments that run agents."""
-    on_span: Callable[[str, str, float, float], None] = lambda worker, what, start, end: None
+    on_span: Callable[[str, str, float, float], None] = lambda worker, action, start, end: None
     """Gets (worker, what it did, start, end) of each call that has ended, by the cluster's clock."""
     phase: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
     """Opens the phase in which `next_group` waits: "generate" while samples are generated, "reward" while only rewards
@@ -390,15 +390,15 @@ class Rollouts:
         """Process those of `awaited` that are ready; nothing of one that is not awaited any more. Raises what they
         raise. What came together goes to its environment and its engine together: a call costs the driver as much as
         many samples in it."""
-        for one in ready:
-            if call := self._calls.get(id(one)):
+        for answer in ready:
+            if call := self._calls.get(id(answer)):
                 self._take_samples(call)
-            elif join := self._joins.pop(id(one), None):
+            elif join := self._joins.pop(id(answer), None):
                 self._take_join(join)
-            elif abort := self._aborts.pop(id(one), None):
+            elif abort := self._aborts.pop(id(answer), None):
                 self._confirm_abort(*abort)
-            elif not self._scorer.take(one):
-                self._agents.take(one)
+            elif not self._scorer.take(answer):
+                self._agents.take(answer)
         self._advance_scored()
         self._scorer.send()
 
@@ -417,8 +417,8 @@ class Rollouts:
             if not missing:  # its last samples were aborted, or came too late: their answers say so
                 self._end_call(call)
                 return
-            name, why = self.engines.slots[call.engine].worker.name, f"its stream ended without {missing} samples"
-            self._handle_failure(call.engine, WorkerFailed(name, stream.what, why), call)
+            name, reason = self.engines.slots[call.engine].worker.name, f"its stream ended without {missing} samples"
+            self._handle_failure(call.engine, WorkerFailed(name, stream.what, reason), call)
             return
         for parcel in parcels:
             key = (parcel.label.uid, parcel.label.generation_index)
@@ -541,9 +541,9 @@ class Rollouts:
             request = None
             if conversation.judged(outcome, self.limits):
                 assert self._template is not None and outcome.observation is not None
-                said = self._template.turn(outcome.observation, outcome.role, sample.stop_token)
+                turn = self._template.turn(outcome.observation, outcome.role, sample.stop_token)
                 seed = sample_seed(self.seed, group.step, sample.uid, sample.generation_index, sample.turns)
-                request = conversation.next_request(said, seed, self.limits)
+                request = conversation.next_request(turn, seed, self.limits)
             if request is not None:
                 self._queue(group.engine, group.step, group.sampling, [request])
                 group.unfinished += 1
@@ -614,9 +614,7 @@ class Rollouts:
     def _close_group(self, uid: str) -> Group:
         group = self._forget_group(uid)
         assert group is not None
-        finished = [
-            (each.sample, each.score, each.ended_at) for each in group.conversations if each.sample and each.score
-        ]
+        finished = [(c.sample, c.score, c.ended_at) for c in group.conversations if c.sample and c.score]
         samples, scores, ended_at = zip(*finished, strict=True)
         return Group(group.prompt, samples, scores, ended_at)
 
@@ -632,16 +630,16 @@ class Rollouts:
         if engine in self.engines.lost:
             self._queue(engine, step, sampling, requests)
             return
-        worker, what = self.engines.slots[engine].worker, f"{len(requests)} samples of step {step}"
+        worker, purpose = self.engines.slots[engine].worker, f"{len(requests)} samples of step {step}"
         expected = {(request.uid, request.generation_index): request for request in requests}
         if joined is not None:
-            answer = remote_call(worker, EngineWorker.join, what=what)(joined.name, requests, sampling)
+            answer = remote_call(worker, EngineWorker.join, what=purpose)(joined.name, requests, sampling)
             joined.expected |= expected
             self._joins[id(answer)] = _Join(self._calls_made, joined, answer, expected)
             return
         self._calls_made += 1
         name = f"{self._name}-{self._calls_made}"
-        stream = remote_stream(worker, EngineWorker.generate_refs, what=what)(requests, sampling, name)
+        stream = remote_stream(worker, EngineWorker.generate_refs, what=purpose)(requests, sampling, name)
         if not self._calls_of[engine]:
             self._faults.mark_active(engine)
         call = self._calls[id(stream)] = _EngineCall(
@@ -684,11 +682,11 @@ class Rollouts:
             return False
         return failed.number <= self._failed_at.get(engine, 0) and not isinstance(error.__cause__, ValueError)
 
-    def _repeat(self, requests: list[GenerationRequest], engine: int, why: str, error: Exception) -> None:
+    def _repeat(self, requests: list[GenerationRequest], engine: int, reason: str, error: Exception) -> None:
         """Generate samples of a failed call again: the turn under way, or, if the turns before are lost, all of
         them."""
         for uid in dict.fromkeys(request.uid for request in requests):
-            self._hooks.on_retry(uid, why)
+            self._hooks.on_retry(uid, reason)
         if _has_lost_objects(error):
             requests = [self._start_again(request) for request in requests]
         by_step: dict[tuple[int, Sampling], list[GenerationRequest]] = defaultdict(list)

@@ -176,8 +176,8 @@ class RewardScorer:
         self,
         environments: Mapping[str, Worker],
         cluster: Cluster,
-        on_restart: Callable[[str, str], None] = lambda worker, why: None,
-        on_span: Callable[[str, str, float, float], None] = lambda worker, what, start, end: None,
+        on_restart: Callable[[str, str], None] = lambda worker, reason: None,
+        on_span: Callable[[str, str, float, float], None] = lambda worker, action, start, end: None,
         *,
         joins: bool = False,
     ) -> None:
@@ -218,8 +218,8 @@ class RewardScorer:
 
     def _requests(self) -> list[ScoreRequest]:
         calls = (call for queue in self._queues for call in (*queue.waiting, *queue.running.values()))
-        asked = dict.fromkeys(request for call in calls for request, _ in call.samples)
-        return [request for request in (*asked, *self._scored) if not request.dropped]
+        requests = dict.fromkeys(request for call in calls for request, _ in call.samples)
+        return [request for request in (*requests, *self._scored) if not request.dropped]
 
     def drop(self, uids: Collection[str], indices: Collection[int] | None = None) -> None:
         """Drop the requests of these prompts, or of these samples of them."""
@@ -304,8 +304,8 @@ class RewardScorer:
             references = [request.references[position] for request, position in call.samples]
             call.since = self._clock.now()
             call.deadline = self._clock.now() + queue.timeout_s
-            what, limit_s = f"the verdict on {call.label}", queue.timeout_s
-            call.pending = remote_call(queue.worker, EnvironmentInterface.advance, timeout_s=limit_s, what=what)(
+            purpose, limit_s = f"the verdict on {call.label}", queue.timeout_s
+            call.pending = remote_call(queue.worker, EnvironmentInterface.advance, timeout_s=limit_s, what=purpose)(
                 metadata, *references
             )
             queue.running[call.pending] = call
@@ -329,7 +329,7 @@ class RewardScorer:
         """Give the sample on which an environment raised no reward. Ask again about each sample of several."""
         del queue.running[call.pending]
         if len(call.samples) > 1:
-            queue.waiting.extendleft(_Call([one], call.queued_at, again=True) for one in reversed(call.samples))
+            queue.waiting.extendleft(_Call([sample], call.queued_at, again=True) for sample in reversed(call.samples))
         else:
             reason = f"the environment raised {error.cause}"
             if reason not in self._exceptions:
@@ -349,8 +349,8 @@ class RewardScorer:
         calls, queue.running = list(queue.running.values()), OrderedDict()
         again = [call for call in calls if call is not culprit or len(call.samples) > 1 or len(calls) > 1]
         for call in reversed(again):
-            for one in reversed(call.samples):
-                queue.waiting.appendleft(_Call([one], call.queued_at, alone=True))
+            for sample in reversed(call.samples):
+                queue.waiting.appendleft(_Call([sample], call.queued_at, alone=True))
         self._on_restart(worker.name, f"{culprit.label}: {reason}")
         worker.restart()
         if culprit not in again:

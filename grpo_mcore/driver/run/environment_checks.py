@@ -54,9 +54,9 @@ def check_environments(config: MasterConfig, env_names: Mapping[str, str | None]
 def check_columns(config: MasterConfig, rows: Sequence[DatumSpec]) -> None:
     """Warn about columns that none of some prompts has: all prompts would count as `none` there."""
     sampler = config.data.sampler
-    named = {"logger.metrics_by": config.logger.metrics_by}
-    named["data.sampler.column"] = [sampler.column] if sampler.enabled and sampler.column else []
-    for key, columns in named.items():
+    columns_of_key = {"logger.metrics_by": config.logger.metrics_by}
+    columns_of_key["data.sampler.column"] = [sampler.column] if sampler.enabled and sampler.column else []
+    for key, columns in columns_of_key.items():
         for column in columns:
             if rows and column != TASK and all(field_of(row["extra_env_info"], column) is None for row in rows):
                 known = sorted({name for row in rows for name in row["extra_env_info"]})
@@ -65,33 +65,35 @@ def check_columns(config: MasterConfig, rows: Sequence[DatumSpec]) -> None:
                 )
 
 
-def _warn_of_opened_thoughts(place: str, section: Mapping[str, Any], rows: Sequence[DatumSpec]) -> None:
+def _warn_of_opened_thoughts(path: str, section: Mapping[str, Any], rows: Sequence[DatumSpec]) -> None:
     """Warn about a pattern that asks for a mark, such as <think> or [THINK], with which the prompts end, as the chat
     templates of thinking models have it: the response begins behind the mark."""
     ends = [_MARK_AT_THE_END.search(str(message["content"])) for row in rows for message in row["message_log"][-1:]]
     marks = sorted({end[1] for end in ends if end is not None})
     for key, value in section.items():
         if isinstance(value, Mapping):
-            _warn_of_opened_thoughts(f"{place}.{key}", value, rows)
+            _warn_of_opened_thoughts(f"{path}.{key}", value, rows)
         elif "pattern" in key and isinstance(value, str):
             for mark in (mark for mark in marks if mark in value.replace("\\", "")):
                 logger.warning(
                     "%s.%s asks for %s, which the chat template writes at the end of the prompt: a response begins "
                     "behind it and may never match; leave it out of the pattern, or make it optional",
-                    place, key, mark,
+                    path, key, mark,
                 )  # fmt: skip
 
 
 def _check_truths(cls: type[EnvironmentBase], section: Mapping[str, Any], rows: Sequence[DatumSpec]) -> None:
     """Raise EnvironmentConfigError where no answer to any of these prompts could be right; warn about some of them."""
     problems = cls.check_truths(section, [row["extra_env_info"] for row in rows])
-    named = [f"{row['uid']}: {why}" for row, why in zip(rows, problems, strict=True) if why is not None]
-    if named and len(named) == len(rows):
-        raise EnvironmentConfigError(f"no answer could be right, in each of the first {len(rows)} rows. {named[0]}")
-    if named:
+    unsolvable = [f"{row['uid']}: {problem}" for row, problem in zip(rows, problems, strict=True) if problem]
+    if unsolvable and len(unsolvable) == len(rows):
+        raise EnvironmentConfigError(
+            f"no answer could be right, in each of the first {len(rows)} rows. {unsolvable[0]}"
+        )
+    if unsolvable:
         logger.warning(
             "no answer could be right in %d of the first %d rows; `grpo-mcore data check` names all of the file. %s",
-            len(named), len(rows), "; ".join(named[:3]),
+            len(unsolvable), len(rows), "; ".join(unsolvable[:3]),
         )  # fmt: skip
 
 

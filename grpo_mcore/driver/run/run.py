@@ -235,18 +235,18 @@ def open_run(
         if prepared.trains:
             checkpointer.mirror_log(log)
         stack.enter_context(messages_kept(log.console))
-        what = "policy and engines" if prepared.algorithm == "grpo" else "the policy"
-        logger.info("starting %s (logs: %s) ...", what, log.log_dir)
-        began = clock.now()
+        starting = "policy and engines" if prepared.algorithm == "grpo" else "the policy"
+        logger.info("starting %s (logs: %s) ...", starting, log.log_dir)
+        started_at = clock.now()
         cluster = stack.enter_context(start_cluster(config, log.log_dir))
         if stop is not None:
             stack.enter_context(on_sigterm(stop))
-        logger.info("  cluster: %s, ready after %.0f s", config.cluster.backend, clock.now() - began)
+        logger.info("  cluster: %s, ready after %.0f s", config.cluster.backend, clock.now() - started_at)
         run = start_run(prepared, cluster, log)
         stack.enter_context(closing(run.policy_generation))
         if config.cluster.backend == "ray":  # in process, the ranks' tensors are here too
             stack.enter_context(rare_collections())
-        logger.info("  everything is ready after %.0f s", clock.now() - began)
+        logger.info("  everything is ready after %.0f s", clock.now() - started_at)
         yield run
 
 

@@ -66,13 +66,13 @@ def resumed(folder: Path, changes: Sequence[Change]) -> str:
     """Return the lines that say what a resumed run changes."""
     if not changes:
         return f"resuming from {folder}, with the same recipe"
-    what = f"resuming from {folder}, with {len(changes)} changed value{'s' * (len(changes) > 1)}"
-    return table_of(what, changes, "checkpoint")
+    title = f"resuming from {folder}, with {len(changes)} changed value{'s' * (len(changes) > 1)}"
+    return table_of(title, changes, "checkpoint")
 
 
-def table_of(what: str, changes: Sequence[Change], source: str) -> str:
+def table_of(title: str, changes: Sequence[Change], source: str) -> str:
     """Return the lines that list values of the recipe, under `what`. `source`: whose the old ones are."""
     rows = [("key", source, "now, takes effect"), *((change.key, change.saved, change.new) for change in changes)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     table = (f"  {key:<{widths[0]}}  {saved:<{widths[1]}}  {new}" for key, saved, new in rows)
-    return "\n".join([f"{what}:", *table])
+    return "\n".join([f"{title}:", *table])

@@ -174,8 +174,8 @@ def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy:
         if engines is None:
             start = partial(_start_teacher, alias, recipe, cluster, its_model, policy, pools.get(alias))
         else:
-            own = alias in pools
-            start = partial(_start_teacher_engines, alias, recipe, cluster, its_model, policy, engines, own=own)
+            apart = alias in pools
+            start = partial(_start_teacher_engines, alias, recipe, cluster, its_model, policy, engines, own=apart)
         restarts = Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s, cluster.clock)
         by_alias[alias] = Teacher(alias, recipe, start, start(), restarts)
     policy.teachers = Teachers(section, by_alias) if by_alias else None
@@ -185,14 +185,14 @@ def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy:
 
 
 def _start_teacher(
-    alias: str, config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup, own: DevicePool | None
+    alias: str, config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup, pool: DevicePool | None
 ) -> PolicyGroup:
     """Start a teacher on nodes of its own, or beside the policy, which makes room first, and wait until it is ready.
     `config`: the recipe with the teacher in place of the policy."""
-    if own is None:
+    if pool is None:
         policy.offload()
-    beside = policy.workers if own is None else ()
-    teacher = _spawn_ranks(teacher_name(alias), config, cluster, model, trains=False, beside=beside, own=own)
+    beside = policy.workers if pool is None else ()
+    teacher = _spawn_ranks(teacher_name(alias), config, cluster, model, trains=False, beside=beside, own=pool)
     wait_until_ready(config, cluster, teacher.workers, f"start of the teacher {alias}")
     teacher.offload()
     return teacher
@@ -209,7 +209,7 @@ def _start_teacher_engines(
     own: bool,
 ) -> TeacherEngines:
     """Start a teacher as engines, as `_start_teacher` does. `own`: on nodes of its own."""
-    generation, gpu, each = config.policy.generation, model.gpu, devices.layout.ranks
+    generation, gpu, ranks = config.policy.generation, model.gpu, devices.layout.ranks
     vllm, sleeps = generation.vllm_cfg, gpu and not own
     if not own:
         policy.offload()
@@ -228,7 +228,7 @@ def _start_teacher_engines(
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
-            threads=cpu_threads(devices.count * each),
+            threads=cpu_threads(devices.count * ranks),
             vllm_kwargs=(SCORING_KWARGS if gpu else {}) | _vllm_kwargs(config.policy, model),
             logit_temperature=generation.temperature,
             **engine_options(model.shape, gpu=gpu) | {"prefix_caching": False},  # a prompt that is scored is computed
@@ -239,10 +239,10 @@ def _start_teacher_engines(
             engine,
             cluster.store,
             cpus=1.0 if gpu else 0.1,
-            gpus=float(each) if gpu and own else 0.0,
+            gpus=float(ranks) if gpu and own else 0.0,
             env={**engine_environment(engine), **vllm.env_vars},
             concurrency=ENGINE_CALLS,
-            colocate_with=policy.workers[index * each : (index + 1) * each] if sleeps else (),
+            colocate_with=policy.workers[index * ranks : (index + 1) * ranks] if sleeps else (),
         )
         slots.append(EngineSlot(worker))
     engines = EngineGroup(
@@ -259,8 +259,8 @@ def engine_ranks(index: int, config: MasterConfig, *, gpu: bool) -> list[slice]:
     pool, nodes = policy_pool(config), engine_nodes(config)
     parts = range(index * nodes, (index + 1) * nodes)
     if gpu:
-        each = config.policy.generation.vllm_cfg.ranks // nodes
-        return [slice(part * each, (part + 1) * each) for part in parts]
+        ranks = config.policy.generation.vllm_cfg.ranks // nodes
+        return [slice(part * ranks, (part + 1) * ranks) for part in parts]
     if pool.nodes == 1:
         return [slice(0)]
     return [slice(part % pool.nodes * pool.per_node, (part % pool.nodes + 1) * pool.per_node) for part in parts]
@@ -475,8 +475,8 @@ def watch_machines(config: MasterConfig, cluster: Cluster, logger: Logger) -> No
     monitoring, not the run."""
     nodes, interval = config.cluster.num_nodes, config.logger.gpu_monitoring.collection_interval
     monitors = cluster.spawn_group("monitor", MachineMonitor, [(interval,)] * nodes, cpus=0.01, nodes=nodes)
-    start_s, what = config.cluster.start_timeout_s, "start of the monitors"
-    names = call_all(cluster, monitors, MachineMonitor.gpu_names, timeout_s=start_s, what=what)()
+    start_s, purpose = config.cluster.start_timeout_s, "start of the monitors"
+    names = call_all(cluster, monitors, MachineMonitor.gpu_names, timeout_s=start_s, what=purpose)()
     peaks = [peak_flops(name) for node in names for name in node]
     logger.peak_flops = peaks[0] if peaks else None
 

@@ -113,27 +113,27 @@ def _run(
 ) -> tuple[int, str | None]:
     """Run one attempt. Return its exit code, and the loss that ended it or None."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    child.process = context.Process(target=_serve, args=(os.getpid(), there, attempt, config, resume, began))
+    receiver, sender = context.Pipe(duplex=False)
+    child.process = context.Process(target=_serve, args=(os.getpid(), sender, attempt, config, resume, began))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # in the child until `stopping` handles them
     try:
         child.process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     child.forward()  # another thread of this process may have taken a signal meanwhile
-    own = [process for process in processes.descendants() if process.pid != child.process.pid]
-    there.close()
+    children = [process for process in processes.descendants() if process.pid != child.process.pid]
+    sender.close()
     try:
-        ended = here.recv()  # when the run is over, or its process has ended
+        ended = receiver.recv()  # when the run is over, or its process has ended
     except (EOFError, OSError):
         ended = None
-    here.close()
+    receiver.close()
     child.process.join(None if ended is None else EXIT_S)
     if child.process.is_alive():
         logger.warning("the run is over, but its process did not end within %g s; it is killed", EXIT_S)
         child.process.kill()
         child.process.join()
-    _end_orphans(own)
+    _end_orphans(children)
     if ended is not None:
         return ended["code"], ended["loss"]
     number = child.process.exitcode
@@ -141,11 +141,11 @@ def _run(
     return code, f"its driver was {processes.describe_exit(number)}" if number < 0 else "Ray ended its driver"
 
 
-def _end_orphans(own: Collection[psutil.Process]) -> None:
+def _end_orphans(children: Collection[psutil.Process]) -> None:
     """Kill the processes that a killed run has left behind: they have become children of this one, in addition to its
     `own`. Those that clean up are only waited for: the reaper of Ray ends when it has ended Ray and removed its files,
     Python's resource trackers when they have removed the shared memory of the killed processes."""
-    orphans = [process for process in processes.descendants() if process not in own]
+    orphans = [process for process in processes.descendants() if process not in children]
     processes.end([process for process in orphans if not _cleans_up(process)], grace_s=0)
     processes.wait(orphans, REAPER_S)
 

@@ -180,8 +180,8 @@ class RotaryByPosition(torch.nn.Module):
         # Megatron-Core keeps the tables of 32 lengths: powers of two, so that these are few.
         rotary = self.embedding(1 << (row.max_seqlen_q - 1).bit_length(), packed_seq=True)
         angles, *factor = rotary if isinstance(rotary, tuple) else (rotary,)
-        at = angles[:, 0].index_select(0, row.positions)
-        return (at, *factor) if factor else at
+        angles_of_row = angles[:, 0].index_select(0, row.positions)
+        return (angles_of_row, *factor) if factor else angles_of_row
 
 
 class WindowAttention(SelfAttention):

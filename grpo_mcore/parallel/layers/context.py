@@ -67,8 +67,8 @@ def share_of_row(cu_seqlens: Tensor, rank: int, size: int, multiple: int = 1, le
     index = torch.where(position < lengths[sequence], starts[sequence] + position, int(starts[-1]))
     key_order = torch.empty(int(ends[-1]), dtype=torch.int64)
     for other in range(size):
-        owner, at = tokens_of(other)
-        key_order[ends[owner] + at] = torch.arange(part) + other * part
+        owner, offset = tokens_of(other)
+        key_order[ends[owner] + offset] = torch.arange(part) + other * part
     spans = []
     for start, part_start, length in zip(ends.tolist(), part_starts.tolist(), chunk.tolist(), strict=False):
         spans.append((part_start, length, start, (rank + 1) * length))

@@ -48,7 +48,7 @@ class DeltaMixer(torch.nn.Module):
         self.fused = fused
         self.eps, dtype = config.layernorm_epsilon, config.params_dtype
         self.group = parallel_state.get_tensor_model_parallel_group()
-        self.delta = mine = delta.local(self.group.size())
+        self.delta = local = delta.local(self.group.size())
         both = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False, "tp_group": self.group}
         inputs = {"init_method": config.init_method, "gather_output": False, **both}
         self.in_proj_qkvz = column(config.hidden_size, sum(delta.convolved_parts) + delta.values, **inputs)
@@ -60,10 +60,10 @@ class DeltaMixer(torch.nn.Module):
             input_is_parallel=True,
             **both,
         )
-        self.conv1d = Weights(weight=(sum(mine.convolved_parts), 1, mine.kernel), dtype=dtype)
-        self.A_log, self.dt_bias = (split_over_heads(torch.empty(mine.value_heads, dtype=dtype)) for _ in range(2))
+        self.conv1d = Weights(weight=(sum(local.convolved_parts), 1, local.kernel), dtype=dtype)
+        self.A_log, self.dt_bias = (split_over_heads(torch.empty(local.value_heads, dtype=dtype)) for _ in range(2))
         self.norm = torch.nn.Module()
-        self.norm.weight = torch.nn.Parameter(torch.empty(mine.value_dim, dtype=dtype))
+        self.norm.weight = torch.nn.Parameter(torch.empty(local.value_dim, dtype=dtype))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, packed_seq_params: PackedRow | None = None, **_: Any
@@ -72,8 +72,8 @@ class DeltaMixer(torch.nn.Module):
         row = packed_seq_params
         assert row is not None and row.ends is not None, "the policy feeds packed rows only"
         projected = [layer(hidden_states)[0][:, 0] for layer in (self.in_proj_qkvz, self.in_proj_ba)]
-        joined, here = whole_sequences(torch.cat(projected, -1), row)
-        mixed = self._mix(joined, row)[here]
+        joined, kept = whole_sequences(torch.cat(projected, -1), row)
+        mixed = self._mix(joined, row)[kept]
         return self.out_proj(mixed.to(hidden_states.dtype)[:, None])[0], None
 
     def _mix(self, projected: Tensor, row: PackedRow) -> Tensor:
@@ -103,10 +103,10 @@ class DeltaMixer(torch.nn.Module):
     ) -> dict[str, Any]:
         """Return Megatron-Core's sharded tensors, by position in the whole model."""
         assert metadata is not None
-        own = {name: value for name, value in self.state_dict(keep_vars=True).items() if "_proj" not in name}
-        axes = {name: 0 for name in own if name != "norm.weight"}
+        plain = {name: value for name, value in self.state_dict(keep_vars=True).items() if "_proj" not in name}
+        axes = {name: 0 for name in plain if name != "norm.weight"}
         sharded = make_sharded_tensors_for_checkpoint(
-            own, prefix, axes, sharded_offsets, tp_group=self.group, dp_cp_group=metadata["dp_cp_group"]
+            plain, prefix, axes, sharded_offsets, tp_group=self.group, dp_cp_group=metadata["dp_cp_group"]
         )
         for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
             sharded |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)

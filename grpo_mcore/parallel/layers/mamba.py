@@ -45,7 +45,7 @@ class MambaMixer(torch.nn.Module):
         self.fused = fused
         self.eps, dtype = config.layernorm_epsilon, config.params_dtype
         self.group = parallel_state.get_tensor_model_parallel_group()
-        self.mamba = mine = mamba.local(self.group.size())
+        self.mamba = local = mamba.local(self.group.size())
         both = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False, "tp_group": self.group}
         self.in_proj = column(
             config.hidden_size, sum(mamba.projected_parts), init_method=config.init_method, gather_output=False, **both
@@ -53,9 +53,9 @@ class MambaMixer(torch.nn.Module):
         self.out_proj = row(
             mamba.inner, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True, **both
         )
-        self.conv1d = Weights(weight=(mine.convolved, 1, mine.kernel), bias=(mine.convolved,), dtype=dtype)
-        self.norm = Weights(weight=(mine.inner,), dtype=dtype)
-        self.dt_bias, self.A_log, self.D = (split_over_heads(torch.empty(mine.heads, dtype=dtype)) for _ in range(3))
+        self.conv1d = Weights(weight=(local.convolved, 1, local.kernel), bias=(local.convolved,), dtype=dtype)
+        self.norm = Weights(weight=(local.inner,), dtype=dtype)
+        self.dt_bias, self.A_log, self.D = (split_over_heads(torch.empty(local.heads, dtype=dtype)) for _ in range(3))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, packed_seq_params: PackedRow | None = None, **_: Any
@@ -64,8 +64,8 @@ class MambaMixer(torch.nn.Module):
         row = packed_seq_params
         assert row is not None and row.ends is not None, "the policy feeds packed rows only"
         projected = self.in_proj(hidden_states)[0][:, 0]
-        projected, here = whole_sequences(projected, row)
-        mixed = self._mix(projected, row.ends)[here]
+        projected, kept = whole_sequences(projected, row)
+        mixed = self._mix(projected, row.ends)[kept]
         return self.out_proj(mixed.to(hidden_states.dtype)[:, None])[0], None
 
     def sharded_state_dict(
@@ -74,11 +74,11 @@ class MambaMixer(torch.nn.Module):
         """Return Megatron-Core's sharded tensors, by position in the whole model."""
         assert metadata is not None
         linear = {"in_proj.": self.in_proj, "out_proj.": self.out_proj}
-        own = {name: value for name, value in self.state_dict(keep_vars=True).items() if "_proj." not in name}
+        plain = {name: value for name, value in self.state_dict(keep_vars=True).items() if "_proj." not in name}
         sharded = make_sharded_tensors_for_checkpoint(
-            own,
+            plain,
             prefix,
-            dict.fromkeys(own, 0),
+            dict.fromkeys(plain, 0),
             sharded_offsets,
             tp_group=self.group,
             dp_cp_group=metadata["dp_cp_group"],
@@ -133,12 +133,12 @@ def whole_sequences(projected: Tensor, row: PackedRow) -> tuple[Tensor, Tensor |
     if group is not None:
         projected = gather_from_sequence_parallel_region(projected, tensor_parallel_output_grad=True, group=group)
     if row.whole is not None:
-        order, here = row.whole
-        return projected.index_select(0, order), here
+        order, kept = row.whole
+        return projected.index_select(0, order), kept
     if group is None or row.key_order is None:
         return projected, slice(None)
-    here = row.key_order.argsort()[group.rank() * part : (group.rank() + 1) * part]
-    return projected.index_select(0, row.key_order), here
+    kept = row.key_order.argsort()[group.rank() * part : (group.rank() + 1) * part]
+    return projected.index_select(0, row.key_order), kept
 
 
 def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -143,4 +143,4 @@ def _rows(x: Tensor) -> Tensor:
 
 def _slices(rows: Tensor, wide: torch.dtype) -> list[slice]:
     size = max(1, SLICE_BYTES // (wide.itemsize * rows.size(1)))
-    return [slice(at, at + size) for at in range(0, rows.size(0), size)]
+    return [slice(start, start + size) for start in range(0, rows.size(0), size)]

@@ -147,8 +147,8 @@ def _spans_of_samples(
     by_sample = [*shared.places.split(list(lengths)), shared.places[:0]]
     prefixes = [*(whole - n for whole, n in zip(lengths, shared.new_tokens, strict=False)), 0]
     spans, keys, key_start = [], [], 0
-    for i, own in enumerate(parts):
-        spans += [Span(query, n, key_start, prefixes[i] + seen) for query, n, seen in own if n]
+    for i, part in enumerate(parts):
+        spans += [Span(query, n, key_start, prefixes[i] + seen) for query, n, seen in part if n]
         keys += [places[by_sample[i][: prefixes[i]]], order[ends[i] : ends[i + 1]]]
         key_start += prefixes[i] + ends[i + 1] - ends[i]
     return spans, torch.cat(keys), places
@@ -170,8 +170,8 @@ def chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> Chunks
     starts = torch.tensor([0, *sizes]).cumsum(0)
     places = [torch.empty(0)] * len(counts)
     for rank, index in enumerate(sorted(range(len(counts)), key=lambda index: -counts[index])):
-        at = torch.arange(lengths[index])
-        places[index] = (starts[at // size] + rank) * size + at % size
+        positions = torch.arange(lengths[index])
+        places[index] = (starts[positions // size] + rank) * size + positions % size
     return Chunks(tuple(sizes), torch.cat(places).to(device))
 
 

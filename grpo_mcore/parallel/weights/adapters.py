@@ -103,8 +103,8 @@ class LowRank(torch.nn.Module):
         self._kept: Tensor | None = None  # [inputs on this rank], see `drop`
         rank, inputs = adapter.down.hf[0].shape
         whole = initial_down(init, rank, inputs, zlib.crc32(self._seed.encode()))
-        (mine,) = pieces(adapter.down, weights.shape, *weights.split(adapter.down))
-        self._box = tuple(slice(*span) for span in mine.hf_box)
+        (piece,) = pieces(adapter.down, weights.shape, *weights.split(adapter.down))
+        self._box = tuple(slice(*span) for span in piece.hf_box)
         down = whole[self._box]
         self.down = Parameter(down.to(weight.device, weight.dtype))
         self.up = Parameter(weight.new_zeros(weight.size(0), shape.rank))
@@ -114,12 +114,12 @@ class LowRank(torch.nn.Module):
         if adapter.weight.expert is not None and weights.layout.expert_tensor > 1:
             self._expert_group = get_expert_tensor_parallel_group()
 
-    def _mark(self, part: Parameter, param: Param, here: Coordinates) -> None:
+    def _mark(self, part: Parameter, param: Param, coordinates: Coordinates) -> None:
         """Set the attributes by which Megatron-Core reduces the gradient and counts it in the norm."""
         part.tensor_model_parallel = param.split is not Split.REPLICATED
         if param.expert is not None:
             part.allreduce = False
-            part.tensor_model_parallel = part.tensor_model_parallel or here.expert_tensor == 0
+            part.tensor_model_parallel = part.tensor_model_parallel or coordinates.expert_tensor == 0
         elif param.split is Split.REPLICATED:
             # Under sequence parallelism each rank has the gradient of its own tokens only.
             part.sequence_parallel = self.sequence_parallel
@@ -182,9 +182,9 @@ class LowRank(torch.nn.Module):
 class Adapters(torch.nn.Module):
     """All adapters of one model chunk. Inside `disabled()` the network is the frozen one: the reference policy."""
 
-    def __init__(self, layout: PolicyLayout, here: Coordinates) -> None:
+    def __init__(self, layout: PolicyLayout, coordinates: Coordinates) -> None:
         super().__init__()
-        self.layout, self.here = layout, here
+        self.layout, self.here = layout, coordinates
         self.all = torch.nn.ModuleList()
         self._enabled = True
 
@@ -230,15 +230,15 @@ class Adapters(torch.nn.Module):
         return sharded
 
     def _sharded(self, part: Tensor, param: Param) -> Any:
-        here, layout = self.here, self.layout
-        replica = (0, 0, here.data * layout.context + here.context)
+        coordinates, layout = self.here, self.layout
+        replica = (0, 0, coordinates.data * layout.context + coordinates.context)
         offsets = []
-        rank, size = here.tensor, layout.tensor
+        rank, size = coordinates.tensor, layout.tensor
         if param.expert is not None:
-            rank, size = here.expert_tensor, layout.expert_tensor
-            replica = (0, rank if param.split is Split.REPLICATED else 0, here.expert_copy)
+            rank, size = coordinates.expert_tensor, layout.expert_tensor
+            replica = (0, rank if param.split is Split.REPLICATED else 0, coordinates.expert_copy)
         elif param.split is Split.REPLICATED:
-            replica = (0, here.tensor, replica[2])
+            replica = (0, coordinates.tensor, replica[2])
         if param.split is not Split.REPLICATED:
             offsets = [(int(param.split is Split.COLUMNS), rank, size)]
         sharded = ShardedTensor.from_rank_offsets(f"adapters.{layer_name(param)}", part, *offsets, replica_id=replica)

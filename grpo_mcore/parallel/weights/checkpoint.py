@@ -141,7 +141,7 @@ def _without_part(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _raise_on_all_ranks(what: str) -> Iterator[None]:
+def _raise_on_all_ranks(action: str) -> Iterator[None]:
     """Raise SaveError on all ranks if the body fails on one, so that none waits for it in a collective. Collective."""
     error: BaseException | None = None
     try:
@@ -150,9 +150,9 @@ def _raise_on_all_ranks(what: str) -> Iterator[None]:
         error = raised
     reasons: list[dict[int, str]] = [{}] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reasons, _reasons(error))
-    if failed := {rank: reason for own in reasons for rank, reason in own.items()}:
+    if failed := {rank: reason for of_rank in reasons for rank, reason in of_rank.items()}:
         details = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failed.items()))
-        raise SaveError(f"{what} could not be written: {details}") from error
+        raise SaveError(f"{action} could not be written: {details}") from error
 
 
 def _reasons(error: BaseException | None) -> dict[int, str]:
@@ -172,11 +172,11 @@ def load_checkpoint(policy: Any, folder: Path) -> bool:
     common = dist_checkpointing.load_common_state_dict(str(folder))
     # A key that an older checkpoint lacks names a feature that its model did not have: it has the default, or is empty.
     saved = {field.name: field.default for field in fields(policy.shape) if field.default is not MISSING}
-    saved, here = saved | common["shape"], _plain_shape(policy)
+    saved, current = saved | common["shape"], _plain_shape(policy)
     if different := {
-        key: (saved.get(key), here.get(key))
-        for key in (saved | here).keys() - {"carried"}  # what exports copy beside the weights
-        if (saved.get(key) or None) != (here.get(key) or None)
+        key: (saved.get(key), current.get(key))
+        for key in (saved | current).keys() - {"carried"}  # what exports copy beside the weights
+        if (saved.get(key) or None) != (current.get(key) or None)
     }:
         raise CheckpointError(f"{folder} holds another model; (saved, present) values: {different}")
     parts = common.get("optimizer_parts")
@@ -186,11 +186,11 @@ def load_checkpoint(policy: Any, folder: Path) -> bool:
             "own layout; only the data- and context-parallel sizes may differ. Checkpoints that are written with "
             "policy.megatron_cfg.dist_ckpt_optim_fully_reshardable: true load on every layout"
         )
-    wanted = _state(policy)
+    state = _state(policy)
     if with_optimizer := "optimizer" in common:
         make_moments(policy.optimizer)
-        wanted |= _optimizer_state(policy, wanted, loading=True, in_parts=parts is not None)
-    state = dist_checkpointing.load(wanted, str(folder))
+        state |= _optimizer_state(policy, state, loading=True, in_parts=parts is not None)
+    state = dist_checkpointing.load(state, str(folder))
     for name, chunk in _chunks(policy):
         chunk.module.load_state_dict(state[name], strict=False)
     if with_optimizer:
@@ -225,8 +225,8 @@ def make_moments(optimizer: Any) -> None:
                     if getattr(adam, "master_weights", False):
                         adam.state[param][MASTER] = param.detach().float()
                     if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-                        there = param.device if group["fused"] else "cpu"
-                        adam.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=there)
+                        device = param.device if group["fused"] else "cpu"
+                        adam.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=device)
     for part in optimizer.chained_optimizers:
         if on_host(part):
             part.optimizer._sync_sub_optimizers_state_to_hdo()
@@ -263,10 +263,10 @@ def _copy_state(part: Any, weight: Any, saved: dict[str, Any]) -> None:
     """Copy the saved state of this rank's part of a weight."""
     group, index = part.model_param_group_index_map[weight]
     param = part.optimizer.param_groups[group]["params"][index]
-    here = part.optimizer.state[param]
-    here.get(MASTER, param).copy_(saved["param"])
+    moments = part.optimizer.state[param]
+    moments.get(MASTER, param).copy_(saved["param"])
     for name in ("exp_avg", "exp_avg_sq"):
-        here[name].copy_(saved[name])
+        moments[name].copy_(saved[name])
 
 
 @torch.no_grad()
@@ -369,14 +369,14 @@ def _whole_state(part: Any, *, empty_data: bool, **_: Any) -> dict[Any, Any]:
     for index, (buffer, by_dtype) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
         ((dtype, ranges),) = by_dtype.items()
         whole = {key: torch.zeros(buffer.numel, dtype=torch.float32, device="cpu") for key in STATE}
-        for bucket, mine in () if empty_data else zip(buffer.buckets, ranges, strict=True):
+        for bucket, ranges_of_rank in () if empty_data else zip(buffer.buckets, ranges, strict=True):
             ranks = part.data_parallel_group.size()
             rows = {
                 key: values[bucket.offset :][: bucket.grad_data.numel()].view(ranks, -1)
                 for key, values in whole.items()
             }
             here = {key: torch.zeros(places.size(1), dtype=torch.float32, device="cpu") for key, places in rows.items()}
-            for weight, there in mine["param_map"].items():
+            for weight, there in ranges_of_rank["param_map"].items():
                 at, tensors = there["gbuf_local"], part._get_main_param_and_optimizer_states(weight)
                 for key, values in here.items():
                     values[at.start : at.end].copy_(tensors[key].detach())
@@ -386,15 +386,15 @@ def _whole_state(part: Any, *, empty_data: bool, **_: Any) -> dict[Any, Any]:
     return state
 
 
-def _gather(here: torch.Tensor, rows: torch.Tensor, group: Any, device: torch.device) -> None:
+def _gather(local: torch.Tensor, rows: torch.Tensor, group: Any, device: torch.device) -> None:
     """Fill `rows` [ranks, n] with `here` [n] of each rank, all on the host, by way of the device."""
     ranks = group.size()
     if ranks == 1:
-        rows[0].copy_(here)
+        rows[0].copy_(local)
         return
     piece = max(1, GATHERED // ranks)
-    for sent, places in zip(here.split(piece), rows.split(piece, dim=1), strict=True):
-        received = torch.empty(places.numel(), dtype=here.dtype, device=device)
+    for sent, places in zip(local.split(piece), rows.split(piece, dim=1), strict=True):
+        received = torch.empty(places.numel(), dtype=local.dtype, device=device)
         torch.distributed.all_gather_into_tensor(received, sent.to(device), group)
         places.copy_(received.view(places.shape))
 

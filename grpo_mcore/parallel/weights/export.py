@@ -284,8 +284,8 @@ class SavedTensors:
             chunks[part.key].append(ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(size)))
         items = [
             item
-            for key, wanted in chunks.items()
-            for item in create_read_items_for_chunk_list(key, self.tensors[key], wanted)
+            for key, count in chunks.items()
+            for item in create_read_items_for_chunk_list(key, self.tensors[key], count)
         ]
         covered = Counter[tuple[str, tuple[int, ...]]]()
         for item in items:

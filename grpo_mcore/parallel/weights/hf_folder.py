@@ -99,25 +99,25 @@ def weight_files(folder: Path) -> list[Path]:
     Raises WeightsError if there is none, if a file that the index names is missing, and if a model.safetensors lies
     beside an index that does not name it: transformers would read the one, and vLLM the other.
     """
-    there = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
-    index, single = folder / INDEX, there.get(SINGLE)
+    files = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+    index, single = folder / INDEX, files.get(SINGLE)
     if index.is_file():
-        named = sorted(set(_read_index(index).values()))
-        if missing := [name for name in named if name not in there]:
+        listed = sorted(set(_read_index(index).values()))
+        if missing := [name for name in listed if name not in files]:
             raise WeightsError(
-                f"policy.model_name: {index} names {len(named)} files, and {len(missing)} of them are missing, such as "
-                f"{missing[0]}; copy or download the model again"
+                f"policy.model_name: {index} names {len(listed)} files, and {len(missing)} of them are missing, such "
+                f"as {missing[0]}; copy or download the model again"
             )
-        if single is not None and SINGLE not in named:
+        if single is not None and SINGLE not in listed:
             raise WeightsError(
-                f"policy.model_name: {folder} holds {SINGLE} and an index of {len(named)} other files; transformers "
+                f"policy.model_name: {folder} holds {SINGLE} and an index of {len(listed)} other files; transformers "
                 "reads the former, vLLM the latter: delete what does not belong to the model"
             )
-        chosen = [there[name] for name in named]
+        chosen = [files[name] for name in listed]
     elif single is not None:
         chosen = [single]
     else:
-        chosen = [path for name, path in there.items() if not name.startswith(NO_WEIGHTS)]
+        chosen = [path for name, path in files.items() if not name.startswith(NO_WEIGHTS)]
     if not chosen:
         others = sorted(path.name for path in folder.iterdir() if path.name.endswith(OTHER_WEIGHTS))
         read_first = "which is not read: save the model with transformers' save_pretrained first"
@@ -127,7 +127,7 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / ADAPTER).is_file():
             hint = " of a model; it is an adapter: merge it into its base model first (peft: merge_and_unload)"
         raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file{hint}")
-    if ignored := [name for name, path in there.items() if path not in chosen]:
+    if ignored := [name for name, path in files.items() if path not in chosen]:
         by = "the index does not name them" if index.is_file() else "they are not the model's"
         log.warning("policy.model_name: %s: not read, since %s: %s", folder, by, ", ".join(ignored))
     return chosen
@@ -273,11 +273,12 @@ def _check_tied(folder: Path, words: str, tensors: Mapping[str, StoredTensor]) -
     reader = SafetensorsFolder(folder) if heads else None
     for name in heads:
         assert reader is not None
-        head, embedding = (reader.where[one].get_slice(one) for one in (name, words))
+        head, embedding = (reader.where[key].get_slice(key) for key in (name, words))
         rows = tensors[name].shape[0]
         step = max(1, CHUNK_BYTES // (4 * tensors[name].shape[1]))
         if tensors[name].shape != tensors[words].shape or any(
-            not torch.equal(head[at : at + step], embedding[at : at + step]) for at in range(0, rows, step)
+            not torch.equal(head[start : start + step], embedding[start : start + step])
+            for start in range(0, rows, step)
         ):
             raise WeightsError(
                 f"policy.model_name: config.json of {folder} says tie_word_embeddings, but {name} differs from "
@@ -315,8 +316,8 @@ class SafetensorsFolder:
     def read(self, name: str, box: Box) -> Tensor:
         if name not in self.where and (stacked := _in_stack(name)) is not None and stacked[0] in self.where:
             return self._read_stacked(*stacked, box)
-        if name not in self.where and (each := EXPERT.fullmatch(name)) and f"{each[1]}.{each[3]}" in self.where:
-            expert, stack = int(each[2]), self.where[f"{each[1]}.{each[3]}"].get_slice(f"{each[1]}.{each[3]}")
+        if name not in self.where and (match := EXPERT.fullmatch(name)) and f"{match[1]}.{match[3]}" in self.where:
+            expert, stack = int(match[2]), self.where[f"{match[1]}.{match[3]}"].get_slice(f"{match[1]}.{match[3]}")
             return _transposed(stack[(slice(expert, expert + 1), *reversed(index_of(box)))][0])
         if name not in self.where:
             raise WeightsError(f"{self.folder} lacks the tensor {name}; it has {len(self.where)} others")
@@ -372,8 +373,8 @@ class HfFolderWriter:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in source.iterdir():
-            own = path.name.endswith(NOT_COPIED) or path.name in TOKENIZER_FILES or path.name == ADAPTER
-            if path.is_file() and not own:
+            is_written = path.name.endswith(NOT_COPIED) or path.name in TOKENIZER_FILES or path.name == ADAPTER
+            if path.is_file() and not is_written:
                 shutil.copyfile(path, self.folder / path.name)  # without its mode: some are changed afterwards
         _write_config(self.folder / "config.json", self.dtype, overrides)
         of_model = tokenizer is None or Path(tokenizer) == source
@@ -476,10 +477,10 @@ def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) 
     config = with_overrides(json.loads(path.read_text(encoding="utf-8")), overrides)
     parts = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict))]
     for part in parts:
-        there = [key for key in ("dtype", "torch_dtype") if key in part]
-        part |= dict.fromkeys(there or (["dtype"] if part is config else []), str(dtype).removeprefix("torch."))
-    places = [str(place) for place in (config.get("auto_map") or {}).values()]
-    if any(not path.with_name(place.partition(".")[0] + ".py").is_file() for place in places if "--" not in place):
+        keys = [key for key in ("dtype", "torch_dtype") if key in part]
+        part |= dict.fromkeys(keys or (["dtype"] if part is config else []), str(dtype).removeprefix("torch."))
+    modules = [str(name).partition(".")[0] for name in (config.get("auto_map") or {}).values() if "--" not in str(name)]
+    if any(not path.with_name(f"{module}.py").is_file() for module in modules):
         del config["auto_map"]  # whoever trusts the model's own code would look for it here
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -522,8 +523,8 @@ def copy_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    own = name is None or Path(name) == source
-    if own and not any((source / file).is_file() for file in TOKENIZER_FILES):
+    is_of_model = name is None or Path(name) == source
+    if is_of_model and not any((source / file).is_file() for file in TOKENIZER_FILES):
         return None  # a model without a tokenizer, as tests have
     try:
         loaded = AutoTokenizer.from_pretrained(source if name is None else name, trust_remote_code=False)
@@ -542,8 +543,8 @@ def copy_tokenizer(
                 shutil.copyfile(template, folder / path.name / template.name)
     settings = folder / "tokenizer_config.json"
     if tokenizer is not loaded and settings.is_file():
-        named = json.loads(settings.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        settings.write_text(json.dumps(named, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        changed = json.loads(settings.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        settings.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if chat_template is not None:
         try:
             is_text = "{" in chat_template
@@ -599,10 +600,10 @@ def _nbytes(tensor: HfTensor, dtype: torch.dtype) -> int:
 
 def _header(tensors: list[HfTensor], dtype: torch.dtype) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """Return the safetensors header, padded to 8 bytes, and the byte range of each tensor after it."""
-    ranges, at = {}, 0
+    ranges, offset = {}, 0
     for tensor in tensors:
-        ranges[tensor.name] = (at, at + _nbytes(tensor, dtype))
-        at = ranges[tensor.name][1]
+        ranges[tensor.name] = (offset, offset + _nbytes(tensor, dtype))
+        offset = ranges[tensor.name][1]
     entries = {
         t.name: {
             "dtype": SAFETENSORS_NAMES[_dtype_of(t, dtype)],

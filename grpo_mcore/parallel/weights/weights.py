@@ -39,23 +39,23 @@ class ShardedWeights:
     """This rank's parameters, each with the Hugging Face slices that it holds."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: PolicyLayout, here: Coordinates
+        self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: PolicyLayout, coordinates: Coordinates
     ) -> None:
         """`chunks`: this rank's model chunks, one unless the pipeline is interleaved."""
-        self.shape, self.layout, self.here = shape, layout, here
+        self.shape, self.layout, self.here = shape, layout, coordinates
         self.local: list[tuple[Param, Tensor]] = []
         self.names: list[str] = []  # names of the parameters in `local`, as the refit plan uses them
         self.additions: dict[str, Callable[[], Tensor]] = {}  # by parameter name: what its adapter adds to its values
         self.adapters: dict[str, Callable[[], Tensor]] = {}  # by name: the parts of adapters, the scale in `up`
         for index, chunk in enumerate(chunks):
-            named, buffers = dict(chunk.named_parameters()), dict(chunk.named_buffers())
+            weights, buffers = dict(chunk.named_parameters()), dict(chunk.named_buffers())
             for param in params_of(shape):
                 name = self._local_name(param, chunk)
-                tensor = (buffers if param.buffer else named).pop(name, None)
+                tensor = (buffers if param.buffer else weights).pop(name, None)
                 if name is not None and tensor is not None:
                     self.local.append((param, tensor))
                     self.names.append(f"{index}:{name}" if len(chunks) > 1 else name)
-            assert not named, f"parameters that the {shape.family} family does not declare: {sorted(named)}"
+            assert not weights, f"parameters that the {shape.family} family does not declare: {sorted(weights)}"
         for param, tensor in self.local:
             # Megatron-Core marks shards only when it initialises them. Without the mark the gradient norm treats them
             # as copies and counts only those of tensor-parallel rank 0.
@@ -71,7 +71,7 @@ class ShardedWeights:
         if param.stage is not Stage.LAYER:
             return param.megatron
         layers = chunk.decoder.layers
-        at = param.layer - (layers[0].layer_number - 1) if layers else -1
+        layer = param.layer - (layers[0].layer_number - 1) if layers else -1
         expert = None
         if param.expert is not None:
             index, count = param.expert
@@ -79,7 +79,7 @@ class ShardedWeights:
             if index // on_rank != self.here.expert:
                 return None
             expert = index % on_rank
-        return param.megatron.format(layer=at, expert=expert) if 0 <= at < len(layers) else None
+        return param.megatron.format(layer=layer, expert=expert) if 0 <= layer < len(layers) else None
 
     def split(self, param: Param) -> tuple[int, int]:
         """Return (rank, size) of the dimension that the parameter is split over."""
@@ -127,14 +127,14 @@ class ShardedWeights:
         reader = SafetensorsFolder(Path(folder))
         for _, tensor in self.local:
             tensor.zero_()  # vocabulary padding stays zero
-        done, whole, said = 0, sum(tensor.nbytes for _, tensor in self.local), time.monotonic()
+        done, whole, reported_at = 0, sum(tensor.nbytes for _, tensor in self.local), time.monotonic()
         for name, box, view in self.slices(owned_only=False):
             view.copy_(reader.read(name, box))
             if not all_finite([view]):
                 raise WeightsError(f"policy.model_name: {folder}: {name} holds NaN or infinite values")
             done += view.nbytes
-            if time.monotonic() - said >= NOTE_S:
-                said = time.monotonic()
+            if time.monotonic() - reported_at >= NOTE_S:
+                reported_at = time.monotonic()
                 log.info("weights: %.1f of %.1f GB", done / 1e9, whole / 1e9)
 
     def export_hf(

@@ -67,11 +67,11 @@ class EngineAdapters:
     ) -> None:
         """Take the slice `box` of an adapter's tensor. `summed`: dtype of the checksum; None: no checksum."""
         name = name.removeprefix(WHOLE)
-        place = self._staged[name][tuple(slice(*span) for span in box)]
-        place.copy_(values)
-        self._expected[name] -= place.numel()
+        target = self._staged[name][tuple(slice(*span) for span in box)]
+        target.copy_(values)
+        self._expected[name] -= target.numel()
         if summed is not None:
-            self.sums[key] = checksum(place, summed)
+            self.sums[key] = checksum(target, summed)
 
     def mark_done(self) -> None:
         """Nothing views the buffer."""

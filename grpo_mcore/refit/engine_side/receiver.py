@@ -54,13 +54,13 @@ class RefitReceiver:
             board.finished(index)
             while index < part.buckets:
                 board.wait(board.readers, index - 1, f"take bucket {index - 2}")
-                began = time.perf_counter()
+                started_at = time.perf_counter()
                 try:
                     self._network.exchange((), places_of(part.arrivals[index], part, index, self._mapped))
                 except RuntimeError as error:
                     raise RefitError(f"node {self._node}: receiving bucket {index} failed: {error}") from error
                 self._mapped.buffer.synchronize()
-                seconds += time.perf_counter() - began
+                seconds += time.perf_counter() - started_at
                 index = following[index + 1]
                 board.finished(index)
         except Exception as error:
@@ -68,7 +68,7 @@ class RefitReceiver:
             self._network.close(failed=True)
             self._network = None
             raise
-        return {"bytes": sum(one.nbytes for arrivals in part.arrivals for one in arrivals), "seconds": seconds}
+        return {"bytes": sum(arrival.nbytes for arrivals in part.arrivals for arrival in arrivals), "seconds": seconds}
 
     def close_receiver(self) -> None:
         """Leave the network and free the buffer. Idempotent."""

@@ -159,7 +159,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         self._taken = index
 
     def _receive(self, index: int) -> None:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         assert self._part is not None and self._mapped is not None and self._weights is not None
         assert self._init is not None
         self._mapped.buffer.synchronize()
@@ -175,14 +175,14 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
                 raise RefitError(f"putting a slice of bucket {index} into {load.param} failed: {error}") from error
         self._weights.mark_done()
         self._mapped.buffer.synchronize()
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - started_at
 
     def finish_weight_update(self) -> None:
         """The commit. Raises RefitError when something has not arrived. After `abort` it only ends the session."""
         if self._weights is None:
             self.in_session = False
             return
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         assert self._part is not None
         if self._taken < (buckets := len(self._part.loads)):
             raise RefitError(f"only {self._taken} of {buckets} buckets have arrived")
@@ -196,7 +196,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             self._load_wholes(self._weights)
         self._committed, self.in_session = True, False
         self.refits += 1
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - started_at
 
     def _load_wholes(self, weights: EngineWeights) -> None:
         """Load the tensors that slices cannot express with vLLM's own loading."""

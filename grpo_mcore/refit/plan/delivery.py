@@ -14,8 +14,8 @@ def engine_ranks(plan: RefitPlan) -> int:
 
 def bytes_to(plan: RefitPlan, ranks: Iterable[int]) -> int:
     """Return the bytes of all blocks that at least one of these engine ranks reads."""
-    wanted = frozenset(ranks)
-    return sum(block.nbytes for block in plan.blocks() if any(read.rank in wanted for read in block.reads))
+    members = frozenset(ranks)
+    return sum(block.nbytes for block in plan.blocks() if any(read.rank in members for read in block.reads))
 
 
 def readers_by_node(engines: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
@@ -26,11 +26,11 @@ def readers_by_node(engines: Sequence[Sequence[int]], ranks: int) -> list[list[i
     """
     readers: dict[int, set[int]] = {}
     for nodes in engines:
-        each, rest = divmod(ranks, len(nodes))
+        count, rest = divmod(ranks, len(nodes))
         if rest:
             raise RefitError(f"the {ranks} ranks of an engine do not divide over its {len(nodes)} nodes")
-        for place, node in enumerate(nodes):
-            readers.setdefault(node, set()).update(range(place * each, (place + 1) * each))
+        for index, node in enumerate(nodes):
+            readers.setdefault(node, set()).update(range(index * count, (index + 1) * count))
     if sorted(readers) != list(range(len(readers))):
         raise RefitError(f"the nodes with engines must be numbered 0, 1, 2, ..., not {sorted(readers)}")
     return [sorted(readers[node]) for node in range(len(readers))]

@@ -57,11 +57,11 @@ class Overview:
     ) -> Overview:
         """Plan a refit. `params`: instead of the family's own. `node_of_rank`: if policy and engines share nodes.
         Raises RefitError, LayoutError."""
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         params = params_of(shape) if params is None else params
         nbytes, times = int(buffer_gb * GIB), nodes // engine.nodes
         plan = plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=nbytes, deliveries=times)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started_at
         tensors = {
             tensor.name: tensor.numel * DTYPE_BYTES[wire_dtype(param, dtype)]
             for param in params
@@ -93,8 +93,8 @@ class Overview:
                 row[read.rank] += block.nbytes
         for routes, row in together.values():
             for node, sender in routes:
-                here = self.readers[node]
-                nbytes[sender, node // self.engine.nodes, here] += row[here]
+                readers = self.readers[node]
+                nbytes[sender, node // self.engine.nodes, readers] += row[readers]
         return nbytes
 
     def sent(self) -> np.ndarray:

@@ -177,8 +177,8 @@ def parts_of(
     arrivals = routes.rows("arrivals", {member: routes.reaching[member] for member in receivers}, _arrival)
 
     def part(member: int) -> bytes:
-        own = {"to": list(routes.brought[member].items()), "senders": list(routes.awaited[member].items())}
-        return _packed(head | own) + fills.get(member, b"") + arrivals.get(member, b"")
+        routes_of_member = {"to": list(routes.brought[member].items()), "senders": list(routes.awaited[member].items())}
+        return _packed(head | routes_of_member) + fills.get(member, b"") + arrivals.get(member, b"")
 
     return RefitParts(
         tuple(map(part, range(ranks))),

@@ -316,16 +316,16 @@ def _templates(param: Param, shape: ModelShape, trainer: PolicyLayout, engine: E
     for part in range(trainer.split(param)):
         slices: list[tuple[int, int, Box, Box]] = []
         held: set[Box] = set()
-        for reader, wanted in enumerate(needed):
+        for reader, boxes in enumerate(needed):
             copies: dict[int, list[tuple[Box, Box]]] = {}
             for piece in trainer.pieces(param, shape, part):
-                for name, place in wanted:
-                    overlap = _overlap(piece.hf_box, place.hf_box) if piece.hf == place.hf else None
+                for name, box in boxes:
+                    overlap = _overlap(piece.hf_box, box.hf_box) if piece.hf == box.hf else None
                     if overlap is None:
                         continue
                     source = _moved(overlap, piece.hf_box, piece.local_box)
                     target = _moved(
-                        overlap, place.hf_box, place.local_box[len(expert) if name == param.engine else 0 :]
+                        overlap, box.hf_box, box.local_box[len(expert) if name == param.engine else 0 :]
                     )
                     copies.setdefault(names.index(name), []).append((source, target))
                     held.add(source)
@@ -335,8 +335,8 @@ def _templates(param: Param, shape: ModelShape, trainer: PolicyLayout, engine: E
         if sum(map(_volume, held)) != _volume(_around(held)):
             raise RefitError(f"the engines do not read all that policy slice {part} of {param.megatron!r} holds")
         parts.append(_cells(slices))
-    for reader, wanted in enumerate(needed):
-        if got[reader] != sum(_volume(piece.hf_box) for _, piece in wanted):
+    for reader, boxes in enumerate(needed):
+        if got[reader] != sum(_volume(piece.hf_box) for _, piece in boxes):
             tensors = ", ".join(tensor.name for tensor in param.hf)
             raise RefitError(f"the policy ranks do not hold each element of {tensors} exactly once")
     return parts
@@ -523,21 +523,21 @@ def _merged(copies: list[tuple[Box, Box]]) -> list[tuple[Box, Box]]:
     return copies
 
 
-def _joined(one: tuple[Box, Box], other: tuple[Box, Box]) -> tuple[Box, Box] | None:
+def _joined(first: tuple[Box, Box], other: tuple[Box, Box]) -> tuple[Box, Box] | None:
     """Return two copies as one if they touch along one dimension on both sides, else None."""
-    dims = range(len(one[0]))
-    differ = [d for d in dims if one[0][d] != other[0][d] or one[1][d] != other[1][d]]
+    dims = range(len(first[0]))
+    differ = [d for d in dims if first[0][d] != other[0][d] or first[1][d] != other[1][d]]
     if len(differ) != 1:
         return None
     (d,) = differ
-    if any(a[d][1] != b[d][0] for a, b in zip(one, other, strict=True)):
+    if any(a[d][1] != b[d][0] for a, b in zip(first, other, strict=True)):
         return None
-    source, target = ((*a[:d], (a[d][0], b[d][1]), *a[d + 1 :]) for a, b in zip(one, other, strict=True))
+    source, target = ((*a[:d], (a[d][0], b[d][1]), *a[d + 1 :]) for a, b in zip(first, other, strict=True))
     return source, target
 
 
-def _overlap(one: Box, other: Box) -> Box | None:
-    overlap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+def _overlap(first: Box, other: Box) -> Box | None:
+    overlap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, other, strict=True))
     return overlap if all(start < stop for start, stop in overlap) else None
 
 

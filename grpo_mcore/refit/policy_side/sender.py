@@ -166,17 +166,17 @@ class RefitSender:
         """Copy this rank's blocks of one bucket into the buffer of its node and send them to the other nodes. Returns
         {bytes, seconds, sums}, as `send_refit`."""
         assert self._part is not None
-        began, nbytes = time.perf_counter(), 0
+        started_at, nbytes = time.perf_counter(), 0
         sums: BlockSums = {}
         blocks = [(fill, self._values(fill)) for fill in self._part.fills[index]]
         for fill, values in blocks:
             if self._mapped is not None and self._here in fill.to:
                 try:
-                    place = block_view(self._mapped.buffer, self._part, index, fill)
-                    place.copy_(as_engine_holds(values, fill), non_blocking=True)
+                    target = block_view(self._mapped.buffer, self._part, index, fill)
+                    target.copy_(as_engine_holds(values, fill), non_blocking=True)
                 except Exception as error:
-                    what = f"filling bucket {index} with {fill.param!r} {fill.box}"
-                    raise RefitError(f"policy rank {self._rank}: {what} failed: {error}") from error
+                    action = f"filling bucket {index} with {fill.param!r} {fill.box}"
+                    raise RefitError(f"policy rank {self._rank}: {action} failed: {error}") from error
             nbytes += fill.nbytes
             if is_checked(verify, version, index, fill.number):
                 held = as_engine_holds(values, fill).to(getattr(torch, fill.dtype))
@@ -185,7 +185,7 @@ class RefitSender:
             self._exchange(index, blocks)
         if self._mapped is not None:
             self._mapped.buffer.synchronize()
-        return {"bytes": nbytes, "seconds": time.perf_counter() - began, "sums": sums}
+        return {"bytes": nbytes, "seconds": time.perf_counter() - started_at, "sums": sums}
 
     def _exchange(self, index: int, blocks: list[tuple[Fill, Tensor]]) -> None:
         """Send this rank's blocks of one bucket to the other nodes, and receive those for this node."""

@@ -57,19 +57,19 @@ class Board:
             )
         self._session, self._seat, self._timeout_s = seat.session, seat.seat, seat.timeout_s
         self.writers, self.readers = range(seat.writers), range(seat.writers, seat.writers + seat.readers)
-        mine = self._seats[seat.seat : seat.seat + 1]
-        mine["session"] = 0
-        mine["progress"], mine["pid"], mine["started"] = 0, os.getpid(), psutil.Process().create_time()
-        mine["name"], mine["error"] = name.encode()[:96], b""
-        mine["session"] = seat.session
+        row = self._seats[seat.seat : seat.seat + 1]
+        row["session"] = 0
+        row["progress"], row["pid"], row["started"] = 0, os.getpid(), psutil.Process().create_time()
+        row["name"], row["error"] = name.encode()[:96], b""
+        row["session"] = seat.session
 
     def finished(self, bucket: int) -> None:
         """Announce that this process has nothing more to do in buckets below `bucket`."""
         self._seats["progress"][self._seat] = bucket
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Announce that this process leaves the refit: its own waiting and that of all others ends."""
-        self._seats["error"][self._seat] = why.encode()[:896]
+        self._seats["error"][self._seat] = reason.encode()[:896]
         self._seats["progress"][self._seat] = FAILED
 
     def wait(self, seats: Iterable[int], bucket: int, what: str) -> None:
@@ -82,20 +82,20 @@ class Board:
         deadline = time.monotonic() + self._timeout_s
         look, pause = time.monotonic() + ALIVE_S, SHORTEST_S
         while True:
-            here = self._seats["session"][everyone] == self._session
+            arrived = self._seats["session"][everyone] == self._session
             progress = self._seats["progress"][everyone]
-            if (failed := np.flatnonzero(here & (progress == FAILED))).size:
+            if (failed := np.flatnonzero(arrived & (progress == FAILED))).size:
                 who = self._seats[int(failed[0])]
                 raise RefitError(f"{who['name'].decode()} left the refit: {who['error'].decode(errors='replace')}")
-            late = waited[~(here[waited] & (progress[waited] >= bucket))]
+            late = waited[~(arrived[waited] & (progress[waited] >= bucket))]
             if not late.size:
                 return
             if (now := time.monotonic()) > look:
                 look = now + ALIVE_S
-                if dead := [seat for seat in late if here[seat] and not self._alive(int(seat))]:
+                if dead := [seat for seat in late if arrived[seat] and not self._alive(int(seat))]:
                     raise RefitError(f"{self._name(dead[0])} has died; it was to {what}")
             if now > deadline:
-                names = ", ".join(self._name(seat) if here[seat] else f"seat {seat} (not taken)" for seat in late)
+                names = ", ".join(self._name(seat) if arrived[seat] else f"seat {seat} (not taken)" for seat in late)
                 raise RefitError(f"waited {self._timeout_s:g} s for {names} to {what}")
             time.sleep(pause)
             pause = min(LONGEST_S, pause * 1.5)

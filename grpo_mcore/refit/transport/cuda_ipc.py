@@ -47,8 +47,8 @@ class CudaIpcBuffer:
 
     @classmethod
     def attach(cls, description: dict[str, Any]) -> CudaIpcBuffer:
-        if (own := cls._created.get(description["id"])) is not None:
-            return cls(own.flat, description)
+        if (tensor := cls._created.get(description["id"])) is not None:
+            return cls(tensor.flat, description)
         visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
         if description["gpu"] not in visible:
             raise RefitError(
@@ -62,8 +62,8 @@ class CudaIpcBuffer:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.flat.device)
-        if (here := torch.cuda.current_device()) != self.flat.device.index:
-            torch.cuda.synchronize(here)  # copies from another GPU run on that GPU's stream
+        if (device := torch.cuda.current_device()) != self.flat.device.index:
+            torch.cuda.synchronize(device)  # copies from another GPU run on that GPU's stream
 
     def close(self) -> None:
         self.flat = torch.empty(0, dtype=torch.uint8)

@@ -65,12 +65,12 @@ class Network:
         messages are on a GPU."""
         group = self.join()
         landed = [
-            (place if place.device.type == self.device.type else torch.empty_like(place, device=self.device), member)
-            for place, member in received
+            (target if target.device.type == self.device.type else torch.empty_like(target, device=self.device), member)
+            for target, member in received
         ]
         work: list[Any] = []
         try:
-            for is_send, index in call_order(self._member, [to for _, to in sent], [one for _, one in received]):
+            for is_send, index in call_order(self._member, [to for _, to in sent], [sender for _, sender in received]):
                 tensor, other = sent[index] if is_send else landed[index]
                 work.append((group.send if is_send else group.recv)([tensor], other, 0))
             for number in range(len(work)):
@@ -78,9 +78,9 @@ class Network:
                 work[number].wait() if self.device.type == "cpu" else work[number].wait(self._timeout)
         finally:  # an error's traceback must not keep the group alive: only its end disconnects the others
             del group, work
-        for (place, _), (tensor, _) in zip(received, landed, strict=True):
-            if place is not tensor:
-                place.copy_(tensor)
+        for (target, _), (tensor, _) in zip(received, landed, strict=True):
+            if target is not tensor:
+                target.copy_(tensor)
 
     def message(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a slice as bytes on the network's device. Does not copy values that already are contiguous, in
@@ -114,8 +114,8 @@ class Network:
         members = self.description["members"]
         if self.description["kind"] == "gloo":
             options = ProcessGroupGloo._Options()
-            here = address_towards(self.description["host"])  # by default Gloo listens at the machine's own name
-            options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=here)], self._timeout
+            host = address_towards(self.description["host"])  # by default Gloo listens at the machine's own name
+            options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=host)], self._timeout
             return ProcessGroupGloo(store, self._member, members, options)
         from torch.distributed import ProcessGroupNCCL  # only in torch for CUDA
 
