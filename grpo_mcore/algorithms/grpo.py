@@ -40,6 +40,7 @@ from grpo_mcore.driver.record.followed_run import FollowedRun
 from grpo_mcore.driver.record.run_report import Compare
 from grpo_mcore.driver.record.sample_writer import SampleSink
 from grpo_mcore.driver.run.loop_parts import open_parts
+from grpo_mcore.driver.run.run import Run
 from grpo_mcore.observe import Logger, Timeline
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
@@ -91,10 +92,11 @@ def grpo_train(
     """
     refuse_processor(processor)
     config, engines, stop = master_config, policy_generation, stop or StopRequest()
-    with open_parts(
-        policy, engines, dataloader, val_dataloader, tokenizer, task_to_env, val_task_to_env, logger, checkpointer,
-        grpo_save_state, config, stop, compare, follow,
-    ) as parts:  # fmt: skip
+    run = Run(
+        policy, engines, dataloader, val_dataloader, tokenizer, loss_fn, task_to_env, val_task_to_env, logger,
+        checkpointer, grpo_save_state, config,
+    )  # fmt: skip
+    with open_parts(run, stop, compare, follow) as parts:
         schedule, record, rollouts, clock = parts.schedule, parts.record, parts.rollouts, parts.clock
         while True:
             parts.between_commands()

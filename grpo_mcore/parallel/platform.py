@@ -74,7 +74,7 @@ class Platform:
 
     @classmethod
     def detect(cls, choice: PlatformChoice = "auto") -> Platform:
-        """Return this process's platform. `wanted`: cluster.platform. Raises PlatformError if it is gpu and there is
+        """Return this process's platform. `choice`: cluster.platform. Raises PlatformError if it is gpu and there is
         none, and for a broken TransformerEngine."""
         if choice == "cpu" or not torch.cuda.is_available():
             if choice == "gpu":

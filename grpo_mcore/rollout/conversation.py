@@ -64,8 +64,8 @@ class Conversation:
         return True
 
     def next_request(self, answer: Turn, seed: int, limits: TurnLimits) -> GenerationRequest | None:
-        """Return the request for the next turn, after the environment's message `said`. None if the context has no room
-        for it: the sample is then over, and truncated."""
+        """Return the request for the next turn, after the environment's message `answer`. None if the context has no
+        room for it: the sample is then over, and truncated."""
         sample = self.sample
         assert sample is not None and not self.over
         if sample.length + len(answer) >= limits.max_model_len:

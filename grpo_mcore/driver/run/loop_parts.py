@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.driver.checkpoints.background import BackgroundCheckpoints
-from grpo_mcore.driver.checkpoints.checkpoint_files import GRPOSaveState
-from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from grpo_mcore.driver.checkpoints.group_store import write_groups
-from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.engines.retries import Retries
 from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
 from grpo_mcore.driver.policy.refit_parity import sampled_parity
 from grpo_mcore.driver.policy.refit_step import refit_engines
 from grpo_mcore.driver.record.followed_run import FollowedRun
@@ -32,8 +27,8 @@ from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.driver.rollouts.scoring import as_workers
 from grpo_mcore.driver.rollouts.validation import Validation, run_validation
 from grpo_mcore.driver.run.resume import resume_in_flight
-from grpo_mcore.observe import Logger, Timeline
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.driver.run.run import Run
+from grpo_mcore.observe import Timeline
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout.schedule import Schedule
 from grpo_mcore.step.step_groups import StepGroups
@@ -65,29 +60,19 @@ class LoopParts:
 
 @contextmanager
 def open_parts(
-    policy: PolicyGroup,
-    engines: EngineGroup,
-    dataloader: Any,
-    val_dataloader: Any,
-    tokenizer: Any,
-    task_to_env: Mapping[str, Any],
-    val_task_to_env: Mapping[str, Any] | None,
-    logger: Logger,
-    checkpointer: CheckpointManager,
-    save_state: GRPOSaveState,
-    config: MasterConfig,
-    stop: StopRequest,
-    compare: Compare | None,
-    follow: FollowedRun | None,
+    run: Run, stop: StopRequest, compare: Compare | None, follow: FollowedRun | None
 ) -> Iterator[LoopParts]:
     """Make the parts, and bring a resumed run to where its checkpoint left off. While the context is open, rollouts go
     on whenever the driver waits for the policy's ranks, and the run hears requests to stop."""
-    position, cluster = checkpointer.position(), policy.cluster
-    schedule = start_schedule(config, save_state, validates=val_dataloader is not None)
+    config, policy, engines, tokenizer = run.master_config, run.policy, run.policy_generation, run.tokenizer
+    position, cluster, logger = run.checkpointer.position(), policy.cluster, run.logger
+    schedule = start_schedule(config, run.grpo_save_state, validates=run.val_dataloader is not None)
     report = RunReport(logger, config, schedule, policy, engines, tokenizer, compare)
     clock = Timeline(cluster.clock.now, report.span)
-    ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
-    record = start_record(config, schedule, save_state, dataloader, ledger_folder, report, position, follow)
+    ledger_folder = run.checkpointer.folder if config.checkpointing.enabled else logger.log_dir
+    record = start_record(
+        config, schedule, run.grpo_save_state, run.dataloader, ledger_folder, report, position, follow
+    )
     refit = partial(
         refit_engines, policy, engines, config, record.restarted, sampled=sampled_parity(config, cluster.clock)
     )
@@ -97,14 +82,14 @@ def open_parts(
     )  # fmt: skip
     rollouts: Rollouts | RecordedRollouts
     if follow is None:
-        rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, replace(hooks, phase=clock.phase))
+        rollouts = make_rollouts(run, record, replace(hooks, phase=clock.phase))
     else:
         rollouts = RecordedRollouts(follow, cluster.store, stop)
     generations, sampling = config.grpo.num_generations_per_prompt, sampling_of(config.policy.generation, tokenizer)
     groups = StepGroups(config)
     profile = StepProfile(policy, engines, Path(logger.log_dir, "profile"), config.logger.profile_steps)
     checkpoints = BackgroundCheckpoints(
-        checkpointer, policy, config, on_saved=record.saved, on_failure=record.not_saved
+        run.checkpointer, policy, config, on_saved=record.saved, on_failure=record.not_saved
     )
 
     def generate(batch: Sequence[DatumSpec]) -> None:
@@ -117,10 +102,10 @@ def open_parts(
 
     def validate(step: int) -> Validation | None:
         recorded = None if follow is None else RecordedValidation(follow, cluster.store, stop, step)
-        workers = as_workers(val_task_to_env or {}, engines.cluster, config.cluster.platform)
+        workers = as_workers(run.val_task_to_env or {}, engines.cluster, config.cluster.platform)
         return stop.interruptible(
             lambda: run_validation(
-                engines, val_dataloader, workers, config, tokenizer=tokenizer, hooks=hooks, rollouts=recorded
+                engines, run.val_dataloader, workers, config, tokenizer=tokenizer, hooks=hooks, rollouts=recorded
             )
         )
 
@@ -153,20 +138,14 @@ def open_parts(
         )
 
 
-def make_rollouts(
-    config: MasterConfig,
-    engines: EngineGroup,
-    task_to_env: Mapping[str, Any],
-    tokenizer: Any,
-    record: RunRecord,
-    hooks: RolloutHooks,
-) -> Rollouts:
-    """Build the rollouts of a run, which report to its record. `hooks`: those that do not."""
+def make_rollouts(run: Run, record: RunRecord, hooks: RolloutHooks) -> Rollouts:
+    """Build the rollouts of a run, which report to its record. `hooks`: functions that do not."""
+    config, engines = run.master_config, run.policy_generation
     ahead, generation = config.grpo.async_grpo, config.policy.generation
     return Rollouts(
         engines,
-        as_workers(task_to_env, engines.cluster, config.cluster.platform),
-        tokenizer,
+        as_workers(run.task_to_env, engines.cluster, config.cluster.platform),
+        run.tokenizer,
         turn_limits(config),
         seed=config.grpo.seed,
         retries=Retries(

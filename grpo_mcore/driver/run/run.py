@@ -202,8 +202,8 @@ class Run:
     val_dataloader: Any
     tokenizer: Any
     loss_fn: LossFn
-    task_to_env: Mapping[str, EnvironmentWorker]
-    val_task_to_env: Mapping[str, EnvironmentWorker]
+    task_to_env: Mapping[str, Any]
+    val_task_to_env: Mapping[str, Any] | None
     logger: Logger
     checkpointer: CheckpointManager
     grpo_save_state: GRPOSaveState
@@ -304,7 +304,7 @@ def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dic
         console, step = RunConsole(kept=run.logger.console), run.grpo_save_state["current_step"]
         refit_engines(run.policy, run.policy_generation, config)
         validation = run_validation(
-            run.policy_generation, run.val_dataloader, run.val_task_to_env, config, tokenizer=run.tokenizer
+            run.policy_generation, run.val_dataloader, run.val_task_to_env or {}, config, tokenizer=run.tokenizer
         )
         samples = SampleWriter(config.logger, run.logger.log_dir, run.policy.cluster, run.tokenizer)
         samples.validated(step, validation.groups)

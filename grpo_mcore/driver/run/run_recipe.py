@@ -71,7 +71,7 @@ def resumed(folder: Path, changes: Sequence[Change]) -> str:
 
 
 def table_of(title: str, changes: Sequence[Change], source: str) -> str:
-    """Return the lines that list values of the recipe, under `what`. `source`: whose the old ones are."""
+    """Return the lines that list changed values of the recipe. `source`: heading of the column of old values."""
     rows = [("key", source, "now, takes effect"), *((change.key, change.saved, change.new) for change in changes)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     table = (f"  {key:<{widths[0]}}  {saved:<{widths[1]}}  {new}" for key, saved, new in rows)

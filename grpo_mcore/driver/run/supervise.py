@@ -143,8 +143,8 @@ def _run(
 
 def _end_orphans(children: Collection[psutil.Process]) -> None:
     """Kill the processes that a killed run has left behind: they have become children of this one, in addition to its
-    `own`. Those that clean up are only waited for: the reaper of Ray ends when it has ended Ray and removed its files,
-    Python's resource trackers when they have removed the shared memory of the killed processes."""
+    `children`. Those that clean up are only waited for: the reaper of Ray ends when it has ended Ray and removed its
+    files, Python's resource trackers when they have removed the shared memory of the killed processes."""
     orphans = [process for process in processes.descendants() if process not in children]
     processes.end([process for process in orphans if not _cleans_up(process)], grace_s=0)
     processes.wait(orphans, REAPER_S)

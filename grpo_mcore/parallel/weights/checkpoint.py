@@ -387,7 +387,7 @@ def _whole_state(part: Any, *, empty_data: bool, **_: Any) -> dict[Any, Any]:
 
 
 def _gather(local: torch.Tensor, rows: torch.Tensor, group: Any, device: torch.device) -> None:
-    """Fill `rows` [ranks, n] with `here` [n] of each rank, all on the host, by way of the device."""
+    """Fill `rows` [ranks, n] with `local` [n] of each rank, all on the host, by way of the device."""
     ranks = group.size()
     if ranks == 1:
         rows[0].copy_(local)
