@@ -88,8 +88,8 @@ def validate(
 
 @dataclass(frozen=True)
 class DPOStep:
-    """A batch of pairs as the ranks get it. `pairs`: with copies, if they are fewer than the ranks; `groups`: the two
-    answers of each pair of the batch."""
+    """A batch of pairs as the ranks get it. `pairs`: the pairs, with copies if they are fewer than the ranks; `groups`:
+    the two answers of each pair of the batch."""
 
     pairs: list[DatumSpec]
     ranks: tuple[RankStep, ...]

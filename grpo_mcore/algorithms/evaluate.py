@@ -94,7 +94,8 @@ def _line(sample: Sample) -> str:
 
 def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) -> set[str]:
     """Sample and score what `log` lacks of the model policy.model_name, or has without a reward. Return the uids of the
-    prompts, of which an older log may have more. `name`: of the model in `log`; `logs`: folder of the workers' logs.
+    prompts, of which an older log may have more. `name`: name of the model in `log`; `logs`: folder of the workers'
+    logs.
 
     Raises what `prepare` raises, and EvalError if the log has samples of a prompt that is another one now.
     """

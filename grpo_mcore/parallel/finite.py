@@ -42,8 +42,8 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _extremes(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
-    """Return values that are all finite if all elements are. `kind`: of the tensors' device. On the CPU the norm takes
-    six times as long as least and greatest element; elsewhere it is few kernels for all tensors."""
+    """Return values that are all finite if all elements are. `kind`: type of the tensors' device. On the CPU the norm
+    takes six times as long as least and greatest element; elsewhere it is few kernels for all tensors."""
     if kind == "cpu":
         return [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
     return list(torch._foreach_norm(tensors, math.inf))

@@ -201,7 +201,7 @@ class Policy:
 
     def logprobs(self, batches: Sequence[PackedBatch], *, dropout: bool = False) -> list[Tensor] | None:
         """Return each trained token's log-prob under the current weights: one float32 [1, T] per micro-batch.
-        `dropout`: with the adapters' dropout of this step, as in `train_step`.
+        `dropout`: apply the adapters' dropout of this step, as in `train_step`.
 
         The tensors are on this device. Element t belongs to token t; tokens that are not trained on have 0.
         Returns None except on the last stage.
@@ -221,7 +221,7 @@ class Policy:
 
     def load_teacher_head(self, folder: str | Path) -> None:
         """Load the rows of a teacher's output layer for the tokens of this rank, for a loss over whole distributions.
-        `folder`: of the teacher, a Hugging Face folder. Only the last stage holds them."""
+        `folder`: the teacher's Hugging Face folder. Only the last stage holds them."""
         from grpo_mcore.parallel.weights.hf_folder import SafetensorsFolder
 
         if not self.is_last_stage:
@@ -354,9 +354,9 @@ class Policy:
     ) -> list[Any]:
         """Run Megatron-Core's schedule (1F1B if there are stages) over the micro-batches.
 
-        Return the last stage's results in order. `wanted`: what the model computes, see `PolicyModel.score`; `compute`
-        gets entropies or divergences (and teacher_logprobs) as columns, with their gradient. `times`: gets the unix
-        time at which each forward pass begins.
+        Return the last stage's results in order. `wanted`: name of the output that the model computes, see
+        `PolicyModel.score`; `compute` gets entropies or divergences (and teacher_logprobs) as columns, with their
+        gradient. `times`: gets the unix time at which each forward pass begins.
         """
         padded = self._fill_schedule(batches)
         lengths = self._common_lengths(padded)

@@ -92,7 +92,7 @@ class Call:
 @dataclass(frozen=True)
 class EngineNodes:
     """Placement of the engines. `engines`: the node numbers of each engine, over which its ranks are spread evenly and
-    in order. `hosts`: for each node a worker there that can receive."""
+    in order. `hosts`: a worker on each node that can receive."""
 
     engines: Sequence[Sequence[int]]
     hosts: Sequence[Worker]
@@ -162,7 +162,7 @@ class _Seats:
     def __init__(
         self, rank_nodes: Sequence[int], engine_nodes: Sequence[Sequence[int]], ranks: int, timeout_s: float
     ) -> None:
-        """`ranks`: of one engine."""
+        """`ranks`: number of ranks of one engine."""
         self._engine_nodes = [
             [nodes[rank * len(nodes) // ranks] for rank in range(ranks)] for nodes in engine_nodes
         ]  # by engine and rank
@@ -466,7 +466,7 @@ class Refit:
     def _start(
         self, workers: Sequence[Worker], method: Callable[Concatenate[Any, P], Any], timeout_s: float | None = None
     ) -> Callable[P, list[Call]]:
-        """Return a function that starts a method of these workers. `timeout_s`: in place of the refit's."""
+        """Return a function that starts a method of these workers. `timeout_s`: limit in place of the refit's."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         purpose = f"{method.__name__} of the refit to weight version {self._version}"
 

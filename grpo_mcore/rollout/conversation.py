@@ -17,7 +17,7 @@ _SAID_NOTHING = (
 @dataclass(frozen=True)
 class TurnLimits:
     """`max_turns`: generated turns of a sample. `max_model_len`: tokens of the context, all turns together.
-    `max_tokens`: of the branches of a sample together, so that a training bin has room for it; None: no limit.
+    `max_tokens`: limit of all branches of a sample together, so that a training bin has room for it; None: no limit.
     `together`: the samples of one step on one engine take their turns together, and groups are scored whole; otherwise
     no sample waits for another one."""
 
@@ -31,8 +31,8 @@ class TurnLimits:
 class Conversation:
     """A sample under way. Its turn is generated and scored; then it is `over`, or its next turn is requested.
 
-    `metadata` and `stop_strings`: of the turn under way. `sample`: up to the last generated turn. `score`: over the
-    turns scored so far, rewards added up. `ended_at`: when it was over, by the cluster's clock.
+    `metadata` and `stop_strings` belong to the turn under way. `sample`: up to the last generated turn. `score`: over
+    the turns scored so far, rewards added up. `ended_at`: when it was over, by the cluster's clock.
     """
 
     metadata: dict[str, Any]

@@ -142,7 +142,7 @@ class Dispatched:
 @dataclass(frozen=True)
 class GroupFinished:
     """`informative`: its rewards differ. Only dynamic sampling may get a group that is not, and consumes it. `nbytes`:
-    what its trajectories take."""
+    size of its trajectories."""
 
     uid: str
     informative: bool = True
@@ -468,8 +468,8 @@ def choose(
     `in_flight`: uid -> version that generates it, in the order of dispatch. in_order takes the first ones, whichever
     finished first. The others take finished ones, the oldest or the freshest first, and wait only for those that would
     get too old otherwise: with `count` groups a step, at most `count` * (k + 1) groups may be due within the next k
-    steps. This holds before the call (at most `count` * (max_age + 1) groups are in flight) and after it.
-    `may_drop`: what gets too old is dropped, and nobody waits for it.
+    steps. This holds before the call (at most `count` * (max_age + 1) groups are in flight) and after it. `may_drop`:
+    groups that get too old are dropped, and nobody waits for them.
     """
     if len(finished) < count:
         return ()

@@ -28,9 +28,9 @@ class Turn:
     """One message of a conversation, as tokens.
 
     `token_ids`: int64 [n]. `logprobs`: float32 [n] of the sampled tokens, None where they were not generated.
-    `loss_mask`: True where the policy generated the tokens. `text`: for people and environments, not for
-    training. `flag`: one of FLAGS, "" where nothing is wrong. Two turns are equal when all six agree, tensors bit by
-    bit.
+    `loss_mask`: True where the policy generated the tokens. `text`: the turn as text, for people and environments;
+    training does without it. `flag`: one of FLAGS, "" where nothing is wrong. Two turns are equal when all six agree,
+    tensors bit by bit.
     """
 
     role: str
@@ -306,11 +306,11 @@ class Sampling:
 class Score:
     """Judgement of an environment on one trajectory.
 
-    `reward` None: the environment failed; the sample is excluded and counted, never scored 0. `answer`: what
-    was taken for the answer, None where there was none. `reason`: why, in words. `seconds`: what it took.
-    `terminated`: the environment ended the conversation; False where a limit did. `solved_at`: reward from which on the
-    sample is solved; None: the environment names none. `failures`: of each attempt to score it that failed, whether or
-    not a later one succeeded: "COMPONENT: KIND".
+    `reward` None: the environment failed; the sample is excluded and counted, never scored 0. `answer`: the part of the
+    response that was taken for the answer, None where there was none. `reason`: why, in words. `seconds`: duration of
+    the scoring. `terminated`: the environment ended the conversation; False where a limit did. `solved_at`: reward from
+    which on the sample is solved; None: the environment names none. `failures`: one string for each failed attempt to
+    score it, whether or not a later one succeeded: "COMPONENT: KIND".
     """
 
     reward: float | None
@@ -352,9 +352,9 @@ def mean_parts(scores: Iterable[Score]) -> dict[str, float]:
 class Outcome(Score):
     """Judgement of an environment on one turn, with its next message.
 
-    `observation`: its next message, None where it has nothing to say; `role`: whose words they are. `metadata`:
-    what the next call gets; None: the same again. `stop_strings`: of the next turn; None: the same again. `traceback`:
-    text for the run's console.
+    `observation`: its next message, None where it has nothing to say; `role`: role of the observation's message.
+    `metadata`: metadata of the next call; None: the same again. `stop_strings`: strings that end the next turn; None:
+    the same again. `traceback`: text for the run's console.
     """
 
     observation: str | None = None

@@ -19,9 +19,9 @@ _QUESTION, _ANSWER, _REPLY = "question", "@@answer@@", "@@reply@@"
 
 @dataclass(frozen=True)
 class TurnEnds:
-    """The tokens that end an answer. `eos`: the tokenizer's end of sequence. `token`: what the template puts behind an
-    answer, None if it puts none. `next`: in that case the tokens that begin the next turn, by its role, user or tool.
-    `behind`: the text behind the last answer.
+    """The tokens that end an answer. `eos`: the tokenizer's end of sequence. `token`: the token that the template puts
+    behind an answer, None if it puts none. `next`: in that case the tokens that begin the next turn, by its role, user
+    or tool. `behind`: the text behind the last answer.
     """
 
     eos: int

@@ -23,8 +23,8 @@ def filled_up(batch: Sequence[DatumSpec], ranks: int) -> tuple[list[DatumSpec], 
 
 
 def as_trajectory(uid: str, log: Sequence[Message], index: int = 0) -> Trajectory:
-    """Return an example as a trajectory whose trained tokens count as generated. `index`: of a pair, 0 is the chosen
-    answer and 1 the rejected one."""
+    """Return an example as a trajectory whose trained tokens count as generated. `index`: 0 for the chosen answer of a
+    pair, 1 for the rejected one."""
     turns = tuple(turn for message in log for turn in _turns(message))
     return Trajectory(uid, index, turns, (), "stop", truncated=False)
 
@@ -45,8 +45,8 @@ def prefixes_of(trajectories: Sequence[Trajectory]) -> list[Prefixes]:
 
 
 def as_group(datum: DatumSpec, trajectories: Sequence[Trajectory], refs: Sequence[Ref], version: int) -> Group:
-    """Return an example, or both answers of a pair, as a group without rewards. `version`: of the weights that train on
-    it."""
+    """Return an example, or both answers of a pair, as a group without rewards. `version`: version of the weights that
+    train on it."""
     samples = tuple(
         TrajectoryRef(
             uid=datum["uid"],

@@ -69,7 +69,7 @@ class EngineWorker(_RefitReceiverMixin, Engine, RefitEngine):
     """An engine whose samples stay in the cluster's store: the driver receives TrajectoryRefs."""
 
     def __init__(self, config: EngineConfig, store: ObjectStore) -> None:
-        """`store`: to fetch the trajectories that requests continue."""
+        """`store`: object store of the trajectories that requests continue."""
         super().__init__(config)
         self._store = store
 

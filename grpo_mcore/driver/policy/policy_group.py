@@ -98,8 +98,8 @@ class PolicyGroup:
             self.background = None
 
     def score(self, steps: Sequence[RankStep], hidden: bool = False) -> dict[int, Ref]:
-        """Return references to what `PolicyWorker.score` says of each sample, by index in the step. `steps`: by
-        data-parallel rank."""
+        """Return references to what `PolicyWorker.score` says of each sample, by index in the step. `steps`: one of
+        each data-parallel rank."""
         parts = self._wait(
             remote_call(worker, PolicyWorker.score, what="the teacher's pass")(
                 steps[self.layout.coordinates(rank).data], hidden
@@ -109,7 +109,7 @@ class PolicyGroup:
         return {index: ref for part in parts for index, ref in part.items()}
 
     def receive(self, steps: Sequence[RankStep]) -> None:
-        """Give every rank the samples of its data-parallel rank. `steps`: by data-parallel rank."""
+        """Give every rank the samples of its data-parallel rank. `steps`: one of each data-parallel rank."""
         version, put = self.updates + 1, [self.cluster.store.put(step) for step in steps]
         purpose = "receiving the step's samples"
         self._wait(
@@ -134,7 +134,7 @@ class PolicyGroup:
         self, loss_fn: LossFn, targets: TrainTargets, meanwhile: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
         """Run every optimizer step of the step received. Return metrics over all ranks and optimizer steps.
-        `meanwhile`: what the driver does while the ranks are at it."""
+        `meanwhile`: called by the driver while the ranks train."""
         sent = self.cluster.store.put(replace(targets, estimate=None))
         calls = [remote_call(worker, PolicyWorker.train, what="training")(loss_fn, sent) for worker in self.workers]
         meanwhile()
@@ -255,8 +255,8 @@ class PolicyGroup:
         return all(self._all(PolicyWorker.is_saved, "writing the policy's checkpoint")(wait))
 
     def damage(self, folder: str, digests: Mapping[str, Digest]) -> str | None:
-        """Return what is wrong with a saved policy; None if its files are what was saved. `digests`: of its files, each
-        of which one rank reads."""
+        """Return what is wrong with a saved policy; None if its files are what was saved. `digests`: digest of each of
+        its files; one rank reads a file."""
         names, purpose = list(digests), f"comparing {folder} with its digests"
         problems = self._wait(
             remote_call(worker, PolicyWorker.damage, what=purpose)(

@@ -60,9 +60,9 @@ class PolicyWorker(Policy):
         build_later: bool = False,
         trains: bool = True,
     ) -> None:
-        """`store`: to fetch trajectories by reference. `reference`: keep the reference policy's weights too.
-        `platform`: the recipe's cluster.platform. `build_later`: take no memory before `build` is called. `trains`:
-        false for a teacher."""
+        """`store`: object store from which trajectories are fetched by reference. `reference`: keep the reference
+        policy's weights too. `platform`: the recipe's cluster.platform. `build_later`: take no memory before `build` is
+        called. `trains`: false for a teacher."""
         self._store = store
         self._bins: list[list[Bin]] = []  # by optimizer step
         self._trained: list[tuple[Bin, Tensor]] = []  # micro-batches of the last `train`, with their log-probs [1, T]
@@ -84,7 +84,8 @@ class PolicyWorker(Policy):
         )
 
     def receive(self, step: RankStep, weight_version: int) -> None:
-        """Fetch the step's trajectories and pack them. `weight_version`: of the weights that will train on them."""
+        """Fetch the step's trajectories and pack them. `weight_version`: version of the weights that will train on
+        them."""
         trajectories = dict(
             zip(step.trajectories, self._store.fetch_many(list(step.trajectories.values())), strict=True)
         )

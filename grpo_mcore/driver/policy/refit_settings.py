@@ -28,7 +28,8 @@ class ParityCheck:
 @dataclass(frozen=True)
 class RefitSettings:
     """`buffer_gb`: size of the refit buffer in GiB. `parity`: compare log-probs after each refit, end the run at a
-    difference. `adapters`: what a refit sends alone; None: it sends the weights, merged with any adapters."""
+    difference. `adapters`: the adapters, if a refit sends nothing else; None: it sends the weights, merged with any
+    adapters."""
 
     buffer_gb: float
     verify: Verify = "sample"

@@ -37,7 +37,7 @@ class TeacherEngineWorker(Engine):
 
     def score(self, samples: Mapping[int, Ref], prompts: Mapping[int, Tensor]) -> dict[int, Ref]:
         """Return references to the log-probs of the samples' trained tokens, float32 [trained tokens], by index.
-        `prompts`: by index, those that take the place of samples' own. Raises ValueError for a sample that is too
+        `prompts`: prompts that take the place of samples' own, by index. Raises ValueError for a sample that is too
         long."""
         trajectories = dict(zip(samples, self._store.fetch_many(list(samples.values())), strict=True))
         trajectories |= {index: trajectories[index].with_prompt(prompt) for index, prompt in prompts.items()}
@@ -80,8 +80,8 @@ class TeacherEngines:
         prompts: Mapping[int, Tensor],
         background: BackgroundWork | None = None,
     ) -> dict[int, Ref]:
-        """Return references to the log-probs of each sample's trained tokens, by index in the step. `prompts`: by
-        index, those that take the place of samples' own. Raises WorkerDied if an engine has lost a rank."""
+        """Return references to the log-probs of each sample's trained tokens, by index in the step. `prompts`: prompts
+        that take the place of samples' own, by index. Raises WorkerDied if an engine has lost a rank."""
         purpose, indices = "the teacher's pass", list(samples)
         lengths = [samples[index].length for index in indices]
         order = sorted(range(len(indices)), key=lambda position: -lengths[position])

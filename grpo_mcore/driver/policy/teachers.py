@@ -89,9 +89,9 @@ class Teacher:
         prompts: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> dict[int, Ref]:
         """Return references to what `PolicyWorker.score` says of each sample, by index in the step: log-probs, or
-        hidden states for a loss over whole distributions. `prompts`: of samples that the teacher reads after another
-        prompt than the policy did. Ranks that are lost meanwhile are started again. Raises their error if that fails
-        too often."""
+        hidden states for a loss over whole distributions. `prompts`: other prompts than the policy's, after which the
+        teacher reads samples, by index. Ranks that are lost meanwhile are started again. Raises their error if that
+        fails too often."""
         while True:
             ranks = self.ranks
             try:

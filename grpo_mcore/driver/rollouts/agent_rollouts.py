@@ -65,10 +65,9 @@ class AgentRollouts:
         on_outcome: Callable[[GymOutcome], None] | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        """`environments`: by task name, those that run agents. `on_sample`: gets every sample with its score.
+        """`environments`: environments that run agents, by task name. `on_sample`: gets every sample with its score.
         `on_outcome`: gets every outcome; if given, the environments are asked to send the agents' results with it.
-        `max_tokens`: of each sample, see `TurnLimits`.
-        Raises ValueError without an endpoint."""
+        `max_tokens`: limit of each sample, see `TurnLimits`. Raises ValueError without an endpoint."""
         if environments and engines.endpoint is None:
             raise ValueError(
                 f"the environments of {', '.join(environments)} play samples themselves, which needs the policy's "

@@ -85,9 +85,9 @@ class _OpenGroup:
 
 @dataclass(eq=False)
 class _EngineCall:
-    """A stream of an engine under way. `name`: under which the engine knows it; `step`: of the requests with which it
-    was opened. `expected`: (prompt uid, generation index) -> request, of samples still to come. `closed`: nothing joins
-    it any more. `number`: calls are numbered in the order in which they were made."""
+    """A stream of an engine under way. `name`: under which the engine knows it; `step`: training step of the requests
+    with which it was opened. `expected`: (prompt uid, generation index) -> request, of samples still to come. `closed`:
+    nothing joins it any more. `number`: calls are numbered in the order in which they were made."""
 
     number: int
     engine: int
@@ -170,7 +170,7 @@ class Rollouts:
         max_running: int | None = None,
         hooks: RolloutHooks = RolloutHooks(),
     ) -> None:
-        """`environments`: by task name. `retries`: limit for calls that fail while their engine is alive.
+        """`environments`: workers by task name. `retries`: limit for calls that fail while their engine is alive.
         `enough_samples`: a group is complete with this many samples and its other samples are aborted; None: with all
         of them. If turns are taken together, only for samples of one turn. `max_running`: samples that an engine
         generates at a time, unless turns are taken together; None: all of them.

@@ -120,8 +120,8 @@ class ScoreRequest:
 @dataclass(eq=False, slots=True)
 class _Call:
     """A call about some samples: (request, position) of each. `alone`: the environment gets no other call at the same
-    time. `again`: one of its samples has failed before, and no other sample joins it. `queued_at`: by the cluster's
-    clock."""
+    time. `again`: one of its samples has failed before, and no other sample joins it. `queued_at`: time on the
+    cluster's clock."""
 
     samples: list[tuple[ScoreRequest, int]]
     queued_at: float
@@ -140,8 +140,8 @@ class _Call:
 
 @dataclass(eq=False)
 class EnvQueue:
-    """One environment with the calls that wait for it and those under way. `max_calls`: at a time. `batch`: limits of
-    the calls that join samples of several requests."""
+    """One environment with the calls that wait for it and those under way. `max_calls`: maximum number of calls at a
+    time. `batch`: limits of the calls that join samples of several requests."""
 
     worker: Worker
     max_calls: float
@@ -167,9 +167,9 @@ class EnvQueue:
 class RewardScorer:
     """Collects the rewards of groups from several environments.
 
-    `environments`: by task name. An EnvironmentWorker is restarted when it hangs or dies; other workers cannot be, and
-    the error is raised. `on_restart`: gets the name of each worker that is restarted, and the reason. `on_span`: as in
-    `Rollouts`. `joins`: a call may hold samples of several requests; otherwise each request is a call.
+    `environments`: workers by task name. An EnvironmentWorker is restarted when it hangs or dies; other workers cannot
+    be, and the error is raised. `on_restart`: gets the name of each worker that is restarted, and the reason.
+    `on_span`: as in `Rollouts`. `joins`: a call may hold samples of several requests; otherwise each request is a call.
     """
 
     def __init__(

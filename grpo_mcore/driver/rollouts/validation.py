@@ -53,9 +53,9 @@ def run_validation(
     """Validate on up to grpo.max_val_samples prompts, val_num_generations_per_prompt samples each. The engines must be
     ready.
 
-    `hooks`: what the rollouts call. The seeds do not depend on the step: two validations of equal weights give equal
-    samples. `rollouts`: takes the place of engines and environments, such as recorded samples. Raises DataError if the
-    data loader yields nothing, ValueError without validation data or environments.
+    `hooks`: functions that the rollouts call. The seeds do not depend on the step: two validations of equal weights
+    give equal samples. `rollouts`: takes the place of engines and environments, such as recorded samples. Raises
+    DataError if the data loader yields nothing, ValueError without validation data or environments.
     """
     if dataloader is None or not (environments or rollouts):
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
@@ -97,7 +97,7 @@ def stop_reason(metrics: Mapping[str, float | None], grpo: GRPOConfig) -> str | 
 
 
 def validation_metrics(groups: list[Group]) -> dict[str, float | None]:
-    """Return the metrics described in Validation. `groups`: at least one."""
+    """Return the metrics described in Validation. There must be at least one group."""
     metrics = _scores(groups)
     by_task: dict[str, list[Group]] = defaultdict(list)
     for group in groups:

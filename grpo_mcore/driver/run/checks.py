@@ -73,8 +73,8 @@ class SetupError(ValueError):
 
 
 def model_folder(name: str, key: str = "policy.model_name") -> str:
-    """Return the local folder of a model: the folder itself, or the snapshot of a model on the hub. `key`: of the
-    recipe, for messages.
+    """Return the local folder of a model: the folder itself, or the snapshot of a model on the hub. `key`: the recipe's
+    key that names the model, for messages.
 
     Raises SetupError for a name that is neither.
     """

@@ -111,9 +111,9 @@ def prepare(
     """Check all that can be checked in seconds: what is wrong with the model, the data, the checkpoint, the rewards or
     the folders shows before anything starts.
 
-    `algorithm`: what runs; "eval" is whatever samples a model and trains nothing. `trains`: no other run may train in
-    the checkpoints' folder. `tokenizer`, `data`: those of the caller, in place of the recipe's. `follow`: the run that
-    this one follows. `starts`: a run follows; without it, damaged checkpoints keep their names.
+    `algorithm`: the algorithm that runs; "eval" is whatever samples a model and trains nothing. `trains`: no other run
+    may train in the checkpoints' folder. `tokenizer`, `data`: those of the caller, in place of the recipe's. `follow`:
+    the run that this one follows. `starts`: a run follows; without it, damaged checkpoints keep their names.
     """
     fine_tunes = algorithm in ("sft", "dpo")
     checkpointer, changes = CheckpointManager(config.checkpointing), list[Change]()
@@ -221,8 +221,8 @@ def open_run(
     """Start a run, and end all that was started with the context: hold the checkpoint folder, open the log (that of
     the run that this one resumes, or a new one), start cluster and workers.
 
-    `stop`: SIGTERM asks it to stop, also after Ray has installed a handler of its own. `clock`: that of the cluster
-    which `start_cluster` starts. Raises what the workers' constructors raise.
+    `stop`: SIGTERM asks it to stop, also after Ray has installed a handler of its own. `clock`: the clock of the
+    cluster which `start_cluster` starts. Raises what the workers' constructors raise.
     """
     config, checkpointer = prepared.config, prepared.checkpointer
     with ExitStack() as stack:
@@ -331,9 +331,9 @@ class Sampler:
 
 @contextmanager
 def open_sampler(prepared: Prepared, log_dir: Path, env_names: Mapping[str, str | None]) -> Iterator[Sampler]:
-    """Start engines and the environments of these tasks, and end them with the context. `log_dir`: of the workers'
-    logs. Raises what `check_environments` raises, before anything is started, and what the workers' constructors
-    raise."""
+    """Start engines and the environments of these tasks, and end them with the context. `log_dir`: folder of the
+    workers' logs. Raises what `check_environments` raises, before anything is started, and what the workers'
+    constructors raise."""
     config = prepared.config
     check_environments(config, env_names, prepared.data.first_rows(CHECKED_ROWS))
     with start_cluster(config, log_dir) as cluster:

@@ -93,8 +93,8 @@ def start_policy(
     config: MasterConfig, cluster: Cluster, model: Model, algorithm: Algorithm = "grpo", *, build_later: bool = False
 ) -> PolicyGroup:
     """Spawn the policy's ranks. Calls to them wait until they hold their weights; `wait_until_ready` raises their
-    errors. `algorithm`: what it is trained with; only GRPO's log-probs are those of a sampler. `build_later`: they take
-    no memory before `PolicyGroup.build`."""
+    errors. `algorithm`: the algorithm that trains it; only GRPO's log-probs are those of a sampler. `build_later`: they
+    take no memory before `PolicyGroup.build`."""
     changes: dict[str, Any] = {"model_name": model.folder}
     if config.policy.tokenizer.name == config.policy.model_name:  # the model's own, also where that is on the hub
         changes["tokenizer"] = config.policy.tokenizer.model_copy(update={"name": model.folder})
@@ -208,7 +208,7 @@ def _start_teacher_engines(
     *,
     own: bool,
 ) -> TeacherEngines:
-    """Start a teacher as engines, as `_start_teacher` does. `own`: on nodes of its own."""
+    """Start a teacher as engines, as `_start_teacher` does. `own`: whether it has nodes of its own."""
     generation, gpu, ranks = config.policy.generation, model.gpu, devices.layout.ranks
     vllm, sleeps = generation.vllm_cfg, gpu and not own
     if not own:

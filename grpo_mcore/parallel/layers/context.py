@@ -82,7 +82,7 @@ def computed_here(
     """Return which tokens of a row of `tokens` this rank computes, and where each token of the row is among these.
 
     int64 [t], `tokens` for padding; int64 [tokens], -1 for those of other ranks. (None, None): all, in order. `share`:
-    of the computed tokens, if samples share prefixes.
+    this rank's part of the computed tokens, if samples share prefixes.
     """
     if share is None:
         return (None, None) if shared is None else (shared.source, shared.places)

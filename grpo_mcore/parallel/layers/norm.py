@@ -53,7 +53,8 @@ class CpuRMSNorm(RMSNorm):
 class WideHeadNorm(torch.nn.Module):
     """RMS norm over the heads of all tensor-parallel ranks together: x [t, 1, heads / TP, d] -> the same shape.
 
-    Has the constructor that Megatron-Core's attention calls for norms of single heads. `heads`: of the whole model.
+    Has the constructor that Megatron-Core's attention calls for norms of single heads. `heads`: number of heads of the
+    whole model.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, *, heads: int, **_: Any) -> None:

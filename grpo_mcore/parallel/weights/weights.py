@@ -102,7 +102,7 @@ class ShardedWeights:
 
         `owned_only`, for export: yield every slice on exactly one rank of the whole mesh, that is on data-parallel and
         context-parallel rank 0, for replicated tensors on tensor-parallel rank 0, and no copies of tied embeddings.
-        `among`: only of these parameters. `values`: by parameter name, in place of `parameters()`.
+        `among`: only of these parameters. `values`: tensors by parameter name, in place of `parameters()`.
         """
         values = self.parameters() if values is None else values
         for name, (param, _) in zip(self.names, self.local, strict=True):

@@ -109,10 +109,10 @@ class Overview:
     def numbers(self) -> dict[str, Any]:
         """Return what a refit costs beyond the bytes that it needs.
 
-        `bytes_needed`, `bytes_read`: by all ranks of all engines. `serial_path_ratio`: what the busiest policy rank
-        sends, summed over the buckets, over an even share of all that is sent. `reader_path_ratio`: the same of what an
-        engine's ranks read. `calls_per_process`: the driver's. `plan_bytes`: the plan as text. `plan_bytes_sent`: what
-        all processes together get of it, compressed."""
+        `bytes_needed`, `bytes_read`: sums over all ranks of all engines. `serial_path_ratio`: bytes that the busiest
+        policy rank sends, summed over the buckets, over an even share of all that is sent. `reader_path_ratio`: the
+        same of what an engine's ranks read. `calls_per_process`: the driver's. `plan_bytes`: the plan as text.
+        `plan_bytes_sent`: compressed bytes of the plan that all processes together get."""
         plan, engines = self.plan, self.nodes // self.engine.nodes * self.replicas
         deliveries = Deliveries(plan, self.node_of_rank, self.readers)
         sent = np.zeros(self.trainer.world_size, dtype=np.int64)

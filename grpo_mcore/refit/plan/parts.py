@@ -72,8 +72,8 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One process's part of the plan with `digest`: rows by bucket, of the kind that it needs. `block_bytes`: of the
-    whole plan."""
+    """One process's part of the plan with `digest`: rows by bucket, of the kind that it needs. `block_bytes`: size of
+    all blocks of the plan."""
 
     digest: str
     dtype: str
@@ -164,8 +164,8 @@ def parts_of(
     readers: tuple[tuple[int, ...], ...],
     receivers: tuple[int, ...],
 ) -> RefitParts:
-    """Cut a plan for `ranks` policy ranks. `node_of_rank`, `readers`: as in `Deliveries`. `receivers`: by node, the
-    policy rank that receives there; from `ranks` on, a process that only receives."""
+    """Cut a plan for `ranks` policy ranks. `node_of_rank`, `readers`: as in `Deliveries`. `receivers`: the policy rank
+    that receives on each node; from `ranks` on, a process that only receives."""
     routes = _Routes(plan, Deliveries(plan, node_of_rank, readers), receivers, node_of_rank)
     loads: list[list[list[Load]]] = [[[] for _ in plan.buckets] for _ in range(engine_ranks(plan))]
     for index, bucket in enumerate(plan.buckets):
@@ -208,9 +208,9 @@ class _Routes:
     """The ways that blocks take to nodes, numbered: few, for most blocks share theirs. So rows of blocks are the same
     text for many processes, each of which needs only a small table of its own.
 
-    `brought`: by policy rank and route, the nodes to which it brings such blocks. `reaching`: by receiver, the routes
-    that end on its node; `awaited`: who brings them there, if not from this node. `sent`: bytes that each policy rank
-    brings to all nodes."""
+    `brought`: the nodes to which a policy rank brings blocks of a route, by rank and route. `reaching`: the routes that
+    end on a receiver's node, by receiver; `awaited`: the ranks of other nodes that bring them there. `sent`: bytes that
+    each policy rank brings to all nodes."""
 
     def __init__(
         self, plan: RefitPlan, deliveries: Deliveries, receivers: Sequence[int], node_of_rank: Sequence[int]

@@ -46,8 +46,8 @@ class Read(NamedTuple):
 
 class Block(NamedTuple):
     """Box `box` of the parameter `param` of policy rank `source`, row-major in the buffer. `offset` and `nbytes` count
-    from the bucket's start; `holders`: index in `RefitPlan.holders` of the ranks that could send it. `dtype`: of the
-    bytes; `negative_exp`: they are -exp(values)."""
+    from the bucket's start; `holders`: index in `RefitPlan.holders` of the ranks that could send it. `dtype`: number
+    format of the bytes; `negative_exp`: they are -exp(values)."""
 
     source: int
     param: str
@@ -71,8 +71,8 @@ class Bucket(NamedTuple):
 class RefitPlan:
     """Every byte that an engine needs exactly once, in buckets that fit half the buffer.
 
-    `half_bytes`: the largest bucket. Bucket i lies in half i % 2 of the buffer. `dtype`: of all blocks except those
-    of parameters that always are float32.
+    `half_bytes`: the largest bucket. Bucket i lies in half i % 2 of the buffer. `dtype`: number format of all blocks
+    except those of parameters that are always float32.
     """
 
     buckets: tuple[Bucket, ...]
@@ -208,8 +208,8 @@ def plan_refit(
 
 
 class RefitBytes(NamedTuple):
-    """Bytes that a refit moves. `written`: by policy rank. `held`: by (policy ranks that hold them, nodes of an engine
-    that read them)."""
+    """Bytes that a refit moves. `written`: bytes that each policy rank writes. `held`: bytes by (policy ranks that hold
+    them, nodes of an engine that read them)."""
 
     written: tuple[int, ...]
     held: dict[tuple[tuple[int, ...], frozenset[int]], int]

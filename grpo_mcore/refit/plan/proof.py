@@ -41,8 +41,8 @@ def sum_dtype(part: Part, block: Fill | Load, engine_dtype: str) -> torch.dtype:
 
 
 def checksum(values: Tensor, dtype: torch.dtype) -> int:
-    """Return a checksum of the values in row-major order, converted to `dtype`: on the host their CRC-32, on a GPU the
-    `word_sum`, so that no byte leaves it. Both sides of a refit are on the same kind of device."""
+    """Return a checksum of the values in row-major order, converted to `dtype` of the sums: on the host their CRC-32,
+    on a GPU the `word_sum`, so that no byte leaves it. Both sides of a refit are on the same kind of device."""
     flat = values.to(dtype).contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy()) if flat.device.type == "cpu" else word_sum(flat)
 

@@ -80,9 +80,10 @@ class RefitSender:
     ) -> dict[str, Any]:
         """Take this rank's part of the plan, map this node's buffer, prepare the network, look up the parameters.
 
-        `seat`: on the board of this node; None: it has no engines. `transport`: what to attach there; None: create it.
-        `network`: None if all engines and policy ranks share one node. Returns {digest, transport, bytes (that this
-        rank brings to all nodes)}. Raises RefitError if a parameter is missing or has another shape.
+        `seat`: this rank's seat on the board of its node; None: it has no engines. `transport`: description of the
+        buffer to attach; None: create it. `network`: None if all engines and policy ranks share one node. Returns
+        {digest, transport, bytes (that this rank brings to all nodes)}. Raises RefitError if a parameter is missing or
+        has another shape.
         """
         new = Part.unpacked(part)
         if unseen := self._part is None or self._part.digest != new.digest:

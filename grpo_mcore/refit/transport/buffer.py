@@ -29,7 +29,7 @@ class RefitBuffer(Protocol):
 def create_buffer(nbytes: int, device: torch.device, run_id: str, *, through_host: bool = False) -> RefitBuffer:
     """Create a buffer in POSIX shared memory for weights on the host, by CUDA IPC for weights on a GPU.
 
-    `through_host`: in shared memory in any case, pinned if the weights are on a GPU."""
+    `through_host`: make it in shared memory in any case, pinned if the weights are on a GPU."""
     if device.type == "cpu" or through_host:
         from grpo_mcore.refit.transport.shared_memory import SharedMemoryBuffer
 
