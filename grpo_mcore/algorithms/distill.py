@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_mcore.algorithms.sft import SFTStep, TunedStep, build_step, tune, validate
 from grpo_mcore.base.stopping import StopRequest
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import ColocatablePolicyInterface
 from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord
 from grpo_mcore.driver.run.run import Run
 from grpo_mcore.rollout.datum import DatumSpec
@@ -32,7 +32,7 @@ def distill_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
     then finished and saved. Go on from the checkpoint, if the run resumes one. Return the summary."""
     policy, config, loss = run.policy, run.master_config, run.loss_fn
 
-    def send(step: SFTStep, policy: PolicyGroup) -> None:
+    def send(step: SFTStep, policy: ColocatablePolicyInterface) -> None:
         ranks = score(step, policy)
         with policy.ready_for("training"):
             policy.receive(ranks)
@@ -52,7 +52,7 @@ def distill_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
     return tune("sft", run, stop, train, validate_examples)
 
 
-def score(step: SFTStep, policy: PolicyGroup) -> tuple[RankStep, ...]:
+def score(step: SFTStep, policy: ColocatablePolicyInterface) -> tuple[RankStep, ...]:
     """Return the ranks' shares of a step with the teacher's hidden states at the answers' tokens. The policy makes room
     for a teacher on its devices."""
     teachers = policy.teachers

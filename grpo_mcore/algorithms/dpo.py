@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.sft import TunedStep, tune
 from grpo_mcore.base.stopping import StopRequest
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import PolicyInterface
 from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord
 from grpo_mcore.driver.run.run import Run
 from grpo_mcore.parallel.policy import LossFn
@@ -68,7 +68,7 @@ def dpo_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
 
 def validate(
     batches: Iterable[Sequence[DatumSpec]],
-    policy: PolicyGroup,
+    policy: PolicyInterface,
     loss: LossFn,
     references: References,
     config: MasterConfig,
@@ -97,7 +97,7 @@ class DPOStep:
     groups: list[Group]
 
 
-def build_step(batch: Sequence[DatumSpec], policy: PolicyGroup, config: MasterConfig) -> DPOStep:
+def build_step(batch: Sequence[DatumSpec], policy: PolicyInterface, config: MasterConfig) -> DPOStep:
     """Distribute pairs over data-parallel ranks and bins, as the recipe packs them. The targets lack the references."""
     pairs, weights = filled_up(batch, policy.layout.data)
     answers = [
@@ -128,7 +128,7 @@ def build_step(batch: Sequence[DatumSpec], policy: PolicyGroup, config: MasterCo
 
 
 def reference_sums(
-    pairs: Sequence[DatumSpec], references: References, policy: PolicyGroup, config: MasterConfig
+    pairs: Sequence[DatumSpec], references: References, policy: PolicyInterface, config: MasterConfig
 ) -> Tensor | None:
     """Return the log-prob of each answer of the pairs just sent under the reference, float64 [2 x pairs]; None for a
     loss without a reference. The passes over all of them run only if a pair is new, which `references` then gets."""

@@ -34,15 +34,14 @@ from grpo_mcore.algorithms.nemo_rl_api import (
 from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.driver.checkpoints.checkpoint_files import GRPOSaveState
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
-from grpo_mcore.driver.engines.engine_group import EngineGroup
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import ColocatablePolicyInterface, GenerationInterface, LossFunction
 from grpo_mcore.driver.record.followed_run import FollowedRun
 from grpo_mcore.driver.record.run_report import Compare
 from grpo_mcore.driver.record.sample_writer import SampleSink
 from grpo_mcore.driver.run.loop_parts import open_parts
 from grpo_mcore.driver.run.run import Run
+from grpo_mcore.environments.interfaces import EnvironmentInterface
 from grpo_mcore.observe import Logger, Timeline
-from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
     AsyncGRPOConfig,
     GRPOConfig,
@@ -65,14 +64,14 @@ __all__ = [
 
 
 def grpo_train(
-    policy: PolicyGroup,
-    policy_generation: EngineGroup,
+    policy: ColocatablePolicyInterface,
+    policy_generation: GenerationInterface,
     dataloader: Any,
     val_dataloader: Any,
     tokenizer: Any,
-    loss_fn: LossFn,
-    task_to_env: Mapping[str, Any],
-    val_task_to_env: Mapping[str, Any] | None,
+    loss_fn: LossFunction,
+    task_to_env: Mapping[str, EnvironmentInterface],
+    val_task_to_env: Mapping[str, EnvironmentInterface] | None,
     logger: Logger,
     checkpointer: CheckpointManager,
     grpo_save_state: GRPOSaveState,
@@ -141,10 +140,10 @@ def grpo_train(
 
 
 def train_on_groups(
-    policy: PolicyGroup,
-    engines: EngineGroup,
+    policy: ColocatablePolicyInterface,
+    engines: GenerationInterface,
     groups: list[Group],
-    loss_fn: LossFn,
+    loss_fn: LossFunction,
     config: MasterConfig,
     clock: Timeline,
     samples: SampleSink | None = None,
@@ -182,14 +181,14 @@ def train_on_groups(
 
 
 def async_grpo_train(
-    policy: PolicyGroup,
-    policy_generation: EngineGroup,
+    policy: ColocatablePolicyInterface,
+    policy_generation: GenerationInterface,
     dataloader: Any,
     val_dataloader: Any,
     tokenizer: Any,
-    loss_fn: LossFn,
-    task_to_env: Mapping[str, Any],
-    val_task_to_env: Mapping[str, Any] | None,
+    loss_fn: LossFunction,
+    task_to_env: Mapping[str, EnvironmentInterface],
+    val_task_to_env: Mapping[str, EnvironmentInterface] | None,
     logger: Logger,
     checkpointer: CheckpointManager,
     grpo_save_state: GRPOSaveState,

@@ -17,16 +17,15 @@ from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import AllTaskProcessedDataset, BatchedDataDict, TaskData
 from grpo_mcore.driver.checkpoints.checkpoint_files import GRPOSaveState, first_save_state
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
-from grpo_mcore.driver.engines.engine_group import EngineGroup
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import ColocatablePolicyInterface, GenerationInterface, LossFunction
 from grpo_mcore.driver.policy.refit_step import refit_once
 from grpo_mcore.driver.rollouts.scoring import as_workers
 from grpo_mcore.driver.rollouts.validation import run_validation
 from grpo_mcore.driver.run.run import prepare, start_run
 from grpo_mcore.driver.run.setup import start_cluster
+from grpo_mcore.environments.interfaces import EnvironmentInterface
 from grpo_mcore.objective import scale_reward_values
 from grpo_mcore.observe import Logger
-from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, RewardScalingConfig
 from grpo_mcore.refit.refit import RefitReport, Timer
 
@@ -45,12 +44,12 @@ def setup(
     logger: Logger | None = None,
     resume: str | bool | None = None,
 ) -> tuple[
-    PolicyGroup,
-    EngineGroup,
+    ColocatablePolicyInterface,
+    GenerationInterface,
     tuple[Cluster, Cluster],
     Any,
     Any,
-    LossFn,
+    LossFunction,
     Logger,
     CheckpointManager,
     GRPOSaveState,
@@ -85,10 +84,10 @@ def setup(
 
 
 def validate(
-    policy_generation: EngineGroup,
+    policy_generation: GenerationInterface,
     val_dataloader: Any,
     tokenizer: Any,
-    val_task_to_env: Mapping[str, Any] | None,
+    val_task_to_env: Mapping[str, EnvironmentInterface] | None,
     step: int,
     master_config: MasterConfig,
 ) -> tuple[dict[str, float | None], dict[str, float]]:
@@ -102,8 +101,8 @@ def validate(
 
 
 def refit_policy_generation(
-    policy: PolicyGroup,
-    policy_generation: EngineGroup,
+    policy: ColocatablePolicyInterface,
+    policy_generation: GenerationInterface,
     colocated_inference: bool = True,
     _refit_buffer_size_gb: float | None = None,
     timer: Timer | None = None,

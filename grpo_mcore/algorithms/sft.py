@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from grpo_mcore.base.stopping import StopRequest
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import ColocatablePolicyInterface
 from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord, start_tuning_record
 from grpo_mcore.driver.run.run import Run
 from grpo_mcore.parallel.policy import LossFn
@@ -84,10 +84,10 @@ def tune(
 
 def validate(
     batches: Iterable[Sequence[DatumSpec]],
-    policy: PolicyGroup,
+    policy: ColocatablePolicyInterface,
     loss: LossFn,
     config: MasterConfig,
-    send: Callable[[SFTStep, PolicyGroup], None] = lambda step, policy: policy.receive(step.ranks),
+    send: Callable[[SFTStep, ColocatablePolicyInterface], None] = lambda step, policy: policy.receive(step.ranks),
 ) -> Metrics:
     """Return val_loss: the loss (SFT: negative log-likelihood) of an answer token, averaged over the tokens of all
     batches. `send`: gives the ranks their examples."""
@@ -113,7 +113,7 @@ class SFTStep:
     examples: list[DatumSpec]
 
 
-def build_step(batch: Sequence[DatumSpec], policy: PolicyGroup, config: MasterConfig) -> SFTStep:
+def build_step(batch: Sequence[DatumSpec], policy: ColocatablePolicyInterface, config: MasterConfig) -> SFTStep:
     """Distribute examples over data-parallel ranks and bins, as the recipe packs them."""
     examples, weights = filled_up(batch, policy.layout.data)
     trajectories = [as_trajectory(datum["uid"], datum["message_log"]) for datum in examples]

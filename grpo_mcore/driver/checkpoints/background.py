@@ -19,7 +19,7 @@ from grpo_mcore.driver.checkpoints.checkpoint_files import (
     write_driver_files,
 )
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager, NotWritten
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import PolicyInterface
 from grpo_mcore.recipe import MasterConfig
 
 RETRY_S = (1.0, 5.0, 14.0)
@@ -58,7 +58,7 @@ class BackgroundCheckpoints:
     def __init__(
         self,
         manager: CheckpointManager,
-        policy: PolicyGroup,
+        policy: PolicyInterface,
         recipe: MasterConfig,
         *,
         on_saved: Callable[[int, Path], None],

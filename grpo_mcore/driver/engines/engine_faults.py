@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
-from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.engines.retries import Retries
+from grpo_mcore.driver.interfaces import GenerationInterface
 
 
 class EngineFaults:
@@ -19,7 +19,7 @@ class EngineFaults:
 
     def __init__(
         self,
-        engines: EngineGroup,
+        engines: GenerationInterface,
         retries: Retries,
         restore: Callable[[], object] | None,
         on_restart: Callable[[str, str], None],

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from grpo_mcore.base.file_digests import Digest
 from grpo_mcore.cluster import BackgroundWork, Cluster, Future, Worker, call_all, gather, remote_call
+from grpo_mcore.driver.interfaces import TokenScorers
 from grpo_mcore.driver.policy.policy_worker import PolicyWorker
 from grpo_mcore.driver.policy.refit_settings import RefitSettings
 from grpo_mcore.families import ModelShape
@@ -21,39 +22,13 @@ from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.objective import combine_metrics, step_metrics
 from grpo_mcore.parallel.policy import LossFn, TrainReport
 from grpo_mcore.recipe import KLType
-from grpo_mcore.rollout.datum import DatumSpec
-from grpo_mcore.rollout.trajectory import TrajectoryRef
 from grpo_mcore.rollout.workers import Ref
-from grpo_mcore.step.step_batch import RankStep, StepBatch, TrainTargets
+from grpo_mcore.step.step_batch import RankStep, TrainTargets
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class TokenScorers(Protocol):
-    """Models that score the policy's samples token by token: `driver/policy/teachers.py`."""
-
-    @property
-    def by_alias(self) -> Mapping[str, Any]: ...
-
-    @property
-    def colocated(self) -> bool:
-        """Whether one of them takes turns with the policy on its devices."""
-
-    def score(self, batch: StepBatch, background: BackgroundWork | None = None) -> StepBatch:
-        """Return the batch with what the models say of each sample's trained tokens."""
-
-    def score_ranks(
-        self,
-        ranks: Sequence[RankStep],
-        samples: Sequence[TrajectoryRef],
-        prompts: Sequence[DatumSpec],
-        aliases: Sequence[str],
-        background: BackgroundWork | None = None,
-    ) -> tuple[RankStep, ...]:
-        """Do the same for the ranks' shares of a step. `aliases`: which model scores each sample."""
 
 
 @dataclass

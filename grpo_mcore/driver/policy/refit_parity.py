@@ -12,8 +12,8 @@ import torch
 
 from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.cluster import remote_stream
-from grpo_mcore.driver.engines.engine_group import EngineGroup, EngineWorker
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.engines.engine_group import EngineWorker
+from grpo_mcore.driver.interfaces import ColocatablePolicyInterface, GenerationInterface
 from grpo_mcore.driver.policy.refit_settings import ParityCheck, parity_check
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
@@ -111,7 +111,7 @@ class Parity:
         )
 
 
-def measure_parity(policy: PolicyGroup, engines: EngineGroup, check: ParityCheck) -> Parity:
+def measure_parity(policy: ColocatablePolicyInterface, engines: GenerationInterface, check: ParityCheck) -> Parity:
     """Compare the log-probs of all engines with the policy's.
 
     The engines must be ready to generate with the policy's weights, and are ready again at the end; the policy must be
@@ -155,7 +155,7 @@ def _prompt_tokens(max_length: int) -> int:
     return min(PROMPT_TOKENS, max(1, max_length // 2))
 
 
-def _compare(policy: PolicyGroup, name: str, trajectories: list[Ref]) -> EngineParity:
+def _compare(policy: ColocatablePolicyInterface, name: str, trajectories: list[Ref]) -> EngineParity:
     """Each sample is a bin of its own; every data-parallel rank gets equally many."""
     data = policy.layout.data
     steps = [

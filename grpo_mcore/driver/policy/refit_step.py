@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
-from grpo_mcore.driver.engines.engine_group import EngineGroup
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import ColocatablePolicyInterface, GenerationInterface
 from grpo_mcore.driver.policy.refit_parity import SampledParity, measure_parity
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit.plan.plan import RefitError, plan_model_refit
@@ -21,8 +20,8 @@ OnRestart = Callable[[str, str], None]
 
 
 def refit_engines(
-    policy: PolicyGroup,
-    engines: EngineGroup,
+    policy: ColocatablePolicyInterface,
+    engines: GenerationInterface,
     config: MasterConfig,
     on_restart: OnRestart = lambda worker, reason: None,
     *,
@@ -45,8 +44,8 @@ def refit_engines(
 
 
 def refit_until_done(
-    engines: EngineGroup,
-    refit_group: Callable[[EngineGroup], RefitReport],
+    engines: GenerationInterface,
+    refit_group: Callable[[GenerationInterface], RefitReport],
     on_restart: OnRestart = lambda worker, reason: None,
     *,
     lost_only: bool = False,
@@ -74,8 +73,8 @@ def refit_until_done(
 
 
 def refit_once(
-    policy: PolicyGroup,
-    engines: EngineGroup,
+    policy: ColocatablePolicyInterface,
+    engines: GenerationInterface,
     *,
     colocated: bool = True,
     buffer_gb: float | None = None,

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from grpo_mcore.driver.engines.engine_group import EngineGroup
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import GenerationInterface, PolicyInterface
 from grpo_mcore.driver.record.sample_writer import SampleWriter
 from grpo_mcore.families import forward_flops, parameter_count
 from grpo_mcore.observe import Logger, RunConsole, write_summary
@@ -32,8 +31,8 @@ class RunOutput:
         algorithm: Algorithm,
         logger: Logger,
         config: MasterConfig,
-        policy: PolicyGroup,
-        engines: EngineGroup,
+        policy: PolicyInterface,
+        engines: GenerationInterface,
         tokenizer: Any,
         step: Callable[[], int],
         *,
@@ -129,7 +128,7 @@ class RunOutput:
                 self.logger.put_summary_back()
 
 
-def devices_of(policy: PolicyGroup, engines: EngineGroup) -> dict[str, list[str]]:
+def devices_of(policy: PolicyInterface, engines: GenerationInterface) -> dict[str, list[str]]:
     """Return the processes on each device of the run: engines share those of the policy's ranks, or have their own."""
     devices = {worker.name: [worker.name] for worker in policy.workers}
     for number, engine in enumerate(engines.workers):

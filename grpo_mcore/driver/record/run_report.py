@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_mcore.driver.engines.engine_group import EngineGroup
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import GenerationInterface, PolicyInterface
 from grpo_mcore.driver.record.run_output import RunOutput, left_out_if_it_fails
 from grpo_mcore.driver.rollouts.validation import Validation
 from grpo_mcore.families import ModelShape
@@ -66,8 +65,8 @@ class RunReport(RunOutput):
         logger: Logger,
         config: MasterConfig,
         schedule: Schedule,
-        policy: PolicyGroup,
-        engines: EngineGroup,
+        policy: PolicyInterface,
+        engines: GenerationInterface,
         tokenizer: Any,
         compare: Compare | None = None,
     ) -> None:
@@ -109,7 +108,7 @@ class RunReport(RunOutput):
                 self._validations[row["step"]] = _results(row)
                 self._graded |= _has_graded(row)
 
-    def _banner(self, policy: PolicyGroup, engines: EngineGroup) -> None:
+    def _banner(self, policy: PolicyInterface, engines: GenerationInterface) -> None:
         config, vllm = self.config, self.config.policy.generation.vllm_cfg
         where = "colocated" if engines.colocated else "with devices of their own"
         start = self._schedule.step
@@ -368,7 +367,7 @@ def _followed_facts(followed: Mapping[str, Any]) -> dict[str, str]:
     return {"followed": f"{followed['run']}: {followed['steps']} steps, {followed['tokens']} tokens; {equal}"}
 
 
-def _spread(policy: PolicyGroup, engines: EngineGroup) -> str:
+def _spread(policy: PolicyInterface, engines: GenerationInterface) -> str:
     """Describe how many nodes policy and engines use, where there are several."""
     nodes = len({worker.place().node for worker in policy.workers})
     if not engines.slots:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from grpo_mcore.driver.engines.engine_group import EngineGroup
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import GenerationInterface, PolicyInterface
 
 
 class StepProfile:
     """Call `follow` with the number of the step that is under way."""
 
-    def __init__(self, policy: PolicyGroup, engines: EngineGroup, folder: Path, steps: Collection[int]) -> None:
+    def __init__(
+        self, policy: PolicyInterface, engines: GenerationInterface, folder: Path, steps: Collection[int]
+    ) -> None:
         """`folder`: gets a folder for each of the `steps`, with a file for each rank."""
         self._policy, self._engines, self._folder, self._steps = policy, engines, folder, steps
         self._traced: int | None = None

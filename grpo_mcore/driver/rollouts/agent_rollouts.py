@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerFailed, remote_stream
 from grpo_mcore.data import DatumSpec
-from grpo_mcore.driver.engines.engine_group import EngineGroup
+from grpo_mcore.driver.interfaces import GenerationInterface
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.environments.gym.nemo_gym import GymOutcome, GymSample
 from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef, sample_seed
@@ -59,7 +59,7 @@ class AgentRollouts:
     def __init__(
         self,
         environments: Mapping[str, EnvironmentWorker],
-        engines: EngineGroup,
+        engines: GenerationInterface,
         seed: int,
         on_sample: Callable[[TrajectoryRef, Score], None],
         on_outcome: Callable[[GymOutcome], None] | None = None,

@@ -38,8 +38,9 @@ from typing import Any
 from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, ObjectLost, Stream, Worker, WorkerDied, WorkerFailed
 from grpo_mcore.data import DatumSpec, TurnTemplate
 from grpo_mcore.driver.engines.engine_faults import EngineFaults, cause
-from grpo_mcore.driver.engines.engine_group import EngineGroup, EngineWorker
+from grpo_mcore.driver.engines.engine_group import EngineWorker
 from grpo_mcore.driver.engines.retries import Retries
+from grpo_mcore.driver.interfaces import GenerationInterface
 from grpo_mcore.driver.rollouts.agent_rollouts import AgentRollouts
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker, RewardScorer
 from grpo_mcore.environments.gym.nemo_gym import GymOutcome
@@ -159,7 +160,7 @@ class Rollouts:
 
     def __init__(
         self,
-        engines: EngineGroup,
+        engines: GenerationInterface,
         environments: Mapping[str, Worker],
         tokenizer: Any,
         limits: TurnLimits,

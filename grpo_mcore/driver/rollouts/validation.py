@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from grpo_mcore.cluster import Worker
 from grpo_mcore.data import DataError, DatumSpec
-from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
+from grpo_mcore.driver.interfaces import GenerationInterface
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.objective import pass_at_k, pass_numbers
 from grpo_mcore.observe import ShownSample
@@ -41,7 +41,7 @@ class GroupSource(Protocol):
 
 
 def run_validation(
-    engines: EngineGroup,
+    engines: GenerationInterface,
     dataloader: Any,
     environments: Mapping[str, Worker],
     config: MasterConfig,
@@ -129,7 +129,7 @@ def _scores(groups: list[Group]) -> dict[str, float | None]:
     return metrics
 
 
-def _shown(engines: EngineGroup, group: Group) -> ShownSample:
+def _shown(engines: GenerationInterface, group: Group) -> ShownSample:
     reference, score = group.samples[0].ref, group.scores[0]
     turns = engines.cluster.store.fetch(reference).turns if reference is not None else ()  # None: its rollout failed
     first = next((i for i, turn in enumerate(turns) if turn.loss_mask), len(turns))

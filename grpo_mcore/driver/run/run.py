@@ -36,7 +36,7 @@ from grpo_mcore.driver.checkpoints.checkpoint_files import POLICY, GRPOSaveState
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.engines.policy_endpoint import open_endpoint
-from grpo_mcore.driver.policy.policy_group import PolicyGroup
+from grpo_mcore.driver.interfaces import ColocatablePolicyInterface, GenerationInterface
 from grpo_mcore.driver.policy.refit_step import refit_engines
 from grpo_mcore.driver.policy.teachers import check_aliases
 from grpo_mcore.driver.record.followed_run import FollowedRun
@@ -196,8 +196,8 @@ class Run:
     """A run that is started: the arguments of `grpo_train`, under their names. SFT and DPO have no engine, and no
     environments."""
 
-    policy: PolicyGroup
-    policy_generation: EngineGroup
+    policy: ColocatablePolicyInterface
+    policy_generation: GenerationInterface
     dataloader: Any
     val_dataloader: Any
     tokenizer: Any
