@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,10 @@ def test_every_page_and_room_is_on_the_map() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
     assert not [page.name for page in GUIDES if f"- {page.name}\n" not in site]
     assert not [page.name for page in GUIDES if page.name != "index.md" and page.name not in index]
+
+
+def test_names_of_the_package_that_the_table_for_users_of_nemo_rl_has_exist() -> None:
+    text = (ROOT / "docs" / "python.md").read_text()
+    names = set(re.findall(r"`(grpo_mcore(?:\.\w+)+)\.(\w+)`", text))
+    assert len(names) > 25
+    assert not [f"{module}.{name}" for module, name in names if not hasattr(import_module(module), name)]
