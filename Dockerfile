@@ -1,6 +1,6 @@
 # Two images from one file:
-#   docker build --target gpu -t grpo-mcore:0.2.0 .         H100 and newer, CUDA 13 (driver R580 or newer)
-#   docker build --target cpu -t grpo-mcore:0.2.0-cpu .     the same code with CPU engines, for tests and plans
+#   docker build --target gpu -t grpo-mcore:0.3.0 .         H100 and newer, CUDA 13 (driver R580 or newer)
+#   docker build --target cpu -t grpo-mcore:0.3.0-cpu .     the same code with CPU engines, for tests and plans
 # One environment for policy, engines and driver: vLLM's binary determines torch, and torch the rest. Secrets do not belong
 # here: tokens come at run time, from the shell (Slurm) or from secrets by reference (Kubernetes).
 # Packages come from requirements/*.lock, with their hashes; TransformerEngine and the kernels of Mamba2 and Gated DeltaNet,

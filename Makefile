@@ -39,7 +39,8 @@ launch-env: ## make .venv-launch with NeMo-Run, for launchers/nemo_run
 lock: ## resolve pyproject.toml into requirements/*.lock (ARGS=--upgrade for newer versions)
 	@$${PYTHON:-python3} scripts/lock.py $(ARGS)
 
-docs: .venv-docs/.ready ## build guides, recipe keys and API pages as a site in site/ (makes .venv-docs)
+docs: setup .venv-docs/.ready ## build guides, recipe keys and API pages as a site in site/ (makes .venv-docs)
+	@$(BIN)/grpo-mcore config --reference > docs/recipe.md
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 
 .venv-docs/.ready: requirements/docs.lock
@@ -49,5 +50,5 @@ docs: .venv-docs/.ready ## build guides, recipe keys and API pages as a site in 
 	@touch $@
 
 clean: ## remove .venv, .venv-launch, .venv-docs and caches; results, logs and checkpoints stay
-	@rm -rf .venv .venv-launch .venv-docs site .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	@rm -rf .venv .venv-launch .venv-docs site docs/recipe.md .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,6 @@
 
 from grpo_mcore.base import former_paths
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 former_paths.install()

@@ -23,6 +23,8 @@ DOCUMENTED = (
     "environments/registry.py", "parallel/policy.py", "generation/engine.py", "recipe/master.py",
 )  # fmt: skip
 """Modules whose public names must have a place in the API pages, besides those of objective/ and recipe/schema/."""
+FOLDER = re.compile(r"^::: ([\w.]+)\.\*$", re.MULTILINE)
+"""Line of an API page that stands for all modules of a folder."""
 LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -34,7 +36,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
-    """Point links to pages of the site at these, and leave only the text of links to files that the site has not."""
+    """Point links to pages of the site at these, leave only the text of links to files that the site has not, and put
+    the modules of a folder in place of the folder."""
     source = page.file.src_uri
     folder = ROOT if source in FROM_ROOT.values() else (ROOT / "docs" / source).parent
 
@@ -46,7 +49,13 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
             return f"`{text}`" if "/" in text and "`" not in text else text
         return f"{picture}[{text}]({os.path.relpath(uri, Path(source).parent)}{anchor or ''})"
 
-    return LINK.sub(placed, markdown)
+    return FOLDER.sub(_modules, LINK.sub(placed, markdown))
+
+
+def _modules(match: re.Match[str]) -> str:
+    """Return a line for each module of the folder."""
+    files = sorted((ROOT / match[1].replace(".", "/")).glob("[!_]*.py"))
+    return "\n\n".join(f"::: {match[1]}.{file.stem}" for file in files)
 
 
 def on_post_build(config: Any) -> None:

@@ -1,7 +1,7 @@
 """The formats of recipes, and of what a run leaves for later versions: checkpoints, ledgers, samples.
 
 A number rises when older code would misread the files. What bears no number was written before there were any, and is
-of format 1. docs/upgrading.md has the promise.
+of format 1. docs/install.md has the promise.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _SIGNS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 _HEAD = """\
 # Recipe keys
 
-<!-- Written by `grpo-mcore config --reference > docs/recipe.md`. Edit the docstrings in grpo_mcore/recipe/schema/. -->
+<!-- Written by `grpo-mcore config --reference`. Edit the docstrings in grpo_mcore/recipe/schema/. -->
 
 Every key of a recipe, by section. `grpo-mcore config RECIPE` prints a recipe with all values and the place where each
 was written. Keys of NeMo RL that do not exist here are accepted where they change nothing; otherwise the error says
