@@ -32,10 +32,6 @@ def check_settings(shape: ModelShape, megatron: MegatronSettings) -> None:
     experts, at = shape.experts, "policy.megatron_cfg."
     if experts is None:
         return
-    if experts.active == 1 and experts.normalized and not experts.sigmoid:
-        raise FamilyError(
-            f"a {shape.family} model with one expert per token, whose weight is then always 1, is not supported"
-        )
     if megatron.moe_token_dispatcher_type == "allgather" and megatron.pipeline_model_parallel_size > 1:
         raise FamilyError(
             f"{at}moe_token_dispatcher_type allgather needs rows of one length, which pipeline stages do not have; use "

@@ -47,6 +47,11 @@ class ExpertShape:
     clamp: float | None = None  # limit of gate and up, whose rows alternate, in experts with biases; None: plain SwiGLU
     latent_size: int = 0  # width of a projection of the hidden states that experts compute on; 0: no projection
 
+    @property
+    def one_of_weight_1(self) -> bool:
+        """Whether each token has one expert, whose normalised weight is 1 whatever its score."""
+        return self.active == 1 and self.normalized
+
 
 @dataclass(frozen=True)
 class YarnShape:

@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -39,7 +40,7 @@ from grpo_mcore.parallel.layers.attention import (
 )
 from grpo_mcore.parallel.layers.context import computed_here, share_of_row, take
 from grpo_mcore.parallel.layers.delta import DeltaMixer
-from grpo_mcore.parallel.layers.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer
+from grpo_mcore.parallel.layers.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer, OneExpertRouter
 from grpo_mcore.parallel.layers.mamba import MambaMixer
 from grpo_mcore.parallel.layers.norm import CpuRMSNorm, NormedAdd, RMSNorm, WideHeadNorm
 from grpo_mcore.parallel.layers.packed_row import describe_row
@@ -332,6 +333,7 @@ def block_spec(
     experts = MoESubmodules(
         experts=ModuleSpec(module=kind, params=how, submodules=mlp),
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
+        router=OneExpertRouter if shape.experts and shape.experts.one_of_weight_1 else TopKRouter,
     )
 
     core_part = ModuleSpec(

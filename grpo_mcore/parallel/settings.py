@@ -176,7 +176,8 @@ def _expert_settings(
         "moe_router_topk": experts.active,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_layer_freq": [int(shape.is_expert_layer(layer)) for layer in range(shape.num_layers)],
-        "moe_router_pre_softmax": not experts.normalized,  # otherwise softmax over the chosen: the same
+        # Softmax over the chosen ones is the same as normalising; Megatron-Core refuses it for one expert a token.
+        "moe_router_pre_softmax": not experts.normalized or experts.active == 1,
         "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
         "moe_router_enable_expert_bias": experts.sigmoid,
         "moe_router_bias_update_rate": 0.0,

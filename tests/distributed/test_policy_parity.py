@@ -131,6 +131,29 @@ def test_ranks_that_share_key_value_heads_equal_transformers(
     equal_to_transformers(ranks, reference, case, gradient_limit=2e-4 if family == "gpt_oss" else 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("moonlight", "EP2xTP2-SPxPP2"),
+        ("qwen3_moe", "EP2"),
+        ("gpt_oss", "TP1"),
+        *(
+            pytest.param(family, "TP1", marks=pytest.mark.every_state)
+            for family in (
+                "glm4_moe", "minimax_m2", "mixtral", "nemotron_h_moe", "nemotron_h_latent", "qwen3_next",
+                "glm4_moe_lite",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_one_expert_a_token_equals_transformers(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
+    """Its weight is score / score = 1, also where Megatron-Core would take the score."""
+    folder = make_tiny_model(family, tmp_path, num_experts_per_tok=1)
+    case = layout_named(layout, shape_of(read_hf_config(folder)))
+    reference = reference_of(folder, work=work_of(case))
+    equal_to_transformers(ranks, reference, case, gradient_limit=3e-4)
+
+
 def equal_to_transformers(
     ranks: RankPool, reference: Reference, case: LayoutCase, gradient_limit: float = GRADIENT_LIMIT
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from grpo_mcore.families import ModelShape, adapter_shape, adapters_of, params_of
@@ -32,6 +33,16 @@ class Experts(SequentialMLP):
         narrow = copy.copy(config)
         narrow.hidden_size = width
         super().__init__(num_local_experts, narrow, submodules, **how)
+
+
+class OneExpertRouter(TopKRouter):
+    """Router of a model with one expert a token whose weight is normalised: score / score = 1, times the model's
+    factor. Megatron-Core normalises the weights of several experts only. The router gets a gradient of 0."""
+
+    def routing(self, logits: Tensor, *args: Any, **how: Any) -> tuple[Tensor, Tensor]:
+        probs, routing_map = super().routing(logits, *args, **how)
+        factor = self.config.moe_router_topk_scaling_factor or 1.0
+        return factor * routing_map.to(probs.dtype) + 0.0 * probs, routing_map
 
 
 class LatentMoELayer(MoELayer):

@@ -176,7 +176,7 @@ def compare_layouts(reference: Reference, layouts: Sequence[LayoutCase], pool: R
 
 
 def compare(
-    reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, packed: bool, smallest: float = 0.0
+    reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, packed: bool, smallest: float = 3e-5
 ) -> ParityCase:
     """Compare the results of all ranks of a mesh with transformers. A gradient's error is relative to its norm, or to
     the part `smallest` of the norm of all. Raises ValueError if the results are not complete."""
