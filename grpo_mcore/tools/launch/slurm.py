@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grpo_mcore.tools.launch.spec import FOR_MIRROR, FOR_TRACKERS, FROM_SUBMITTER, LaunchSpec
+from grpo_mcore.tools.launch.spec import LaunchSpec
 from grpo_mcore.tools.launch.validation import gpus_of, split_option
 
 BODY = Path(__file__).with_name("slurm_body.sh")
@@ -20,9 +19,8 @@ SETTINGS = ("CONTAINER", "MOUNTS", "COMMAND", "RESTARTS", "LOGS", "PYTHON", "STA
 OTHERS = ("RAY_PORT", "HEAD_IP", "OBJECT_STORE_GB")
 
 
-def sbatch_script(spec: LaunchSpec, *, carries_recipe: bool = True) -> str:
-    """Return the script: sbatch's options, the settings with their values, and the body that all jobs share.
-    `carries_recipe`: see `job_script`."""
+def sbatch_script(spec: LaunchSpec) -> str:
+    """Return the script: sbatch's options, the settings with their values, and the body that all jobs share."""
     recipe = re.sub(r"\s", " ", spec.recipe_file)  # a line break in a file's name would end the comment
     head = [
         "#!/bin/bash",
@@ -33,7 +31,7 @@ def sbatch_script(spec: LaunchSpec, *, carries_recipe: bool = True) -> str:
         "# Options on sbatch's own command line override those below.",
         *[sbatch_line(name, value) for name, value in all_options(spec)],
     ]
-    return "\n".join([*head, job_script(spec, carries_recipe=carries_recipe)])
+    return "\n".join([*head, job_script(spec)])
 
 
 def all_options(spec: LaunchSpec) -> list[tuple[str, str]]:
@@ -60,77 +58,31 @@ REPLACED = {"mem-per-cpu": "mem", "mem-per-gpu": "mem", "cpus-per-gpu": "cpus-pe
 """Options of launch.slurm.options that exclude one of ours."""
 
 
-def job_script(spec: LaunchSpec, *, carries_recipe: bool = True) -> str:
+def job_script(spec: LaunchSpec) -> str:
     """Return the script without sbatch's options. It carries the resolved recipe, and says which code it was made by: a
-    job that starts again after days trains what was submitted, whatever has happened to the file. `carries_recipe`:
-    False names the file instead, for a script that is kept."""
-    command = shlex.join(spec.command("RECIPE")).replace(" RECIPE", ' "$RECIPE"', 1)
-    if not carries_recipe:
-        command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
-    container, mounts = spec.launch.container or "", ",".join(spec.launch.mounts)
-    settings = _settings(command, container, mounts, spec.restarts, spec.start_timeout_s, spec.launch.stage_to or "")
+    job that starts again after days trains what was submitted, whatever has happened to the file."""
+    settings = {
+        "CONTAINER": spec.launch.container or "",
+        "MOUNTS": ",".join(spec.launch.mounts),
+        "COMMAND": shlex.join(spec.command("RECIPE")).replace(" RECIPE", ' "$RECIPE"', 1),
+        "RESTARTS": str(spec.restarts),
+        "START_TIMEOUT": str(spec.start_timeout_s),
+        "STAGE_TO": spec.launch.stage_to or "",
+    }
     end = "END_OF_RECIPE"
     while end in spec.recipe_yaml.splitlines():
         end += "_"
-    carried = [f"CODE={shlex.quote(spec.code)}", "resolved_recipe() {", f"    cat <<'{end}'", spec.recipe_yaml.rstrip()]
-    return _script(settings, spec.launch.env, [*carried, end, "}"] if carries_recipe else ())
-
-
-def any_command_script() -> str:
-    """Return ray.sub: a job for the command in the variable COMMAND, whose nodes and GPUs are sbatch's own options."""
-    trackers = [name for names in FOR_TRACKERS.values() for name in names]
-    passed = dict.fromkeys((*PASSED, *SETTINGS, *OTHERS, *FROM_SUBMITTER, *trackers, *FOR_MIRROR))
-    head = [
-        "#!/bin/bash",
-        "# Any command on Slurm, with Ray on every node of the job. Written by grpo_mcore.tools.launch.slurm.",
-        "#",
-        '# Usage: COMMAND="uv run python examples/run_grpo.py --config RECIPE cluster.num_nodes=2" \\',
-        '#   CONTAINER=image.sqsh MOUNTS="$PWD:$PWD" sbatch --nodes=2 --gres=gpu:8 ray.sub',
-        "# `grpo-mcore launch slurm RECIPE` writes a script with the options that a recipe needs.",
-        "#SBATCH --job-name=grpo",
-        "#SBATCH --ntasks-per-node=1",
-        "#SBATCH --exclusive",
-        "#SBATCH --signal=B:USR1@600",
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        "#SBATCH --output=%x-%j.out",
-        f"#SBATCH --export={','.join(passed)}",
-        "",
-        "if [[ -z ${COMMAND:-} ]]; then",
-        "    echo 'ray.sub: give the command in the variable COMMAND, such as "
-        'COMMAND="grpo-mcore train RECIPE --resume=auto"\' >&2',
-        "    exit 2",
-        "fi",
-    ]
-    return "\n".join([*head, _script(_settings("", "", "", 3, 600, ""), {})])
-
-
-def _settings(
-    command: str, container: str, mounts: str, restarts: int, timeout_s: int, stage_to: str
-) -> dict[str, tuple[str, str]]:
-    """Return the value of each setting, and a note about it."""
-    return {
-        "CONTAINER": (container, " # image for pyxis; empty: bare metal"),
-        "MOUNTS": (mounts, " # FROM:TO[:ro],... for the container"),
-        "COMMAND": (command, ""),
-        "RESTARTS": (
-            str(restarts),
-            " # how often a run that ran out of time or lost something is queued again; preemptions do not count",
-        ),
-        "LOGS": ("logs/slurm", " # on the shared file system"),
-        "PYTHON": ("python", ""),
-        "START_TIMEOUT": (str(timeout_s), " # seconds until all nodes must have joined Ray"),
-        "STAGE_TO": (stage_to, " # folder of a node's own disk, for copies of the models"),
-    }
-
-
-def _script(settings: Mapping[str, tuple[str, str]], variables: Mapping[str, str], carried: Sequence[str] = ()) -> str:
     lines = [
         "",
-        "# Settings: a variable of the same name in the submitting shell overrides the value.",
-        *[f"[[ -n ${{{key}:-}} ]] || {key}={shlex.quote(value)}{note}" for key, (value, note) in settings.items()],
-        *[f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())],
-        *carried,
+        "# Settings: a variable of the same name in the submitting shell overrides the value. More are below.",
+        *[f"[[ -n ${{{key}:-}} ]] || {key}={shlex.quote(value)}" for key, value in settings.items() if value],
+        *[f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.launch.env.items())],
+        f"CODE={shlex.quote(spec.code)}",
+        "resolved_recipe() {",
+        f"    cat <<'{end}'",
+        spec.recipe_yaml.rstrip(),
+        end,
+        "}",
         "",
     ]
     return "\n".join([*lines, BODY.read_text(encoding="utf-8")])
@@ -157,8 +109,8 @@ def sbatch_options(spec: LaunchSpec) -> dict[str, str | int]:
         "output": "%x-%j.out",
         "export": ",".join(passed),
     }
-    given = dict(map(split_option, spec.launch.slurm.options))
-    replaced = given.keys() | {REPLACED[name] for name in given.keys() & REPLACED.keys()}
-    if gpus_of("gres", given.get("gres", "")) is not None:
+    by_site = dict(map(split_option, spec.launch.slurm.options))
+    replaced = by_site.keys() | {REPLACED[name] for name in by_site.keys() & REPLACED.keys()}
+    if gpus_of("gres", by_site.get("gres", "")) is not None:
         replaced.add("gpus-per-node")
     return {key: value for key, value in options.items() if value is not None and key not in replaced}

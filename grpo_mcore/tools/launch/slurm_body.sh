@@ -3,6 +3,13 @@
 # node. When any of them ends, the job ends. Nothing here needs Python outside the container.
 
 set -uo pipefail
+CONTAINER=${CONTAINER:-} # image for pyxis; empty: bare metal
+MOUNTS=${MOUNTS:-}       # FROM:TO[:ro],... for the container
+RESTARTS=${RESTARTS:-3}  # how often a run that ran out of time or lost something is queued again; preemptions do not count
+LOGS=${LOGS:-logs/slurm} # on the shared file system
+PYTHON=${PYTHON:-python}
+START_TIMEOUT=${START_TIMEOUT:-600} # seconds until all nodes must have joined Ray
+STAGE_TO=${STAGE_TO:-}              # folder of a node's own disk, for copies of the models
 restart=${SLURM_RESTART_COUNT:-0}
 say() { echo "[$(date +%H:%M:%S)] $*"; }
 if [[ ${SLURM_EXPORT_ENV:-} == NONE ]]; then

@@ -1,4 +1,4 @@
-"""Recipes that differ in kind, rendered as a job of each kind, equal their golden files. After an intended change:
+"""A recipe rendered for Slurm, one for Kubernetes and one for NeMo-Run equal their golden files. After a change:
 
 python -m tests.unit.tools.launch.test_golden    # rewrites them and launchers/; then read the diff
 """
@@ -17,18 +17,15 @@ from grpo_mcore.recipe import MasterConfig, RecipeError, load_recipe
 from grpo_mcore.tools.launch import LaunchSpec, launch_spec, nemo_run, validation
 from grpo_mcore.tools.launch.kubernetes import documents, manifest
 from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check, check_file
-from grpo_mcore.tools.launch.slurm import BODY, any_command_script, sbatch_script
+from grpo_mcore.tools.launch.slurm import BODY, sbatch_script
 from tests.unit.tools.launch.jobs import CLAIM, DISAGGREGATED, H100, IMAGE, ROOT, TWO_NODES
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL = sorted(
     str(file.relative_to(ROOT)) for file in (ROOT / "recipes").rglob("*.yaml") if file.parent.name != "presets"
 )
-RECIPES = [
-    f"recipes/{name}.yaml"
-    for name in ("eval", "grpo-arithmetic-cpu", "grpo-code-cpu", "grpo-llama3.1-8B-2n8g", "sft", "variants/async")
-]
-SHIPPED = ("../ray.sub", "slurm/grpo_2n8g.sh", "k8s/grpo-2n8g.yaml", "k8s/grpo-3n8g-disaggregated.yaml")
+ON_SLURM, ON_KUBERNETES, BY_NEMO_RUN = TWO_NODES, "recipes/grpo-code-cpu.yaml", "recipes/sft.yaml"
+MANIFESTS = ("k8s/grpo-2n8g.yaml", "k8s/grpo-3n8g-disaggregated.yaml")
 BODY_HERE = "# (the body is grpo_mcore/tools/launch/slurm_body.sh)\n"
 
 
@@ -107,21 +104,18 @@ def without_recipe(text: str) -> str:
     return head + yaml.safe_dump_all(parts, sort_keys=False)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_slurm(recipe: str) -> None:
-    assert slurm(recipe) == golden(recipe, ".sbatch").read_text()
+def test_slurm() -> None:
+    assert slurm(ON_SLURM) == golden(ON_SLURM, ".sbatch").read_text()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_kubernetes(recipe: str) -> None:
-    text = manifest(k8s(recipe))
-    assert without_recipe(text) == golden(recipe, ".k8s.yaml").read_text()
+def test_kubernetes() -> None:
+    text = manifest(k8s(ON_KUBERNETES))
+    assert without_recipe(text) == golden(ON_KUBERNETES, ".k8s.yaml").read_text()
     assert check(list(yaml.safe_load_all(text))[1], bundled_schema()) == []
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_nemo_run(recipe: str) -> None:
-    assert through_nemo_run(recipe) == golden(recipe, ".nemo_run.yaml").read_text()
+def test_nemo_run() -> None:
+    assert through_nemo_run(BY_NEMO_RUN) == golden(BY_NEMO_RUN, ".nemo_run.yaml").read_text()
 
 
 @pytest.mark.slow
@@ -137,21 +131,16 @@ def test_every_recipe_can_be_launched(recipe: str) -> None:
 
 @cache
 def shipped() -> dict[str, str]:
-    """Return the files of launchers/, and ray.sub beside it, which people use unchanged."""
-    return {
-        "../ray.sub": any_command_script(),
-        "slurm/grpo_2n8g.sh": sbatch_script(launch_spec(load_recipe(TWO_NODES), "slurm"), carries_recipe=False),
-        "k8s/grpo-2n8g.yaml": manifest(k8s(TWO_NODES, *H100)),
-        "k8s/grpo-3n8g-disaggregated.yaml": manifest(k8s(TWO_NODES, *H100, *DISAGGREGATED)),
-    }
+    """Return the manifests of launchers/, which people use unchanged."""
+    both = (k8s(TWO_NODES, *H100), k8s(TWO_NODES, *H100, *DISAGGREGATED))
+    return dict(zip(MANIFESTS, map(manifest, both), strict=True))
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_launchers_are_up_to_date(name: str) -> None:
-    file, text = ROOT / "launchers" / name, shipped()[name]
-    assert file.read_text() == text
-    if name.startswith("k8s"):
-        assert check_file(file, bundled_schema()) == []
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_shipped_manifests_are_up_to_date(name: str) -> None:
+    file = ROOT / "launchers" / name
+    assert file.read_text() == shipped()[name]
+    assert check_file(file, bundled_schema()) == []
 
 
 def test_a_disaggregated_job_has_a_group_for_each_pool() -> None:
@@ -164,13 +153,11 @@ def write() -> None:
     GOLDEN.mkdir(exist_ok=True)
     for file in GOLDEN.iterdir():
         file.unlink()
-    for recipe in RECIPES:
-        golden(recipe, ".sbatch").write_text(slurm(recipe))
-        golden(recipe, ".nemo_run.yaml").write_text(through_nemo_run(recipe))
-        golden(recipe, ".k8s.yaml").write_text(without_recipe(manifest(k8s(recipe))))
+    golden(ON_SLURM, ".sbatch").write_text(slurm(ON_SLURM))
+    golden(BY_NEMO_RUN, ".nemo_run.yaml").write_text(through_nemo_run(BY_NEMO_RUN))
+    golden(ON_KUBERNETES, ".k8s.yaml").write_text(without_recipe(manifest(k8s(ON_KUBERNETES))))
     for name, text in shipped().items():
         (ROOT / "launchers" / name).write_text(text)
-    (ROOT / "launchers/slurm/grpo_2n8g.sh").chmod(0o755)
 
 
 if __name__ == "__main__":
