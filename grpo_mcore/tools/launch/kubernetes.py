@@ -121,9 +121,9 @@ def _recipe_name(spec: LaunchSpec) -> str:
 def _without_none(value: Any) -> Any:
     """Leave out the fields that are None."""
     if isinstance(value, list):
-        return [_without_none(each) for each in value]
+        return [_without_none(item) for item in value]
     if isinstance(value, dict):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
     return value
 
 
@@ -150,7 +150,7 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
     variables |= dict(sorted(launch.env.items()))
     staged = {"HF_HUB_CACHE": f"{launch.stage_to}/hub"} if launch.stage_to else {}
     if launch.code:
-        variables["PYTHONPATH"] = ":".join([RECIPE_FOLDER, *([own] if (own := launch.env.get("PYTHONPATH")) else [])])
+        variables["PYTHONPATH"] = ":".join(filter(None, [RECIPE_FOLDER, launch.env.get("PYTHONPATH")]))
     files = [("recipe.yaml", "recipe.yaml"), *((f"text-{i}", name) for i, (name, _) in enumerate(spec.texts))]
     volumes: list[dict[str, Any]] = [
         {

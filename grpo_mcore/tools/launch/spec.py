@@ -46,7 +46,7 @@ FOR_MIRROR = (
     *("AWS_REGION", "AWS_DEFAULT_REGION", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
     "GOOGLE_APPLICATION_CREDENTIALS",
 )
-"""Further ones of a job with checkpointing.mirror: only their names are in the script."""
+"""Further variables that a job with checkpointing.mirror inherits. Only their names are in the script."""
 
 FOR_TRACKERS = {
     "wandb_enabled": ("WANDB_BASE_URL", "WANDB_MODE", "WANDB_ENTITY"),
@@ -55,7 +55,7 @@ FOR_TRACKERS = {
     ),
     "swanlab_enabled": ("SWANLAB_API_KEY",),
 }
-"""Further ones of a job whose recipe sets this key of `logger`."""
+"""Further variables that a job inherits whose recipe sets this key of `logger`."""
 
 DEFAULT_MEMORY = 512
 """Memory of a node in GiB where `plan` predicts none."""
@@ -76,12 +76,12 @@ class Pool:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A job. `launch`: that section of the recipe. `memory_gb`: of each node, in GiB. `restarts` is 0 if the run writes
-    no checkpoint to resume from.
+    """A job. `launch` is that section of the recipe, `memory_gb` the memory of each node in GiB; `restarts` is 0 if the
+    run writes no checkpoint to resume from.
 
-    `recipe_yaml` is the resolved recipe. `texts`: on Kubernetes, whose nodes do not see the checkout, the text files
-    that it names and those of launch.code, as (name in RECIPE_FOLDER, content). `sandboxes`: programs run in sandboxes,
-    which need namespaces of their own. `code`: version and revision of this package.
+    `recipe_yaml` is the resolved recipe. `texts` holds, on Kubernetes, whose nodes do not see the checkout, the text
+    files that the recipe names and those of launch.code, as (name in RECIPE_FOLDER, content). `sandboxes` says whether
+    programs run in sandboxes, which need namespaces of their own. `code` is this package's version and revision.
     """
 
     name: str
@@ -100,7 +100,7 @@ class LaunchSpec:
     sandboxes: bool = False
     code: str = ""
     notes: tuple[str, ...] = ()
-    """Remarks for whoever launches it: values taken from the plan, and values that do not agree with it."""
+    """Remarks for the person who launches it: values taken from the plan, and values that do not agree with it."""
 
     @property
     def nodes(self) -> int:
@@ -157,8 +157,8 @@ def _from_submitter(config: MasterConfig) -> tuple[str, ...]:
 
 
 def planned(config: MasterConfig) -> tuple[int, str, tuple[str, ...]]:
-    """Return memory of a node in GiB, time limit, and what to say about them. What the recipe leaves open follows from
-    its plan on an H100: the memory of a host depends little on its device."""
+    """Return the memory of a node in GiB, the time limit, and remarks about both. What the recipe leaves open follows
+    from its plan on an H100: the memory of a host depends little on its device."""
     launch, notes = config.launch, list[str]()
     memory_gb, limit = launch.memory_gb_per_node, launch.time_limit
     try:
@@ -187,14 +187,14 @@ def planned(config: MasterConfig) -> tuple[int, str, tuple[str, ...]]:
         limit = f"{hours:02d}:00:00"
         jobs = math.ceil(run_s / max(1, seconds(limit) - start))
         after = f", in about {jobs} jobs, each of which goes on from the one before" if jobs > 1 else ""
-        why = f": plan predicts {run_s / 3600:,.1f} h for all steps{after}" if run_s else ""
-        notes.append(f"launch.time_limit={limit} is taken{why}")
+        reason = f": plan predicts {run_s / 3600:,.1f} h for all steps{after}" if run_s else ""
+        notes.append(f"launch.time_limit={limit} is taken{reason}")
     resumes = launch.max_restarts + 1 if config.checkpointing.enabled else 1
-    given = resumes * max(0, seconds(limit) - start)
-    if run_s > given:
+    training_s = resumes * max(0, seconds(limit) - start)
+    if run_s > training_s:
         notes.append(
             f"plan predicts {run_s / 3600:,.1f} h for all steps, and {resumes} job{'s' if resumes > 1 else ''} of "
-            f"{limit} train for {given / 3600:,.1f} h: raise launch.max_restarts or launch.time_limit"
+            f"{limit} train for {training_s / 3600:,.1f} h: raise launch.max_restarts or launch.time_limit"
         )
     return memory_gb, limit, tuple(notes)
 
@@ -237,8 +237,8 @@ def job_name(stem: str) -> str:
 
 
 def _with_texts(config: MasterConfig) -> tuple[MasterConfig, tuple[tuple[str, str], ...]]:
-    """Return the recipe as pods read it, which names its text files in RECIPE_FOLDER, and (name there, content) of
-    these and of launch.code."""
+    """Return the recipe as pods read it, which names its text files in RECIPE_FOLDER, and these files and those of
+    launch.code as (name in RECIPE_FOLDER, content)."""
     travelling, files = config.model_copy(deep=True), {name: Path(name) for name in code_files(config.launch.code)}
     for path, file in carried_texts(config).items():
         name = file.as_posix() if is_below(file.as_posix()) else f"texts{file.resolve()}"

@@ -145,7 +145,6 @@ def test_what_a_site_adds_reaches_all_pods_as_it_is_written() -> None:
     ("word", "said"),
     [
         ("launch.k8s.tolerations=[{kee: x}]", "kee"),
-        ("launch.k8s.volumes={scratch: {hostPath: {path: /l}}}", "scratch: a mount point is an absolute folder"),
         ("launch.time_limit=4h", 'expected "HH:MM:SS" or "D-HH:MM:SS", such as "04:00:00", got \'4h\''),
     ],
 )
