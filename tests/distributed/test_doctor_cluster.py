@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from grpo_mcore.tools.doctor import Needs, checks, nodes
+from grpo_mcore.tools.doctor import Needs, nodes
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,9 @@ def test_a_task_sees_the_gpus_of_its_node(address: str) -> None:
 
 
 def test_nodes_that_reach_each_other_and_nodes_that_do_not(address: str) -> None:
-    """Test the one node against itself: tasks that know each other only by host and port."""
+    """Two ranks of the one node: tasks that know each other only by host and port."""
     (node,) = ray.nodes()
-    one, host = node["NodeID"], node["NodeManagerAddress"]
-    ((_, good),) = nodes._links(ray, [(one, one)], {one: host}, "gloo")
-    assert [answer.error for answer in good] == [None] * 2 and checks.pair_rate(good) > 0.01
-    ((_, bad),) = nodes._links(ray, [(one, one)], {one: "192.0.2.77"}, "gloo", seconds=1.0)  # unused
-    result = checks.pair_reduced("network", "gloo a-b", bad)
-    assert result.state == "fault" and "GLOO_SOCKET_IFNAME" in result.advice
+    good = nodes._network(ray, {node["NodeID"]: node["NodeManagerAddress"]}, "gloo", 2)
+    assert good.state == "ok" and good.saw.startswith("gloo over 1 nodes: ")
+    bad = nodes._network(ray, {node["NodeID"]: "192.0.2.77"}, "gloo", 2, seconds=1.0)  # unused
+    assert bad.state == "fault" and "GLOO_SOCKET_IFNAME" in bad.advice

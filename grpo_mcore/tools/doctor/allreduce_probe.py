@@ -1,6 +1,6 @@
-"""One of two processes that all-reduce a tensor, check the sum and measure the bandwidth:
-`python -m ... BACKEND SECONDS PARENT_PID HOST:PORT RANK DEVICE MEGABYTES`. It prints the GB/s of the fastest of several
-repetitions, in each direction. Exit code 0: the sum is correct."""
+"""One process of an all-reduce that checks the sum and measures the bandwidth:
+`python -m ... BACKEND SECONDS PARENT_PID HOST:PORT RANK WORLD_SIZE DEVICE MEGABYTES`. It prints the GB/s in each
+direction of the fastest of several repetitions. Exit code 0: the sum is correct."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ from grpo_mcore.base.processes import die_with_parent
 REPETITIONS = 6
 
 
-def main(backend: str, seconds: str, parent: str, address: str, rank: str, device: str, megabytes: str) -> None:
+def main(
+    backend: str, seconds: str, parent: str, address: str, rank: str, world_size: str, device: str, megabytes: str
+) -> None:
     die_with_parent(int(parent))
     import torch
 
-    place = torch.device("cuda", int(device)) if backend == "nccl" else torch.device("cpu")
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    world = int(world_size)
+    torch_device = torch.device("cuda", int(device)) if backend == "nccl" else torch.device("cpu")
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
     torch.distributed.init_process_group(
         backend,
         init_method=f"tcp://{address}",
         rank=int(rank),
-        world_size=2,
+        world_size=world,
         timeout=timedelta(seconds=float(seconds)),
     )
-    tensor = torch.full((int(megabytes) << 18,), float(int(rank) + 1), device=place)
+    tensor = torch.full((int(megabytes) << 18,), float(int(rank) + 1), device=torch_device)
     torch.distributed.all_reduce(tensor)
-    right = bool((tensor == 3.0).all())
+    right = bool((tensor == world * (world + 1) / 2).all())
     tensor.zero_()
-    took = []
+    times = []
     for _ in range(REPETITIONS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         torch.distributed.all_reduce(tensor)
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
-        took.append(time.perf_counter() - began)
+        if torch_device.type == "cuda":
+            torch.cuda.synchronize(torch_device)
+        times.append(time.perf_counter() - start)
     torch.distributed.destroy_process_group()
     if not right:
-        sys.exit("the sum over two processes is wrong")
-    print(tensor.nbytes / min(took) / 1e9)  # each of two ranks sends and receives the whole tensor once
+        sys.exit(f"the sum over {world} processes is wrong")
+    print(2 * (world - 1) / world * tensor.nbytes / min(times) / 1e9)  # what a rank of a ring sends and receives
 
 
 if __name__ == "__main__":

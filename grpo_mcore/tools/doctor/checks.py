@@ -1,4 +1,4 @@
-"""The checks of one machine. Each looks at the machine and says what it saw: ok, a note, or a fault with its remedy."""
+"""The checks of one machine. The result of each is ok, a note, or a fault with its remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -39,14 +38,15 @@ files"."""
 MAX_CLOCK_OFFSET_S = 1.0
 MAX_FILE_SECONDS = 1.0
 PEERS_S = 10.0
-"""Seconds that further processes of an all-reduce get once one has failed; they started at the same time."""
+"""Seconds that the other processes of an all-reduce get after one has failed; all started at the same time."""
 USED_BEFORE = 0.05
 """Share of a GPU's memory that may be in use before a run."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The outcome of one check. A note is worth knowing and not a fault. `advice`: the remedy."""
+    """The outcome of one check. A note is worth knowing and not a fault. `saw` is what the check found, `advice` the
+    remedy."""
 
     check: str
     state: Literal["ok", "note", "fault"]
@@ -92,7 +92,7 @@ def examine(
         except Exception as error:
             findings[name] = [fault(name, f"{type(error).__name__}: {error}", "the check itself failed")]
 
-    threads = [threading.Thread(target=look, args=each, daemon=True) for each in checks.items()]
+    threads = [threading.Thread(target=look, args=item, daemon=True) for item in checks.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -103,13 +103,13 @@ def examine(
 
 def checks_of(needs: Needs) -> dict[str, Check]:
     """Return the checks of a machine by name."""
-    folders = {what: path for what, path in needs.folders.items() if path}
+    folders = {use: path for use, path in needs.folders.items() if path}
     return {
         "versions": lambda: versions(requirements(extra := "gpu" if _on_gpu(needs) else "cpu"), extra),
         "GPUs": lambda: gpus(needs),
         "GPU kernels": lambda: gpu_kernels(needs.gpu_packages if _on_gpu(needs) else ()),
         "/dev/shm": lambda: shared_memory(needs.shm_bytes),
-        **{what: partial(folder, what, path) for what, path in folders.items()},
+        **{use: partial(folder, use, path) for use, path in folders.items()},
         "disk": lambda: disk(
             [*folders.values()], needs.disk_bytes, {folders.get("checkpoints"): needs.checkpoint_bytes}
         ),
@@ -124,13 +124,13 @@ def checks_of(needs: Needs) -> dict[str, Check]:
     }
 
 
-def fault(check: str, saw: str, advice: str) -> CheckResult:
-    return CheckResult(check, "fault", saw, advice)
+def fault(check: str, text: str, advice: str) -> CheckResult:
+    return CheckResult(check, "fault", text, advice)
 
 
-def judged(check: str, saw: str, remedy: str | Literal[False]) -> CheckResult:
+def checked(check: str, text: str, remedy: str | Literal[False]) -> CheckResult:
     """Return a fault with its remedy, or ok if there is nothing to remedy."""
-    return fault(check, saw, remedy) if remedy else CheckResult(check, "ok", saw)
+    return fault(check, text, remedy) if remedy else CheckResult(check, "ok", text)
 
 
 def requirements(extra: str) -> list[str]:
@@ -151,29 +151,29 @@ def versions(pins: Sequence[str], extra: str) -> Iterator[CheckResult]:
         if not pin.specifier.contains(Version(installed).base_version, prereleases=True):
             wrong.append(f"{pin.name} {installed} instead of {pin.specifier}")
     remedy = f"install the pinned ones: pip install -e .[{extra}]"
-    yield judged("versions", "; ".join(wrong) or f"{len(pins)} packages as pinned", bool(wrong) and remedy)
+    yield checked("versions", "; ".join(wrong) or f"{len(pins)} packages as pinned", bool(wrong) and remedy)
 
 
 def gpu_kernels(packages: Sequence[str]) -> Iterator[CheckResult]:
     """Import optional packages with fused kernels. Without one a run is slower, not wrong; one that is installed and
     cannot be imported ends it."""
     reasons = {name: why_not_imported(name) for name in packages}
-    for name, why in reasons.items():
-        if why not in (None, NOT_INSTALLED):
+    for name, reason in reasons.items():
+        if reason not in (None, NOT_INSTALLED):
             remedy = f"install it again with scripts/setup_gpu.sh, or remove it: pip uninstall {name.replace('_', '-')}"
-            yield fault("GPU kernels", f"{name} cannot be imported: {why}", remedy)
-    missing = [name for name, why in reasons.items() if why == NOT_INSTALLED]
+            yield fault("GPU kernels", f"{name} cannot be imported: {reason}", remedy)
+    missing = [name for name, reason in reasons.items() if reason == NOT_INSTALLED]
     if missing:
-        saw = f"torch's own are used in place of those of {', '.join(missing)}"
-        yield CheckResult("GPU kernels", "note", saw, "not installed; scripts/setup_gpu.sh installs them")
+        text = f"torch's own are used in place of those of {', '.join(missing)}"
+        yield CheckResult("GPU kernels", "note", text, "not installed; scripts/setup_gpu.sh installs them")
     elif packages and not any(reasons.values()):
         yield CheckResult("GPU kernels", "ok", ", ".join(packages))
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi lists it. Memory in bytes, 0 where it is not known; `errors`: uncorrected ECC errors, None if
-    they are not counted."""
+    """A GPU as nvidia-smi lists it. Memory is in bytes, 0 where it is not known. `errors` counts uncorrected ECC
+    errors; it is None if they are not counted."""
 
     index: int
     name: str
@@ -214,68 +214,69 @@ def gpus(needs: Needs) -> Iterable[CheckResult]:
     if needs.gpu is False:
         return [CheckResult("GPUs", "ok", "not used: cluster.platform is cpu")]
     present = list_gpus()
-    wanted = needs.gpus_per_node if needs.gpu else 0
+    needed = needs.gpus_per_node if needs.gpu else 0
     if present:
         import torch
 
-        return judge_gpus(present, wanted, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if not wanted:
+        return check_gpus(present, needed, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not needed:
         return [CheckResult("GPUs", "ok", "none, and none asked for")]
     reason = "no nvidia-smi" if present is None else "no device"
     advice = "install the driver, start the container with --gpus all, or set cluster.platform: cpu"
-    return [fault("GPUs", f"{reason}, but {wanted} are asked for", advice)]
+    return [fault("GPUs", f"{reason}, but {needed} are asked for", advice)]
 
 
-def judge_gpus(
-    present: Sequence[Gpu], wanted: int, seen_by_torch: int, visible: str | None = None
+def check_gpus(
+    present: Sequence[Gpu], needed: int, seen_by_torch: int, visible: str | None = None
 ) -> list[CheckResult]:
-    """Check the GPUs of a node. `wanted`: GPUs that the recipe needs (0: any). `visible`: CUDA_VISIBLE_DEVICES, by
-    which a scheduler gives a job some of a node's GPUs, or MIG instances: the others are not ours to judge."""
+    """Check the GPUs of a node. `needed` is the number that the recipe needs (0: any). `visible` is
+    CUDA_VISIBLE_DEVICES, by which a scheduler gives a job some of a node's GPUs, or MIG instances; the others are not
+    checked."""
     lost = [gpu for gpu in present if not gpu.driver[:1].isdigit()]
     sound = [gpu for gpu in present if gpu not in lost]
-    given = visible.split(",") if visible else None
-    ours = [gpu for gpu in sound if given is None or str(gpu.index) in given]
+    allotted = visible.split(",") if visible else None
+    ours = [gpu for gpu in sound if allotted is None or str(gpu.index) in allotted]
     names, drivers = sorted({gpu.name for gpu in sound}), sorted({gpu.driver for gpu in sound})
     faults = [
         fault("GPUs", f"GPU {gpu.index}: {gpu.driver}", "drain the node and reset or replace the GPU") for gpu in lost
     ]
-    if len(sound) < wanted and given is None:
-        faults.append(fault("GPUs", f"{len(sound)} instead of {wanted}", "lower cluster.gpus_per_node, or see dmesg"))
-    if seen_by_torch == 0 or (given is None and seen_by_torch != len(sound)):
-        saw = f"torch sees {seen_by_torch} of {len(sound)}"
-        faults.append(fault("GPUs", saw, "unset CUDA_VISIBLE_DEVICES; install a CUDA build of torch"))
-    elif given is not None and seen_by_torch < wanted:
-        saw = f"CUDA_VISIBLE_DEVICES gives this job {seen_by_torch} of {len(sound)} GPUs, and {wanted} are asked for"
-        faults.append(fault("GPUs", saw, "ask the scheduler for all of them, or lower cluster.gpus_per_node"))
+    if len(sound) < needed and allotted is None:
+        faults.append(fault("GPUs", f"{len(sound)} instead of {needed}", "lower cluster.gpus_per_node, or see dmesg"))
+    if seen_by_torch == 0 or (allotted is None and seen_by_torch != len(sound)):
+        text = f"torch sees {seen_by_torch} of {len(sound)}"
+        faults.append(fault("GPUs", text, "unset CUDA_VISIBLE_DEVICES; install a CUDA build of torch"))
+    elif allotted is not None and seen_by_torch < needed:
+        text = f"CUDA_VISIBLE_DEVICES gives this job {seen_by_torch} of {len(sound)} GPUs, and {needed} are asked for"
+        faults.append(fault("GPUs", text, "ask the scheduler for all of them, or lower cluster.gpus_per_node"))
     if any(int(driver.split(".")[0]) < MIN_DRIVER for driver in drivers):
         faults.append(fault("driver", f"driver {', '.join(drivers)}", f"CUDA 13 needs {MIN_DRIVER} or newer"))
     if len(names) > 1:
         faults.append(fault("GPUs", f"they differ: {', '.join(names)}", "use nodes of one kind of GPU"))
     for gpu in ours:
         if gpu.used > USED_BEFORE * gpu.memory:
-            saw = f"GPU {gpu.index}: {gpu.used / GB:.1f} GB are in use"
-            faults.append(fault("GPU memory", saw, "end the processes that nvidia-smi lists"))
+            text = f"GPU {gpu.index}: {gpu.used / GB:.1f} GB are in use"
+            faults.append(fault("GPU memory", text, "end the processes that nvidia-smi lists"))
         if gpu.errors:
-            saw = f"GPU {gpu.index}: {gpu.errors} uncorrected ECC errors"
-            faults.append(fault("GPU errors", saw, "drain the node and reset or replace the GPU"))
-    some = f" of {len(sound)}, by CUDA_VISIBLE_DEVICES" if given is not None and seen_by_torch != len(sound) else ""
-    saw = f"{seen_by_torch}{some} x {', '.join(names)}, driver {', '.join(drivers)}"
-    return faults or [CheckResult("GPUs", "ok", saw)]
+            text = f"GPU {gpu.index}: {gpu.errors} uncorrected ECC errors"
+            faults.append(fault("GPU errors", text, "drain the node and reset or replace the GPU"))
+    some = f" of {len(sound)}, by CUDA_VISIBLE_DEVICES" if allotted is not None and seen_by_torch != len(sound) else ""
+    text = f"{seen_by_torch}{some} x {', '.join(names)}, driver {', '.join(drivers)}"
+    return faults or [CheckResult("GPUs", "ok", text)]
 
 
 def shared_memory(needed: int, path: str = "/dev/shm") -> Iterator[CheckResult]:
-    """Check the shared memory. `needed`: bytes that refit buffer and collectives take."""
+    """Check the shared memory. `needed` is the bytes that refit buffer and collectives take."""
     usage = shutil.disk_usage(path)
     remedy = "delete what ended runs left in /dev/shm"
     if usage.total < needed:
         remedy = "docker run --shm-size, or a Memory emptyDir at /dev/shm"
-    saw = f"{usage.total / GB:.2f} GB, {usage.free / GB:.2f} GB free"
-    yield judged("/dev/shm", saw, usage.free < needed and f"{needed / GB:.1f} GB are needed: {remedy}")
+    text = f"{usage.total / GB:.2f} GB, {usage.free / GB:.2f} GB free"
+    yield checked("/dev/shm", text, usage.free < needed and f"{needed / GB:.1f} GB are needed: {remedy}")
 
 
 class FileTimes(NamedTuple):
-    """Seconds of writing, renaming and reading back a small file. `clock`: seconds by which the file system's clock is
-    ahead of this machine's."""
+    """Seconds of writing, renaming and reading back a small file. `clock` is how many seconds the file system's clock
+    is ahead of this machine's."""
 
     write: float
     rename: float
@@ -285,12 +286,12 @@ class FileTimes(NamedTuple):
 
 def file_times(path: str, nbytes: int = 1 << 20) -> FileTimes:
     """Write, rename, read and delete a file. Folders that do not exist are created, and removed again if empty."""
-    place = Path(path).expanduser().absolute()
-    missing = [parent for parent in (place, *place.parents) if not parent.exists()]
-    first = place / f".doctor-{uuid.uuid4().hex[:8]}"
+    folder = Path(path).expanduser().absolute()
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    first = folder / f".doctor-{uuid.uuid4().hex[:8]}"
     second = first.with_suffix(".renamed")
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         start = time.perf_counter()
         with first.open("wb") as file:
             file.write(os.urandom(nbytes))
@@ -305,23 +306,23 @@ def file_times(path: str, nbytes: int = 1 << 20) -> FileTimes:
         return FileTimes(written - start, renamed - written, time.perf_counter() - renamed, clock)
     finally:
         for file_left in (first, second):
-            if place.is_dir():
+            if folder.is_dir():
                 file_left.unlink(missing_ok=True)
         for made in missing:
             if made.is_dir() and not any(made.iterdir()):
                 made.rmdir()
 
 
-def folder(what: str, path: str) -> Iterator[CheckResult]:
-    """Check a folder that all nodes share."""
+def folder(use: str, path: str) -> Iterator[CheckResult]:
+    """Check a folder that all nodes share. `use` is what it holds, such as "checkpoints"."""
     try:
         times = file_times(path)
     except OSError as error:
-        yield fault(what, f"{path}: {error.strerror or error}", "give a folder that every node may write")
+        yield fault(use, f"{path}: {error.strerror or error}", "give a folder that every node may write")
         return
-    saw = f"{path}: write {times.write:.3f} s, rename {times.rename:.3f} s, read {times.read:.3f} s"
+    text = f"{path}: write {times.write:.3f} s, rename {times.rename:.3f} s, read {times.read:.3f} s"
     slow = max(times[:3]) > MAX_FILE_SECONDS
-    yield judged(what, saw, slow and "checkpoints would stall the run: use a faster file system")
+    yield checked(use, text, slow and "checkpoints would stall the run: use a faster file system")
     if not slow:
         yield clock(times.clock, 0.05, f"file system of {path}")
 
@@ -336,30 +337,30 @@ def clock(offset: float, uncertainty: float, of: str) -> CheckResult:
 
 def disk(folders: Sequence[str], needed: int, checkpoints: Mapping[str | None, int]) -> Iterator[CheckResult]:
     """Check the space for checkpoints and logs, and in the temporary folder for Ray's logs and spilled objects.
-    `checkpoints`: bytes of a checkpoint by the folder that gets them."""
+    `checkpoints` has the bytes of a checkpoint by the folder that gets them."""
     for path in dict.fromkeys([*folders, tempfile.gettempdir()]):
-        place = Path(path).absolute()
-        usage = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists()))
-        one = checkpoints.get(path, 0)
-        wanted = max(needed, one) if path in folders else 2 * GB
-        saw = f"{path}: {usage.free / GB:,.1f} of {usage.total / GB:,.1f} GB free"
-        saw += f", for {usage.free // one} checkpoints of {one / GB:,.1f} GB" if one else ""
-        remedy = f"make room for {wanted / GB:,.0f} GB, or take another folder"
-        yield judged("disk", saw, usage.free < wanted and remedy)
+        absolute = Path(path).absolute()
+        usage = shutil.disk_usage(next(parent for parent in (absolute, *absolute.parents) if parent.exists()))
+        checkpoint = checkpoints.get(path, 0)
+        least = max(needed, checkpoint) if path in folders else 2 * GB
+        text = f"{path}: {usage.free / GB:,.1f} of {usage.total / GB:,.1f} GB free"
+        text += f", for {usage.free // checkpoint} checkpoints of {checkpoint / GB:,.1f} GB" if checkpoint else ""
+        remedy = f"make room for {least / GB:,.0f} GB, or take another folder"
+        yield checked("disk", text, usage.free < least and remedy)
 
 
-def ports(wanted: Sequence[int]) -> Iterator[CheckResult]:
+def ports(numbers: Sequence[int]) -> Iterator[CheckResult]:
     """Check that ports can be listened on."""
     taken = []
-    for port in sorted(wanted):
+    for port in sorted(numbers):
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 sock.bind(("", port))
             except OSError:
                 taken.append(f"{port} is taken by {_holder(port)}")
-    saw = ", ".join(taken) or (f"{', '.join(map(str, wanted))} free" if wanted else "none asked for")
-    yield judged("ports", saw, bool(taken) and "end that process, or give another port (RAY_PORT, --port)")
+    text = ", ".join(taken) or (f"{', '.join(map(str, numbers))} free" if numbers else "none asked for")
+    yield checked("ports", text, bool(taken) and "end that process, or give another port (RAY_PORT, --port)")
 
 
 def _holder(port: int) -> str:
@@ -376,7 +377,7 @@ def open_files() -> Iterator[CheckResult]:
     """Check the soft limit of open files of this process."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     remedy = f"ulimit -n 65536 (at least {MIN_OPEN_FILES})"
-    yield judged("open files", f"limit {limit}", limit < MIN_OPEN_FILES and remedy)
+    yield checked("open files", f"limit {limit}", limit < MIN_OPEN_FILES and remedy)
 
 
 def sandbox(needed: bool, timeout_s: float = 20.0) -> Iterator[CheckResult]:
@@ -478,35 +479,22 @@ def ray_answers(address: str, timeout_s: float = 5.0) -> CheckResult:
 
 
 def collectives(needs: Needs) -> Iterator[CheckResult]:
-    """Test gloo on this host, or with several GPUs NCCL between neighbours, so that every link is used once."""
+    """All-reduce over the GPUs of this host by NCCL, or over two processes by gloo."""
     count = 0
     if needs.gpu is not False and list_gpus():
         import torch
 
         count = torch.cuda.device_count()  # of a shared node the job may have some
-    backend, pairs = ("nccl", [(rank, rank + 1) for rank in range(count - 1)]) if count > 1 else ("gloo", [(0, 1)])
-    for half in (pairs[::2], pairs[1::2]):  # pairs without a common GPU at the same time
-        addresses = [f"127.0.0.1:{processes.free_port()}" for _ in half]
-        ranks = [(address, *each) for address, pair in zip(addresses, half, strict=True) for each in enumerate(pair)]
-        answers = all_reduce(backend, ranks, DEADLINE_S - 5)
-        for number, (first, second) in enumerate(half):
-            yield pair_reduced("collectives", f"{backend} {first}-{second}", answers[2 * number : 2 * number + 2])
-
-
-def infiniband_rates(root: Path = Path("/sys/class/infiniband")) -> list[float]:
-    """Return the GB/s of each active port of this machine's InfiniBand and RoCE adapters, the fastest first."""
-    rates = []
-    for port in root.glob("*/ports/*"):
-        with suppress(OSError, ValueError, IndexError):
-            if "ACTIVE" in (port / "state").read_text(encoding="ascii"):  # as "4: ACTIVE"
-                rates.append(float((port / "rate").read_text(encoding="ascii").split()[0]) / 8)  # "400 Gb/sec (4X NDR)"
-    return sorted(rates, reverse=True)
+    backend, world = ("nccl", count) if count > 1 else ("gloo", 2)
+    address = f"127.0.0.1:{processes.free_port()}"
+    answers = all_reduce(backend, address, range(world), world, DEADLINE_S - 5)
+    yield reduced("collectives", f"{backend} over {world} processes", backend, answers)
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """Result of one process of an all-reduce. `seconds`: with its start. `rate`: GB/s in each direction; 0 with an
-    error."""
+    """Result of one process of an all-reduce. `seconds` includes its start. `rate` is in GB/s in each direction, and 0
+    with an error."""
 
     seconds: float
     error: str | None = None
@@ -514,54 +502,48 @@ class Reduced:
 
 
 def all_reduce(
-    backend: str, ranks: Sequence[tuple[str, int, int]], timeout_s: float, megabytes: int = 4
+    backend: str, address: str, ranks: Sequence[int], world: int, timeout_s: float, megabytes: int = 4
 ) -> list[Reduced]:
-    """Run ranks of all-reduces over two processes, each given as (HOST:PORT of rank 0, rank, device), and return what
-    came of each."""
-    began = time.monotonic()
+    """Run these ranks of an all-reduce on this host, the first on its first GPU, and return the result of each.
+    `address` is HOST:PORT of rank 0."""
+    start = time.monotonic()
     program = [sys.executable, "-P", "-m", "grpo_mcore.tools.doctor.allreduce_probe", backend, f"{timeout_s}"]
     started = [
         subprocess.Popen(
-            [*program, str(os.getpid()), *map(str, rank), str(megabytes)],
+            [*program, str(os.getpid()), address, *map(str, (rank, world, device, megabytes))],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in ranks
+        for device, rank in enumerate(ranks)
     ]
-    end = began + timeout_s
+    end = start + timeout_s
     results: list[Reduced] = []
     try:
         for process in started:
             error, rate = None, 0.0
             try:
-                said, text = process.communicate(timeout=max(0.1, end - time.monotonic()))
+                output, text = process.communicate(timeout=max(0.1, end - time.monotonic()))
                 if process.returncode:
                     error = (text.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
                 else:
-                    rate = float(said.split()[-1])
+                    rate = float(output.split()[-1])
             except subprocess.TimeoutExpired:
                 error = f"no answer in {timeout_s:.0f} s"
             if error:
                 end = min(end, time.monotonic() + PEERS_S)
-            results.append(Reduced(time.monotonic() - began, error, rate))
+            results.append(Reduced(time.monotonic() - start, error, rate))
     finally:
         processes.end(started, grace_s=0)
     return results
 
 
-def pair_reduced(check: str, who: str, answers: Sequence[Reduced]) -> CheckResult:
-    """Check the answers of the processes of a pair's all-reduces. `who`: "BACKEND A-B"."""
+def reduced(check: str, ranks: str, backend: str, answers: Sequence[Reduced]) -> CheckResult:
+    """Check the results of an all-reduce. `ranks` says which processes took part."""
     if error := next((answer.error for answer in answers if answer.error), None):
         variables = "GLOO_SOCKET_IFNAME, and that the host's own name resolves"
-        if who.startswith("nccl"):
+        if backend == "nccl":
             variables = "NCCL_SOCKET_IFNAME, NCCL_IB_HCA; NCCL_DEBUG=INFO tells more"
-        return fault(check, f"{who}: {error}", f"look at {variables}")
-    seconds = max(answer.seconds for answer in answers)
-    return CheckResult(check, "ok", f"{who}: {pair_rate(answers):.2g} GB/s, {seconds:.1f} s with start")
-
-
-def pair_rate(answers: Sequence[Reduced]) -> float:
-    """Return the GB/s between two nodes over all their devices: each link is as fast as its slower end."""
-    half = len(answers) // 2
-    return sum(min(ends.rate for ends in link) for link in zip(answers[:half], answers[half:], strict=True))
+        return fault(check, f"{ranks}: {error}", f"look at {variables}")
+    seconds, rate = max(answer.seconds for answer in answers), min(answer.rate for answer in answers)
+    return CheckResult(check, "ok", f"{ranks}: {rate:.2g} GB/s, {seconds:.1f} s with start")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -266,12 +266,12 @@ def test_gpus_that_something_is_wrong_with(tmp_path: Path, monkeypatch: pytest.M
     fake_nvidia_smi(
         tmp_path, monkeypatch, f"0, {name}, 550.54.15, 81559, 40000, 0", f"1, {name}, 550.54.15, 81559, 4, 3"
     )
-    found = checks.judge_gpus(checks.list_gpus() or [], wanted=4, seen_by_torch=2)
+    found = checks.check_gpus(checks.list_gpus() or [], needed=4, seen_by_torch=2)
     text = "\n".join(map(str, found))
     assert all(finding.state == "fault" for finding in found) and len(found) == 4
     for words in ("2 instead of 4", "CUDA 13 needs 580", "GPU 0: 41.9 GB are in use", "GPU 1: 3 uncorrected"):
         assert words in text
-    assert checks.judge_gpus([GPU], wanted=1, seen_by_torch=1)[0].state == "ok"
+    assert checks.check_gpus([GPU], needed=1, seen_by_torch=1)[0].state == "ok"
 
 
 def test_gpus_that_nvidia_smi_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,18 +281,18 @@ def test_gpus_that_nvidia_smi_cannot_read(tmp_path: Path, monkeypatch: pytest.Mo
     fake_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA GB10, 580.95.05, [N/A], [N/A], [N/A]", f"1, {lost}", warning)
     present = checks.list_gpus() or []
     assert [(gpu.index, gpu.memory, gpu.errors) for gpu in present] == [(0, 0, None), (1, 0, None)]
-    fault(checks.judge_gpus(present, wanted=1, seen_by_torch=1), "GPU 1: [GPU is lost]", "replace the GPU")
+    fault(checks.check_gpus(present, needed=1, seen_by_torch=1), "GPU 1: [GPU is lost]", "replace the GPU")
 
 
 def test_a_share_of_a_node_is_judged_by_itself() -> None:
     """By CUDA_VISIBLE_DEVICES, where nvidia-smi lists the GPUs of other jobs too."""
     busy = replace(GPU, index=1, used=GPU.memory // 2)
-    (found,) = checks.judge_gpus([GPU, busy], 1, 1, "0")
+    (found,) = checks.check_gpus([GPU, busy], 1, 1, "0")
     assert found.state == "ok" and found.saw.startswith("1 of 2, by CUDA_VISIBLE_DEVICES x NVIDIA H100")
-    fault(checks.judge_gpus([GPU, busy], 2, 1, "0"), "1 of 2 GPUs, and 2 are asked for", "ask the scheduler")
-    fault(checks.judge_gpus([GPU, busy], 1, 1, "1"), "GPU 1: 42.9 GB are in use")
-    assert checks.judge_gpus([busy], 1, 1, "MIG-5a1a94cf")[0].state == "ok", "a part of it is another job's"
-    fault(checks.judge_gpus([GPU], 1, 0, "0"), "torch sees 0 of 1", "CUDA build")
+    fault(checks.check_gpus([GPU, busy], 2, 1, "0"), "1 of 2 GPUs, and 2 are asked for", "ask the scheduler")
+    fault(checks.check_gpus([GPU, busy], 1, 1, "1"), "GPU 1: 42.9 GB are in use")
+    assert checks.check_gpus([busy], 1, 1, "MIG-5a1a94cf")[0].state == "ok", "a part of it is another job's"
+    fault(checks.check_gpus([GPU], 1, 0, "0"), "torch sees 0 of 1", "CUDA build")
 
 
 def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,73 +303,20 @@ def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_gpus_that_are_asked_for_and_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "list_gpus", lambda: None)
     fault(checks.gpus(Needs(gpu=True, gpus_per_node=8)), "no nvidia-smi", "driver")
-    fault(checks.judge_gpus([GPU], wanted=1, seen_by_torch=0), "torch sees 0 of 1", "CUDA_VISIBLE_DEVICES")
+    fault(checks.check_gpus([GPU], needed=1, seen_by_torch=0), "torch sees 0 of 1", "CUDA_VISIBLE_DEVICES")
 
 
 def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "DEADLINE_S", 5.05)  # no two processes start in 0.05 s
-    fault(look("collectives", Needs(gpu=False)), "gloo 0-1", "no answer in", "GLOO_SOCKET_IFNAME")
+    fault(look("collectives", Needs(gpu=False)), "gloo over 2 processes", "no answer in", "GLOO_SOCKET_IFNAME")
+    lost = checks.reduced("network", "nccl over 2 nodes", "nccl", [checks.Reduced(1.0, "no answer in 30 s")])
+    fault(lost, "nccl over 2 nodes: no answer in 30 s", "NCCL_SOCKET_IFNAME")
+
+
+def test_the_slowest_rank_is_the_bandwidth() -> None:
     answers = [checks.Reduced(4.0, rate=20.0), checks.Reduced(4.1, rate=19.0)]
-    assert checks.pair_reduced("collectives", "nccl 2-3", answers).saw == "nccl 2-3: 19 GB/s, 4.1 s with start"
-    of_two_links = [checks.Reduced(1.0, rate=rate) for rate in (20.0, 9.0, 18.0, 10.0)]
-    assert checks.pair_rate(of_two_links) == 18.0 + 9.0
-
-
-def rates_between(count: int, slow: Sequence[str] = (), slow_pair: str = "") -> dict[tuple[str, str], float]:
-    """Return what `doctor --cluster` would measure: 40 to 50 GB/s, a tenth with a slow node or over a slow pair."""
-    names = [f"n{i}" for i in range(count)]
-    pairs = [pair for pairs in nodes.rounds_of(names) for pair in pairs]
-    wrong = [bool(set(pair) & set(slow)) or "-".join(sorted(pair)) == slow_pair for pair in pairs]
-    return {
-        pair: (40 + 10 * index / len(pairs)) / (10 if slow else 1)
-        for index, (pair, slow) in enumerate(zip(pairs, wrong, strict=True))
-    }
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 63, 64])
-def test_rounds_in_which_every_node_has_three_partners(count: int) -> None:
-    names = [f"n{i}" for i in range(count)]
-    rounds = nodes.rounds_of(names)
-    for pairs in rounds:
-        assert len({node for pair in pairs for node in pair}) == 2 * len(pairs), "a node in two pairs at once"
-    partners = {name: {node for pairs in rounds for pair in pairs if name in pair for node in pair} for name in names}
-    assert all(len(others - {name}) >= min(3, count - 1) for name, others in partners.items())
-    pairs = [frozenset(pair) for pairs in rounds for pair in pairs]
-    assert len(set(pairs)) == len(pairs)
-    assert nodes.rounds_of(["n0"]) == [[]]
-
-
-@pytest.mark.parametrize(
-    "count, slow", [(3, ["n0"]), (3, ["n2"]), (4, ["n1"]), (5, ["n4"]), (64, ["n17"]), (63, ["n5", "n6", "n40"])]
-)
-def test_slow_nodes_are_named_and_no_others(count: int, slow: list[str]) -> None:
-    found = list(nodes.compare_rates(rates_between(count, slow), "gloo"))
-    assert sorted(finding.saw.split()[0] for finding in found) == sorted(slow)
-    assert all(finding.state == "fault" and "leave it out" in finding.advice for finding in found)
-
-
-def test_a_slow_link_between_good_nodes_is_named_as_one() -> None:
-    pair = "-".join(sorted(nodes.rounds_of([f"n{i}" for i in range(8)])[1][2]))
-    [found] = nodes.compare_rates(rates_between(8, slow_pair=pair), "nccl")
-    assert sorted(found.saw.split(":")[0].split("-")) == pair.split("-") and "cables" in found.advice
-    [fine] = nodes.compare_rates(rates_between(8), "nccl")
-    assert fine.state == "ok" and fine.saw == "12 pairs of nodes, 40 to 49 GB/s by nccl"
-    assert list(nodes.compare_rates({("a", "b"): 1.0}, "gloo")) == []
-
-
-def test_two_nodes_whose_nccl_leaves_infiniband_unused(tmp_path: Path) -> None:
-    """Two nodes have no others to be compared with."""
-    for number in range(10):
-        port = tmp_path / f"mlx5_{number}" / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "state").write_text("4: ACTIVE\n" if number < 9 else "1: DOWN\n")
-        (port / "rate").write_text("100 Gb/sec (4X EDR)\n" if number == 0 else "400 Gb/sec (4X NDR)\n")
-    links = checks.infiniband_rates(tmp_path)
-    assert links == [50.0] * 8 + [12.5] and checks.infiniband_rates(tmp_path / "none") == []
-    [found] = nodes.compare_links({("a", "b"): 12.0}, links[:8])
-    assert found.state == "fault" and found.saw.startswith("12 GB/s between nodes by nccl, whose active InfiniBand")
-    assert "/dev/infiniband" in found.advice and not list(nodes.compare_links({("a", "b"): 310.0}, links[:8]))
-    assert not list(nodes.compare_links({("a", "b"): 12.0}, []))
+    found = checks.reduced("collectives", "nccl over 2 processes", "nccl", answers)
+    assert found.state == "ok" and found.saw == "nccl over 2 processes: 19 GB/s, 4.1 s with start"
 
 
 def test_a_folder_that_a_node_does_not_see() -> None:
