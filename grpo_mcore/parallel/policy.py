@@ -178,11 +178,11 @@ class Policy:
         """Give the model gradients, an optimizer and a schedule."""
         from megatron.core.distributed import finalize_model_grads
 
-        from grpo_mcore.parallel.optimizer import build_optimizer, build_scheduler, wrap_model
+        from grpo_mcore.parallel.optimizer import build_scheduler, wrap_model
 
         megatron = self.config.megatron_cfg
         self.chunks = [wrap_model(network, megatron, self.platform) for network in networks]
-        self.optimizer = build_optimizer(self.chunks, self.config, self.platform)
+        self.optimizer = self.build_optimizer()
         self.scheduler = build_scheduler(self.optimizer, megatron)
         schedule = networks[0].config  # one object for all chunks
         schedule.grad_scale_func = self.optimizer.scale_loss
@@ -192,6 +192,12 @@ class Policy:
         schedule.finalize_model_grads_func = lambda model, num_tokens=None, **kw: finalize_model_grads(
             model, None, **kw
         )
+
+    def build_optimizer(self) -> Any:
+        """Return the optimizer of the chunks. A traced policy builds it in its own way (tools/plan/trace.py)."""
+        from grpo_mcore.parallel.optimizer import build_optimizer
+
+        return build_optimizer(self.chunks, self.config, self.platform)
 
     @property
     def row_multiple(self) -> int:

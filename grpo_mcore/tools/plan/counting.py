@@ -1,7 +1,8 @@
 """Counts what traced operators would do on a GPU: memory that is live, kernels, host synchronisations, bytes sent.
 
 `Counter` lies above torch's FakeTensorMode, which computes shapes instead of values. Small integers are an exception:
-lengths and places decide shapes, so tensors without floating-point inputs are computed for real.
+lengths and positions decide shapes, so tensors without floating-point inputs are computed for real. So is a router's
+map of tokens to experts, which gives every expert equally many.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class Counter(TorchDispatchMode):
             self.phases[-1].peak = max(self.phases[-1].peak, self.live + args[0].nbytes)
         if func is aten._local_scalar_dense.default:
             return 1.0 if tensors[0].is_floating_point() else 1
+        if func is aten.scatter.value and not tensors[0].is_floating_point():
+            return _balanced_map(*tensors[0].shape, tensors[1].size(1))
         if func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
             with unset_fake_temporarily():
                 count = int(args[1].sum())
@@ -192,6 +195,13 @@ class _Functions(TorchFunctionMode):
         if func is torch.nn.functional.rms_norm:
             return _FusedRMSNorm.apply(args[0], kwargs["weight"])
         return func(*args, **kwargs)
+
+
+def _balanced_map(tokens: int, experts: int, active: int) -> Tensor:
+    """Return a router's map of tokens to experts that gives every expert equally many."""
+    with unset_fake_temporarily():
+        chosen = (torch.arange(tokens)[:, None] * active + torch.arange(active)) % experts
+        return torch.zeros(tokens, experts, dtype=torch.int32).scatter_(1, chosen, 1)
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -70,8 +70,8 @@ class EngineMemory:
 
     def sequences(self, length: int) -> int:
         """Return how many sequences of this length the KV cache holds at a time."""
-        each = self.kv_bytes_per_token * length + self.state_bytes
-        return int(self.kv_cache // each) if self.kv_cache > 0 else 0
+        bytes_of_one = self.kv_bytes_per_token * length + self.state_bytes
+        return int(self.kv_cache // bytes_of_one) if self.kv_cache > 0 else 0
 
 
 def weight_bytes(load: Workload, stage: int) -> int:
@@ -85,16 +85,16 @@ def gradient_bytes(load: Workload, stage: int) -> int:
     return load.params(stage).buffer * load.gradient
 
 
-def optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = None) -> int:
+def optimizer_bytes(load: Workload, stage: int, rank: Coordinates | None = None) -> int:
     """Return the bytes of the distributed optimizer on a rank's device (None: the one with most): two float32 moments,
     and a float32 copy of bfloat16 weights."""
-    owned = load.params(stage).owned(load.layout, here) * (1 - load.host_share)
+    owned = load.params(stage).owned(load.layout, rank) * (1 - load.host_share)
     return int(owned * (8 + (4 if load.element < 4 else 0)))
 
 
-def host_optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = None) -> int:
+def host_optimizer_bytes(load: Workload, stage: int, rank: Coordinates | None = None) -> int:
     """Return the bytes on the host for the weights that are updated there: float32 copies, gradients, two moments."""
-    return int(load.params(stage).owned(load.layout, here) * load.host_share * 16)
+    return int(load.params(stage).owned(load.layout, rank) * load.host_share * 16)
 
 
 def _update_bytes(load: Workload, stage: int) -> int:
@@ -122,8 +122,8 @@ def _host_memory(load: Workload, device: Device, stage: int) -> Phase:
             parts["optimizer, while engines generate"] = optimizer_bytes(load, stage)
         if load.reference and load.adapters is None:
             parts["reference, and weights in its place"] = 2 * weight_bytes(load, stage)
-        if here := [teacher for teacher in load.teachers if not teacher.apart]:
-            parts["teachers"] = sum(map(teacher_weights, here))
+        if guests := [teacher for teacher in load.teachers if not teacher.apart]:
+            parts["teachers"] = sum(map(teacher_weights, guests))
         if load.saves:
             params = load.params(stage)
             kept = params.numel - params.frozen if load.gathers else params.owned(load.layout, None)
@@ -168,11 +168,11 @@ def _teacher_phase(load: Workload, device: Device, beside: dict[str, int]) -> Ph
         row = its.bin_tokens / its.layout.context
         layers = range(its.shape.num_layers)
         forward = max(forward_bytes(its.shape, its.rank, row, layer, length=its.mean_length) for layer in layers)
-        there = {"reserved": device.reserved} if teacher.apart else beside
+        resident = {"reserved": device.reserved} if teacher.apart else beside
         if teacher.engines:
-            needed.append({**there, **_scoring_engine(its, device)})
+            needed.append({**resident, **_scoring_engine(its, device)})
             continue
-        needed.append({**there, "teacher weights": teacher_weights(teacher), "activations": int(forward)})
+        needed.append({**resident, "teacher weights": teacher_weights(teacher), "activations": int(forward)})
     return Phase("teachers", max(needed, key=lambda parts: sum(parts.values())))
 
 
@@ -192,15 +192,15 @@ def activation_bytes(
     """Return the peak of what is kept for the backward pass, over all micro-batches in flight on this stage, beside
     `logits` bytes of logits. `tokens`: length of a row, shared by the context-parallel ranks; None: full bins."""
     rank, layout = load.rank, load.layout
-    here = (tokens or load.bin_tokens) / layout.context
+    row = (tokens or load.bin_tokens) / layout.context
     chunks = _in_flight(load, stage)
-    ends = first_stage_bytes(here) if stage == 0 else 0.0
+    ends = first_stage_bytes(row) if stage == 0 else 0.0
     last = stage == layout.pipeline - 1
-    head = last_stage_bytes(load.shape, rank, here) if last else 0.0
+    head = last_stage_bytes(load.shape, rank, row) if last else 0.0
     heads = chunks[-1] if layout.virtual == 1 else 1  # interleaved: the last stage starts the backward pass at once
-    kept = layer_input_bytes(load.shape, rank, here)
+    kept = layer_input_bytes(load.shape, rank, row)
     nbytes, largest = chunks[0] * ends, 0.0
-    of_layer = partial(layer_bytes, load.shape, rank, here, length=load.mean_length, padding=padding)
+    of_layer = partial(layer_bytes, load.shape, rank, row, length=load.mean_length, padding=padding)
     for flying, layers in zip(chunks, load.chunks[stage], strict=True):
         for layer in layers:
             whole = of_layer(layer)
@@ -310,8 +310,8 @@ def policy_memory(load: Workload, device: Device, stage: int) -> StageMemory:
     weights, gradients = weight_bytes(load, stage), gradient_bytes(load, stage)
     optimizer = optimizer_bytes(load, stage)
     passes = load.grpo and (load.prev or load.reference)  # of log-probs, before the training pass
-    here = load.bin_tokens / load.layout.context
-    row = here * (load.logprob_bins if passes else 1)
+    micro_row = load.bin_tokens / load.layout.context
+    row = micro_row * (load.logprob_bins if passes else 1)
     base = {"weights": weights, "reserved": device.reserved}
     if load.layout.sequence_parallel and load.kernels != "transformer_engine" and load.adapters is None:
         # Megatron-Core gathers the input of a layer that is trained into one buffer, which it keeps.
@@ -320,9 +320,9 @@ def policy_memory(load: Workload, device: Device, stage: int) -> StageMemory:
     if last:
         base |= _teacher_head(load)
     state = {**base, "gradients": gradients, "optimizer": optimizer}
-    each = (forward_bytes(load.shape, load.rank, row, layer, length=load.mean_length) for layer in load.layers[stage])
-    forward = int(max(each))
-    chunk = min(load.logprob_chunk, math.ceil(here))
+    layers = load.layers[stage]
+    forward = int(max(forward_bytes(load.shape, load.rank, row, it, length=load.mean_length) for it in layers))
+    chunk = min(load.logprob_chunk, math.ceil(micro_row))
     phases = []
     if load.grpo:
         # With several policy ranks the buffer is in host memory.

@@ -99,8 +99,8 @@ class Plan:
 
 def ranks_of(load: Workload, stage: int) -> range:
     """Return the policy ranks of a pipeline stage. The order of ranks is tensor, context, data, pipeline."""
-    each = load.layout.stage_size
-    return range(stage * each, (stage + 1) * each)
+    count = load.layout.stage_size
+    return range(stage * count, (stage + 1) * count)
 
 
 def plan_device(
@@ -160,8 +160,9 @@ def plan_config(
             check_weights(Path(name), shape_of(settings), required=False)
         return settings
     if (known := known_config(name)) is None:
-        at = "give its Hugging Face config.json with --config-json PATH"
-        remedy = at if key == "policy.model_name" else "name a folder that holds its config.json"
+        remedy = "name a folder that holds its config.json"
+        if key == "policy.model_name":
+            remedy = "give its Hugging Face config.json with --config-json PATH"
         raise PlanError(
             f"{key} {name!r} is neither a folder here nor among the models known by name "
             f"({', '.join(known_configs())}); {remedy}"
@@ -270,8 +271,8 @@ def _remedy(phase: str, part: str, load: Workload) -> str:
     if part == "engine weights":
         return f"raise {VLLM}tensor_parallel_size"
     if phase == "teachers":
-        at = "on_policy_distillation.non_colocated_teachers.default_teacher_cfg."
-        return f"raise {at}tensor_model_parallel_size, or lower {at}micro_batch_size"
+        section = "on_policy_distillation.non_colocated_teachers.default_teacher_cfg."
+        return f"raise {section}tensor_model_parallel_size, or lower {section}micro_batch_size"
     return f"raise {MEGATRON}tensor_model_parallel_size or pipeline_model_parallel_size"
 
 
@@ -279,15 +280,15 @@ def _engines(load: Workload, device: Device, engine: EngineMemory) -> Iterator[s
     if not load.grpo:
         return
     together = engine.sequences(load.max_length)
-    each = -(-load.samples // load.engines)
+    samples = -(-load.samples // load.engines)
     key = f"{VLLM}gpu_memory_utilization" if load.kv_cache is None else f"{VLLM}kv_cache_memory_gb"
     if together < 1:
         yield (
             f"an engine's KV cache cannot hold one sample of {load.max_length:,} tokens: raise {key} or "
             f"{VLLM}tensor_parallel_size"
         )
-    elif together < min(each, MAX_SEQUENCES) // 4:
-        yield f"an engine's KV cache holds {together} longest samples of the {each} it gets: raise {key}"
+    elif together < min(samples, MAX_SEQUENCES) // 4:
+        yield f"an engine's KV cache holds {together} longest samples of the {samples} it gets: raise {key}"
     used = load.engines * load.engine_layout.ranks
     if load.colocated and load.kernels != "cpu" and used < load.world:
         yield (

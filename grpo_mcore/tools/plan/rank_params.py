@@ -41,13 +41,13 @@ class RankParams:
         """Number of elements, of one parameter at most, whose optimizer state a rank keeps."""
         return max((shard.largest for shard in (*self.common, *self.experts)), default=0)
 
-    def owned(self, layout: PolicyLayout, here: Coordinates | None) -> int:
-        """Return the number of elements whose optimizer state a rank keeps; None: the largest of any rank."""
-        if here is None:
+    def owned(self, layout: PolicyLayout, rank: Coordinates | None) -> int:
+        """Return the number of elements whose optimizer state a rank keeps, or without a rank the largest of any."""
+        if rank is None:
             return sum(shard.most_owned for shard in (*self.common, *self.experts))
-        among = here.data * layout.context + here.context
+        among = rank.data * layout.context + rank.context
         return sum(shard.owned[among] for shard in self.common) + sum(
-            shard.owned[here.expert_copy] for shard in self.experts
+            shard.owned[rank.expert_copy] for shard in self.experts
         )
 
 
@@ -61,7 +61,7 @@ def rank_params(
 ) -> RankParams:
     """Return the parameters of a rank of this pipeline stage. `chunks`: layers of its model chunks."""
     # Adapters may be attached to some of several layers that are alike otherwise.
-    kinds = chunks if adapters else tuple(tuple(_first_alike(shape)[layer] for layer in each) for each in chunks)
+    kinds = chunks if adapters else tuple(tuple(_first_alike(shape)[layer] for layer in chunk) for chunk in chunks)
     return _rank_params(
         shape, layout, stage == 0, stage == layout.pipeline - 1, tuple(map(tuple, kinds)), frozen_router, adapters
     )
@@ -83,27 +83,27 @@ def _rank_params(
     common, experts, frozen = [], [], 0
     for index, layers in enumerate(chunks):
         starts, ends = first and index == 0, last and index == len(chunks) - 1
-        places: list[Stage | int] = [*layers]
+        parts: list[Stage | int] = [*layers]
         # The last stage has a copy of tied embeddings, unless it is the first one too.
-        places = [Stage.FIRST] * starts + places + [Stage.LAST] * ends
+        parts = [Stage.FIRST] * starts + parts + [Stage.LAST] * ends
         groups = [
             _group(
-                shape, layout.tensor, layout.expert, layout.expert_tensor, frozen_router, adapters, place,
+                shape, layout.tensor, layout.expert, layout.expert_tensor, frozen_router, adapters, part,
                 copied=not starts,
             )
-            for place in places
+            for part in parts
         ]  # fmt: skip
         whole = [size for group in groups for size in group.whole]
         common.append(
             shard_of(
                 [size for size, _ in whole],
                 layout.data * layout.context,
-                {at for at, (_, vocabulary) in enumerate(whole) if vocabulary and apart},
+                {index for index, (_, vocabulary) in enumerate(whole) if vocabulary and apart},
             )
         )
-        own = [size for group in groups for size in group.experts]
-        if own:
-            experts.append(shard_of(own, copies))
+        sizes = [size for group in groups for size in group.experts]
+        if sizes:
+            experts.append(shard_of(sizes, copies))
         frozen += sum(group.frozen for group in groups)
     return RankParams(tuple(common), tuple(experts), frozen)
 
@@ -125,14 +125,15 @@ def _group(
     expert_tensor: int,
     frozen_router: bool,
     adapters: AdapterShape | None,
-    place: Stage | int,
+    part: Stage | int,
     *,
     copied: bool,
 ) -> _Group:
-    """`place`: a layer, or FIRST or LAST for what is before or behind all layers. `copied`: copies are there too."""
+    """Return the parameters of one part: a layer, or FIRST or LAST for those before or behind all layers. `copied` says
+    whether copies are counted too."""
     before, by_layer, behind = _sorted(shape)
-    params = by_layer[place] if isinstance(place, int) else before if place is Stage.FIRST else behind
-    here = [
+    params = by_layer[part] if isinstance(part, int) else before if part is Stage.FIRST else behind
+    kept = [
         param
         for param in params
         if not param.buffer
@@ -140,13 +141,13 @@ def _group(
         and (copied or not param.copy)
     ]
     trained, frozen = [], 0
-    for param in here:
+    for param in kept:
         if adapters is None and not (frozen_router and param.megatron.endswith("mlp.router.weight")):
             trained.append(param)
         else:
             frozen += _numel(param, shape, tensor, expert_tensor)
     if adapters is not None:
-        trained = [part for each in adapters_of(here, adapters).values() for part in (each.down, each.up)]
+        trained = [side for pair in adapters_of(kept, adapters).values() for side in (pair.down, pair.up)]
     sizes = [(param, _numel(param, shape, tensor, expert_tensor)) for param in trained]
     return _Group(
         [(size, param.split is Split.VOCAB) for param, size in sizes if param.expert is None],

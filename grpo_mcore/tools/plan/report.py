@@ -91,7 +91,7 @@ def trace_text(traced: Sequence[TracedPhase], device: Device) -> str:
             )
     for phase in traced:
         if phase.name == "training" and phase.places:
-            places = ", ".join(f"{place} {count:g}" for place, count in phase.places.items())
+            places = ", ".join(f"{position} {count:g}" for position, count in phase.places.items())
             lines += ["", *wrap(f"stage {phase.stage} synchronises in {places}", 116, subsequent_indent="  ")]
     over = [phase for phase in traced if device.memory is not None and phase.peak_bytes > device.memory]
     lines += ["", f"verdict     {'IT DOES NOT FIT: ' + ', '.join(phase.name for phase in over) if over else 'it fits'}"]
@@ -99,18 +99,12 @@ def trace_text(traced: Sequence[TracedPhase], device: Device) -> str:
 
 
 def search_text(result: SearchResult, nodes: int) -> str:
-    """Return the candidates, best first, each with its overrides; or what comes nearest, and what it lacks."""
+    """Return the candidates, best first, each with its overrides; or what helps where nothing fits."""
     candidates = result.candidates
     if not candidates:
         lines = [f"no layout fits {nodes} node{'s' * (nodes != 1)}"]
-        if (miss := result.nearest) is not None:
-            lines += [
-                f"nearest     {miss.layout}",
-                f"lacks       {miss.lacks}",
-                f"            {' '.join(miss.overrides)}",
-            ]
-        elif result.refused is not None:
-            lines += wrap(f"all are refused, most for this: {result.refused}", 116)
+        if result.refused is not None:
+            lines += wrap(f"many are refused, most for this: {result.refused}", 116)
         lines += wrap(
             "what helps: more nodes, a device with more memory, a smaller policy.sequence_packing.train_mb_tokens, or "
             "a policy.train_global_batch_size with more divisors",
@@ -118,11 +112,15 @@ def search_text(result: SearchResult, nodes: int) -> str:
         )
         return "\n".join(lines)
     fit = f"layouts that fit {nodes} node{'s' * (nodes != 1)}"
-    lines = [f"{fit}, the fastest of each kind; the recipe's first if it is about as fast"]
+    lines = [f"{fit}, fastest first; the recipe's first if it is about as fast"]
     for number, candidate in enumerate(candidates, 1):
         slower = f", {candidate.seconds / candidates[0].seconds - 1:.0%} slower by this estimate" if number > 1 else ""
-        own = f" (the recipe's{slower})" if candidate.own else ""
-        lines += [f"{number}. {candidate.layout}{own}", f"   {candidate.reason}", f"   {' '.join(candidate.overrides)}"]
+        mark = f" (the recipe's{slower})" if candidate.own else ""
+        lines += [
+            f"{number}. {candidate.layout}{mark}",
+            f"   {candidate.reason}",
+            f"   {' '.join(candidate.overrides)}",
+        ]
     return "\n".join(lines)
 
 

@@ -1,9 +1,8 @@
 """Search the layouts of a recipe's model that fit a number of nodes.
 
-A layout is one of the policy (TP, PP with even or uneven stages, EP over one or more nodes, recomputed activations,
-part of the optimizer on the host) with one of the engines (TP, whole or sliced experts, one or more nodes), on the same
-devices or on nodes of their own. A policy's memory does not depend on the engines, so it is computed once for all of
-them.
+A layout is one of the policy (TP, PP with even or uneven stages, EP over one or more nodes, recomputed activations)
+with one of the engines (TP, whole or sliced experts, one or more nodes), on the same devices or on nodes of their own.
+A policy's memory does not depend on the engines, so it is computed once for all of them.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from grpo_mcore.families import ModelShape, params_of
@@ -37,12 +37,8 @@ from grpo_mcore.tools.plan.workload import Device, PlanError, Workload
 
 SHARES = (0.85, 0.7, 0.6, 0.5, 0.4)
 """Values of gpu_memory_utilization to try, in this order: more KV cache allows more samples at a time."""
-HOST_SHARES = (0.5, 1.0)
-"""Values of optimizer_offload_fraction to try where the optimizer does not fit the devices."""
 LAYERS_PER_STAGE = 4
 """Fewest layers of a pipeline stage that is tried, but for the first and the last."""
-WORST_BUBBLE = 0.25
-"""Largest share of the training time that a layout may wait for other stages, if enough others fit."""
 MOST = 5
 """Maximum number of layouts that are returned."""
 EQUAL = 1.1
@@ -51,8 +47,9 @@ EQUAL = 1.1
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, as overrides for the command line. `seconds`: of a step without the refit; `peak`: bytes of
-    the fullest device; `node_memory`: bytes on the host of a node. `own`: it is the recipe's."""
+    """A layout that fits, as overrides for the command line. `seconds` is the time of a step without the refit, `peak`
+    the bytes of the fullest device, `node_memory` the bytes on the host of a node. `own` says that it is the recipe's.
+    """
 
     overrides: tuple[str, ...]
     layout: str
@@ -65,21 +62,11 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Miss:
-    """The layout that is nearest to fitting, and what it lacks."""
-
-    overrides: tuple[str, ...]
-    layout: str
-    lacks: str
-
-
-@dataclass(frozen=True)
 class SearchResult:
-    """Layouts that fit, best first; where none does, the nearest. `refused`: if every layout is refused before
-    its memory is looked at, the commonest reason."""
+    """Layouts that fit, best first. `refused` is the commonest reason for which a layout was not tried, where none
+    fits."""
 
     candidates: tuple[Candidate, ...]
-    nearest: Miss | None = None
     refused: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -88,46 +75,25 @@ class SearchResult:
             {it.name: getattr(candidate, it.name) for it in fields(candidate) if it.name != "load"}
             for candidate in self.candidates
         ]
-        nearest = None if self.nearest is None else asdict(self.nearest)
-        return {"candidates": candidates, "nearest": nearest, "refused": self.refused}
+        return {"candidates": candidates, "refused": self.refused}
 
 
 def search(load: Workload, device: Device, nodes: int) -> SearchResult:
-    """Return layouts on `nodes` nodes that differ in kind, fastest first, each with the engines that are fastest with
-    it: at most MOST, and the recipe's own. That one comes first where it is about as fast as any.
-
-    Two layouts are of one kind if they use the same dimensions, both or none recompute or update on the host, and their
-    engines are on the same devices and on one node or on several. Raises PlanError for less than one node.
-    """
+    """Return layouts on `nodes` nodes, fastest first, each with the engines that are fastest with it: at most MOST, and
+    the recipe's own, which comes first where it is about as fast as any. Raises PlanError for less than one node."""
     if nodes < 1:
         raise PlanError(f"--search {nodes}: give a number of nodes, at least 1")
     attempts = _Attempts(load, device, nodes)
-    own = attempts.own()
-    fastest: dict[tuple[bool, ...], _Option] = {}
-    for option in attempts.options():
-        kind = _kind(option.load)
-        if kind not in fastest or option.seconds < fastest[kind].seconds:
-            fastest[kind] = option
-    # Pipelines that mostly wait come in only where too few others fit.
-    ranked = sorted(fastest.values(), key=lambda option: (option.bubble > WORST_BUBBLE, option.rank))
-    possible = [option for option in ranked if _can_refit(option.load)][:MOST]
-    candidates = [_candidate(it, load, device) for it in sorted(possible, key=lambda option: option.rank)]
-    if own is not None and _can_refit(own.load):
-        mine = _candidate(own, load, device, own=True)
-        candidates = [candidate for candidate in candidates if candidate.layout != mine.layout]
-        first = not candidates or mine.seconds <= EQUAL * candidates[0].seconds
-        candidates = [mine, *candidates[: MOST - 1]] if first else [*candidates[: MOST - 1], mine]
-    if candidates:
-        return SearchResult(tuple(candidates))
-    return SearchResult((), attempts.nearest(), attempts.refusal())
-
-
-def _kind(load: Workload) -> tuple[bool, ...]:
-    layout = load.layout
-    return (
-        layout.tensor > 1, layout.pipeline > 1, layout.expert > 1, load.recompute, load.host_share > 0,
-        load.colocated, load.engine_layout.nodes > 1,
-    )  # fmt: skip
+    ranked = sorted(attempts.options(), key=lambda option: option.seconds)
+    fastest = islice((option for option in ranked if _can_refit(option.load)), MOST)
+    candidates = [_candidate(option, load, device) for option in fastest]
+    recipes = attempts.recipes_own()
+    if recipes is not None and _can_refit(recipes.load):
+        first = _candidate(recipes, load, device, is_own=True)
+        candidates = [candidate for candidate in candidates if candidate.layout != first.layout]
+        leads = not candidates or first.seconds <= EQUAL * candidates[0].seconds
+        candidates = [first, *candidates[: MOST - 1]] if leads else [*candidates[: MOST - 1], first]
+    return SearchResult(tuple(candidates), None if candidates else attempts.refusal())
 
 
 @dataclass(frozen=True)
@@ -138,12 +104,6 @@ class _Option:
     engine: EngineMemory
     stages: tuple[StageMemory, ...]
     seconds: float
-    bubble: float
-
-    @property
-    def rank(self) -> float:
-        """Seconds, as if updates on the host took a tenth more: where the estimates are equal, the device is better."""
-        return self.seconds * (EQUAL if self.load.host_share else 1.0)
 
 
 @dataclass(frozen=True)
@@ -158,15 +118,13 @@ class _EngineOption:
 
 
 class _Attempts:
-    """All workloads that are tried, and of those that do not fit the nearest."""
+    """All workloads that are tried, and why layouts were refused before their memory was looked at."""
 
     def __init__(self, load: Workload, device: Device, nodes: int) -> None:
         self._load, self._device, self._nodes = load, device, nodes
-        self._nearest: tuple[float, Workload, str] | None = None
-        self._lacks_cache: tuple[Workload, EngineMemory] | None = None
         self._refusals: Counter[str] = Counter()
 
-    def own(self) -> _Option | None:
+    def recipes_own(self) -> _Option | None:
         """Return the recipe's own layout, if it has this number of nodes and fits."""
         load, device = self._load, self._device
         if total_nodes(load) != self._nodes:
@@ -174,49 +132,32 @@ class _Attempts:
         engine, stages = memory(load, device)
         if not fits_device(stages, engine, load, device):
             return None
-        times = step_time(load, device, engine, None)
-        return _Option(load, engine, stages, times.likely, times.bubble)
+        return _Option(load, engine, stages, step_time(load, device, engine, None).likely)
 
     def options(self) -> Iterator[_Option]:
         """Yield every policy that fits, with the fastest engines that fit beside it."""
-        for placed in _places(self._load, self._nodes):
+        for placed in _divisions(self._load, self._nodes):
             engines = self._engines(placed)
             for layout in _layouts(placed):
-                if found := fits(layout, layout.world_size, placed.shape):
-                    self._refuse(found)
+                if findings := fits(layout, layout.world_size, placed.shape):
+                    self._refuse(findings)
                     continue
                 for recompute in (False, True):
-                    yield from self._with_offload(
-                        replace(placed, layout=layout, recompute=recompute, recomputed=frozenset()), engines
-                    )
-
-    def _with_offload(self, load: Workload, engines: Sequence[_EngineOption]) -> Iterator[_Option]:
-        """Yield the first that fits of: the recipe's optimizer; its checkpoints in parts, which gather nothing on the
-        host; ever more of the optimizer on the host."""
-        own = load.host_share
-        more = HOST_SHARES if load.element < 4 and load.kernels != "cpu" and load.adapters is None else ()
-        for share in (own, *(share for share in more if share > own)):
-            for gathers in (True, False) if load.gathers and load.saves else (load.gathers,):
-                option = self._fit(replace(load, host_share=share, gathers=gathers), engines)
-                if option is not None:
-                    yield option
-                    return
+                    policy = replace(placed, layout=layout, recompute=recompute, recomputed=frozenset())
+                    option = self._fit(policy, engines)
+                    if option is not None:
+                        yield option
 
     def _fit(self, load: Workload, engines: Sequence[_EngineOption]) -> _Option | None:
         """Return the policy with the first of the engines that fit beside it; None if it does not fit."""
         device = self._device
-        if device.memory is not None and (least := least_bytes(load, device)) > device.memory:
-            self._miss(
-                least / device.memory, load,
-                f"weights, gradients and optimizer alone take {least / 1e9:.1f} of {device.memory / 1e9:.0f} GB a rank",
-            )  # fmt: skip
+        if device.memory is not None and least_bytes(load, device) > device.memory:
             return None
         stages = tuple(policy_memory(load, device, stage) for stage in range(load.layout.pipeline))
         for engine in engines:
             option = replace(load, engine_layout=engine.layout, engines=engine.count, engine_share=engine.share)
-            if self._room(option, stages, engine.memory):
-                times = step_time(option, device, engine.memory, None)
-                return _Option(option, engine.memory, stages, times.likely, times.bubble)
+            if _has_room(option, stages, engine.memory, device):
+                return _Option(option, engine.memory, stages, step_time(option, device, engine.memory, None).likely)
         return None
 
     def _engines(self, load: Workload) -> list[_EngineOption]:
@@ -229,14 +170,13 @@ class _Attempts:
         options, refused = [], list[Finding]()
         for layout in _engine_layouts(load, pool):
             count = max(1, pool.ranks // layout.ranks) if counted else load.engines
-            if found := fits(PolicyLayout(), 1, load.shape, EngineDevices(layout, count, pool, counted)):
-                refused += [finding for finding in found if finding.keys[0].startswith("policy.generation")]
+            if findings := fits(PolicyLayout(), 1, load.shape, EngineDevices(layout, count, pool, counted)):
+                refused += [finding for finding in findings if finding.keys[0].startswith("policy.generation")]
                 continue
             for share in shares:
                 option = replace(load, engine_layout=layout, engines=count, engine_share=share)
                 needed = engine_memory(option, self._device)
                 if needed.sequences(load.max_length) < 1:
-                    self._lacks_cache = self._lacks_cache or (option, needed)
                     continue
                 seconds = generation_time(option, self._device, needed).likely
                 options.append(_EngineOption(layout, count, share, needed, seconds))
@@ -244,58 +184,24 @@ class _Attempts:
             self._refuse(refused)
         return sorted(options, key=lambda option: option.seconds)
 
-    def _room(self, load: Workload, stages: tuple[StageMemory, ...], engine: EngineMemory) -> bool:
-        """Return whether policy and engine fit device and host. If not, remember what is lacking."""
-        device = self._device
-        needs = [
-            (phase.total + sum(engine_parts(load, device, engine, phase.name).values()), stage.stage, phase.name)
-            for stage in stages
-            for phase in stage.phases
-        ]
-        total, stage, phase = max(needs)
-        lacks = []
-        if device.memory is not None:
-            lacks.append((
-                total / (CLOSE * device.memory),
-                f"stage {stage} needs {total / 1e9:.1f} GB in its phase {phase}, and {CLOSE:.0%} of a device are "
-                f"{CLOSE * device.memory / 1e9:.1f} GB",
-            ))  # fmt: skip
-        if device.host_memory is not None:
-            needed = node_memory(load, stages, engine, device)
-            lacks.append((
-                needed / device.host_memory,
-                f"a node needs {needed / 1e9:,.0f} GB of host memory and has {device.host_memory / 1e9:,.0f}",
-            ))  # fmt: skip
-        ratio, what = max(lacks, default=(0.0, ""))
-        if ratio > 1:
-            self._miss(ratio, load, what)
-        return ratio <= 1
-
-    def _miss(self, ratio: float, load: Workload, lacks: str) -> None:
-        if self._nearest is None or ratio < self._nearest[0]:
-            self._nearest = ratio, load, lacks
-
     def _refuse(self, findings: Iterable[Finding]) -> None:
         self._refusals.update(f"{finding.keys[0]}: {finding.message}" for finding in findings)
-
-    def nearest(self) -> Miss | None:
-        """Return the attempt that lacked least; None if every layout was refused."""
-        if self._nearest is not None:
-            _, load, lacks = self._nearest
-        elif self._lacks_cache is not None:
-            load, needed = self._lacks_cache
-            lacks = (
-                f"an engine rank with {load.engine_share:.0%} of its device has {needed.kv_cache / 1e9:.1f} GB beside "
-                f"its weights, {needed.weights / 1e9:.1f} GB, and one sample of {load.max_length:,} tokens needs "
-                f"{needed.kv_bytes_per_token * load.max_length / 1e9:.1f} GB"
-            )
-        else:
-            return None
-        return Miss(_overrides(load, self._load), _describe(load), lacks)
 
     def refusal(self) -> str | None:
         """Return the commonest reason for which a layout was refused."""
         return max(self._refusals, key=lambda text: self._refusals[text], default=None)
+
+
+def _has_room(load: Workload, stages: Sequence[StageMemory], engine: EngineMemory, device: Device) -> bool:
+    """Return whether policy and engine leave some memory of the device free, and fit the host of a node."""
+    peaks = (
+        phase.total + sum(engine_parts(load, device, engine, phase.name).values())
+        for stage in stages
+        for phase in stage.phases
+    )
+    if device.memory is not None and max(peaks) > CLOSE * device.memory:
+        return False
+    return device.host_memory is None or node_memory(load, tuple(stages), engine, device) <= device.host_memory
 
 
 def total_nodes(load: Workload) -> int:
@@ -308,7 +214,7 @@ def _teacher_nodes(load: Workload) -> int:
     return sum(teacher.load.nodes for teacher in load.teachers if teacher.apart)
 
 
-def _places(load: Workload, nodes: int) -> Iterator[Workload]:
+def _divisions(load: Workload, nodes: int) -> Iterator[Workload]:
     """Yield the workload on this many nodes, with engines on the policy's devices and on some of the nodes. None where
     a teacher's layout does not fit the policy's nodes."""
     left = nodes - _teacher_nodes(load)
@@ -319,12 +225,13 @@ def _places(load: Workload, nodes: int) -> Iterator[Workload]:
     else:
         splits = {load.engine_nodes, left // 4, left // 2, *_powers(left)}
     for split in sorted(splits):
-        mine = left - split
-        teachers = tuple(it for teacher in load.teachers if (it := teacher.on(mine)) is not None)
-        if mine < 1 or len(teachers) < len(load.teachers) or (not split and not load.colocated and not load.divided):
+        policy_nodes = left - split
+        teachers = tuple(it for teacher in load.teachers if (it := teacher.on(policy_nodes)) is not None)
+        engines_fit = split or load.colocated or load.divided
+        if policy_nodes < 1 or len(teachers) < len(load.teachers) or not engines_fit:
             continue
         yield replace(
-            load, nodes=mine, teachers=teachers, engine_nodes=split or mine,
+            load, nodes=policy_nodes, teachers=teachers, engine_nodes=split or policy_nodes,
             colocated=load.colocated and not split,
             engine_gpus=load.engine_gpus,
         )  # fmt: skip
@@ -333,15 +240,15 @@ def _places(load: Workload, nodes: int) -> Iterator[Workload]:
 def _engine_layouts(load: Workload, pool: DevicePool) -> Iterator[EngineLayout]:
     """Yield layouts of the engines to try: any TP within a node or over whole ones, with whole and with sliced
     experts."""
-    own = load.engine_layout
-    for tensor in sorted({*_powers(pool.ranks), own.tensor}):
-        ranks = tensor * own.pipeline
+    recipes = load.engine_layout
+    for tensor in sorted({*_powers(pool.ranks), recipes.tensor}):
+        ranks = tensor * recipes.pipeline
         if ranks > pool.ranks:
             continue
         nodes = max(1, -(-ranks // pool.per_node))
-        whole = (own.expert_parallel, not own.expert_parallel) if load.shape.experts and tensor > 1 else (False,)
-        for expert_parallel in whole:
-            yield EngineLayout(tensor, own.pipeline, expert_parallel, nodes)
+        sliced_too = load.shape.experts and tensor > 1
+        for expert_parallel in (recipes.expert_parallel, not recipes.expert_parallel) if sliced_too else (False,):
+            yield EngineLayout(tensor, recipes.pipeline, expert_parallel, nodes)
 
 
 def _layouts(load: Workload) -> Iterator[PolicyLayout]:
@@ -371,13 +278,13 @@ def stage_splits(layers: int, stages: int) -> list[tuple[int | None, int | None]
     """
     if layers % stages == 0:
         return [(None, None)]
-    each = -(-layers // stages)
-    missing = each * stages - layers
+    usual = -(-layers // stages)
+    missing = usual * stages - layers
     splits: list[tuple[int | None, int | None]] = []
-    if each > missing:
-        splits.append((None, each - missing))
-    if missing > 1 and each > missing - missing // 2:
-        splits.append((each - missing // 2, each - (missing - missing // 2)))
+    if usual > missing:
+        splits.append((None, usual - missing))
+    if missing > 1 and usual > missing - missing // 2:
+        splits.append((usual - missing // 2, usual - (missing - missing // 2)))
     return splits
 
 
@@ -386,12 +293,12 @@ def least_bytes(load: Workload, device: Device) -> int:
     parameters take. So a layout that is far too large is found without its parameters being laid out."""
     layout = load.layout
     dense, experts = _numel(load.shape)
-    here = (dense / layout.tensor + experts / (layout.expert * layout.expert_tensor)) / layout.pipeline
+    params = (dense / layout.tensor + experts / (layout.expert * layout.expert_tensor)) / layout.pipeline
     if load.adapters is not None:
-        return int(here * load.element) + device.reserved
+        return int(params * load.element) + device.reserved
     moments = 8 + (4 if load.element < 4 else 0)
     optimizer = (dense + experts) / layout.world_size * moments * (1 - load.host_share)
-    return int(here * (load.element + load.gradient) + optimizer) + device.reserved
+    return int(params * (load.element + load.gradient) + optimizer) + device.reserved
 
 
 @cache
@@ -422,7 +329,7 @@ def _can_refit(load: Workload) -> bool:
     return True
 
 
-def _candidate(option: _Option, recipe: Workload, device: Device, *, own: bool = False) -> Candidate:
+def _candidate(option: _Option, recipe: Workload, device: Device, *, is_own: bool = False) -> Candidate:
     """Return the option as overrides of the recipe."""
     load = option.load
     stages = tuple(stage_memory(load, device, stage.stage, option.engine) for stage in option.stages)
@@ -435,7 +342,7 @@ def _candidate(option: _Option, recipe: Workload, device: Device, *, own: bool =
         f"{fullest.total / 1e9:.1f}{room} GB in {fullest.name}; bubble {times.bubble:.0%}"
         + (f"; {node / 1e9:,.0f} GB of host memory a node" if node else "")
     )
-    return Candidate(_overrides(load, recipe), _describe(load), times.likely, fullest.total, node, reason, own, load)
+    return Candidate(_overrides(load, recipe), _describe(load), times.likely, fullest.total, node, reason, is_own, load)
 
 
 def _describe(load: Workload) -> str:
@@ -456,7 +363,7 @@ def _describe(load: Workload) -> str:
 
 def _overrides(load: Workload, recipe: Workload) -> tuple[str, ...]:
     """Return the keys that turn the recipe into this workload."""
-    layout, was, at = load.layout, recipe.layout, "policy.megatron_cfg."
+    layout, was, section = load.layout, recipe.layout, "policy.megatron_cfg."
     keys: dict[str, object] = {
         Key.TENSOR: layout.tensor,
         Key.PIPELINE: layout.pipeline,
@@ -471,14 +378,9 @@ def _overrides(load: Workload, recipe: Workload) -> tuple[str, ...]:
             keys[key] = value
     if load.shape.experts is not None:
         keys |= {Key.EXPERT: layout.expert, Key.EXPERT_TENSOR: layout.expert_tensor}
-    keys[f"{at}activation_checkpointing"] = load.recompute or bool(load.recomputed)
+    keys[f"{section}activation_checkpointing"] = load.recompute or bool(load.recomputed)
     if recipe.recomputed and load.recompute:
-        keys[f"{at}recompute_granularity"] = "full"
-    if load.host_share != recipe.host_share:
-        keys[f"{at}optimizer.optimizer_cpu_offload"] = True
-        keys[f"{at}optimizer.optimizer_offload_fraction"] = load.host_share
-    if load.gathers != recipe.gathers:
-        keys[f"{at}dist_ckpt_optim_fully_reshardable"] = load.gathers
+        keys[f"{section}recompute_granularity"] = "full"
     if load.grpo:
         engine = load.engine_layout
         keys[Key.ENGINE_TENSOR] = engine.tensor

@@ -203,11 +203,11 @@ def _tensor_parallel_seconds(load: Workload, device: Device) -> float:
     if tp == 1:
         return 0.0
     gathered = shape.projected_heads * shape.head_dim if tp > shape.num_kv_heads else 0
-    each = max(
+    widest = max(
         sum(4 * shape.hidden_size + gathered * shape.is_attention_layer(layer) for layer in layers)
         for layers in load.layers
     )
-    return each * _tokens_per_rank(load) * load.element * (tp - 1) / tp / _link(load, device, tp)
+    return widest * _tokens_per_rank(load) * load.element * (tp - 1) / tp / _link(load, device, tp)
 
 
 def _context_seconds(load: Workload, device: Device) -> float:
@@ -226,8 +226,8 @@ def _context_seconds(load: Workload, device: Device) -> float:
     if (delta := shape.delta) is not None:
         scanned = (sum(delta.convolved_parts) + delta.values + 2 * delta.value_heads) / layout.tensor
         gathered = [scanned if shape.is_delta_layer(layer) else width for layer in range(shape.num_layers)]
-    each = max(sum(gathered[layer] for layer in layers) for layers in load.layers)
-    nbytes = each * _tokens_per_rank(load) * (layout.context - 1) * load.element
+    widest = max(sum(gathered[layer] for layer in layers) for layers in load.layers)
+    nbytes = widest * _tokens_per_rank(load) * (layout.context - 1) * load.element
     return nbytes / _link(load, device, layout.tensor * layout.context)
 
 
@@ -291,12 +291,12 @@ def generation_time(load: Workload, device: Device, engine: EngineMemory) -> Pha
     all wait for the longest, which is taken to have policy.max_total_sequence_length."""
     flops = forward_flops(load.shape, [load.mean_length]) * load.samples
     prompt, new_tokens = load.prompt, load.mean_length - load.prompt
-    each = math.ceil(load.samples / load.engines)
-    together = max(1, min(each, MAX_SEQUENCES, engine.sequences(load.mean_length) or 1))
-    passes = each / together * new_tokens
+    per_engine = math.ceil(load.samples / load.engines)
+    together = max(1, min(per_engine, MAX_SEQUENCES, engine.sequences(load.mean_length) or 1))
+    passes = per_engine / together * new_tokens
     context = prompt + new_tokens / 2
     memory_s, compute_s = _decoding(load, device, engine, together, together * context)
-    prefill = each * prompt * _flops_of_token(load) / device.flops
+    prefill = per_engine * prompt * _flops_of_token(load) / device.flops
     # A step that waits for its longest sample ends with passes over ever fewer samples, which read the weights all the
     # same.
     longest = min(load.max_new_tokens, load.max_length - prompt)
@@ -340,13 +340,13 @@ def _decoding_all_reduces(load: Workload, device: Device, samples: int) -> float
         return 0.0
     count = len(load.shape.blocks) if load.shape.blocks else 2 * load.shape.num_layers
     nbytes = samples * load.shape.hidden_size * load.engine_element
-    each = all_reduce_seconds(min(tensor, load.gpus_per_node), nbytes, device.peer_bandwidth)
+    seconds = all_reduce_seconds(min(tensor, load.gpus_per_node), nbytes, device.peer_bandwidth)
     if nodes > 1 and tensor > load.gpus_per_node:  # each of a node's devices sums its part with its like
         part = nbytes / load.gpus_per_node
-        each += NETWORK_ALL_REDUCE_S * math.log2(nodes) + part * 2 * (nodes - 1) / nodes / (
+        seconds += NETWORK_ALL_REDUCE_S * math.log2(nodes) + part * 2 * (nodes - 1) / nodes / (
             LINK_EFFICIENCY * device.node_bandwidth
         )
-    return count * each
+    return count * seconds
 
 
 def all_reduce_seconds(ranks: int, nbytes: int, bandwidth: float) -> float:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from grpo_mcore.batching.packed_batch import PackedBatch, join_rows, pack_rows
@@ -80,8 +79,9 @@ def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[Pa
         loss_fn = ClippedPGLossFn(
             config.loss_fn, prev_equals_curr=not load.prev, max_age=config.grpo.async_grpo.max_age
         )
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), _as_if_all_ranks_were_alike(), counter:
-        policy = Policy(config.policy, address, seed=0, timeout_s=60, reference=load.reference, platform=GPU)
+    prepare_megatron(GPU)
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), counter:
+        policy = _TracedPolicy(config.policy, address, seed=0, timeout_s=60, reference=load.reference, platform=GPU)
         try:
             for group in policy.optimizer.param_groups:
                 group["foreach"] = not group.get("fused")  # torch's choice on a GPU
@@ -109,17 +109,26 @@ def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[Pa
     return counter.phases
 
 
+class _TracedPolicy(Policy):
+    """A policy whose ranks exchange the keys of their parameter groups for real: the bytes of Python objects must have
+    values. The optimizer's tensors are made from the weights, and have none."""
+
+    def build_optimizer(self) -> Any:
+        with unset_fake_temporarily():
+            return super().build_optimizer()
+
+
 def _rows(load: Workload) -> list[PackedBatch]:
     """Return full micro-batches of samples of the mean length, as many as are in flight at a time."""
     count = max(1, load.bin_tokens // load.mean_length)
-    each = {"token_mask": torch.ones(load.mean_length), "sample_mask": torch.tensor(1.0)} | {
+    columns = {"token_mask": torch.ones(load.mean_length), "sample_mask": torch.tensor(1.0)} | {
         name: torch.zeros(load.mean_length)
         for name in ("advantages", "generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "rewards")
     }
     tokens = [torch.zeros(load.mean_length, dtype=torch.int64)] * count
     layout = load.layout
     multiple = layout.tensor if layout.sequence_parallel else 1
-    row = pack_rows(tokens, [each] * count, multiple, names=[str(index) for index in range(count)])
+    row = pack_rows(tokens, [columns] * count, multiple, names=[str(index) for index in range(count)])
     in_flight = layout.pipeline * (2 if layout.virtual > 1 else 1)
     return [row] * (min(load.micro_batches, in_flight) if layout.pipeline > 1 else 1)
 
@@ -141,36 +150,9 @@ def _compared(phase: PhaseCounts, plan: Plan, stage: int, micro_batches: int) ->
         planned_bytes=planned.total,
         launches=round(phase.launches / times),
         syncs=round(sum(phase.syncs.values()) / times),
-        places={place: count / times for place, count in phase.syncs.most_common()},
+        places={position: count / times for position, count in phase.syncs.most_common()},
         sent={name: nbytes / times for name, nbytes in phase.sent.most_common()},
     )
-
-
-@contextlib.contextmanager
-def _as_if_all_ranks_were_alike() -> Iterator[None]:
-    """Let other ranks give the answers of this one, and routers give every expert equally many tokens."""
-    prepare_megatron(GPU)
-    from megatron.core.transformer.moe import router
-
-    def all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None:
-        gathered[:] = [own] * len(gathered)
-
-    def route(logits: Tensor, topk: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        probs, _ = original_route(logits, topk, *args, **kwargs)
-        tokens, experts = logits.shape
-        with unset_fake_temporarily():
-            chosen = (torch.arange(tokens)[:, None] * topk + torch.arange(topk)) % experts
-            return probs, torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
-
-    original_gather = torch.distributed.all_gather_object
-    original_route = router.topk_routing_with_score_function
-    torch.distributed.all_gather_object = all_gather_object
-    router.topk_routing_with_score_function = route
-    try:
-        yield
-    finally:
-        torch.distributed.all_gather_object = original_gather
-        router.topk_routing_with_score_function = original_route
 
 
 @contextlib.contextmanager

@@ -282,8 +282,6 @@ NOT_FIRST = {  # docs/plan_and_doctor.md has the reasons
     "grpo-qwen3-30BA3B-4n8g": "experts over EP 8",
     "grpo-qwen3.5-35BA3B-4n8g": "experts over EP 8",
     "grpo-qwen3-30BA3B-4n8g-async-1off": "generates and trains at the same time",
-    "grpo-nanov3-30BA3B-2n8g-async-1off": "half of the optimizer on the host",
-    "grpo-qwen3-8B-1n2g": "all of the optimizer on the host",
 }
 
 
@@ -453,18 +451,13 @@ def test_the_search_returns_layouts_that_fit_fastest_first() -> None:
         search(found.load, found.device, nodes=0)
     options = result.candidates
     assert 3 <= len(options) <= 5
-    ranked = [it.seconds * (1.1 if it.load is not None and it.load.host_share else 1.0) for it in options]
-    assert ranked == sorted(ranked)
+    assert [it.seconds for it in options] == sorted(it.seconds for it in options)
     assert not any(option.own for option in options), "the recipe has two nodes"
-    kinds = set()
     for option in options:
         tried = plan(LLAMA, *option.overrides)
         assert tried.fits and tried.load == option.load
         assert option.reason and option.overrides[-1] == "cluster.num_nodes=4"
-        layout = tried.load.layout
-        host, together = tried.load.host_share > 0, tried.load.colocated
-        kinds.add((layout.tensor > 1, layout.pipeline > 1, tried.load.recompute, host, together))
-    assert len(kinds) == len(options)
+    assert len({option.layout for option in options}) == len(options)
     assert "cluster.num_nodes=4" in search_text(result, 4)
 
 
@@ -507,28 +500,17 @@ def workload(*words: str) -> tuple[Workload, Device]:
 
 
 @pytest.mark.slow
-def test_what_comes_nearest_says_what_it_lacks() -> None:
+def test_what_is_said_where_nothing_fits() -> None:
     found = plan(LLAMA)
     lacking = search(found.load, replace(found.device, memory=8 * 10**9), nodes=1)
-    assert not lacking.candidates and lacking.nearest is not None
-    text = search_text(lacking, 1)
-    assert "no layout fits 1 node\n" in text and re.search(r"lacks  .* GB", text), text
-    assert lacking.nearest.overrides[-1] == "cluster.num_nodes=1" and lacking.plain()["candidates"] == []
-    poor = search(found.load, replace(found.device, host_memory=100 * 10**9), nodes=2)
-    assert poor.nearest is not None
-    assert re.fullmatch(r"a node needs \d+ GB of host memory and has 100", poor.nearest.lacks)
+    assert "no layout fits 1 node\n" in search_text(lacking, 1) and lacking.plain()["candidates"] == []
+    assert not search(found.load, replace(found.device, host_memory=100 * 10**9), nodes=2).candidates
+    assert not search(replace(found.load, max_length=10**8), found.device, nodes=1).candidates
     assert search_text(search(replace(found.load, batch=17), found.device, nodes=32), 32).count("\n") == 2
     five_stages = replace(found.load.engine_layout, pipeline=5)
     refused = search(replace(found.load, engine_layout=five_stages), found.device, nodes=1)
     assert not refused.candidates and refused.refused is not None
     assert "ranks of an engine (TP 1 x PP 5)" in " ".join(search_text(refused, 1).split())
-
-
-def test_engines_without_room_for_one_sample_are_what_is_lacking() -> None:
-    found = plan(LLAMA)
-    load = replace(found.load, max_length=10**8)
-    lacking = search(load, found.device, nodes=1)
-    assert lacking.nearest is not None and "one sample of 100,000,000 tokens needs" in lacking.nearest.lacks
 
 
 def test_stages_that_do_not_divide_the_layers() -> None:
