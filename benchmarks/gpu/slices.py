@@ -23,7 +23,7 @@ from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.plan.memory import gradient_bytes, optimizer_bytes, stage_memory, weight_bytes
-from grpo_mcore.tools.plan.plan import make_plan
+from grpo_mcore.tools.plan.run_plan import make_plan
 
 EXPERTS = 16
 MEGATRON = "policy.megatron_cfg."

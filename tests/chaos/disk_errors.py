@@ -24,8 +24,8 @@ from grpo_mcore.base import file_digests
 from grpo_mcore.base.garbage import rare_collections
 from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.tools.rehearse import simulation
-from grpo_mcore.tools.rehearse.simulation import Case, Outcome, simulate
+from tests.simulation import simulation
+from tests.simulation.simulation import Case, Outcome, simulate
 
 EVENTS = {
     f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "listdir", "scandir", "link", "truncate", "utime")

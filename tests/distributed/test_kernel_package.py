@@ -14,7 +14,7 @@ import torch
 from grpo_mcore.recipe import PolicyConfig, load_recipe
 from grpo_mcore.tools.demo.tiny_models import FAMILIES, make_tiny_model
 from grpo_mcore.tools.parity.rank_pool import RankPool
-from grpo_mcore.tools.plan.plan import plan_shape
+from grpo_mcore.tools.plan.run_plan import plan_shape
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 OF_EACH_KIND = [

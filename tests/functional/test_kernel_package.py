@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.recipe import load_recipe
-from grpo_mcore.tools.plan.plan import plan_config
+from grpo_mcore.tools.plan.run_plan import plan_config
 from tests.functional.runs import find_kernel_package
 
 

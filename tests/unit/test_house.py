@@ -61,7 +61,6 @@ TWO_OF_A_NAME = {
     "Comparison": "of a run with its plan: what the report needs of it, and plan's own",
     "Node": "of a YAML file, and of the virtual cluster",
     "Verdict": "of the command, and of a verifier",
-    "Outcome": "of a turn, and of a simulated run",
 }
 """Names that two public classes have, and what they are."""
 

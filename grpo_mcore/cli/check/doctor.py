@@ -78,7 +78,7 @@ def _of_the_model(config: MasterConfig) -> dict[str, Any]:
     """Return what follows from the recipe's model: the optional packages that have fused GPU kernels for it, and the
     bytes of a checkpoint, with float32 weights and both moments of Adam for what is trained."""
     from grpo_mcore.families import parameter_count
-    from grpo_mcore.tools.plan.plan import plan_shape
+    from grpo_mcore.tools.plan.run_plan import plan_shape
 
     try:
         shape = plan_shape(config)

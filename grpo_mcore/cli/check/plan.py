@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.write.parent.is_dir():
             raise RecipeError([Problem("command line", "--write", f"there is no folder {args.write.parent}")])
 
-    from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape, plan_workload
-    from grpo_mcore.tools.plan.report import plan_text, search_text
+    from grpo_mcore.tools.plan.plan_text import plan_text, search_text
+    from grpo_mcore.tools.plan.run_plan import make_plan, plan_device, plan_shape, plan_workload
     from grpo_mcore.tools.plan.search import search
 
     shape = plan_shape(config, args.config_json)
@@ -109,8 +109,8 @@ def recipe_with(args: argparse.Namespace, overrides: Sequence[str]) -> str:
 
 def _trace(args: argparse.Namespace, config: MasterConfig, shape: ModelShape, device: Device) -> int:
     """Print what a rank does in a step. Return 0 if it fits the device."""
-    from grpo_mcore.tools.plan.plan import make_plan, plan_config
-    from grpo_mcore.tools.plan.report import trace_text
+    from grpo_mcore.tools.plan.plan_text import trace_text
+    from grpo_mcore.tools.plan.run_plan import make_plan, plan_config
     from grpo_mcore.tools.plan.trace import trace
 
     plan = make_plan(config, shape, device, mean_length=args.mean_length, kernels="torch")

@@ -62,7 +62,7 @@ def _plan(args: argparse.Namespace) -> int:
     """Print the plan, and draw it with --picture."""
     from grpo_mcore.families.known import known_config
     from grpo_mcore.refit.plan.overview import Overview, draw
-    from grpo_mcore.tools.plan.plan import plan_shape
+    from grpo_mcore.tools.plan.run_plan import plan_shape
     from grpo_mcore.tools.plan.workload import workload_of
 
     config = load_recipe(args.recipe, args.overrides).config

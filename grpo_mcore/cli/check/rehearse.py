@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.mirrored import local_run
     from grpo_mcore.tools.rehearse.faults import named_fault, recipe_faults
     from grpo_mcore.tools.rehearse.recording import read_recording
+    from grpo_mcore.tools.rehearse.rehearsal_text import plain, rehearsal_text, rehearse_all, sweep_settings, sweep_text
     from grpo_mcore.tools.rehearse.rehearse import Rehearsal, calibrated, rehearse
-    from grpo_mcore.tools.rehearse.report import plain, rehearsal_text, rehearse_all, sweep_settings, sweep_text
 
     folder = args.folder or Path("results/rehearse") / recipe_name(args.recipe)
 

@@ -34,7 +34,7 @@ from grpo_mcore.tools.launch.validation import (
     validate,
 )
 from grpo_mcore.tools.plan.memory import fits_device, memory, node_memory
-from grpo_mcore.tools.plan.plan import plan_device, plan_shape, plan_workload
+from grpo_mcore.tools.plan.run_plan import plan_device, plan_shape, plan_workload
 from grpo_mcore.tools.plan.timing import step_time
 from grpo_mcore.tools.plan.workload import PlanError
 

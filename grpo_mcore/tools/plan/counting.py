@@ -111,7 +111,7 @@ class Counter(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return 1.0 if tensors[0].is_floating_point() else 1
         if func is aten.scatter.value and not tensors[0].is_floating_point():
-            return _balanced_map(*tensors[0].shape, tensors[1].size(1))
+            return _balanced_map(tensors[0].size(0), tensors[0].size(1), tensors[1].size(1))
         if func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
             with unset_fake_temporarily():
                 count = int(args[1].sum())

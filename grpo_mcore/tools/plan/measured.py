@@ -11,7 +11,7 @@ from typing import Any
 from grpo_mcore.families import ModelShape
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.plan.memory import gradient_bytes, host_optimizer_bytes, optimizer_bytes, weight_bytes
-from grpo_mcore.tools.plan.plan import Plan, make_plan
+from grpo_mcore.tools.plan.run_plan import Plan, make_plan
 from grpo_mcore.tools.plan.timing import refit_plan
 from grpo_mcore.tools.plan.workload import DEVICES, Device
 

@@ -27,7 +27,7 @@ from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.plan.counting import Counter, PhaseCounts
-from grpo_mcore.tools.plan.plan import Plan
+from grpo_mcore.tools.plan.run_plan import Plan
 from grpo_mcore.tools.plan.workload import Workload
 
 GPU = Platform("gpu", grouped_products=True, traced=True)

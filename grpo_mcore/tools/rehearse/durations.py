@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo_mcore.families import ModelShape, forward_flops
-from grpo_mcore.tools.plan.plan import Plan
+from grpo_mcore.tools.plan.run_plan import Plan
 from grpo_mcore.tools.plan.timing import (
     COMPUTE_EFFICIENCY,
     LINK_EFFICIENCY,

@@ -130,30 +130,6 @@ def named_fault(words: str) -> Fault:
     return Fault("kill", match[1], phase=match[3], step=int(match[2]))
 
 
-def drawn_faults(
-    draw: random.Random,
-    count: int,
-    seconds: float,
-    workers: Sequence[str],
-    nodes: Sequence[str],
-    kinds: Sequence[Kind],
-) -> tuple[Fault, ...]:
-    """Draw faults of a run that takes about `seconds`, half of them at calls."""
-    faults = []
-    for _ in range(count):
-        kind = draw.choice(list(kinds))
-        target = draw.choice(list(nodes)) if kind == "node" else draw.choice(list(workers))
-        if kind in ("full disk", "SIGTERM", "SIGUSR1", "driver"):
-            target = ""
-        for_s = draw.uniform(1.0, 2 * seconds)
-        if draw.random() < 0.5:
-            faults.append(Fault(kind, target, draw.uniform(0.0, seconds), for_s=for_s))
-        else:
-            phase, after = draw.choice(list(PHASES)), draw.choice([0.0, draw.uniform(0.0, 0.5)])
-            faults.append(Fault(kind, target, after, phase, draw.randint(1, 8), for_s=for_s))
-    return tuple(faults)
-
-
 def recipe_faults(config: MasterConfig, seed: int, steps: int) -> list[Fault]:
     """Draw three faults of a recipe's run, at calls of its steps: its length in seconds is not known before."""
     draw = random.Random(seed)

@@ -9,7 +9,7 @@ import torch
 from grpo_mcore.data import TaskData
 from grpo_mcore.data.task_datasets import AllTaskProcessedDataset
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.tools.rehearse.engine import END
+from grpo_mcore.tools.rehearse.world import END
 
 TASK = "rehearsed"
 ROWS, VALIDATION_ROWS = 4096, 256

@@ -20,15 +20,20 @@ from grpo_mcore.cluster import is_fault
 from grpo_mcore.cluster.virtual_cluster import VirtualClock, VirtualCluster, VirtualWorker
 from grpo_mcore.data import build_dataloader, build_train_dataloader
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
+from grpo_mcore.driver.engines.engine_group import EngineWorker, FollowerWorker, node_of_engine
+from grpo_mcore.driver.policy.policy_worker import PolicyWorker
+from grpo_mcore.driver.policy.teacher_engines import TeacherEngineWorker
 from grpo_mcore.driver.run.checks import Model
 from grpo_mcore.driver.run.run import Prepared, Run, open_run
 from grpo_mcore.driver.run.supervise import until_over
+from grpo_mcore.environments.interfaces import EnvironmentInterface
 from grpo_mcore.families import ModelShape
 from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger, read_metrics
 from grpo_mcore.observe.spans import EventFile
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import (
     MasterConfig,
+    PolicyConfig,
     algorithm_of,
     environment_class,
     policy_layout,
@@ -36,9 +41,18 @@ from grpo_mcore.recipe import (
     teacher_ranks,
     world_size,
 )
-from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape, teacher_shapes
+from grpo_mcore.rollout.workers import Rendezvous
+from grpo_mcore.tools.plan.run_plan import make_plan, plan_device, plan_shape, teacher_shapes
 from grpo_mcore.tools.rehearse.durations import Durations, planned
 from grpo_mcore.tools.rehearse.faults import DriverKilled, Fault, Faults
+from grpo_mcore.tools.rehearse.modelled_engine import (
+    ModelledEngine,
+    ModelledFollower,
+    ModelledTeacherEngine,
+    modelled_node,
+)
+from grpo_mcore.tools.rehearse.modelled_environment import ModelledEnvironment
+from grpo_mcore.tools.rehearse.modelled_policy import Mesh, ModelledRank, ModelledTeacher
 from grpo_mcore.tools.rehearse.prompts import ROWS, Tokenizer, modelled_data
 from grpo_mcore.tools.rehearse.recording import Recording, measured, scaled
 from grpo_mcore.tools.rehearse.world import Cores, World
@@ -192,6 +206,42 @@ def better_factor(wanted: float, name: str, tried: Sequence[Try]) -> float:
     return min(max(better, factor / MOST_CHANGE), factor * MOST_CHANGE)
 
 
+def stand_in_for(world: World) -> Callable[[Any], Callable[..., Any]]:
+    """Return the function that gives, for a class of workers, what a new cluster builds in its place."""
+    mesh = Mesh(world)
+    world.weights = mesh.weights
+    teachers = dict[str, Mesh]()
+
+    def rank(
+        address: Rendezvous, policy: PolicyConfig, store: Any, seed: int, timeout_s: float, reference: bool,
+        platform: str, build_later: bool, trains: bool = True,
+    ) -> ModelledRank:  # fmt: skip
+        if trains:
+            return ModelledRank(mesh, address, policy, store)
+        alias = world.teacher(policy)[0]
+        group = teachers.get(alias)
+        if group is None or group.broken is not None or address.rank in group.ranks:  # it starts, or starts again
+            group = teachers[alias] = Mesh(world)
+        return ModelledTeacher(group, address, policy, store)
+
+    known: dict[Any, Callable[..., Any]] = {
+        EngineWorker: lambda *args: ModelledEngine(world, *args),
+        FollowerWorker: lambda *args: ModelledFollower(world, *args),
+        node_of_engine: lambda *args: modelled_node(world, *args),
+        PolicyWorker: rank,
+        TeacherEngineWorker: lambda *args: ModelledTeacherEngine(world, *args),
+    }
+
+    def stand_in(cls: Any) -> Callable[..., Any]:
+        if cls in known:
+            return known[cls]
+        if isinstance(cls, type) and issubclass(cls, EnvironmentInterface):
+            return lambda *args: ModelledEnvironment(world)
+        raise NotImplementedError(f"{cls.__name__}: a rehearsal has no model of this worker")
+
+    return stand_in
+
+
 @contextmanager
 def open_rehearsal(
     config: MasterConfig,
@@ -230,7 +280,7 @@ def open_rehearsal(
     def start_cluster(config: MasterConfig, log_dir: Path) -> VirtualCluster:
         cluster = VirtualCluster(
             world.seed,
-            stand_in=world.stand_in(),
+            stand_in=stand_in_for(world),
             nodes=config.cluster.num_nodes,
             gpus=config.cluster.gpus_per_node,
             call_timeout_s=config.cluster.step_timeout_s,

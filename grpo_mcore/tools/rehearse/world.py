@@ -14,25 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from grpo_mcore.batching.prefix_trees import prefix_sketch
 from grpo_mcore.cluster.virtual_cluster import Condition, VirtualClock
-from grpo_mcore.driver.engines.engine_group import EngineWorker, FollowerWorker, node_of_engine
-from grpo_mcore.driver.policy.policy_worker import PolicyWorker
-from grpo_mcore.driver.policy.teacher_engines import TeacherEngineWorker
 from grpo_mcore.driver.policy.teachers import teacher_name
-from grpo_mcore.environments.interfaces import EnvironmentInterface
 from grpo_mcore.recipe import MasterConfig, PolicyConfig, teacher_policies
 from grpo_mcore.refit.plan.parts import texts_of
 from grpo_mcore.rollout.trajectory import GenerationRequest
-from grpo_mcore.rollout.workers import Rendezvous
 from grpo_mcore.tools.rehearse.durations import Durations, TeacherDurations
 from grpo_mcore.tools.rehearse.recording import RecordedSample, Recording
 
-if TYPE_CHECKING:
-    from grpo_mcore.tools.rehearse.engine import ModelledEngine
-    from grpo_mcore.tools.rehearse.policy import Mesh
+END = 7
+"""The token that ends an answer."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +39,25 @@ class TrainedSample:
     step: int
     claimed: int
     real: int
+
+
+@dataclass
+class ModelledWeights:
+    """The modelled weights: the samples that they were trained on, and their version."""
+
+    history: list[TrainedSample] = field(default_factory=list)
+    version: int = 1
+
+
+class StartedEngine(Protocol):
+    """What others read of an engine: whether it lives, the samples under way by (uid, index), the refits that it has
+    committed and the number of samples that it was asked for."""
+
+    name: str
+    alive: bool
+    samples: dict[tuple[str, int], Any]
+    refits: int
+    requested: int
 
 
 ENGINE_CORES = 2.0
@@ -117,8 +130,8 @@ class World:
     flaws: list[str] = field(default_factory=list)
     full: bool = False
     transfer: Transfer = field(default_factory=Transfer)
-    mesh: Mesh | None = None  # of the policy that was started last
-    engines: list[ModelledEngine] = field(default_factory=list)  # all that were ever started
+    weights: ModelledWeights | None = None  # of the policy that was started last
+    engines: list[StartedEngine] = field(default_factory=list)  # all that were ever started
     _groups: dict[str, Sequence[RecordedSample]] = field(default_factory=dict)
     _lengths: dict[str, float] = field(default_factory=dict)
     _rates: dict[str, float] = field(default_factory=dict)
@@ -139,7 +152,7 @@ class World:
     @property
     def step(self) -> int:
         """The step that is being trained."""
-        return self.mesh.version if self.mesh is not None else 0
+        return self.weights.version if self.weights is not None else 0
 
     def draw(self, *key: object) -> random.Random:
         """Return the draws of a thing by its name, whenever it happens."""
@@ -213,46 +226,3 @@ class World:
     def _policies(self) -> dict[str, PolicyConfig]:
         """The teachers' policies, by alias."""
         return teacher_policies(self.config)
-
-    def stand_in(self) -> Callable[[Any], Callable[..., Any]]:
-        """Return the function that gives, for a class of workers, what a new cluster builds in its place."""
-        from grpo_mcore.tools.rehearse.engine import (
-            ModelledEngine,
-            ModelledFollower,
-            ModelledTeacherEngine,
-            modelled_node,
-        )
-        from grpo_mcore.tools.rehearse.environment import ModelledEnvironment
-        from grpo_mcore.tools.rehearse.policy import Mesh, ModelledRank, ModelledTeacher
-
-        mesh = self.mesh = Mesh(self)
-        teachers = dict[str, Mesh]()
-
-        def rank(
-            address: Rendezvous, policy: PolicyConfig, store: Any, seed: int, timeout_s: float, reference: bool,
-            platform: str, build_later: bool, trains: bool = True,
-        ) -> ModelledRank:  # fmt: skip
-            if trains:
-                return ModelledRank(mesh, address, policy, store)
-            alias = self.teacher(policy)[0]
-            group = teachers.get(alias)
-            if group is None or group.broken is not None or address.rank in group.ranks:  # it starts, or starts again
-                group = teachers[alias] = Mesh(self)
-            return ModelledTeacher(group, address, policy, store)
-
-        known: dict[Any, Callable[..., Any]] = {
-            EngineWorker: lambda *args: ModelledEngine(self, *args),
-            FollowerWorker: lambda *args: ModelledFollower(self, *args),
-            node_of_engine: lambda *args: modelled_node(self, *args),
-            PolicyWorker: rank,
-            TeacherEngineWorker: lambda *args: ModelledTeacherEngine(self, *args),
-        }
-
-        def stand_in(cls: Any) -> Callable[..., Any]:
-            if cls in known:
-                return known[cls]
-            if isinstance(cls, type) and issubclass(cls, EnvironmentInterface):
-                return lambda *args: ModelledEnvironment(self)
-            raise NotImplementedError(f"{cls.__name__}: a rehearsal has no model of this worker")
-
-        return stand_in

@@ -15,7 +15,7 @@ from grpo_mcore.families.known import known_configs
 from grpo_mcore.families.registry import DEFAULTS
 from grpo_mcore.parallel.weights.hf_folder import HfFolderWriter
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.tools.plan.plan import plan_shape
+from grpo_mcore.tools.plan.run_plan import plan_shape
 
 QWEN = known_configs()["Qwen2.5-0.5B"]
 

@@ -25,9 +25,9 @@ from grpo_mcore.refit.plan.delivery import Deliveries, readers_by_node
 from grpo_mcore.refit.plan.plan import plan_model_refit
 from grpo_mcore.tools.plan.measured import compare
 from grpo_mcore.tools.plan.memory import fits_device, memory, node_memory, optimizer_bytes
-from grpo_mcore.tools.plan.plan import Plan, make_plan, plan_device, plan_shape, plan_workload, ranks_of
+from grpo_mcore.tools.plan.plan_text import plan_text, search_text
 from grpo_mcore.tools.plan.rank_params import rank_params
-from grpo_mcore.tools.plan.report import plan_text, search_text
+from grpo_mcore.tools.plan.run_plan import Plan, make_plan, plan_device, plan_shape, plan_workload, ranks_of
 from grpo_mcore.tools.plan.search import least_bytes, search, stage_splits, total_nodes
 from grpo_mcore.tools.plan.timing import (
     HOST_BANDWIDTH,

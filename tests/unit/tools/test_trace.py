@@ -11,7 +11,7 @@ import torch
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.recipe import load_recipe
-from grpo_mcore.tools.plan.plan import make_plan, plan_config, plan_device, plan_shape
+from grpo_mcore.tools.plan.run_plan import make_plan, plan_config, plan_device, plan_shape
 from grpo_mcore.tools.plan.trace import TracedPhase, trace
 
 pytestmark = pytest.mark.slow  # full-size models without values

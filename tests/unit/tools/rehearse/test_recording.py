@@ -18,9 +18,9 @@ from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.rehearse.durations import Durations
 from grpo_mcore.tools.rehearse.recording import RecordingError, measured, read_recording, scaled
 from grpo_mcore.tools.rehearse.rehearse import calibration, open_rehearsal, planned_durations, shared_cores
-from grpo_mcore.tools.rehearse.simulation import TINY, Case, tiny_shape
 from grpo_mcore.tools.rehearse.world import World
 from grpo_mcore.tools.report.run_files import NoRun
+from tests.simulation.simulation import TINY, Case, tiny_shape
 
 TRUE = {"decode": 3.0, "train": 300.0, "refit": 4.0, "receive": 20.0}
 """Factors of the planned durations in the recorded world."""

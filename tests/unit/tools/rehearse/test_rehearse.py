@@ -17,13 +17,13 @@ from grpo_mcore.driver.policy.policy_worker import PolicyWorker
 from grpo_mcore.driver.policy.teacher_engines import TeacherEngineWorker
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.recipe import MasterConfig, load_recipe
-from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
-from grpo_mcore.tools.rehearse.engine import ModelledEngine, ModelledTeacherEngine
+from grpo_mcore.tools.plan.run_plan import make_plan, plan_device, plan_shape
 from grpo_mcore.tools.rehearse.faults import Fault, named_fault, recipe_faults
-from grpo_mcore.tools.rehearse.policy import ModelledRank, ModelledTeacher
+from grpo_mcore.tools.rehearse.modelled_engine import ModelledEngine, ModelledTeacherEngine
+from grpo_mcore.tools.rehearse.modelled_policy import ModelledRank, ModelledTeacher
+from grpo_mcore.tools.rehearse.rehearsal_text import sweep_settings, sweep_text
 from grpo_mcore.tools.rehearse.rehearse import Rehearsal, RehearsalError, modelled_recipe
-from grpo_mcore.tools.rehearse.report import sweep_settings, sweep_text
-from grpo_mcore.tools.rehearse.simulation import Case
+from tests.simulation.simulation import Case
 
 MODEL = {
     "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8,

@@ -1,6 +1,6 @@
 """Small runs of the real driver in virtual time, with faults: the laws hold, and each planted fault breaks one.
 
-`python -m grpo_mcore.tools.rehearse.simulation 0 10000` simulates more seeds.
+`python -m tests.simulation.simulation 0 10000` simulates more seeds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from grpo_mcore.driver.run import loop_parts
 from grpo_mcore.observe.ledger.ledger import Ledger
 from grpo_mcore.refit.refit import Refit
 from grpo_mcore.step.step_groups import StepGroups
-from grpo_mcore.tools.rehearse import simulation
 from grpo_mcore.tools.rehearse.faults import Fault
-from grpo_mcore.tools.rehearse.simulation import Case, drawn, shortest, simulate
+from tests.simulation import simulation
+from tests.simulation.simulation import Case, drawn, shortest, simulate
 
 pytestmark = pytest.mark.slow  # a thousand runs
 

@@ -12,9 +12,8 @@ from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger
 from grpo_mcore.observe.exit_codes import STOPPED_EARLY, TERMINATED
 from grpo_mcore.observe.ledger.ledger_audit import valid_entries
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.tools.rehearse.engine import ModelledEngine
-from grpo_mcore.tools.rehearse.policy import WEIGHTS
-from grpo_mcore.tools.rehearse.world import World
+from grpo_mcore.tools.rehearse.modelled_policy import WEIGHTS
+from grpo_mcore.tools.rehearse.world import StartedEngine, World
 
 
 def broken_laws(world: World, config: MasterConfig, code: int) -> Iterator[str]:
@@ -39,7 +38,7 @@ def broken_laws(world: World, config: MasterConfig, code: int) -> Iterator[str]:
 def _weights(world: World, config: MasterConfig, entries: list[dict[str, object]] | None) -> Iterator[str]:
     """Compare what the weights were really trained on with the rules, and with the ledger of a run that came to an
     orderly end."""
-    history = world.mesh.history if world.mesh is not None else []
+    history = world.weights.history if world.weights is not None else []
     limit = config.grpo.async_grpo.max_age
     for (uid, index), count in Counter((sample.uid, sample.index) for sample in history).items():
         if count > 1:
@@ -60,7 +59,7 @@ def _weights(world: World, config: MasterConfig, entries: list[dict[str, object]
 
 
 def _end(world: World, config: MasterConfig, code: int, folder: Path) -> Iterator[str]:
-    trained = max((sample.step for sample in world.mesh.history), default=0) if world.mesh else 0
+    trained = max((sample.step for sample in world.weights.history), default=0) if world.weights else 0
     steps = config.grpo.max_num_steps
     if code == 0 and world.step != steps + 1:
         yield f"exit code 0 after {world.step - 1} of {steps} steps"
@@ -70,9 +69,9 @@ def _end(world: World, config: MasterConfig, code: int, folder: Path) -> Iterato
             yield f"exit code {code}, and step {world.step - 1} is not saved (newest: {newest and newest.name})"
 
 
-def idle_engines(engines: list[ModelledEngine], prompts: int) -> Iterator[str]:
+def idle_engines(engines: list[StartedEngine], prompts: int) -> Iterator[str]:
     """Yield the engines that got no work although they kept the current weights for several steps, each of which had a
     prompt for each engine."""
     for engine in engines:
-        if engine.refits >= 4 and not engine.asked and prompts >= len({one.name for one in engines}):
+        if engine.refits >= 4 and not engine.requested and prompts >= len({one.name for one in engines}):
             yield f"{engine.name} took part in {engine.refits} refits and was never asked for a sample"

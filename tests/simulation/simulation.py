@@ -1,6 +1,6 @@
 """Small runs that a seed draws: topology, options, latencies and faults, on the real driver.
 
-A run is replayed by its seed: `python -m grpo_mcore.tools.rehearse.simulation SEED`. Of one that breaks a law,
+A run is replayed by its seed: `python -m tests.simulation.simulation SEED`. Of one that breaks a law,
 `shortest` looks for the least that still breaks it.
 """
 
@@ -31,10 +31,10 @@ from grpo_mcore.layout import LayoutError
 from grpo_mcore.observe.exit_codes import LOST, STOPPED_EARLY, TERMINATED, exit_code
 from grpo_mcore.recipe import MasterConfig, RecipeError
 from grpo_mcore.tools.rehearse.durations import Durations, TeacherDurations
-from grpo_mcore.tools.rehearse.faults import DriverKilled, Fault, Faults, Kind, drawn_faults
-from grpo_mcore.tools.rehearse.laws import broken_laws, idle_engines
+from grpo_mcore.tools.rehearse.faults import PHASES, DriverKilled, Fault, Faults, Kind
 from grpo_mcore.tools.rehearse.rehearse import open_rehearsal
 from grpo_mcore.tools.rehearse.world import World
+from tests.simulation.laws import broken_laws, idle_engines
 
 KINDS: tuple[Kind, ...] = (
     "kill", "kill", "kill", "hang", "pause", "slow", "full disk", "SIGTERM", "SIGUSR1", "driver", "driver", "driver",
@@ -173,6 +173,30 @@ def drawn(seed: int) -> Case:
     if faults and random.Random(f"{seed}/node").random() < 0.1:
         faults = (replace(faults[0], kind="node", target="node-0"), *faults[1:])
     return replace(case, faults=faults)
+
+
+def drawn_faults(
+    draw: random.Random,
+    count: int,
+    seconds: float,
+    workers: Sequence[str],
+    nodes: Sequence[str],
+    kinds: Sequence[Kind],
+) -> tuple[Fault, ...]:
+    """Draw faults of a run that takes about `seconds`, half of them at calls."""
+    faults = []
+    for _ in range(count):
+        kind = draw.choice(list(kinds))
+        target = draw.choice(list(nodes)) if kind == "node" else draw.choice(list(workers))
+        if kind in ("full disk", "SIGTERM", "SIGUSR1", "driver"):
+            target = ""
+        for_s = draw.uniform(1.0, 2 * seconds)
+        if draw.random() < 0.5:
+            faults.append(Fault(kind, target, draw.uniform(0.0, seconds), for_s=for_s))
+        else:
+            phase, after = draw.choice(list(PHASES)), draw.choice([0.0, draw.uniform(0.0, 0.5)])
+            faults.append(Fault(kind, target, after, phase, draw.randint(1, 8), for_s=for_s))
+    return tuple(faults)
 
 
 DURATIONS = Durations(

@@ -21,12 +21,10 @@ from grpo_mcore.generation.engine import EngineError
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, TrajectoryRef, Turn
 from grpo_mcore.rollout.workers import ObjectStore, Parcel, Ref, Rendezvous
 from grpo_mcore.tools.rehearse.durations import SMALL_CALL_S
-from grpo_mcore.tools.rehearse.world import ENGINE_CORES, World
+from grpo_mcore.tools.rehearse.world import END, ENGINE_CORES, World
 
 PARCELS = 32
 """Most samples that are handed over as one item."""
-END = 7
-"""The token that ends an answer."""
 _IDS, _LOGPROBS = torch.full((1 << 20,), END), torch.zeros(1 << 20)
 
 
@@ -81,7 +79,7 @@ class ModelledEngine(ModelledFollower):
         self.weight_version: int | None = 0 if config.load_format == "auto" else None
         self.weights = 0
         self._streams: dict[str, _Stream] = {}
-        self._samples: dict[tuple[str, int], _Sample] = {}
+        self.samples: dict[tuple[str, int], _Sample] = {}
         self._waiting: deque[_Sample] = deque()
         self._running: list[tuple[int, int, _Sample]] = []  # a heap: (step in which it ends, number, sample)
         self._step = self._admitted = 0
@@ -93,7 +91,7 @@ class ModelledEngine(ModelledFollower):
         self._before: tuple[int | None, int] | None = None
         self._changed = Condition()  # of what runs
         self._finished = Condition()  # a sample, or the leading of the steps
-        self.refits = self.asked = 0  # refits that it committed, samples that it was asked for
+        self.refits = self.requested = 0  # refits that it committed, samples that it was asked for
         self.alive, self._busy = True, False
         if world.cores is not None:
             world.cores.changed.append(self._changed)
@@ -144,8 +142,8 @@ class ModelledEngine(ModelledFollower):
         return True
 
     def give_up(self, uids: Collection[str]) -> None:
-        for key in [key for key in self._samples if key[0] in uids]:
-            sample = self._samples.pop(key)
+        for key in [key for key in self.samples if key[0] in uids]:
+            sample = self.samples.pop(key)
             sample.aborted = True
             sample.stream.left -= 1
         self._changed.notify()
@@ -165,13 +163,13 @@ class ModelledEngine(ModelledFollower):
             wanted = self.world.answer_tokens(request)
             sample = _Sample(request, stream, context, min(wanted, room), wanted > room)
             key = request.uid, request.generation_index
-            if any(key in engine._samples for engine in self.world.engines if engine.alive):
+            if any(key in engine.samples for engine in self.world.engines if engine.alive):
                 self.world.flaws.append(
                     f"{self.name} generates {request.uid}#{request.generation_index} twice at a time"
                 )
-            self._samples[key] = sample
+            self.samples[key] = sample
             stream.left += 1
-            self.asked += 1
+            self.requested += 1
             self._waiting.append(sample)
         self._changed.notify()
 
@@ -250,7 +248,7 @@ class ModelledEngine(ModelledFollower):
 
     def _finish(self, sample: _Sample) -> None:
         request, count = sample.request, sample.tokens
-        del self._samples[request.uid, request.generation_index]
+        del self.samples[request.uid, request.generation_index]
         assert self.weight_version is not None
         parts = [*sample.parts, (self.weight_version, self.weights, count)]
         earlier = 0 if request.continues is None else request.continues.length
@@ -310,7 +308,7 @@ class ModelledEngine(ModelledFollower):
         self._committing, self._before = True, (self.weight_version, self.weights)
         self._changed.notify()
         await sleep(self._seconds(self.world.durations.commit))
-        for sample in self._samples.values():
+        for sample in self.samples.values():
             running = self._step - sample.since if any(sample is one for _, _, one in self._running) else 0
             if (said := sample.said + running) > (sample.parts[-1][2] if sample.parts else 0):
                 sample.parts.append((self.weight_version or 0, self.weights, said))
@@ -343,7 +341,7 @@ class ModelledEngine(ModelledFollower):
         self._changed.notify()
         if not self.config.sleep_between_phases or self._asleep:
             return
-        if self._samples and not pause:
+        if self.samples and not pause:
             raise EngineError(f"{self.name} cannot give its memory away while it generates")
         self._asleep = True
         self._cached.clear()
@@ -352,7 +350,7 @@ class ModelledEngine(ModelledFollower):
         await sleep(self._seconds(self.world.durations.offload))
 
     def health(self) -> dict[str, Any]:
-        return {"name": self.name, "weight_version": self.weight_version, "requests": len(self._samples)}
+        return {"name": self.name, "weight_version": self.weight_version, "requests": len(self.samples)}
 
     def start_profile(self) -> None:
         pass

@@ -18,20 +18,17 @@ from grpo_mcore.recipe import PolicyConfig, compares_distributions, policy_layou
 from grpo_mcore.rollout.trajectory import Trajectory
 from grpo_mcore.rollout.workers import Ref, Rendezvous
 from grpo_mcore.step.step_batch import RankStep, TrainTargets
-from grpo_mcore.tools.rehearse.world import TrainedSample, Transfer, World
+from grpo_mcore.tools.rehearse.world import TrainedSample, Transfer, ModelledWeights, World
 
 WEIGHTS = "weights.json"
 
 
 class Mesh:
-    """The ranks of one policy or teacher, and what they share: the weights, and the samples of the step under way.
-
-    `history`: the samples that the weights were trained on. `version`: of these weights."""
+    """The ranks of one policy or teacher, and what they share: the weights, and the samples of the step under way."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.history: list[TrainedSample] = []
-        self.version = 1
+        self.weights = ModelledWeights()
         self.broken: str | None = None
         self.ranks = set[int]()
         self._waiting, self._all_here = 0, Condition()
@@ -52,7 +49,7 @@ class Mesh:
     def lose(self, name: str) -> None:
         self.broken = name
         self._all_here.notify()
-        if self is self.world.mesh:
+        if self.weights is self.world.weights:
             self.world.transfer.end(broken=name)
 
     def step(self, step: RankStep, store: Any) -> _Step:
@@ -161,7 +158,7 @@ class ModelledRank:
             )
         if self.layout.is_reporting_rank(self.rank):
             for batch in step.batches:
-                self.mesh.history += [self._trained(step.samples[index]) for index in batch]
+                self.mesh.weights.history += [self._trained(step.samples[index]) for index in batch]
         await self._end_step()
         return reports
 
@@ -176,7 +173,7 @@ class ModelledRank:
         await self.mesh.meet(self.size)
         self._step = None
         if self.rank == 0:
-            self.mesh.version += 1
+            self.mesh.weights.version += 1
             self.mesh._steps.clear()
 
     def _its_step(self) -> _Step:
@@ -210,8 +207,8 @@ class ModelledRank:
     async def start_save(self, folder: str, optimizer: bool) -> None:
         self._refuse_full_disk()
         if self.rank == 0:  # fields as they lie: `astuple` copies each
-            history = [tuple(vars(sample).values()) for sample in self.mesh.history]
-            self._copy = json.dumps({"version": self.mesh.version, "history": history})
+            history = [tuple(vars(sample).values()) for sample in self.mesh.weights.history]
+            self._copy = json.dumps({"version": self.mesh.weights.version, "history": history})
         self._saving = Path(folder), self.world.clock.now() + self._seconds(self.world.durations.save)
 
     async def is_saved(self, wait: bool) -> bool:
@@ -238,8 +235,8 @@ class ModelledRank:
         await self._together(self.world.durations.load)
         if self.rank == 0:
             saved = json.loads((Path(folder) / WEIGHTS).read_text(encoding="utf-8"))
-            self.mesh.history = [TrainedSample(*values) for values in saved["history"]]
-            self.mesh.version = saved["version"]
+            self.mesh.weights.history = [TrainedSample(*values) for values in saved["history"]]
+            self.mesh.weights.version = saved["version"]
         return True
 
     def host_network(self, *_: Any) -> dict[str, Any]:
@@ -257,7 +254,7 @@ class ModelledRank:
     async def send_refit(self, *checked: Any) -> dict[str, Any]:
         await self._together(self.world.durations.refit)
         if self.rank == 0:
-            self.world.transfer.version = self.mesh.version
+            self.world.transfer.version = self.mesh.weights.version
             self.world.transfer.end()
         return {"bytes": 0, "seconds": self.world.durations.refit, "sums": {}}
 

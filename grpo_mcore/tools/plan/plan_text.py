@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from grpo_mcore.families import parameter_count
-from grpo_mcore.tools.plan.plan import Plan, ranks_of
+from grpo_mcore.tools.plan.run_plan import Plan, ranks_of
 from grpo_mcore.tools.plan.search import SearchResult
 from grpo_mcore.tools.plan.workload import Device
 
