@@ -71,8 +71,8 @@ def _fuzz(args: argparse.Namespace, scratch: Path) -> int:
     with closing(RankPool(draw.layout.world_size if draw else args.ranks)) as pool:
         fuzzer = Fuzzer(family, values, pool, scratch)
         if draw is not None:
-            done, what = 1, fuzzer.failure(draw)
-            failure = Failure(draw, what) if what else None
+            done, difference = 1, fuzzer.failure(draw)
+            failure = Failure(draw, difference) if difference else None
         else:
             done, failure = fuzz(fuzzer, args.fuzz, args.draws, args.ranks)
     if failure is None:
@@ -83,10 +83,10 @@ def _fuzz(args: argparse.Namespace, scratch: Path) -> int:
         return 0
     again = f"grpo-mcore parity {args.model} --case {shlex.quote(failure.draw.to_json())}"
     if args.json:
-        print_json({"model": args.model, "cases": done, "what": failure.what, "again": again})
+        print_json({"model": args.model, "cases": done, "what": failure.difference, "again": again})
     else:
         print(f"case {done} of {args.model} differs; the smallest that still does:")
-        print(f"  {failure.draw.describe()}\n  {failure.what}\nagain: {again}")
+        print(f"  {failure.draw.describe()}\n  {failure.difference}\nagain: {again}")
     return 1
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ SHRINK_RUNS = 80
 
 @dataclass(frozen=True)
 class Draw:
-    """One case. `sizes`: values of the Hugging Face config; `chunk`: policy.logprob_chunk_size; `weights`: seed."""
+    """One case. `sizes` are values of the Hugging Face config, `chunk` is policy.logprob_chunk_size, and `weights` the
+    seed of the weights."""
 
     layout: LayoutCase
     work: ParityWorkload
@@ -42,8 +43,11 @@ class Draw:
 
     def describe(self) -> str:
         """Describe what is not at its default, in one line."""
-        parts = [*_unusual(self.layout, LayoutCase(""), "name"), *(f"{key}={self.sizes[key]}" for key in self.sizes)]
-        parts += _unusual(self.work, ParityWorkload(()), "prompts")
+        parts = [f"{name}={getattr(self.layout, name)}" for name in _changed(self.layout, LayoutCase(""), ("name",))]
+        parts += [f"{key}={size}" for key, size in self.sizes.items()]
+        parts += [
+            f"{name}={getattr(self.work, name)}" for name in _changed(self.work, ParityWorkload(()), ("prompts",))
+        ]
         return ", ".join([*parts, f"logprob_chunk_size={self.chunk}"])
 
     def to_json(self) -> str:
@@ -67,13 +71,13 @@ class Failure:
     """A draw that differs, and how."""
 
     draw: Draw
-    what: str
+    difference: str
 
 
 def draws(seed: int, family: str, values: Mapping[str, Any], ranks: int) -> Iterator[Draw]:
-    """Yield random draws for ever, the same for a seed: of layouts on at most `ranks` ranks.
+    """Yield random draws for ever, the same for a seed, of layouts on at most `ranks` ranks.
 
-    `family`, `values`: the model, as of `tiny_like`. Not every draw fits the model: see `Fuzzer.fits`.
+    `family` and `values` are the model, as `tiny_like` returns it. Not every draw fits the model: see `Fuzzer.fits`.
     """
     choose = random.Random(seed)
     tiny = SIZES | FAMILIES[family].get("config", {}) | dict(values)
@@ -85,7 +89,7 @@ def draws(seed: int, family: str, values: Mapping[str, Any], ranks: int) -> Iter
 
 
 class Fuzzer:
-    """Computes draws of one model on the ranks of a pool. References are kept: of the last few draws."""
+    """Computes draws of one model on the ranks of a pool. The references of the last few draws are kept."""
 
     def __init__(self, family: str, values: Mapping[str, Any], pool: RankPool, scratch: Path) -> None:
         self.family, self.values, self._pool, self._scratch = family, dict(values), pool, scratch
@@ -95,27 +99,15 @@ class Fuzzer:
         """Return whether the product allows the draw's layout for its model."""
         try:
             allowed, _ = fitting(self._model(draw), [draw.layout])
-        except (
-            ValueError,
-            TypeError,
-            ZeroDivisionError,
-            KeyError,
-            RuntimeError,
-        ):  # no such sizes
+        except (ValueError, TypeError, ZeroDivisionError, KeyError, RuntimeError):  # no such sizes
             return False
         return bool(allowed)
 
     def failure(self, draw: Draw, target: str = "grpo_mcore.tools.parity.rank:logprobs_and_gradients") -> str | None:
-        """Return how the draw differs, in words; None if it does not. `target`: what each rank runs."""
+        """Return how the draw differs, in words, or None. `target` is the function that each rank runs."""
         reference = self._reference(draw)
-        overrides = {
-            "logprob_chunk_size": draw.chunk,
-            "generation": {
-                "temperature": draw.work.temperature,
-                "top_k": draw.work.top_k,
-                "top_p": draw.work.top_p,
-            },
-        }
+        sampling = {name: getattr(draw.work, name) for name in ("temperature", "top_k", "top_p")}
+        overrides = {"logprob_chunk_size": draw.chunk, "generation": sampling}
         size = draw.layout.world_size
         arguments = (str(reference.folder), draw.layout, True, draw.work, overrides)
         try:
@@ -136,8 +128,8 @@ class Fuzzer:
     def confirmed(self, draw: Draw) -> str | None:
         """Return as `failure` does, for a draw that fails with other weights too: by chance two experts or the bound of
         a cut may be too near to each other for float32."""
-        what = self.failure(draw)
-        return what and self.failure(replace(draw, weights=draw.weights + 1000))
+        difference = self.failure(draw)
+        return difference and self.failure(replace(draw, weights=draw.weights + 1000))
 
     def _model(self, draw: Draw) -> Path:
         key = json.dumps([draw.sizes, draw.weights], sort_keys=True)
@@ -169,8 +161,8 @@ def shrunk(failure: Failure, fits: Callable[[Draw], bool], fails: Callable[[Draw
             if index < skipped or not fits(simpler):
                 continue
             runs += 1
-            if what := fails(simpler):
-                failure, skipped = Failure(simpler, what), index
+            if difference := fails(simpler):
+                failure, skipped = Failure(simpler, difference), index
                 break
         else:
             if not skipped:
@@ -180,30 +172,16 @@ def shrunk(failure: Failure, fits: Callable[[Draw], bool], fails: Callable[[Draw
 
 def simpler_draws(draw: Draw) -> Iterator[Draw]:
     """Yield draws that differ from this one in one thing, which is simpler: first layouts, then work, then sizes."""
-    plain = LayoutCase("")
-    for part in fields(LayoutCase):
-        value, usual = getattr(draw.layout, part.name), getattr(plain, part.name)
-        if part.name != "name" and value != usual:
-            yield replace(draw, layout=_named(replace(draw.layout, **{part.name: usual})))
+    for layout in _with_one_default(draw.layout, LayoutCase(""), "name"):
+        yield replace(draw, layout=_named(layout))
     work, count = draw.work, len(draw.work.lengths)
-    if count > draw.layout.data:
-        yield replace(draw, work=_some_of(work, range(count // 2)))
-        yield replace(draw, work=_some_of(work, range(count // 2, count)))
     for left in range(count if count > draw.layout.data else 0):
-        yield replace(draw, work=_some_of(work, [i for i in range(count) if i != left]))
+        yield replace(draw, work=_without(work, left))
     if len(work.bins) > draw.layout.data:
         joined = (*work.bins[:-2], (*work.bins[-2], *work.bins[-1]))
         yield replace(draw, work=replace(work, bins=joined))
-    for i, length in enumerate(work.lengths):
-        if length > 2 and work.prompts[i] < -(-length // 2):
-            lengths = tuple(-(-n // 2) if at == i else n for at, n in enumerate(work.lengths))
-            yield replace(draw, work=replace(work, lengths=lengths))
-    usual = ParityWorkload((), entropy_coeff=0.0)
-    for name in ("left_out", "common", "entropy_coeff", "temperature", "top_k", "top_p"):
-        if getattr(work, name) != getattr(usual, name):
-            yield replace(draw, work=replace(work, **{name: getattr(usual, name)}))
-    if any(prompt > 1 for prompt in work.prompts):
-        yield replace(draw, work=replace(work, prompts=(1,) * count))
+    for simpler in _with_one_default(work, ParityWorkload((), entropy_coeff=0.0), "lengths", "bins", "prompts"):
+        yield replace(draw, work=simpler)
     for key in draw.sizes:
         yield replace(draw, sizes={other: value for other, value in draw.sizes.items() if other != key})
     if draw.chunk != 1024:
@@ -283,25 +261,31 @@ def _some_work(choose: random.Random, data: int) -> ParityWorkload:
     )
 
 
-def _some_of(work: ParityWorkload, kept: Any) -> ParityWorkload:
-    """Return the workload with these sequences only, numbered anew."""
-    number = {old: new for new, old in enumerate(kept)}
-    bins = tuple(tuple(number[i] for i in bin if i in number) for bin in work.bins)
+def _without(work: ParityWorkload, index: int) -> ParityWorkload:
+    """Return the workload without one of its sequences, the others numbered anew."""
+
+    def renumbered(indices: Sequence[int]) -> tuple[int, ...]:
+        return tuple(i - (i > index) for i in indices if i != index)
+
     return replace(
         work,
-        lengths=tuple(work.lengths[i] for i in number),
-        prompts=tuple(work.prompts[i] for i in number),
-        left_out=tuple(number[i] for i in work.left_out if i in number),
-        bins=tuple(bin for bin in bins if bin),
+        lengths=work.lengths[:index] + work.lengths[index + 1 :],
+        prompts=work.prompts[:index] + work.prompts[index + 1 :],
+        left_out=renumbered(work.left_out),
+        bins=tuple(bin for bin in map(renumbered, work.bins) if bin),
     )
 
 
-def _unusual(one: Any, usual: Any, *ignored: str) -> list[str]:
-    return [
-        f"{part.name}={getattr(one, part.name)}"
-        for part in fields(one)
-        if part.name not in ignored and getattr(one, part.name) != getattr(usual, part.name)
-    ]
+def _changed(value: Any, default: Any, ignored: Sequence[str]) -> list[str]:
+    """Return the names of the fields that differ from those of `default`."""
+    names = [part.name for part in fields(value) if part.name not in ignored]
+    return [name for name in names if getattr(value, name) != getattr(default, name)]
+
+
+def _with_one_default(value: Any, default: Any, *ignored: str) -> Iterator[Any]:
+    """Yield the dataclass with one of the fields that differ from `default` set to its value there."""
+    for name in _changed(value, default, ignored):
+        yield replace(value, **{name: getattr(default, name)})
 
 
 def _as_tuple(value: Any) -> Any:
@@ -317,6 +301,6 @@ def fuzz(fuzzer: Fuzzer, seed: int, count: int, ranks: int) -> tuple[int, Failur
         if not fuzzer.fits(draw):
             continue
         done += 1
-        if what := fuzzer.confirmed(draw):
-            return done, shrunk(Failure(draw, what), fuzzer.fits, fuzzer.confirmed)
+        if difference := fuzzer.confirmed(draw):
+            return done, shrunk(Failure(draw, difference), fuzzer.fits, fuzzer.confirmed)
     return done, None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_mcore.families import (
     FamilyError,
@@ -49,20 +49,20 @@ NEW_TOKENS, RANK_TIMEOUT_S = 24, 600.0
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of transformers. `logprobs`: by sequence, of each token given those before, 0 for the first; `gradients`:
-    of the loss in `rank.py`, by name in the checkpoint."""
+    """Results of transformers: `logprobs` of each token by sequence, 0 for the first, and `gradients` of the loss in
+    `rank.py`, by name in the checkpoint."""
 
     folder: Path
     family: str
-    network: torch.nn.Module
+    network: nn.Module
     logprobs: dict[int, Tensor]
     gradients: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One comparison. `logprobs`: largest absolute difference by sequence; `gradients`: relative error by parameter,
-    empty for an engine; `packed`: None for an engine."""
+    """One comparison. `logprobs` has the largest absolute difference by sequence, `gradients` the relative error by
+    parameter. For an engine `gradients` is empty, and `packed` None."""
 
     family: str
     layout: str
@@ -101,22 +101,16 @@ class ParityCase:
 
 def reference_of(folder: Path, dtype: torch.dtype = torch.float32, work: ParityWorkload = STANDARD) -> Reference:
     """Run transformers forward and backward in `dtype`. Raises FamilyError for a model without a family."""
-    from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
     shape = shape_of(read_hf_config(folder))
     check_weights(Path(folder), shape)
-    # torch has no grouped product in float64
-    how = {"experts_implementation": "eager"} if dtype is torch.float64 and shape.experts else {}
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how)
+    network = load_network(folder, dtype)
     network.get_input_embeddings().padding_idx = None  # for which torch gives no gradient
-    for module in network.modules():
-        if hasattr(module, "time_step_limit"):  # of Mamba2; the engine and the policy have none
-            module.time_step_limit = (0.0, float("inf"))
     logprobs, loss = {}, torch.zeros((), dtype=dtype)
     for i, (tokens, advantage) in enumerate(zip(sequences(shape.vocab_size, work), advantages(work), strict=True)):
         logits = network(tokens[None]).logits[0, :-1] / work.temperature
-        scores = torch.log_softmax(_cut(logits, tokens[1:], work), -1)
+        scores = torch.log_softmax(cut(logits, tokens[1:], work.top_k, work.top_p), -1)
         chosen = scores.gather(1, tokens[1:, None]).squeeze(1)
         entropies = -(scores.exp() * scores.clamp(min=-1e30)).sum(-1)
         counts = (torch.arange(1, len(tokens)) >= work.prompts[i]) & (i not in work.left_out)
@@ -129,14 +123,27 @@ def reference_of(folder: Path, dtype: torch.dtype = torch.float32, work: ParityW
     return Reference(folder, shape.family, network, logprobs, gradients)
 
 
-def _cut(logits: Tensor, targets: Tensor, work: ParityWorkload) -> Tensor:
-    """Return logits [n, vocabulary] with those lowered that the workload's top-k and top-p leave out."""
-    likeliest = logits.detach().topk(min(work.top_k or logits.size(-1), logits.size(-1))).values
-    probabilities = likeliest.softmax(-1)
-    kept = probabilities.cumsum(-1) - probabilities < work.top_p
-    floor = likeliest.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-    drawn = torch.zeros_like(logits, dtype=torch.bool).scatter(1, targets[:, None], True)
-    return logits.masked_fill((logits < floor) & ~drawn, -1e30)
+def load_network(folder: Path, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Load a model in transformers, with the settings of Mamba2 that policy and engine have."""
+    from transformers import AutoModelForCausalLM
+
+    # torch has no grouped product in float64
+    eager = dtype is torch.float64 and shape_of(read_hf_config(folder)).experts
+    options = {"experts_implementation": "eager"} if eager else {}
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
+    for module in network.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+    return network
+
+
+def cut(logits: Tensor, tokens: Tensor, top_k: int | None, top_p: float) -> Tensor:
+    """Return logits [n, vocabulary] with those lowered that a cut leaves out. It always keeps the `tokens` [n]."""
+    likeliest = logits.detach().topk(min(top_k or logits.size(-1), logits.size(-1))).values
+    mass = likeliest.softmax(-1)
+    floor = likeliest.masked_fill(mass.cumsum(-1) - mass >= top_p, torch.inf).amin(-1, keepdim=True)
+    kept = (logits >= floor).scatter(1, tokens[:, None], True)
+    return logits.masked_fill(~kept, -1e30)
 
 
 def unstacked(tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
@@ -191,10 +198,10 @@ def compare(
             if part.any():
                 raise ValueError(f"{layout}: {name} is not trained, but changed")
             continue
-        there = moved[name][tuple(slice(*span) for span in box)]
-        if not there.isnan().all():
+        slot = moved[name][tuple(slice(*span) for span in box)]
+        if not slot.isnan().all():
             raise ValueError(f"{layout}: two ranks own {name} {box}")
-        there.copy_(part)
+        slot.copy_(part)
     differences = {i: (logprobs[i] - expected).abs().max().item() for i, expected in reference.logprobs.items()}
     whole = torch.stack([expected.norm() for expected in reference.gradients.values()]).norm().item()
     errors = {
@@ -226,7 +233,7 @@ def compare_engine(reference: Reference) -> tuple[ParityCase | None, str | None]
 
 def cpu_engine(folder: Path, shape: ModelShape, **options: Any) -> tuple[Engine, list[GenerationRequest]]:
     """Start a vLLM engine on CPU, in float32. Return it, and requests for NEW_TOKENS after each of `sequences`.
-    `options`: of its EngineConfig."""
+    `options` are further fields of its EngineConfig."""
     from grpo_mcore.generation import Engine, EngineConfig
 
     length = max(LENGTHS) + NEW_TOKENS

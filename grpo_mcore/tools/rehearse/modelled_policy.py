@@ -18,7 +18,7 @@ from grpo_mcore.recipe import PolicyConfig, compares_distributions, policy_layou
 from grpo_mcore.rollout.trajectory import Trajectory
 from grpo_mcore.rollout.workers import Ref, Rendezvous
 from grpo_mcore.step.step_batch import RankStep, TrainTargets
-from grpo_mcore.tools.rehearse.world import TrainedSample, Transfer, ModelledWeights, World
+from grpo_mcore.tools.rehearse.world import ModelledWeights, TrainedSample, Transfer, World
 
 WEIGHTS = "weights.json"
 

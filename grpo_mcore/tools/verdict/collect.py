@@ -32,8 +32,8 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class VerdictCase:
-    """Input of the judge. `folder`, `older`: weights that gave the numbers, and those of the version before; `notes`:
-    what is not judged, and why."""
+    """Input of the judge. `folder` holds the weights that gave the numbers, `older` those of the version before.
+    `notes` say what is not judged, and why."""
 
     folder: Path
     older: Path | None
@@ -44,9 +44,9 @@ class VerdictCase:
 
 
 def of_run(run: Path, config: MasterConfig, step: int, count: int, scratch: Path) -> list[VerdictCase]:
-    """Return the first `count` recorded samples of a step: what the policy said of them, with the weights after
-    `step` - 1 steps, which are of weight version `step`; and what the engine said, with those of the version that most
-    samples come from. Raises ReplayError where the policy's weights are not kept."""
+    """Return two cases of the first `count` recorded samples of a step: the policy's log-probs with the weights after
+    `step` - 1 steps, which are of weight version `step`; and the engine's log-probs with the weights of the version
+    that most samples come from. Raises ReplayError where the policy's weights are not kept."""
     rows = [row for row in recorded_step(run, step)[0] if row["weight"]]
     versions = Counter(row["versions"][0]["version"] for row in rows if len(row["versions"]) == 1)
     sampling = _sampling(config)
@@ -65,13 +65,13 @@ def of_run(run: Path, config: MasterConfig, step: int, count: int, scratch: Path
     if not versions:
         return [replace(policy, notes=("engine: each sample has tokens of several weight versions",))]
     version = versions.most_common(1)[0][0]
-    said = [row for row in rows if [span["version"] for span in row["versions"]] == [version]][:count]
+    matching = [row for row in rows if [span["version"] for span in row["versions"]] == [version]][:count]
     after = max(0, version - 1)  # steps; versions 0 and 1 are the model that the run started from
     if (weights := _weights(config, after, scratch)) is None:
         note = f"engine: the checkpoint of step {after}, whose weights generated most samples, is not kept"
         return [replace(policy, notes=(note,))]
     before = _weights(config, after - 1, scratch)
-    samples = tuple(replace(_sample(row), policy=None) for row in said)
+    samples = tuple(replace(_sample(row), policy=None) for row in matching)
     return [policy, VerdictCase(weights, before, samples, sampling, precision)]
 
 
@@ -100,8 +100,8 @@ def of_model(folder: Path, layout: LayoutCase) -> VerdictCase:
     pool = RankPool(layout.world_size)
     try:
         target = "grpo_mcore.tools.verdict.collect:policy_logprobs"
-        asked = [(sample.tokens, sample.generated) for sample in samples]
-        ranks = pool.run(layout.world_size, target, str(folder), layout, asked, timeout_s=RANK_TIMEOUT_S)
+        inputs = [(sample.tokens, sample.generated) for sample in samples]
+        ranks = pool.run(layout.world_size, target, str(folder), layout, inputs, timeout_s=RANK_TIMEOUT_S)
     finally:
         pool.close()
     by_index = {index: values for logprobs, _ in ranks for index, values in logprobs.items()}
@@ -116,16 +116,16 @@ def of_model(folder: Path, layout: LayoutCase) -> VerdictCase:
 
 
 def policy_logprobs(
-    address: Address, model: str, layout: LayoutCase, asked: Sequence[tuple[Tensor, Tensor]]
+    address: Address, model: str, layout: LayoutCase, samples: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[dict[int, Tensor], dict[int, dict[int, Tensor]]]:
-    """Return (log-probs of the samples (tokens, generated) by index; on the ranks that report them, what comes out of
-    this rank's layers by sample and layer)."""
+    """Return (log-probs by index, outputs of this rank's layers by sample and layer) of samples given as (tokens,
+    generated), on the ranks that report them."""
     policy = make_policy(address, model, layout)
-    bins = [range(start, len(asked), 2 * policy.layout.data) for start in range(2 * policy.layout.data)]
+    bins = [range(start, len(samples), 2 * policy.layout.data) for start in range(2 * policy.layout.data)]
     rows = [
         pack_rows(
-            [asked[i][0] for i in bin],
-            [{"token_mask": asked[i][1].float(), "sample_mask": torch.tensor(1.0)} for i in bin],
+            [samples[i][0] for i in bin],
+            [{"token_mask": samples[i][1].float(), "sample_mask": torch.tensor(1.0)} for i in bin],
             policy.row_multiple,
             names=[str(i) for i in bin],
         )
@@ -160,14 +160,14 @@ def _generated(folder: Path, shape: ModelShape) -> tuple[list[JudgedSample], tup
     note = f"engine: vLLM's model has no list of its {shape.num_layers} layers: in which it parts cannot be said"
     return [
         JudgedSample(
-            one.uid,
-            one.token_ids(),
-            one.loss_mask(),
+            sample.uid,
+            sample.token_ids(),
+            sample.loss_mask(),
             None,
-            one.logprobs(),
-            engine_layers=traced_layers(traces[one.uid, 0], one.length) if recorded else {},
+            sample.logprobs(),
+            engine_layers=traced_layers(traces[sample.uid, 0], sample.length) if recorded else {},
         )
-        for one in samples
+        for sample in samples
     ], () if recorded else (note,)
 
 
@@ -182,7 +182,7 @@ def _sampling(config: MasterConfig) -> Sampling:
 
 
 def _sample(row: Mapping[str, Any]) -> JudgedSample:
-    """Return a recorded sample; of one with branches the first."""
+    """Return a recorded sample, or the first branch of one that has several."""
     length = row["branches"][0] if row.get("branches") else len(row["token_ids"])
     generated = torch.cat([torch.full((turn["tokens"],), turn["generated"]) for turn in row["turns"]])[:length]
     policy, engine = (

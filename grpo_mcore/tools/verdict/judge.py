@@ -19,6 +19,7 @@ from torch.func import functional_call
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.parallel.probes import fixed_direction
 from grpo_mcore.rollout.trajectory import Sampling
+from grpo_mcore.tools.parity.parity import cut, load_network
 
 Hook = Callable[[nn.Module, Any, Any], Any]
 NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
@@ -26,12 +27,12 @@ NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True, eq=False)
 class JudgedSample:
-    """Tokens of a sample, and what the policy and the engine said of them. All of the same length n.
+    """The n tokens of a sample, and their log-probs by the policy and the engine.
 
-    `tokens` int64; `generated` bool: tokens that the policy is to be trained on; `policy`, `engine` float32 log-probs,
-    0 where there is none; None: not known. `layers`, `engine_layers`: what comes out of each layer of the policy and of
-    the engine, by its number from 1, float64 [2, n], see parallel/probes.py; of the engine without the
-    last token, which it does not compute; empty: not known.
+    `tokens` [n] is int64, `generated` [n] bool: the tokens that the policy is to be trained on. `policy` and `engine`
+    [n] are float32 log-probs, 0 for a token without one, and None if they are not known. `layers` and `engine_layers`
+    are the outputs of each layer of the policy and of the engine, by its number from 1, float64 [2, n], see
+    parallel/probes.py; they are empty if not known. The engine does not compute the last token.
     """
 
     name: str
@@ -52,8 +53,9 @@ class Judge:
     """A model in transformers, in float64. Nothing that is asked of it changes it."""
 
     def __init__(self, folder: Path, sampling: Sampling, older: Path | None = None) -> None:
-        """`sampling`: temperature and cut that log-probs are of. `older`: the same model with older weights."""
-        self.network, self.sampling = _load(folder), sampling
+        """Load the model. `sampling` has the temperature and the cut of the log-probs; `older` is a folder of the same
+        model with older weights."""
+        self.network, self.sampling = load_network(folder), sampling
         self.shape = shape_of(read_hf_config(folder))
         self._older = older
 
@@ -67,7 +69,7 @@ class Judge:
         """The older weights that differ, by name; {} if none were given."""
         if self._older is None:
             return {}
-        network = _load(self._older)
+        network = load_network(self._older)
         return {
             name: tensor.detach()
             for name, tensor in network.named_parameters(remove_duplicate=False)
@@ -93,9 +95,9 @@ class Judge:
     ) -> Tensor:
         """Return the logits that predict tokens 1 to n - 1, float64 [n - 1, vocabulary].
 
-        `tensors`: replace parameters and buffers of these names. `shift`: of the positions from the first generated
-        token on. `before`: tokens that the sample can see before itself. `prompt_tensors`: as `tensors`, for the keys
-        and values of the prompt. `hooks`: on the output of modules whose class or name ends like this.
+        `tensors` replace parameters and buffers of these names, `prompt_tensors` those that compute the keys and values
+        of the prompt. `shift` moves the positions from the first generated token on. The sample can see the tokens
+        `before` itself. `hooks` change the output of modules whose class or name ends with their key.
         """
         network = self.network if dtype is torch.float64 else self.rounded[dtype]
         tokens, positions = sample.tokens[None], torch.arange(len(sample.tokens))
@@ -159,23 +161,8 @@ def drawn(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
     which always keeps the token itself. The first is 0."""
     logits, chosen = logits / sampling.temperature, tokens[1:, None]
     if sampling.top_k or sampling.top_p < 1:
-        likeliest = logits.topk(min(sampling.top_k or logits.size(-1), logits.size(-1))).values
-        mass = likeliest.softmax(-1)
-        floor = likeliest.masked_fill(mass.cumsum(-1) - mass >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
-        keep = (logits >= floor).scatter(1, chosen, True)
-        logits = logits.masked_fill(~keep, -1e30)
+        logits = cut(logits, tokens[1:], sampling.top_k, sampling.top_p)
     return torch.cat([torch.zeros(1, dtype=torch.float64), logits.log_softmax(-1).gather(1, chosen).squeeze(1)])
-
-
-def _load(folder: Path) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    how = {"experts_implementation": "eager"} if shape_of(read_hf_config(folder)).experts else {}
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how).eval()
-    for module in network.modules():
-        if hasattr(module, "time_step_limit"):  # of Mamba2; the engine and the policy have none
-            module.time_step_limit = (0.0, float("inf"))
-    return network
 
 
 @contextlib.contextmanager

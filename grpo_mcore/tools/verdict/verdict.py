@@ -35,16 +35,17 @@ TOP_P, TOP_K = (0.8, 0.9, 0.95, 0.99), (5, 10, 20, 50, 100)
 
 @dataclass(frozen=True)
 class Explanation:
-    """One way to be wrong. `logprobs` computes a sample so: float64 [n]."""
+    """One way to be wrong. `change` describes it, and `logprobs` computes a sample with it: float64 [n]."""
 
     cause: str
-    what: str
+    change: str
     logprobs: Callable[[JudgedSample], Tensor]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """How far a side is from the judge (`cause` "") or from an explanation: over all trained tokens."""
+    """The largest and the mean gap of a side from the judge (`cause` ""), or from an explanation, over all trained
+    tokens. `what` describes what the side was compared with."""
 
     side: Side
     cause: str
@@ -55,7 +56,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`causes`: by side that differs, "unknown" if nothing explains it. `limit`: largest gap that is rounding."""
+    """The judgement of policy and engine. `causes` has a cause for each side that differs, "unknown" if nothing
+    explains it; `limit` is the largest gap that is rounding."""
 
     causes: dict[Side, Evidence]
     evidence: tuple[Evidence, ...]
@@ -65,20 +67,20 @@ class Verdict:
     def line(self) -> str:
         """The verdict in one line."""
         if not self.causes:
-            gaps = ", ".join(f"{one.side} {one.largest:.1e}" for one in self.evidence)
+            gaps = ", ".join(f"{item.side} {item.largest:.1e}" for item in self.evidence)
             return f"none: within {self.limit:.1e} of transformers in float64 (largest gap of a log-prob: {gaps})"
-        return "; ".join(f"{side}: {one.cause} ({one.what})" for side, one in self.causes.items())
+        return "; ".join(f"{side}: {item.cause} ({item.what})" for side, item in self.causes.items())
 
     def table(self) -> list[str]:
         """Return the evidence as lines, the closest explanations first."""
         lines = [f"{'side':6}  {'largest gap':>11}  {'mean gap':>9}  cause         compared with"]
-        for one in self.evidence:
-            lines.append(f"{one.side:6}  {one.largest:11.1e}  {one.mean:9.1e}  {one.cause or '-':12}  {one.what}")
+        for item in self.evidence:
+            lines.append(f"{item.side:6}  {item.largest:11.1e}  {item.mean:9.1e}  {item.cause or '-':12}  {item.what}")
         return lines
 
 
 def judge_samples(judge: Judge, samples: Sequence[JudgedSample], precision: torch.dtype) -> Verdict:
-    """Return the verdict on what policy and engine said of the samples. `precision`: that both are to compute in."""
+    """Return the verdict on the log-probs of policy and engine, which are to compute in `precision`."""
     right = {id(sample): judge.logprobs(sample) for sample in samples}
     rounded = [judge.logprobs(sample, dtype=precision) for sample in samples]
     rounding, _ = _gap(samples, rounded, [right[id(sample)] for sample in samples])
@@ -89,25 +91,25 @@ def judge_samples(judge: Judge, samples: Sequence[JudgedSample], precision: torc
         judged = [sample for sample in samples if getattr(sample, side) is not None]
         if not judged:
             continue
-        said, should = [getattr(sample, side) for sample in judged], [right[id(sample)] for sample in judged]
-        if mask := _wrong_mask(judged, said, should):
+        logprobs, should = [getattr(sample, side) for sample in judged], [right[id(sample)] for sample in judged]
+        if mask := _wrong_mask(judged, logprobs, should):
             causes[side] = Evidence(side, "mask", mask, float("nan"), float("nan"))
             evidence.append(causes[side])
             continue
-        base = Evidence(side, "", "transformers in float64", *_gap(judged, said, should))
+        base = Evidence(side, "", "transformers in float64", *_gap(judged, logprobs, should))
         evidence.append(base)
         if base.largest <= limit:
             continue
         screened = {
-            id(one): (one, _gap(judged[:1], said[:1], [one.logprobs(judged[0])]))
-            for one in explanations(judge, judged, said)
+            id(way): (way, _gap(judged[:1], logprobs[:1], [way.logprobs(judged[0])]))
+            for way in explanations(judge, judged, logprobs)
         }
         nearest = sorted(screened.values(), key=lambda pair: pair[1][1])[:KEPT]
         tried = [
-            Evidence(side, one.cause, one.what, *_gap(judged, said, [one.logprobs(sample) for sample in judged]))
-            for one, _ in nearest
+            Evidence(side, way.cause, way.change, *_gap(judged, logprobs, [way.logprobs(sample) for sample in judged]))
+            for way, _ in nearest
         ]
-        tried.sort(key=lambda one: one.mean)
+        tried.sort(key=lambda way: way.mean)
         evidence += tried
         causes[side] = _cause(base, tried, limit, judge, judged, should)
         if (parted := first_layer(judge, judged, precision, side)) is not None:
@@ -119,7 +121,7 @@ def first_layer(
     judge: Judge, samples: Sequence[JudgedSample], precision: torch.dtype, side: Side = "policy"
 ) -> Evidence | None:
     """Return the first layer of a side whose output parts from the judge's by more than rounding to `precision` does,
-    relative to its norm; None if the side's layers are not known. `largest`, `mean`: over the layer's tokens."""
+    relative to its norm; None if the side's layers are not known. `largest` and `mean` are over the layer's tokens."""
     traces = [sample.layers if side == "policy" else sample.engine_layers for sample in samples]
     numbers = sorted({number for layers in traces for number in layers})
     right = [(judge.layers(sample), judge.layers(sample, precision)) for sample in samples if numbers]
@@ -128,16 +130,16 @@ def first_layer(
         for layers, (exact, rounded) in zip(traces, right, strict=True):
             if number not in exact or number not in layers:
                 return None
-            said, norm = layers[number], exact[number][0].clamp(min=1e-12)
-            known = said.size(1)
-            gap = (said - exact[number][:, :known]).abs().amax(0) / norm[:known]
+            values, norm = layers[number], exact[number][0].clamp(min=1e-12)
+            known = values.size(1)
+            gap = (values - exact[number][:, :known]).abs().amax(0) / norm[:known]
             gaps.append(gap.nan_to_num(nan=torch.inf))
             rounding = max(rounding, ((rounded[number] - exact[number]).abs().amax(0) / norm).max().item())
         every = torch.cat(gaps)
         if every.max() > max(SMALLEST_LIMIT, ROUNDING * rounding):
             worst = max(range(len(gaps)), key=lambda index: gaps[index].max().item())
-            what = f"layer {number} is the first to part, most at token {int(gaps[worst].argmax())} of sample "
-            return Evidence(side, "layer", what + samples[worst].name, every.max().item(), every.mean().item())
+            text = f"layer {number} is the first to part, most at token {int(gaps[worst].argmax())} of sample "
+            return Evidence(side, "layer", text + samples[worst].name, every.max().item(), every.mean().item())
     return (
         Evidence(side, "layer", f"all {len(numbers)} agree: it is what comes after them", 0.0, 0.0) if numbers else None
     )
@@ -146,8 +148,8 @@ def first_layer(
 def merged(verdicts: Sequence[Verdict]) -> Verdict:
     """Return verdicts on different sides, or samples, as one."""
     return Verdict(
-        {side: one for verdict in verdicts for side, one in verdict.causes.items()},
-        tuple(one for verdict in verdicts for one in verdict.evidence),
+        {side: item for verdict in verdicts for side, item in verdict.causes.items()},
+        tuple(item for verdict in verdicts for item in verdict.evidence),
         max(verdict.limit for verdict in verdicts),
     )
 
@@ -174,13 +176,13 @@ def _cause(
     return replace(base, cause="unknown", what=f"largest gap {base.largest:.1e}, which nothing tried explains{near}")
 
 
-def explanations(judge: Judge, samples: Sequence[JudgedSample], said: Sequence[Tensor]) -> Iterator[Explanation]:
-    """Yield the ways to be wrong that are tried. `said`: the side's log-probs, to which temperatures are fitted."""
-    yield from _of_sampling(judge, samples, said)
+def explanations(judge: Judge, samples: Sequence[JudgedSample], logprobs: Sequence[Tensor]) -> Iterator[Explanation]:
+    """Yield the ways to be wrong that are tried. Temperatures are fitted to `logprobs`, the side's own."""
+    yield from _of_sampling(judge, samples, logprobs)
     yield from _of_weights(judge)
     for shift in (1, -1):
-        what = f"positions of the answer shifted by {shift}"
-        yield Explanation("positions", what, partial(judge.logprobs, shift=shift))
+        change = f"positions of the answer shifted by {shift}"
+        yield Explanation("positions", change, partial(judge.logprobs, shift=shift))
     yield from _of_rotary(judge)
     cast = {"RMSNorm": _cast_before_multiply}
     yield Explanation("precision", "norms rounded to bfloat16 before the weight", partial(judge.logprobs, hooks=cast))
@@ -188,17 +190,17 @@ def explanations(judge: Judge, samples: Sequence[JudgedSample], said: Sequence[T
     if judge.shape.experts is not None:
         for by in (1, -1):
             hooks = {end: partial(_of_other_token, by) for end in (".gate", ".router", "TopkRouter", "TopKRouter")}
-            what = "each token sent to the experts of the token " + ("before" if by == 1 else "after")
-            yield Explanation("routing", what, partial(judge.logprobs, hooks=hooks))
+            change = "each token sent to the experts of the token " + ("before" if by == 1 else "after")
+            yield Explanation("routing", change, partial(judge.logprobs, hooks=hooks))
     before = {id(sample): samples[index - 1].tokens for index, sample in enumerate(samples)}
     yield Explanation(
         "packing",
         "the sample before it in the row can be seen",
-        lambda one: judge.logprobs(one, before=before[id(one)]),
+        lambda sample: judge.logprobs(sample, before=before[id(sample)]),
     )
 
 
-def _of_sampling(judge: Judge, samples: Sequence[JudgedSample], said: Sequence[Tensor]) -> Iterator[Explanation]:
+def _of_sampling(judge: Judge, samples: Sequence[JudgedSample], logprobs: Sequence[Tensor]) -> Iterator[Explanation]:
     logits = {id(sample): judge.logits(sample) for sample in samples}
 
     def at(sampling: Sampling, sample: JudgedSample) -> Tensor:
@@ -216,34 +218,34 @@ def _of_sampling(judge: Judge, samples: Sequence[JudgedSample], said: Sequence[T
 
     def gap(temperature: float) -> float:
         other = replace(set_to, temperature=temperature)
-        return _gap(samples, said, [at(other, sample) for sample in samples])[1]
+        return _gap(samples, logprobs, [at(other, sample) for sample in samples])[1]
 
     low, high = 0.2, 5.0
     for _ in range(60):  # the gap has one minimum
         third = (high - low) / 3
         low, high = (low + third, high) if gap(low + third) > gap(high - third) else (low, high - third)
-    what = f"temperature {low:.4g} in place of {set_to.temperature:g}"
-    yield Explanation("temperature", what, partial(at, replace(set_to, temperature=low)))
+    change = f"temperature {low:.4g} in place of {set_to.temperature:g}"
+    yield Explanation("temperature", change, partial(at, replace(set_to, temperature=low)))
 
 
 def _of_weights(judge: Judge) -> Iterator[Explanation]:
     older = judge.older
     if older:
         yield Explanation("version", "all weights of the older version", partial(judge.logprobs, tensors=older))
-        what = "keys and values of the prompt from the older version"
-        yield Explanation("version", what, lambda one: judge.logprobs(one, prompt_tensors=older, tensors={}))
+        part = "keys and values of the prompt from the older version"
+        yield Explanation("version", part, lambda sample: judge.logprobs(sample, prompt_tensors=older, tensors={}))
     stacks = _stacks(judge)
     for name, tensor in list(older.items())[:MOST_TENSORS]:
         if tensor.dim() < 3:
-            what = f"{name} of the older version"
-            yield Explanation("weights", what, partial(judge.logprobs, tensors={name: tensor}))
-    for group, mine in stacks.items():
-        stale = {name: older[name] for name in mine if name in older}
+            part = f"{name} of the older version"
+            yield Explanation("weights", part, partial(judge.logprobs, tensors={name: tensor}))
+    for group, stack in stacks.items():
+        stale = {name: older[name] for name in stack if name in older}
         parts = [(group, stale), *((name, {name: tensor}) for name, tensor in stale.items())] if stale else []
-        for what, tensors in parts:
+        for part, tensors in parts:
             for expert in range(len(next(iter(tensors.values())))):
                 mixed = {name: _with_row(judge.weights[name], tensor, expert) for name, tensor in tensors.items()}
-                text = f"expert {expert} of {what} of the older version"
+                text = f"expert {expert} of {part} of the older version"
                 yield Explanation("weights", text, partial(judge.logprobs, tensors=mixed))
     heads = judge.shape.num_heads
     for name, tensor in list(judge.weights.items())[:MOST_TENSORS]:
@@ -260,12 +262,12 @@ def _of_weights(judge: Judge) -> Iterator[Explanation]:
             dim = int("down_proj" in name)
             swapped = _halves_swapped(tensor, dim)
             yield Explanation("layout", f"the two halves of {name} swapped", _with(judge, name, swapped))
-    for group, mine in stacks.items():
-        for by in sorted({1, len(next(iter(mine.values()))) // 2}):
-            rolled = {name: tensor.roll(by, 0) for name, tensor in mine.items()}
-            what = f"experts of {group} in another order, moved by {by}"
-            yield Explanation("layout", what, partial(judge.logprobs, tensors=rolled))
-    every = {name: tensor for mine in stacks.values() for name, tensor in mine.items()}
+    for group, stack in stacks.items():
+        for by in sorted({1, len(next(iter(stack.values()))) // 2}):
+            rolled = {name: tensor.roll(by, 0) for name, tensor in stack.items()}
+            part = f"experts of {group} in another order, moved by {by}"
+            yield Explanation("layout", part, partial(judge.logprobs, tensors=rolled))
+    every = {name: tensor for stack in stacks.values() for name, tensor in stack.items()}
     for by in sorted({1, len(next(iter(every.values()))) // 2}) if every else ():
         rolled = {name: tensor.roll(by, 0) for name, tensor in every.items()}
         yield Explanation("layout", f"all experts moved by {by}", partial(judge.logprobs, tensors=rolled))
@@ -327,21 +329,23 @@ def _of_other_token(by: int, module: nn.Module, inputs: Any, output: Any) -> Any
     return moved if isinstance(output, tuple) else moved[0]
 
 
-def _gap(samples: Sequence[JudgedSample], said: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[float, float]:
+def _gap(samples: Sequence[JudgedSample], logprobs: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[float, float]:
     """Return (largest, mean) absolute difference of the generated tokens."""
-    gaps = [(one.double() - two).abs()[sample.generated] for sample, one, two in zip(samples, said, other, strict=True)]
+    triples = zip(samples, logprobs, other, strict=True)
+    gaps = [(values.double() - others).abs()[sample.generated] for sample, values, others in triples]
     every = torch.cat(gaps).nan_to_num(nan=torch.inf)
     return every.max().item(), every.mean().item()
 
 
-def _wrong_mask(samples: Sequence[JudgedSample], said: Sequence[Tensor], right: Sequence[Tensor]) -> str | None:
+def _wrong_mask(samples: Sequence[JudgedSample], logprobs: Sequence[Tensor], right: Sequence[Tensor]) -> str | None:
     """Return what is wrong with which tokens have a log-prob; None if exactly those that were generated have one."""
-    for sample, values, should in zip(samples, said, right, strict=True):
+    for sample, values, should in zip(samples, logprobs, right, strict=True):
         missing = (values == 0) & sample.generated & (should < -CERTAIN)
         extra = (values != 0) & ~sample.generated
-        for wrong, what in ((missing, "was generated and has no log-prob"), (extra, "was not generated and has one")):
+        cases = (missing, "was generated and has no log-prob"), (extra, "was not generated and has one")
+        for wrong, problem in cases:
             if wrong.any():
                 token = int(wrong.nonzero()[-1])
                 last = ", the last" if token == len(values) - 1 else ""
-                return f"token {token} of sample {sample.name}{last}, {what}"
+                return f"token {token} of sample {sample.name}{last}, {problem}"
     return None

@@ -50,14 +50,14 @@ def test_the_smallest_case_keeps_only_what_the_fault_needs() -> None:
     assert smallest == Failure(
         Draw(
             LayoutCase("TP2", tensor=2),
-            ParityWorkload((4, 5), ((0, 1),), (1, 1), entropy_coeff=0.0),
+            ParityWorkload((30, 17), ((0, 1),), (15, 2), entropy_coeff=0.0),
             {"vocab_size": 97},
         ),
         "wrong",
     )
     assert (
         smallest.draw.describe()
-        == "tensor=2, vocab_size=97, lengths=(4, 5), bins=((0, 1),), entropy_coeff=0.0, logprob_chunk_size=1024"
+        == "tensor=2, vocab_size=97, lengths=(30, 17), bins=((0, 1),), entropy_coeff=0.0, logprob_chunk_size=1024"
     )
     assert shrunk(start, lambda draw: draw.layout.pipeline == 2, fails).draw.layout.pipeline == 2, "only what fits"
 
