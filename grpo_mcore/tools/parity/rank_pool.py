@@ -108,10 +108,10 @@ class _Rank:
         context = get_context("forkserver")
         context.set_forkserver_preload(list(SHARED_IMPORTS))
         self.stacks = tempfile.NamedTemporaryFile(prefix="rank-", suffix=".stacks")  # noqa: SIM115, held until `end`
-        self.pipe, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(dict(os.environ), there, self.stacks.name))
+        self.pipe, remote_end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(dict(os.environ), remote_end, self.stacks.name))
         self.process.start()
-        there.close()
+        remote_end.close()
 
     def send(self, *call: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which `answer` says

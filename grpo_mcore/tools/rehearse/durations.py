@@ -33,8 +33,8 @@ RECEIVE_S = 0.00002
 
 @dataclass(frozen=True)
 class TeacherDurations:
-    """`score(lengths)`: seconds of a pass over the samples of one of its data-parallel ranks. `move`: of its weights to
-    or from the device."""
+    """Seconds of a teacher. `score(lengths)` is a pass over the samples of one of its data-parallel ranks, `move` takes
+    its weights to or from the device."""
 
     score: Callable[[Sequence[int]], float]
     move: float
@@ -44,10 +44,9 @@ class TeacherDurations:
 class Durations:
     """Seconds of everything that workers do.
 
-    `decode(samples, tokens)`: one step of an engine that holds `samples` with `tokens` in all. `prefill`: of a token.
-    `logprobs(lengths)`: of a pass over the samples of one data-parallel rank, `train(lengths)`: of an optimizer step.
-    `kv_tokens`: tokens that an engine's cache holds. `max_samples`: samples that an engine generates at a time.
-    `teachers`: by alias.
+    `decode(samples, tokens)` is one step of an engine that holds `samples` with `tokens` in all, `prefill` that of a token.
+    `logprobs(lengths)` is a pass over the samples of one data-parallel rank, `train(lengths)` an optimizer step.
+    An engine's cache holds `kv_tokens`, and an engine generates `max_samples` at a time. `teachers` are by alias.
     """
 
     decode: Callable[[int, float], float]
@@ -70,8 +69,8 @@ class Durations:
 
 
 def planned(plan: Plan, start_s: float, save_s: float | None) -> Durations:
-    """Return the durations that a plan predicts. `start_s`: of policy and engines; `save_s`: of a checkpoint, None: by
-    its size."""
+    """Return the durations that a plan predicts. Policy and engines start in `start_s`; a checkpoint takes `save_s`, or
+    by default the time of its bytes."""
     load, device, engine = plan.load, plan.device, plan.engine
     phases = {phase.name: phase.likely for phase in plan.times.phases}
 
@@ -108,9 +107,9 @@ def planned(plan: Plan, start_s: float, save_s: float | None) -> Durations:
 def _flops(shape: ModelShape, mean_length: int) -> Callable[[Sequence[int]], float]:
     """Return the function that gives the FLOPs of a forward pass over samples of some lengths. Those of a sample grow
     with its length and the square of it: two values give both factors."""
-    one, two = (forward_flops(shape, [mean_length * n]) for n in (1, 2))
-    square = (two - 2 * one) / (2 * mean_length**2)
-    linear = one / mean_length - square * mean_length
+    single, double = (forward_flops(shape, [mean_length * n]) for n in (1, 2))
+    square = (double - 2 * single) / (2 * mean_length**2)
+    linear = single / mean_length - square * mean_length
     return lambda lengths: sum(linear * length + square * length * length for length in lengths)
 
 

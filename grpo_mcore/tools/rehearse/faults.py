@@ -31,8 +31,8 @@ class DriverKilled(BaseException):
 
 @dataclass(frozen=True)
 class Fault:
-    """`target`: a worker's or a node's name, "" where there is none. It happens at `at_s` of the clock; with `phase`,
-    that many seconds after the `count`-th call of it began, on the target where `step` is given (in that step)."""
+    """A fault of `target`, a worker or a node, "" where there is none. It happens at `at_s` of the clock; with `phase`,
+    that many seconds after the `count`-th call of it began, or with `step` after the target's call in that step."""
 
     kind: Kind
     target: str = ""
@@ -51,8 +51,8 @@ class Fault:
 
 
 class Faults:
-    """Lets faults happen. One instance for all attempts of a run: each fault happens once. `happened`, `times`,
-    `steps`: those so far, when, and in which step."""
+    """Lets faults happen, each once in all attempts of a run. `happened`, `times` and `steps` are those so far, with
+    their times and steps."""
 
     def __init__(self, faults: Sequence[Fault], world: World) -> None:
         self.world, self.happened, self.times, self.steps = world, list[Fault](), list[float](), list[int]()

@@ -30,7 +30,7 @@ _IDS, _LOGPROBS = torch.full((1 << 20,), END), torch.zeros(1 << 20)
 
 @dataclass(eq=False)
 class _Stream:
-    """A caller. `left`: samples that are not finished; `finished`: those that it has not taken."""
+    """A caller. `left` counts its samples that are not finished; `finished` are those that it has not taken."""
 
     left: int = 0
     finished: list[Trajectory] = field(default_factory=list)
@@ -38,15 +38,16 @@ class _Stream:
 
 @dataclass(eq=False)
 class _Sample:
-    """A sample under way. `context`: tokens before this turn; `tokens`: that it will say, `said`: up to the engine's
-    step `since`. `parts`: (version claimed, version really, tokens said until it ended) under each weights so far."""
+    """A sample under way. `context` is the tokens before this turn, `tokens` those that it will generate, `generated`
+    those up to the engine's step `since`. `parts` has for all weights so far (version claimed, real version, tokens
+    generated until they ended)."""
 
     request: GenerationRequest
     stream: _Stream
     context: int
     tokens: int
     truncated: bool
-    said: int = 0
+    generated: int = 0
     since: int = 0
     aborted: bool = False
     parts: list[tuple[int, int, int]] = field(default_factory=list)
@@ -70,8 +71,8 @@ class ModelledFollower:
 
 
 class ModelledEngine(ModelledFollower):
-    """Stands for `EngineWorker`. `weights`: version of the weights that it really has, `weight_version`: that it
-    names."""
+    """Stands for `EngineWorker`. `weights` is the version of the weights that it really has, `weight_version` the one
+    that it names."""
 
     def __init__(self, world: World, config: EngineConfig, store: ObjectStore) -> None:
         super().__init__(world)
@@ -122,7 +123,7 @@ class ModelledEngine(ModelledFollower):
             while stream.left or stream.finished:
                 while stream.finished:
                     few, stream.finished = stream.finished[:PARCELS], stream.finished[PARCELS:]
-                    yield [Parcel(self._label(one), one) for one in few]
+                    yield [Parcel(self._label(sample), sample) for sample in few]
                 if stream.left and not self._leads:
                     self._leads = True
                     while stream.left and not stream.finished:
@@ -160,8 +161,8 @@ class ModelledEngine(ModelledFollower):
             room = min(sampling.max_new_tokens, longest - context)
             if room < 1:
                 raise ValueError(f"{request.uid}: {context} tokens leave no room for an answer")
-            wanted = self.world.answer_tokens(request)
-            sample = _Sample(request, stream, context, min(wanted, room), wanted > room)
+            unlimited = self.world.answer_tokens(request)
+            sample = _Sample(request, stream, context, min(unlimited, room), unlimited > room)
             key = request.uid, request.generation_index
             if any(key in engine.samples for engine in self.world.engines if engine.alive):
                 self.world.flaws.append(
@@ -188,12 +189,12 @@ class ModelledEngine(ModelledFollower):
             return
         steps = max(1, min(self._running[0][0] - self._step, int(max(1, room))))
         slowness = 1.0 if self.world.cores is None else self.world.cores.slowness
-        each = slowness * self._seconds(durations.decode(count, self._held + count * steps / 2))
-        began, stall = self.world.clock.now(), slowness * self._stall
-        await self._changed.wait(stall + steps * each)
-        spent = self.world.clock.now() - began
+        step_s = slowness * self._seconds(durations.decode(count, self._held + count * steps / 2))
+        start, stall = self.world.clock.now(), slowness * self._stall
+        await self._changed.wait(stall + steps * step_s)
+        spent = self.world.clock.now() - start
         self._stall = max(0.0, stall - spent) / slowness
-        done = min(steps, round((spent - stall) / each, 3).__floor__()) if spent > stall else 0
+        done = min(steps, round((spent - stall) / step_s, 3).__floor__()) if spent > stall else 0
         self._step += done
         self._held += done * count
         while self._running and self._running[0][0] <= self._step:
@@ -218,27 +219,27 @@ class ModelledEngine(ModelledFollower):
         most = self.config.vllm_kwargs.get("max_num_seqs") or durations.max_samples
         while self._waiting and len(self._running) < most:
             sample = self._waiting[0]
-            tokens = sample.context + sample.said
+            tokens = sample.context + sample.generated
             if not sample.aborted:
                 if self._running and self._held + tokens + len(self._running) + 1 > durations.kv_tokens:
                     break
-                fresh = tokens if sample.request.uid not in self._cached else max(1, sample.said)
+                fresh = tokens if sample.request.uid not in self._cached else max(1, sample.generated)
                 self._cached.add(sample.request.uid)
                 self._stall += self._seconds(fresh * durations.prefill + durations.request)
                 self._admitted += 1
                 self._held += tokens
                 sample.since = self._step
-                heapq.heappush(self._running, (self._step + sample.tokens - sample.said, self._admitted, sample))
+                heapq.heappush(self._running, (self._step + sample.tokens - sample.generated, self._admitted, sample))
             self._waiting.popleft()
         return bool(self._running)
 
     def _leave(self, sample: _Sample) -> None:
         """Take a sample out of the cache."""
-        sample.said, sample.since = sample.said + self._step - sample.since, self._step
-        self._held -= sample.context + sample.said
+        sample.generated, sample.since = sample.generated + self._step - sample.since, self._step
+        self._held -= sample.context + sample.generated
 
     def _preempt(self) -> None:
-        """Give the room of the youngest sample to the others. What it said is computed again later."""
+        """Give the room of the youngest sample to the others. What it has generated is computed again later."""
         youngest = max(self._running, key=lambda entry: entry[1])
         self._running.remove(youngest)
         heapq.heapify(self._running)
@@ -254,10 +255,10 @@ class ModelledEngine(ModelledFollower):
         earlier = 0 if request.continues is None else request.continues.length
         spans = [] if request.continues is None else list(request.continues.weight_versions)
         first = earlier
-        for claimed, _, said in parts:
-            if sample.context + said > first:
-                spans.append((claimed, first, sample.context + said))
-                first = sample.context + said
+        for claimed, _, until in parts:
+            if sample.context + until > first:
+                spans.append((claimed, first, sample.context + until))
+                first = sample.context + until
         text = f"weights {min(real for _, real, _ in parts)}"
         turn = Turn("assistant", _IDS[:count], _LOGPROBS[:count], loss_mask=True, text=text)
         sample.stream.left -= 1
@@ -298,9 +299,9 @@ class ModelledEngine(ModelledFollower):
         return answer | {"version": self.weight_version, "transport": {}}
 
     async def stage_refit(self) -> dict[str, Any]:
-        began = self.world.clock.now()
+        start = self.world.clock.now()
         self._staged = await _arrival(self.world)
-        return {"seconds": self.world.clock.now() - began, "sums": {}}
+        return {"seconds": self.world.clock.now() - start, "sums": {}}
 
     async def commit_refit(self, version: int, recompute_kv: bool = False) -> dict[str, Any]:
         if self._staged is None:
@@ -309,9 +310,9 @@ class ModelledEngine(ModelledFollower):
         self._changed.notify()
         await sleep(self._seconds(self.world.durations.commit))
         for sample in self.samples.values():
-            running = self._step - sample.since if any(sample is one for _, _, one in self._running) else 0
-            if (said := sample.said + running) > (sample.parts[-1][2] if sample.parts else 0):
-                sample.parts.append((self.weight_version or 0, self.weights, said))
+            running = self._step - sample.since if any(sample is other for _, _, other in self._running) else 0
+            if (total := sample.generated + running) > (sample.parts[-1][2] if sample.parts else 0):
+                sample.parts.append((self.weight_version or 0, self.weights, total))
         self.world.commits.append((self.name, version, self._staged))
         self.weight_version, self.weights, self._staged = version, self._staged, None
         self._cached.clear()

@@ -13,7 +13,7 @@ from grpo_mcore.tools.rehearse.world import World
 
 
 class ModelledEnvironment:
-    """Stands for any environment that is asked about turns. What it says of a turn depends on the turn alone."""
+    """Stands for any environment that takes turns. Its answer to a turn depends on the turn alone."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -22,7 +22,7 @@ class ModelledEnvironment:
         section = self.world.config.rehearse
         outcomes, seconds = [], 0.0
         for trajectory in trajectories:
-            turn = sum(one.loss_mask for one in trajectory.turns)
+            turn = sum(item.loss_mask for item in trajectory.turns)
             if self.world.recorded is not None:
                 outcomes.append(self._recorded(trajectory, turn))
                 seconds = max(seconds, outcomes[-1].seconds)
@@ -37,9 +37,9 @@ class ModelledEnvironment:
     def _recorded(self, trajectory: Trajectory, turn: int) -> Outcome:
         """Return what the recorded sample got, at its end or after this turn."""
         sample = self.world.recorded_sample(trajectory.uid, trajectory.generation_index)
-        if turn <= len(sample.heard) and not trajectory.truncated:
-            said = "x" * max(1, sample.heard[turn - 1] - FRAME)
-            return Outcome(0.0, None, "", sample.seconds, terminated=False, observation=said)
+        if turn <= len(sample.observed) and not trajectory.truncated:
+            message = "x" * max(1, sample.observed[turn - 1] - FRAME)
+            return Outcome(0.0, None, "", sample.seconds, terminated=False, observation=message)
         if sample.reward is None:
             return Outcome(None, None, "its scoring failed in the recorded run", sample.seconds)
         return Outcome(sample.reward, None, "", sample.seconds)

@@ -142,7 +142,7 @@ class ModelledRank:
         for batch, toks in zip(step.batches, targets.valid_toks, strict=True):
             if not toks:
                 continue
-            began = self.world.clock.unix()
+            start = self.world.clock.unix()
             await self._together(self.world.durations.train(step.lengths(batch)))
             weights = targets.weights[batch]
             tokens = torch.tensor([step.samples[index].generated_length for index in batch])
@@ -154,7 +154,7 @@ class ModelledRank:
             }
             reporting = self.layout.is_reporting_rank(self.rank)
             reports.append(
-                TrainReport(metrics if reporting else {}, 1.0, 1e-6, (began, began, self.world.clock.unix()))
+                TrainReport(metrics if reporting else {}, 1.0, 1e-6, (start, start, self.world.clock.unix()))
             )
         if self.layout.is_reporting_rank(self.rank):
             for batch in step.batches:

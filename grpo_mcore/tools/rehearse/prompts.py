@@ -26,8 +26,11 @@ class Tokenizer:
     added_tokens_decoder: dict[int, Any] = {}
 
     def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
-        said = (f"({one['role'][0]}:{one['content']}{'$' if one['role'] == 'assistant' else ')'}" for one in messages)
-        return "".join(said) + "(a:" * add_generation_prompt
+        texts = (
+            f"({message['role'][0]}:{message['content']}{'$' if message['role'] == 'assistant' else ')'}"
+            for message in messages
+        )
+        return "".join(texts) + "(a:" * add_generation_prompt
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [END if character == "$" else 1000 + ord(character) for character in text]}

@@ -30,19 +30,20 @@ class RecordingError(ValueError):
 
 @dataclass(frozen=True)
 class RecordedSample:
-    """`said`: tokens of each generated turn; `heard`: of the environment's message after each but the last. `reward`:
-    None if scoring failed. `seconds`: that the environment took for a turn, on average."""
+    """A sample of a recorded run. `generated` has the tokens of each generated turn, `observed` those of the
+    environment's message after each but the last. `reward` is None if scoring failed; `seconds` is the mean time of the
+    environment for a turn."""
 
-    said: tuple[int, ...]
-    heard: tuple[int, ...]
+    generated: tuple[int, ...]
+    observed: tuple[int, ...]
     reward: float | None
     seconds: float
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A run. `groups`: samples by prompt. `figures`: see `measured`. `factors`: of the planned durations, with which a
-    rehearsal takes as long as the run did."""
+    """A run. `groups` are its samples by prompt, `figures` are as of `measured`. With the `factors` of the planned
+    durations a rehearsal takes as long as the run did."""
 
     config: MasterConfig
     prompt_tokens: int
@@ -68,7 +69,7 @@ def read_recording(folder: Path) -> Recording:
                 prompt, sample = _sample(row)
                 groups[number, row["uid"]].append(sample)
                 prompts.append(prompt)
-                totals.append(prompt + sum(sample.said) + sum(sample.heard))
+                totals.append(prompt + sum(sample.generated) + sum(sample.observed))
     return Recording(
         MasterConfig.model_validate(run.recipe),
         round(fmean(prompts)),
@@ -87,15 +88,17 @@ def _sample(row: Mapping[str, Any]) -> tuple[int, RecordedSample]:
         else:
             lengths.append((turn["generated"], turn["tokens"]))
     first = 0 if lengths[0][0] else lengths.pop(0)[1]
-    said = tuple(tokens for generated, tokens in lengths if generated)
-    heard = tuple(tokens for generated, tokens in lengths if not generated)[: len(said) - 1]
-    return first, RecordedSample(said, heard, row["reward"], (row["score_seconds"] or 0.0) / len(said))
+    generated_turns = tuple(tokens for generated, tokens in lengths if generated)
+    observed = tuple(tokens for generated, tokens in lengths if not generated)[: len(generated_turns) - 1]
+    return first, RecordedSample(
+        generated_turns, observed, row["reward"], (row["score_seconds"] or 0.0) / len(generated_turns)
+    )
 
 
 def measured(folder: Path) -> dict[str, float]:
-    """Return what a run folder, of a run or of a rehearsal, says about durations: mean seconds a step of log-probs,
-    training and refit, if there were any; "step": of all of it, "wait": for its samples; and "decode": seconds in which
-    an engine is asked for samples, for each token that was trained on."""
+    """Return what the folder of a run or of a rehearsal says about durations: the mean seconds of a step in log-probs,
+    training and refit, if there were any; of the whole "step", and in its "wait" for samples; and as "decode" the
+    seconds in which an engine is asked for samples, for each token that was trained on."""
     rows = list(read_metrics(folder / "metrics.jsonl", "train"))[WARM_UP:]
     figures = {}
     for timer, name in PHASES.items():

@@ -54,10 +54,10 @@ def rehearse_all(
 ) -> Iterator[tuple[Mapping[str, str], Rehearsal | str]]:
     """Rehearse each setting in a folder of its own. Yield it with its rehearsal, or why there is none."""
     for number, setting in enumerate(settings):
-        place = folder / f"setting-{number:02d}"
-        shutil.rmtree(place, ignore_errors=True)
+        subfolder = folder / f"setting-{number:02d}"
+        shutil.rmtree(subfolder, ignore_errors=True)
         try:
-            yield setting, rehearse(load(setting), place, steps, config_json=config_json, recording=recording)
+            yield setting, rehearse(load(setting), subfolder, steps, config_json=config_json, recording=recording)
         except (RecipeError, LayoutError, PlanError, RehearsalError) as error:  # the others are rehearsed all the same
             yield setting, str(error).partition("\n")[0]
 
@@ -65,22 +65,22 @@ def rehearse_all(
 def sweep_text(rehearsed: Sequence[tuple[Mapping[str, str], Rehearsal | str]]) -> str:
     """Return a table of a sweep, the most tokens per device and second first, and why it is the best."""
     done = [(setting, run) for setting, run in rehearsed if isinstance(run, Rehearsal)]
-    done.sort(key=lambda one: -one[1].tokens_per_device)
+    done.sort(key=lambda pair: -pair[1].tokens_per_device)
     rows = [("setting", "s/step", "95 %", "tokens/s/device", "busy", "age", "GPU-hours")]
     for setting, run in done:
         numbers = f"{run.step[0]:.4g}", f"{run.step[2]:.4g}", f"{run.tokens_per_device:,.0f}"
         rows.append((_named(setting), *numbers, f"{run.busy:.0%}", f"{run.age:.2f}", _hours(run.gpu_hours)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines += [f"{_named(setting)}: {why}" for setting, why in rehearsed if isinstance(why, str)]
+    lines += [f"{_named(setting)}: {reason}" for setting, reason in rehearsed if isinstance(reason, str)]
     if len(done) > 1:
         (best, first), (_, second) = done[:2]
         ours, theirs = _seconds_of_tokens(first), _seconds_of_tokens(second)
         gains = {name: theirs.get(name, 0.0) - seconds for name, seconds in ours.items()}
         most = max(gains, key=lambda name: gains[name])
         if gains[most] > 0:
-            said = f"against the next one, {most} takes {gains[most]:.3g} s less for 1,000 tokens of a device"
-            lines.append(f"{_named(best)} is best: {said}")
+            advantage = f"against the next one, {most} takes {gains[most]:.3g} s less for 1,000 tokens of a device"
+            lines.append(f"{_named(best)} is best: {advantage}")
     return "\n".join(lines)
 
 

@@ -75,18 +75,19 @@ class RehearsalError(ValueError):
 
 @dataclass(frozen=True)
 class Try:
-    """A rehearsal of a recorded run. `factors`: of its durations, `given`: what it measured, `miss`: how far off."""
+    """A rehearsal of a recorded run with these `factors` of its durations: the `figures` that it gave, and its largest
+    relative error, `miss`."""
 
     factors: dict[str, float]
-    given: dict[str, float]
+    figures: dict[str, float]
     miss: float
 
 
 @dataclass(frozen=True)
 class Rehearsal:
     """Predictions of a rehearsal. Times are virtual seconds, but for `driver_cpu` and `cpu`: processor seconds of a
-    step on this machine, of the driver alone and with the modelled workers. `step`: mean, median and 95 % of a step.
-    `busy`: share of the devices' time in which they compute."""
+    step on this machine, of the driver alone and with the modelled workers. `step` has mean, median and 95 % of a step;
+    `busy` is the share of the devices' time in which they compute."""
 
     steps: int
     devices: int
@@ -135,48 +136,48 @@ def modelled_recipe(config: MasterConfig, folder: Path, steps: int | None) -> Ma
 
 
 def planned_durations(config: MasterConfig, shape: ModelShape, mean_tokens: int | None = None) -> Durations:
-    """Return the durations that `plan` predicts for a recipe. `mean_tokens`: of a sample, in place of the recipe's."""
+    """Return the durations that `plan` predicts for a recipe, with `mean_tokens` a sample in place of the recipe's."""
     section, length = config.rehearse, mean_tokens or config.rehearse.mean_tokens
     plan = make_plan(config, shape, plan_device(config, section.device, None), mean_length=length)
     return planned(plan, section.start_seconds, section.save_seconds)
 
 
 def calibrated(recording: Recording, config_json: str | None = None) -> Recording:
-    """Return the recording with its factors. `config_json`: of a model that is not known by name. Raises
+    """Return the recording with its factors. `config_json` is the file of a model that is not known by name. Raises
     RehearsalError."""
     shape = plan_shape(recording.config, config_json)
-    with TemporaryDirectory() as place, redirect_stdout(StringIO()):
-        return replace(recording, factors=calibration(recording, shape, Path(place)))
+    with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
+        return replace(recording, factors=calibration(recording, shape, Path(scratch)))
 
 
 def calibration(recording: Recording, shape: ModelShape, folder: Path) -> dict[str, float]:
     """Return the factors of the planned durations with which a rehearsal of the recorded run takes as long as it did.
     How fast its engines are shows best in how long it waits for them; where it does not, in how long they are asked for
     samples. Raises RehearsalError."""
-    config, wanted = recording.config, dict(recording.figures)
-    step, wait = wanted.pop("step"), wanted.pop("wait")
+    config, targets = recording.config, dict(recording.figures)
+    step, wait = targets.pop("step"), targets.pop("wait")
     waits = wait > WAITING_SHARE * step
     if waits:
-        wanted["decode"] = wait
+        targets["decode"] = wait
     steps = min(config.grpo.max_num_steps, CALIBRATION_STEPS)
     tried: list[Try] = []
-    factors = dict.fromkeys(wanted, 1.0)
+    factors = dict.fromkeys(targets, 1.0)
     for attempt in range(CALIBRATIONS):
-        place = folder / f"calibration-{attempt}"
-        modelled = modelled_recipe(config, place, steps)
+        run_folder = folder / f"calibration-{attempt}"
+        modelled = modelled_recipe(config, run_folder, steps)
         durations = scaled(planned_durations(config, shape, recording.mean_tokens), factors)
         clock = VirtualClock(config.rehearse.seed)
         world = World(modelled, durations, clock, config.rehearse.seed, recording, shared_cores(config, clock))
         with open_rehearsal(modelled, shape, world, gpu=config.cluster.platform != "cpu") as run:
             grpo_train(**vars(run))
-        given = measured(run.logger.log_dir)
+        figures = measured(run.logger.log_dir)
         if waits:
-            given["decode"] = given["wait"]
-        tried.append(Try(factors, given, miss(wanted, given)))
+            figures["decode"] = figures["wait"]
+        tried.append(Try(factors, figures, miss(targets, figures)))
         if tried[-1].miss < MISS:
             break
-        factors = {name: better_factor(wanted[name], name, tried) for name in factors}
-    return min(tried, key=lambda one: one.miss).factors
+        factors = {name: better_factor(targets[name], name, tried) for name in factors}
+    return min(tried, key=lambda rehearsal: rehearsal.miss).factors
 
 
 def shared_cores(config: MasterConfig, clock: VirtualClock) -> Cores | None:
@@ -184,25 +185,25 @@ def shared_cores(config: MasterConfig, clock: VirtualClock) -> Cores | None:
     return Cores(clock, available_cores()) if config.cluster.platform == "cpu" else None
 
 
-def miss(wanted: Mapping[str, float], given: Mapping[str, float]) -> float:
+def miss(targets: Mapping[str, float], figures: Mapping[str, float]) -> float:
     """Return the largest relative error of what a rehearsal gave."""
-    return max(abs(given.get(name, 0.0) / value - 1) for name, value in wanted.items() if value)
+    return max(abs(figures.get(name, 0.0) / value - 1) for name, value in targets.items() if value)
 
 
-def better_factor(wanted: float, name: str, tried: Sequence[Try]) -> float:
+def better_factor(target: float, name: str, tried: Sequence[Try]) -> float:
     """Return the factor of a duration after those that were tried, with what each gave: in proportion first, then on
     the line through the last two, for a part of what is measured depends on no factor. What one factor gives depends on
     the others too, so it moves by at most MOST_CHANGE at a time from the second on."""
-    factor, now = tried[-1].factors[name], tried[-1].given.get(name)
+    factor, now = tried[-1].factors[name], tried[-1].figures.get(name)
     if now is None:
         return factor
     if now == 0:
         return factor * MOST_CHANGE
     if len(tried) == 1:
-        return factor * wanted / now
-    before, gave = tried[-2].factors[name], tried[-2].given.get(name, now)
+        return factor * target / now
+    before, gave = tried[-2].factors[name], tried[-2].figures.get(name, now)
     rises = (gave - now) * (before - factor) > 0
-    better = factor + (wanted - now) * (before - factor) / (gave - now) if rises else factor * wanted / now
+    better = factor + (target - now) * (before - factor) / (gave - now) if rises else factor * target / now
     return min(max(better, factor / MOST_CHANGE), factor * MOST_CHANGE)
 
 
@@ -255,8 +256,8 @@ def open_rehearsal(
     observe: Callable[[VirtualWorker, str], None] = lambda worker, method: None,
     on_cluster: Callable[[VirtualCluster], None] = lambda cluster: None,
 ) -> Iterator[Run]:
-    """Open the run of a modelled recipe on a virtual cluster. `teachers`: shape of each, by alias; None: of those that
-    the recipe names. `on_cluster`: gets the cluster before anything starts there."""
+    """Open the run of a modelled recipe on a virtual cluster. `teachers` are the shapes of its teachers, by alias; by
+    default those that the recipe names. `on_cluster` gets the cluster before anything starts there."""
     checkpointer = CheckpointManager(config.checkpointing, world.clock)
     checkpointer.open(resume)
     # The platform as `plan` assumes it; nothing asks this machine.
@@ -306,9 +307,9 @@ def rehearse(
     config_json: str | None = None,
     recording: Recording | None = None,
 ) -> Rehearsal:
-    """Rehearse a recipe, and return what it predicts. Its run folder is in `folder`/logs. `faults`: what breaks;
-    without faults that need it, the driver is not restarted. `config_json`: of a model that is not known by name.
-    `recording`: a calibrated one, whose samples and durations are taken."""
+    """Rehearse a recipe, and return what it predicts. Its run folder is in `folder`/logs. `faults` are let happen;
+    without faults that need it, the driver is not restarted. `config_json` is the file of a model that is not known by
+    name. The samples and durations of a calibrated `recording` are taken."""
     gpu = recipe.cluster.platform != "cpu"
     shape = plan_shape(recipe, config_json)
     config = modelled_recipe(recipe, folder, steps)
@@ -341,26 +342,26 @@ def rehearse(
             broken.detach()
         return 0, None
 
-    began = time.process_time()
+    start = time.process_time()
     until_over(attempt, config, None, verb="rehearse", clock=clock)
     if not runs:
         raise RehearsalError("the run was lost too often (cluster.max_restarts); see its console above")
     summary, logs = runs[-1]
-    return summed_up(config, recipe.grpo.max_num_steps, summary, logs, time.process_time() - began, clock.spent)
+    return summed_up(config, recipe.grpo.max_num_steps, summary, logs, time.process_time() - start, clock.spent)
 
 
 def summed_up(
     config: MasterConfig, steps_in_all: int, summary: dict[str, Any], logs: Path, cpu_s: float, modelled_s: float
 ) -> Rehearsal:
-    """Sum up a run folder. `steps_in_all`: of the recipe, which may have more than were rehearsed. `cpu_s`: processor
-    seconds of the rehearsal, `modelled_s`: of them, those of the models."""
+    """Sum up a run folder. The recipe has `steps_in_all` steps, of which fewer may be rehearsed. The rehearsal took
+    `cpu_s` processor seconds, `modelled_s` of them for the models."""
     rows = list(read_metrics(logs / "metrics.jsonl", "train"))
     steady = rows[1:] or rows  # the first step of a run ahead of its training has more to wait for
     seconds = np.array([row["timing/total"] for row in steady])
     names = [name for name in rows[-1] if name.startswith("timing/") and name.count("/") == 1]
     devices = config.cluster.num_nodes * config.cluster.gpus_per_node
     by_activity = device_seconds(EventFile(logs)).total()
-    busy = sum(spent for what, spent in by_activity.items() if what not in WAITS)
+    busy = sum(spent for activity, spent in by_activity.items() if activity not in WAITS)
     mean, steps = float(seconds.mean()), len(rows)
     return Rehearsal(
         steps=steps,

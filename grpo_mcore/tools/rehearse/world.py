@@ -90,16 +90,16 @@ class Cores:
         self.want(1.0)
         try:
             while seconds > 1e-6:
-                began, slowness = self._clock.now(), self.slowness
+                start, slowness = self._clock.now(), self.slowness
                 await self.changed[0].wait(seconds * slowness)
-                seconds -= (self._clock.now() - began) / slowness
+                seconds -= (self._clock.now() - start) / slowness
         finally:
             self.want(-1.0)
 
 
 @dataclass
 class Transfer:
-    """A refit under way. `version`: of the weights that the ranks send; `came`: whether they have arrived."""
+    """A refit under way. The ranks send weights of this `version`; `came` says whether these have arrived."""
 
     changed: Condition = field(default_factory=Condition)
     version: int = 0
@@ -114,10 +114,10 @@ class Transfer:
 
 @dataclass
 class World:
-    """`recorded`: the run whose samples come again; None: they are drawn as the recipe's section `rehearse` says.
-    `cores`: shared by all workers of a run on CPU; None: each has its own device.
-    `slow`: factor of a worker's times, by name. `commits`: (engine, version that the driver named, version of the
-    weights that came) of each. `flaws`: what workers saw that must not happen. `full`: the disk takes nothing now."""
+    """What the modelled workers share. The samples of the run `recorded` come again; without one, samples are drawn as
+    the recipe's section `rehearse` says. All workers of a run on CPU share `cores`; without, each has its own device.
+    `slow` has the factor of a worker's times, by name. `commits` lists (engine, version that the driver named, version
+    of the weights that came), `flaws` what must not happen and did. While the disk is `full` it takes nothing."""
 
     config: MasterConfig
     durations: Durations
@@ -146,8 +146,8 @@ class World:
         self.prompt_tokens = max(1, self.mean_tokens // 4, self.mean_tokens - most)
         if self.recorded is not None:
             self.mean_tokens, self.prompt_tokens = self.recorded.mean_tokens, self.recorded.prompt_tokens
-        said = (section.turns - 1) * section.turn_tokens
-        self._mean_answer = max(1.0, (self.mean_tokens - self.prompt_tokens - said) / section.turns)
+        heard = (section.turns - 1) * section.turn_tokens
+        self._mean_answer = max(1.0, (self.mean_tokens - self.prompt_tokens - heard) / section.turns)
 
     @property
     def step(self) -> int:
@@ -174,8 +174,8 @@ class World:
         """Return how many tokens the model says in a turn, if nothing limits it."""
         section, uid, seed = self.config.rehearse, request.uid, request.seed
         if self.recorded is not None:
-            said = self.recorded_sample(uid, request.generation_index).said
-            return max(1, said[min(sum(turn.loss_mask for turn in request.turns), len(said) - 1)])
+            turns = self.recorded_sample(uid, request.generation_index).generated
+            return max(1, turns[min(sum(turn.loss_mask for turn in request.turns), len(turns) - 1)])
         if (typical := self._lengths.get(uid)) is None:
             between = section.spread * math.sqrt(section.prompt_spread)
             mean = math.log(self._mean_answer) - section.spread**2 / 2  # of the logarithms
@@ -201,14 +201,14 @@ class World:
         ranks that share them."""
         if packed not in self._parts:
             texts = texts_of(packed)
-            own, rows = json.loads(next(texts)), next(texts)
+            header, rows = json.loads(next(texts)), next(texts)
             if (on_routes := self._rows.get(rows)) is None:
                 on_routes = self._rows[rows] = Counter()
                 for bucket in json.loads(rows)["fills"]:
                     for _, _, _, _, nbytes, _, _, route in bucket:
                         on_routes[route] += nbytes
-            brought = sum(on_routes[route] * len(nodes) for route, nodes in own["to"])
-            self._parts[packed] = own["digest"], brought
+            brought = sum(on_routes[route] * len(nodes) for route, nodes in header["to"])
+            self._parts[packed] = header["digest"], brought
         return self._parts[packed]
 
     def teacher_of_engine(self, name: str) -> TeacherDurations:

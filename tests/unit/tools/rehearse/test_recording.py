@@ -64,10 +64,10 @@ def test_samples_and_seconds_of_a_run_are_read(recorded: Path) -> None:
     samples = [sample for group in recording.groups for sample in group]
     assert len(recording.groups) == 8 * 8 and len(samples) == 8 * 8 * 4
     rows = list(read_metrics(recorded / "metrics.jsonl", "train"))
-    tokens = sum(recording.prompt_tokens + sum(sample.said) + sum(sample.heard) for sample in samples)
+    tokens = sum(recording.prompt_tokens + sum(sample.generated) + sum(sample.observed) for sample in samples)
     assert tokens == sum(row["tokens"] for row in rows)
-    assert {len(sample.said) for sample in samples} > {1}
-    assert all(len(sample.heard) == len(sample.said) - 1 for sample in samples)
+    assert {len(sample.generated) for sample in samples} > {1}
+    assert all(len(sample.observed) == len(sample.generated) - 1 for sample in samples)
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     assert sum(rewards) / len(rewards) == pytest.approx(sum(row["reward"] for row in rows) / 8)
     assert recording.figures.keys() == TRUE.keys() | {"step", "wait"} and recording.figures == measured(recorded)
