@@ -50,8 +50,8 @@ def read_crd(file: Path) -> Object:
 
 
 def check_file(file: Path, schema: Object) -> list[str]:
-    """Return a line for each problem of the RayJobs in a file; a file without one is a problem. `schema`: see
-    `read_crd`."""
+    """Return a line for each problem of the RayJobs in a file; a file without one is a problem. `schema` is as
+    `read_crd` returns it."""
     try:
         documents = [
             document for document in yaml.safe_load_all(file.read_text(encoding="utf-8")) if document is not None

@@ -175,8 +175,8 @@ def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> Poli
 
 
 def micro_batches(policy: Policy, packed: bool = True, work: ParityWorkload = STANDARD) -> list[PackedBatch]:
-    """Return the rows of this data-parallel rank, equally many on every one; `packed`: the workload's bins, else each
-    sequence in a row of its own."""
+    """Return the rows of this data-parallel rank, equally many on every one: the workload's bins if `packed`, else
+    each sequence in a row of its own."""
     tokens, weights = sequences(policy.shape.vocab_size, work), advantages(work)
     bins = work.bins if packed else tuple((i,) for i in range(len(work.lengths)))
 
@@ -197,7 +197,7 @@ def micro_batches(policy: Policy, packed: bool = True, work: ParityWorkload = ST
 
 
 def make_policy(address: Address, model: str, case: LayoutCase, **overrides: Any) -> Policy:
-    """Build this rank of the policy. `model`: a Hugging Face folder."""
+    """Build this rank of the policy of `model`, a Hugging Face folder."""
     return Policy(policy_config(model, case, **overrides), address, seed=1, timeout_s=60, reference=False)
 
 
@@ -215,7 +215,7 @@ def logprobs_and_gradients(
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the log-probs by sequence (last stage), and the gradient of the loss: the change of the owned slices.
-    `overrides`: of the policy section."""
+    `overrides` change the policy section."""
     policy = make_policy(address, model, case, **overrides)
     batches = micro_batches(policy, packed, work)
     logprobs: dict[int, torch.Tensor] = {}

@@ -50,7 +50,7 @@ class RankPool:
     """
 
     def __init__(self, size: int) -> None:
-        """`size`: number of ranks of the largest mesh. A rank that cannot start is reported by `run`."""
+        """Start the ranks of the largest mesh. A rank that cannot start is reported by `run`."""
         self._ranks: list[_Rank | None] = [_Rank() for _ in range(size)]
 
     def run(self, world_size: int, target: str, *args: Any, timeout_s: float = 250.0) -> list[Any]:

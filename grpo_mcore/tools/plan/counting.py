@@ -35,7 +35,8 @@ _NO_KERNEL = {
 
 @dataclass
 class PhaseCounts:
-    """The counts of one phase. `peak`: bytes of all live tensors, with those that were live when it began."""
+    """The counts of one phase. `peak` is the bytes of all live tensors, with those that were live when the phase
+    began."""
 
     name: str
     peak: int = 0

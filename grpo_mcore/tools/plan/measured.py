@@ -36,8 +36,9 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """`device`: its data sheet gives the predicted seconds. `mean_length`: of the samples that were trained on."""
+class PlanComparison:
+    """A run beside its plan. The data sheet of `device` gives the predicted seconds; `mean_length` is the mean length
+    of the samples that were trained on."""
 
     device: Device
     mean_length: int
@@ -69,17 +70,17 @@ def compare(
     memory: Sequence[Mapping[str, Any]],
     mean_length: int,
     teachers: Mapping[str, ModelShape] = MappingProxyType({}),
-) -> Comparison | None:
-    """Compare a run with its plan. `steps`: seconds by timer, for each step. `memory`: of each rank, see
-    `Policy.memory`. `teachers`: by alias. Return None if nothing was trained, or if the plan does not know the
-    accelerator."""
+) -> PlanComparison | None:
+    """Compare a run with its plan. `steps` has the seconds of each step by timer, `memory` what `Policy.memory` returns
+    on each rank, `teachers` their shapes by alias. Return None if nothing was trained, or if the plan does not know
+    the accelerator."""
     if not steps or not memory or not all(memory):
         return None
     device = _device(memory[0])
     if device is None:
         return None
     plan = make_plan(config, shape, device, mean_length=max(1, mean_length), teachers=teachers)
-    return Comparison(device, mean_length, (*_seconds(plan, steps), *_bytes(plan, memory)))
+    return PlanComparison(device, mean_length, (*_seconds(plan, steps), *_bytes(plan, memory)))
 
 
 def _device(memory: Mapping[str, Any]) -> Device | None:

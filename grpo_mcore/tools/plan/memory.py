@@ -47,8 +47,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a rank of a pipeline stage; of the optimizer the largest share is counted. `host`: bytes by part on the
-    host at most, besides what each process and the engines need there; none if the host is the device."""
+    """Memory of a rank of a pipeline stage; of the optimizer the largest share is counted. `host` has the most bytes on
+    the host by part, besides what each process and the engines need there; it is empty if the host is the device."""
 
     stage: int
     phases: tuple[Phase, ...]
@@ -61,7 +61,8 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of one rank of an engine, in bytes. `state_bytes`: states of Mamba layers, per sequence of any length."""
+    """Memory of one rank of an engine, in bytes. `state_bytes` are the states of Mamba layers, per sequence of any
+    length."""
 
     weights: int
     kv_cache: int
@@ -190,7 +191,7 @@ def activation_bytes(
     load: Workload, stage: int, logits: int = 0, tokens: int | None = None, *, padding: float = 1.0
 ) -> int:
     """Return the peak of what is kept for the backward pass, over all micro-batches in flight on this stage, beside
-    `logits` bytes of logits. `tokens`: length of a row, shared by the context-parallel ranks; None: full bins."""
+    `logits` bytes of logits. The context-parallel ranks share a row of `tokens`, by default a full bin."""
     rank, layout = load.rank, load.layout
     row = (tokens or load.bin_tokens) / layout.context
     chunks = _in_flight(load, stage)

@@ -15,8 +15,8 @@ from grpo_mcore.layout import Coordinates, PolicyLayout
 
 @dataclass(frozen=True)
 class RankParams:
-    """Parameters of one rank, by model chunk. `common`: replicated over data- and context-parallel ranks; `experts`:
-    replicated over fewer ranks; `frozen`: number of elements without gradient and optimizer state."""
+    """Parameters of one rank, by model chunk. Those in `common` are replicated over data- and context-parallel ranks,
+    those in `experts` over fewer ranks. `frozen` elements have neither gradient nor optimizer state."""
 
     common: tuple[Shard, ...]
     experts: tuple[Shard, ...]
@@ -59,7 +59,7 @@ def rank_params(
     frozen_router: bool,
     adapters: AdapterShape | None = None,
 ) -> RankParams:
-    """Return the parameters of a rank of this pipeline stage. `chunks`: layers of its model chunks."""
+    """Return the parameters of a rank of this pipeline stage, whose model chunks have the layers `chunks`."""
     # Adapters may be attached to some of several layers that are alike otherwise.
     kinds = chunks if adapters else tuple(tuple(_first_alike(shape)[layer] for layer in chunk) for chunk in chunks)
     return _rank_params(

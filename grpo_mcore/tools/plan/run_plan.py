@@ -106,9 +106,9 @@ def ranks_of(load: Workload, stage: int) -> range:
 def plan_device(
     config: MasterConfig, name: str | None, memory_gb: float | None = None, host_memory_gb: float | None = None
 ) -> Device:
-    """Return the device called `name`, with `memory_gb` (10^9 bytes) of memory if given. None: cpu if cluster.platform
-    is cpu, else an H100. `host_memory_gb`: host memory of a node, in 10^9 bytes; None: launch.memory_gb_per_node, or
-    what NVIDIA's servers with this device have. Raises PlanError."""
+    """Return the device called `name`, with `memory_gb` (10^9 bytes) of memory if given. Without a name it is cpu if
+    cluster.platform is cpu, else an H100. `host_memory_gb` is the host memory of a node, in 10^9 bytes, by default
+    launch.memory_gb_per_node, or what NVIDIA's servers with this device have. Raises PlanError."""
     name = name or ("cpu" if config.cluster.platform == "cpu" else "H100")
     device = next((device for known, device in DEVICES.items() if known.lower() == name.lower()), None)
     if device is None:
@@ -144,8 +144,8 @@ def teacher_shapes(config: MasterConfig) -> dict[str, ModelShape]:
 def plan_config(
     config: MasterConfig, config_json: str | Path | None = None, key: str = "policy.model_name"
 ) -> dict[str, Any]:
-    """Return the model's Hugging Face config: from `config_json`, from its folder, or by its name. `key`: of the
-    recipe, which names it. Raises PlanError, and WeightsError if the folder's weights are not those of its config."""
+    """Return the model's Hugging Face config: from `config_json`, from its folder, or by its name. `key` of
+    the recipe names it. Raises PlanError, and WeightsError if the folder's weights are not those of its config."""
     name = config.policy.model_name
     if config_json is not None:
         path = Path(config_json)
@@ -179,7 +179,7 @@ def plan_workload(
     kernels: Kernels | None = None,
     teachers: Mapping[str, ModelShape] | None = None,
 ) -> Workload:
-    """Return a recipe's step on a device. `teachers`: shape of each, by alias; None: of those that the recipe names.
+    """Return a recipe's step on a device. `teachers` are shapes by alias, by default those that the recipe names.
     Raises what `workload_of` raises, and for a teacher what `plan_shape` does."""
     kernels = kernels or ("cpu" if device.name == "cpu" else "transformer_engine")
     teachers = teacher_shapes(config) if teachers is None else teachers

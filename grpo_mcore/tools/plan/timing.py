@@ -45,7 +45,8 @@ NETWORK_ALL_REDUCE_S = 30e-6
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase of a step. `flops`: of all ranks. `floor`, `likely`: seconds. `bound`: what takes most of the time."""
+    """A phase of a step. `flops` are those of all ranks, `floor` and `likely` are seconds. `bound` takes most of the
+    time."""
 
     name: str
     flops: float
@@ -148,7 +149,8 @@ def teacher_traffic(teacher: TeacherLoad, load: Workload, device: Device) -> flo
 def _pass(
     name: str, flops: float, load: Workload, device: Device, bubble: float, sweeps: int, *, gradients: bool
 ) -> PhaseTime:
-    """Return the time of passes over the step's samples. `sweeps`: passes through the layers, for the traffic."""
+    """Return the time of passes over the step's samples. `sweeps` is the number of passes through the layers, for
+    the traffic."""
     compute = flops / load.world / device.flops
     rows, weights_s, launches_s = _rows(load, gradients), 0.0, 0.0
     if device.memory is not None:
@@ -359,10 +361,10 @@ DTYPE = {2: "bfloat16", 4: "float32"}
 
 @dataclass(frozen=True)
 class RefitTraffic:
-    """Bytes of a refit. `written`: by each policy rank into the buffer; `read`: by the engine rank that reads most;
-    `through_host`: in and out of the busiest node's memory; `to_other_nodes`: over the busiest node's network link.
-    `link`: the kind of link that it depends on. `merged` and `adapters`: what a refit of either kind moves; `adapters`
-    is None without LoRA."""
+    """Bytes of a refit: `written` by each policy rank into the buffer, `read` by the engine rank that reads most,
+    `through_host` in and out of the busiest node's memory, `to_other_nodes` over the busiest node's network link.
+    `link` is the kind of link that its time depends on. `merged` and `adapters` are the bytes that a refit of either
+    kind moves; `adapters` is None without LoRA."""
 
     buckets: int
     buffer: int

@@ -40,9 +40,10 @@ NOT_TRACED = ("reserved", "engine weights", "KV cache", "engine overhead", "refi
 class TracedPhase:
     """A phase of a rank of one pipeline stage.
 
-    `peak_bytes`: traced, with the parts of the plan that are NOT_TRACED; `planned_bytes`: of the plan. `launches`,
-    `syncs` (of the host, with the device) and `sent` (bytes by collective): per micro-batch (in log-probs several of
-    these are one), in the phases optimizer and refit of a step. `places`: synchronisations by place in the code.
+    `peak_bytes` is traced, with the parts of the plan that are NOT_TRACED; `planned_bytes` is the plan's. `launches`,
+    `syncs` (of the host with the device) and `sent` (bytes by collective) are counted per micro-batch (in log-probs
+    several of these are one), in the phases optimizer and refit per step. `places` has the synchronisations by place in
+    the code.
     """
 
     stage: int
@@ -56,8 +57,8 @@ class TracedPhase:
 
 
 def trace(config: MasterConfig, plan: Plan, hf_config: dict[str, Any]) -> list[TracedPhase]:
-    """Trace a rank of the first pipeline stage and, if there are several, one of the last. `plan`: of the recipe, with
-    the kernels "torch"; `hf_config`: the model's config.json."""
+    """Trace a rank of the first pipeline stage and, if there are several, one of the last. `plan` is the recipe's with
+    the kernels "torch", `hf_config` the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
         policy = config.policy.model_copy(update={"model_name": folder}, deep=True)

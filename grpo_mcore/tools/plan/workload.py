@@ -58,8 +58,8 @@ class PlanError(ValueError):
 @dataclass(frozen=True)
 class Device:
     """One accelerator: memory in bytes (None: that of the host, not checked), dense bfloat16 FLOP/s, and bandwidths in
-    bytes/s in one direction: of its memory, to peers in the node, to other nodes, to the host. `reserved`: memory that
-    the driver, NCCL and sleeping engines keep. `host_memory`: bytes of a node's host memory; None: unknown."""
+    bytes/s in one direction: of its memory, to peers in the node, to other nodes, to the host. `reserved` is memory
+    that the driver, NCCL and sleeping engines keep; `host_memory` is in bytes of a node, None if unknown."""
 
     name: str
     memory: int | None
@@ -91,8 +91,8 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Workload:
-    """A recipe's step on a model. Lengths are in tokens. `mean_length`: expected length of prompt and answer, which is
-    in no recipe; `bin_tokens`: capacity of a training micro-batch."""
+    """A recipe's step on a model. Lengths are in tokens. `mean_length` is the expected length of prompt and answer,
+    which is in no recipe; `bin_tokens` is the capacity of a training micro-batch."""
 
     shape: ModelShape
     layout: PolicyLayout
@@ -211,10 +211,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class TeacherLoad:
-    """A teacher's part of a step. `load`: its passes, as if it were the policy of a run on the same devices. `share`:
-    of the samples that it scores, taken to be equal for all teachers. `distributions`: it sends hidden states, which
-    the policy's ranks project with its output layer, and not log-probs. `apart`: it has nodes to itself. `engines`: it
-    is vLLM engines, whose ranks `load.layout` has too: each a copy of the model."""
+    """A teacher's part of a step. `load` are its passes, as if it were the policy of a run on the same devices. It
+    scores this `share` of the samples, taken to be equal for all teachers. With `distributions` it sends hidden states,
+    which the policy's ranks project with its output layer, and not log-probs. `apart` it has nodes to itself. With
+    `engines` it is vLLM engines, whose ranks `load.layout` has too: each a copy of the model."""
 
     alias: str
     load: Workload
@@ -245,8 +245,8 @@ def workload_of(
     """Return the workload of a recipe. Raises LayoutError for a layout that fits neither the devices nor the model,
     FamilyError for a setting that the model does not allow.
 
-    `mean_length`: expected tokens of a sample; None: half of policy.max_total_sequence_length. `teachers`: shape of
-    each teacher that is to be counted, by alias.
+    `mean_length` is the expected tokens of a sample, by default half of policy.max_total_sequence_length. `teachers`
+    are the shapes of those that are to be counted, by alias.
     """
     policy, generation = config.policy, config.policy.generation
     megatron, vllm = policy.megatron_cfg, generation.vllm_cfg

@@ -44,8 +44,8 @@ class TeacherDurations:
 class Durations:
     """Seconds of everything that workers do.
 
-    `decode(samples, tokens)` is one step of an engine that holds `samples` with `tokens` in all, `prefill` that of a token.
-    `logprobs(lengths)` is a pass over the samples of one data-parallel rank, `train(lengths)` an optimizer step.
+    `decode(samples, tokens)` is one step of an engine that holds `samples` with `tokens` in all, `prefill` takes a
+    token. `logprobs(lengths)` is a pass over the samples of one data-parallel rank, `train(lengths)` an optimizer step.
     An engine's cache holds `kv_tokens`, and an engine generates `max_samples` at a time. `teachers` are by alias.
     """
 

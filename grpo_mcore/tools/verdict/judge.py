@@ -129,7 +129,7 @@ class Judge:
         return scores[extra:-1].double()
 
     def logprobs(self, sample: JudgedSample, **how: Any) -> Tensor:
-        """Return the log-prob of each token, float64 [n], 0 for the first. `how`: see `logits`."""
+        """Return the log-prob of each token, float64 [n], 0 for the first. `how` are options of `logits`."""
         return drawn(self.logits(sample, **how), sample.tokens, self.sampling)
 
     @torch.no_grad()
