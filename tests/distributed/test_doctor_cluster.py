@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from grpo_mcore.tools.doctor import Needs, nodes
+from grpo_mcore.tools.doctor import Needs, checks, nodes
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,11 @@ def test_every_node_is_examined(address: str, tmp_path: Path, monkeypatch: pytes
     states = {finding.check: finding.state for finding in node}
     assert states["logs"] == "fault" and states["checkpoints"] == states["versions"] == "ok"
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_auto_is_the_ray_of_this_machine(address: str) -> None:
+    """It may find another one: tests run beside each other."""
+    assert re.match(r"\S+:\d+", checks.ray_answers("auto").saw)
 
 
 def test_a_task_sees_the_gpus_of_its_node(address: str) -> None:

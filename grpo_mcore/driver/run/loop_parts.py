@@ -59,9 +59,7 @@ class LoopParts:
 
 
 @contextmanager
-def open_parts(
-    run: Run, stop: StopRequest, compare: Compare | None, follow: FollowedRun | None
-) -> Iterator[LoopParts]:
+def open_parts(run: Run, stop: StopRequest, compare: Compare | None, follow: FollowedRun | None) -> Iterator[LoopParts]:
     """Make the parts, and bring a resumed run to where its checkpoint left off. While the context is open, rollouts go
     on whenever the driver waits for the policy's ranks, and the run hears requests to stop."""
     config, policy, engines, tokenizer = run.master_config, run.policy, run.policy_generation, run.tokenizer
@@ -117,9 +115,7 @@ def open_parts(
             stack.enter_context(part)
         if position is not None:
             sizes = range(config.grpo.async_grpo.min_samples_per_group or generations, generations + 1)
-            resume_in_flight(
-                position, record, groups, cluster, refit, generate, sizes=sizes, goes_on=record.goes_on
-            )
+            resume_in_flight(position, record, groups, cluster, refit, generate, sizes=sizes, goes_on=record.goes_on)
         record.follow()
         yield LoopParts(
             schedule=schedule,

@@ -324,9 +324,7 @@ def _templates(param: Param, shape: ModelShape, trainer: PolicyLayout, engine: E
                     if overlap is None:
                         continue
                     source = _moved(overlap, piece.hf_box, piece.local_box)
-                    target = _moved(
-                        overlap, box.hf_box, box.local_box[len(expert) if name == param.engine else 0 :]
-                    )
+                    target = _moved(overlap, box.hf_box, box.local_box[len(expert) if name == param.engine else 0 :])
                     copies.setdefault(names.index(name), []).append((source, target))
                     held.add(source)
                     got[reader] += _volume(source)

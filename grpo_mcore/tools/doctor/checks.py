@@ -460,9 +460,7 @@ def ray_answers(address: str, timeout_s: float = 5.0) -> CheckResult:
         advice = "start the run on a node of the cluster, with RAY_ADDRESS=HOST:6379 or auto"
         return fault("Ray", f"RAY_ADDRESS {address} is for a client outside the cluster", advice)
     if address == "auto":
-        from ray._private.services import canonicalize_bootstrap_address
-
-        address = canonicalize_bootstrap_address(address) or ""
+        address = _ray_of_this_machine() or ""
         if not address:
             return fault(
                 "Ray", "RAY_ADDRESS is auto, but no Ray runs on this machine", "start it, or unset RAY_ADDRESS"
@@ -476,6 +474,16 @@ def ray_answers(address: str, timeout_s: float = 5.0) -> CheckResult:
         advice = "start it, or unset RAY_ADDRESS to have one started"
         return fault("Ray", f"{address}: nobody answers ({error})", advice)
     return CheckResult("Ray", "ok", f"{address} answers")
+
+
+def _ray_of_this_machine() -> str | None:
+    """Return the HOST:PORT of the Ray that has a node on this machine, from the command line of its raylet."""
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == "raylet":
+            for word in process.info["cmdline"] or ():
+                if word.startswith("--gcs-address="):
+                    return word.partition("=")[2]
+    return None
 
 
 def collectives(needs: Needs) -> Iterator[CheckResult]:

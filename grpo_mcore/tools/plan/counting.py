@@ -128,7 +128,7 @@ class Counter(TorchDispatchMode):
         return result
 
     def _count(self, func: Any, tensors: Sequence[Tensor]) -> None:
-        phase, name = self.phases[-1], func._schema.name.partition("::")[2]
+        phase, name = self.phases[-1], func.overloadpacket.__name__
         if func in _SYNCHRONISE or (func is aten.index.Tensor and any(t.dtype is torch.bool for t in tensors[1:])):
             self.synchronised()
         if func.namespace == "c10d":

@@ -230,7 +230,7 @@ def test_a_ray_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS")
     fault(look("Ray", Needs(nodes=2)), "2 nodes are asked for", "ray start")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address", lambda _: None)
+    monkeypatch.setattr(checks, "_ray_of_this_machine", lambda: None)
     fault(look("Ray"), "no Ray runs on this machine", "start it")
 
 
