@@ -116,7 +116,7 @@ class ModelledEngine(ModelledFollower):
     async def generate_refs(
         self, requests: list[GenerationRequest], sampling: Sampling, name: str | None = None
     ) -> AsyncIterator[list[Parcel]]:
-        """As the engine does: of several callers one runs the steps for all."""
+        """Generate as the engine does: of several callers one runs the steps for all."""
         stream = self._streams[name or ""] = _Stream()
         try:
             self._add(stream, requests, sampling)

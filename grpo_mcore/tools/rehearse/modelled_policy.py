@@ -61,7 +61,7 @@ class Mesh:
 
 
 class _Step:
-    """The samples of a data-parallel rank. `step` is kept, so that its id stays its own."""
+    """The samples of a data-parallel rank. It keeps `step`, so that no other object gets its id."""
 
     def __init__(self, step: RankStep, samples: Mapping[int, Trajectory]) -> None:
         self.step, self.samples = step, samples

@@ -61,12 +61,12 @@ from grpo_mcore.tools.report.device_seconds import WAITS, device_seconds
 LATENCY_S = 0.001
 """Longest time of a message between driver and worker."""
 CALIBRATIONS, CALIBRATION_STEPS, MOST_CHANGE, MISS = 8, 16, 1.5, 0.005
-"""Most rehearsals of a recorded run, steps of each, by which its durations are found; most that one changes a factor;
-relative error with which they are found."""
+"""To find the durations of a recorded run, at most so many rehearsals of so many steps are made. Each changes a factor
+by at most MOST_CHANGE, until the relative error is below MISS."""
 DEATH_NOTICE_S = 5.0
 """Longest time until the driver hears of a death."""
 WAITING_SHARE = 0.05
-"""Share of its step from which on a recorded run is said to wait for its engines."""
+"""A recorded run that waits longer than this share of its step waits for its engines."""
 
 
 class RehearsalError(ValueError):

@@ -66,19 +66,19 @@ take its samples. Measured, see docs/rehearse.md."""
 
 
 class Cores:
-    """Cores of a machine that workers share. When they want more than there are, all take longer by as much."""
+    """Cores of a machine that workers share. If they need more than there are, all slow down by the same factor."""
 
     def __init__(self, clock: VirtualClock, count: float) -> None:
         self._clock, self._count, self._wanted = clock, count, 0.0
         self.changed = [Condition()]
-        """Whoever computes waits on one of these, and is told when the others begin or end."""
+        """Conditions of those that compute, each notified when the others begin or end."""
 
     @property
     def slowness(self) -> float:
         return max(1.0, self._wanted / self._count)
 
     def want(self, cores: float) -> None:
-        """Begin to keep so many cores busy; negative: end it."""
+        """Keep so many more cores busy; a negative number frees them."""
         before = self.slowness
         self._wanted += cores
         if self.slowness != before:
@@ -155,7 +155,7 @@ class World:
         return self.weights.version if self.weights is not None else 0
 
     def draw(self, *key: object) -> random.Random:
-        """Return the draws of a thing by its name, whenever it happens."""
+        """Return a generator seeded by a name, so that a draw does not depend on when it is made."""
         return random.Random(f"{self.seed}/{key}")
 
     def factor(self, worker: str) -> float:
