@@ -34,10 +34,9 @@ from grpo_mcore.driver.checkpoints.checkpoint_files import (
     sync_folder,
     write_digests,
 )
+from grpo_mcore.driver.checkpoints.copy_to_url import BackgroundCopy, CopyError, open_store
 from grpo_mcore.driver.checkpoints.lease import Lease, dead_holder
-from grpo_mcore.driver.checkpoints.mirror import Mirror, fetch_step, whole_steps
-from grpo_mcore.driver.checkpoints.object_store import RemoteStore, StoreError
-from grpo_mcore.observe import LEDGER_FILE, Logger
+from grpo_mcore.observe import Logger
 from grpo_mcore.recipe import Algorithm, Change, CheckpointingConfig, MasterConfig, changes
 
 logger = logging.getLogger(__name__)
@@ -79,14 +78,13 @@ class CheckpointManager:
     parts, while training goes on.
     """
 
-    def __init__(self, config: CheckpointingConfig, clock: Clock = REAL, *, store: RemoteStore | None = None) -> None:
-        """`store`: that of checkpointing.mirror, where the caller has opened it."""
+    def __init__(self, config: CheckpointingConfig, clock: Clock = REAL, *, store: Any = None) -> None:
+        """`store`: obstore's store at checkpointing.mirror, where the caller has opened it."""
         self.config, self._clock = config, clock
         self._store = store
-        self.mirror: Mirror | None = None
-        """The copy in an object store, once the folder is opened."""
-        self._mirrored: list[int] = []  # steps that are whole there
-        self._fetched: int | None = None  # the step that came from there
+        self.copy: BackgroundCopy | None = None
+        """Copies the checkpoints to checkpointing.mirror, once the folder is opened."""
+        self._copied_run, self._copied = "", list[int]()  # the newest run at that URL, and its steps
         self.folder = Path(config.checkpoint_dir)
         self.resumed_from: Path | None = None
         """The checkpoint that this run resumes; None for a new run."""
@@ -109,23 +107,14 @@ class CheckpointManager:
         self._renames = renames
         if trains and self.config.enabled:
             dead_holder(self.folder, clock=self._clock)
-        self._open_mirror(resume, trains)
+        self._open_copy(resume, trains)
         self.resumed_from = self.find(resume, whole=False)
-        if self.mirror is not None:
-            self.mirror.ledger = self.folder / LEDGER_FILE
-            if self.resumed_from is not None:
-                self.mirror.resumed = int(read_info(self.resumed_from)["save_state"]["current_step"])
         self._newest_wanted = resume is True or resume == AUTO
         self._newest = self.latest()
         if self.config.enabled and self.resumed_from is None and (newest := self.latest()):
             raise ResumeError(
                 f"checkpointing.checkpoint_dir {self.folder} holds {newest.name} of another run: go on from it with "
                 "--resume, or choose another folder"
-            )
-        if self.config.enabled and self.resumed_from is None and self._mirrored:
-            raise ResumeError(
-                f"checkpointing.mirror {self.config.mirror} holds step_{self._mirrored[-1]} of another run: go on from "
-                "it with --resume, or choose another prefix"
             )
         if not self.goes_on_here and (left := self._models(models)):
             raise ResumeError(
@@ -146,71 +135,57 @@ class CheckpointManager:
                 if (newest := self.latest()) != self._newest:
                     raise ResumeError(f"another run has written {newest} while this one started; start it again")
                 self._set_newer_aside()
-                with self._mirroring():
+                with self._copying():
                     yield
             finally:
                 self._lease = None
 
-    def _open_mirror(self, resume: str | bool | None, trains: bool) -> None:
-        """Find out what the mirror holds, and that it can be written. Raises StoreError, and FolderInUse if another run
-        holds it. What has checkpoints here goes on without a mirror that cannot be reached."""
-        if not self.config.enabled or self.config.mirror is None:
+    def _open_copy(self, resume: str | bool | None, trains: bool) -> None:
+        """Find out which copies there are at checkpointing.mirror, and that it can be written. Raises CopyError. A run
+        with checkpoints in its folder goes on by these where the URL cannot be reached."""
+        if not self.config.enabled or (url := self.config.mirror) is None:
             return
-        store = self._store or RemoteStore(self.config.mirror, self.config.mirror_options)
-        self.mirror = Mirror(store, self._to_keep, wait_s=self.config.mirror_wait_s, clock=self._clock)
+        store = self._store or open_store(url, self.config.mirror_options)
+        self.copy = BackgroundCopy(url, store, self.folder, self.config.mirror_wait_s)
         try:
             if trains:
-                store.probe()
-                self.mirror.lease.refuse_other()
-            self._mirrored = whole_steps(store)
-        except StoreError as error:
+                self.copy.probe()
+            self._copied_run, self._copied = self.copy.look()
+        except CopyError as error:
             if self.latest() is None and (trains or resume is True or resume == AUTO):
                 raise
             logger.warning("%s; the run goes by the checkpoints in %s", error, self.folder)
 
     @contextmanager
-    def _mirroring(self) -> Iterator[None]:
-        """Copy each new checkpoint to the mirror, if there is one."""
-        if self.mirror is None:
+    def _copying(self) -> Iterator[None]:
+        """Copy the checkpoints that are kept, and each new one, to checkpointing.mirror, if the recipe has it."""
+        if self.copy is None:
             yield
             return
-        kept = {step: self.folder / f"step_{step}" for step in self._steps()}
-        with self.mirror.running(kept, may_wait=bool(kept)):
+        with self.copy.running(self._steps(), self._resumed_step()):
             yield
 
     def mirror_log(self, log: Logger) -> None:
-        """Copy the log of the run to the mirror too, and let the log tell of the mirror."""
-        if self.mirror is not None:
-            self.mirror.log_dir, log.mirror = log.log_dir, self.mirror
+        """Copy the log of the run too, and let the log tell which checkpoints are not copied."""
+        if self.copy is not None:
+            self.copy.log_dir, log.not_copied = log.log_dir, self.copy.lacking
 
     def fetch_log(self, log_dir: Path) -> None:
-        """Fetch the log of the run that this one resumes, if its checkpoint came from the mirror."""
-        run = self.log_run()
-        if self.mirror is not None and self._fetched is not None and run:
-            self.mirror.fetch_log(log_dir / Path(run).name)
+        """Fetch the log of the run that this one resumes into logger.log_dir, if its checkpoint was fetched."""
+        if self.copy is not None:
+            self.copy.fetch_logs(log_dir)
 
-    def _fetch(self, step: int) -> str | None:
-        """Fetch a checkpoint from the mirror. Return what is wrong with it; it appears here whole or not at all."""
-        assert self.mirror is not None
-        tmp = self.folder / f"tmp_mirror_step_{step}"
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-        try:
-            if (problem := fetch_step(self.mirror.store, step, tmp) or damage(tmp)) is None:
-                os.replace(tmp, self.folder / f"step_{step}")
-                sync_folder(self.folder)
-                self.mirror.fetch_ledger(self.folder / LEDGER_FILE)
-                self._fetched = step
-            return problem
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
+    def _resumed_step(self) -> int | None:
+        """Return the step of the checkpoint that this run resumes; None for a new run."""
+        if self.resumed_from is None:
+            return None
+        return int(read_info(self.resumed_from)["save_state"]["current_step"])
 
     def _set_newer_aside(self) -> None:
         """Rename the checkpoints that are newer than the one that this run resumes, and the models made of them: after
         a rollback, a later `--resume` must not go on from them, and this run's model must not replace theirs."""
-        if self.resumed_from is None:
+        if (resumed := self._resumed_step()) is None:
             return
-        resumed = int(read_info(self.resumed_from)["save_state"]["current_step"])
         if newer := [step for step in self._steps() if step > resumed]:
             names = [self._set_aside(f"step_{step}").name for step in newer]
             models = [
@@ -276,12 +251,12 @@ class CheckpointManager:
     def _newest_intact(self, resume: str | bool, whole: bool, known: str) -> Path | None:
         """Return the newest checkpoint that is intact. `known`: what is wrong with the newest one, where that is known
         already."""
-        here = self._steps()
-        steps = sorted({*here, *self._mirrored})
+        local = self._steps()
+        steps = sorted({*local, *self._copied})
         while steps:
             step = steps.pop()
             candidate, message, unreadable = self.folder / f"step_{step}", "", False
-            if step in here:
+            if step in local:
                 refuse_newer_format(candidate)
                 if (problem := known or damage(candidate, whole)) is None:
                     return candidate
@@ -289,24 +264,24 @@ class CheckpointManager:
                 if unreadable := UNREADABLE in problem:
                     message = f"checkpoint {candidate} is passed over: {problem}; it stays where it is"
                 else:
-                    renamed = self._renames or step in self._mirrored  # from where it comes under its name
+                    renamed = self._renames or step in self._copied  # whose copy comes under its name
                     done = _rename_damaged(candidate) if renamed else "a run renames it"
                     message = f"checkpoint {candidate} is damaged: {problem}; {done}"
-            if step in self._mirrored and not candidate.exists():
-                if (problem := self._fetch(step)) is None:
+            if self.copy is not None and step in self._copied and not candidate.exists():
+                if (problem := self.copy.fetch(self._copied_run, step)) is None:
                     if message:
                         logger.warning("%s, and it is fetched from %s", message, self.config.mirror)
                     refuse_newer_format(candidate)
                     return candidate
-                message += f"{'; ' if message else ''}step_{step} of {self.config.mirror} is damaged: {problem}"
+                message += f"{'; ' if message else ''}step_{step} at {self.config.mirror} is damaged: {problem}"
             if not steps:
                 what_to_do = "look after its disk, then resume" if unreadable else "start without --resume"
                 raise ResumeError(f"{message}, and there is no older one: {what_to_do}")
             logger.warning("%s, and step_%d is used", message, steps[-1])
         if resume == AUTO:
             return None
-        where = f"{self.folder}" + (f" or {self.config.mirror}" if self.mirror is not None else "")
-        raise ResumeError(f"--resume: there is no step_N folder in {where}; start without --resume")
+        places = f"{self.folder}" + (f" or {self.config.mirror}" if self.copy is not None else "")
+        raise ResumeError(f"--resume: there is no step_N folder in {places}; start without --resume")
 
     def pass_over(self, problem: str) -> Path:
         """Give up the checkpoint that this run resumes, whose weights are damaged, and return the one before it. Raises
@@ -414,8 +389,8 @@ class CheckpointManager:
             self._prune(just_saved=step)
         except OSError as error:
             logger.warning("%s is saved, but its folder could not be flushed and tidied up: %s", final, error)
-        if self.mirror is not None:
-            self.mirror.saved(step, final)
+        if self.copy is not None:
+            self.copy.published(step)
         return final
 
     def _what_to_free(self, step: int, error: Exception) -> str:

@@ -208,7 +208,7 @@ class RunReport(RunOutput):
                 tokens_per_second=metrics["tokens_per_second"],
                 computed_tokens=metrics.get("plan/computed_tokens"),
                 seconds=seconds,
-                notes=[*scoring_notes(groups), *_queued_note(metrics), *self._mirror_notes()],
+                notes=[*scoring_notes(groups), *_queued_note(metrics)],
             )
         )
         self.raise_alarms(step, metrics)
@@ -233,9 +233,6 @@ class RunReport(RunOutput):
             by_reason = f"; by reason: {_counted(kinds)}" if len(kinds) > 1 else ""
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}{by_reason}")
         return metrics
-
-    def _mirror_notes(self) -> Sequence[str]:
-        return [] if self.logger.mirror is None else self.logger.mirror.notes()
 
     def group_failed(self, group: Group, reason: str) -> None:
         self._failed_prompts += 1

@@ -30,7 +30,7 @@ from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.step.step_batch import TrainTargets, build_step_batch
-from grpo_mcore.tools.mirrored import kept_checkpoint, kept_steps
+from grpo_mcore.tools.export import kept_checkpoints, step_of
 from grpo_mcore.tools.parity.rank import layout_named
 
 LOSS_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -111,10 +111,10 @@ def checkpoint_before(run: Path, config: MasterConfig, step: int) -> Path | None
     Raises ReplayError."""
     if step == 1:
         return None
-    folder = config.checkpointing.checkpoint_dir
-    if (checkpoint := kept_checkpoint(folder, step - 1)) is not None:
+    folder = Path(config.checkpointing.checkpoint_dir)
+    if (checkpoint := folder / f"step_{step - 1}").is_dir():
         return checkpoint
-    after = {kept + 1 for kept in kept_steps(folder)}
+    after = {step_of(kept) + 1 for kept in kept_checkpoints(folder)}
     steps = sorted((after | {1}) & sample_steps(run, "train").keys())
     raise ReplayError(
         f"{folder}/step_{step - 1} is not there: step {step} can be replayed only from the checkpoint before it. Steps "

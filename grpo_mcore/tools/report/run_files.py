@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from grpo_mcore.observe import read_metrics
 from grpo_mcore.observe.logger import HYPERPARAMS_FILE, METRICS_FILE
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, Kind, read_token_texts, sample_steps
 from grpo_mcore.observe.spans import EventFile
+from grpo_mcore.recipe import MasterConfig
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,21 @@ def holds_run(folder: Path) -> bool:
         return bool(find_run(folder))
     except NoRun:
         return False
+
+
+def recorded_run(path: Path) -> tuple[Path, MasterConfig]:
+    """Return the log folder of the run that `path` is or holds, and the run's recipe. Its checkpoint_dir is the folder
+    that `grpo-mcore fetch` made, or lies where the run was started rather than in the working directory, where another
+    run may have its own. Raises NoRun."""
+    folder = find_run(path)
+    recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text(encoding="utf-8")))
+    logs, saving = Path(recipe.logger.log_dir), recipe.checkpointing
+    above = folder.resolve().parent
+    if any(above.parent.glob("step_*")):
+        saving.checkpoint_dir = os.path.relpath(above.parent)
+    elif not logs.is_absolute() and above.parts[-len(logs.parts) :] == logs.parts:  # else the folder was moved
+        saving.checkpoint_dir = os.path.relpath(above.parents[len(logs.parts) - 1] / saving.checkpoint_dir)
+    return folder, recipe
 
 
 def find_runs(folder: Path) -> list[Path]:
