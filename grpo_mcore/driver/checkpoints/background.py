@@ -61,7 +61,7 @@ class BackgroundCheckpoints:
         policy: PolicyInterface,
         recipe: MasterConfig,
         *,
-        on_saved: Callable[[int, Path], None],
+        on_saved: Callable[[int, Path], None] = lambda step, folder: None,
         on_failure: Callable[[int, NotWritten], None],
     ) -> None:
         """`recipe`: the resolved recipe; every checkpoint holds a copy. `on_saved` gets the step and the folder of each

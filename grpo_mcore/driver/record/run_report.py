@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,19 +43,21 @@ class Comparison(Protocol):
         """Return it as lines of a table."""
 
 
-Compare = Callable[
-    [
-        MasterConfig,
-        ModelShape,
-        Sequence[Mapping[str, float]],
-        Sequence[Mapping[str, Any]],
-        int,
-        Mapping[str, ModelShape],
-    ],
-    Comparison | None,
-]
-"""(recipe, model, seconds by timer of each step, memory of each rank, mean length of the samples, teachers by alias) ->
-comparison."""
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run measured, for a comparison with its plan. `steps`: seconds of each step by timer; `memory`: one
+    `Policy.memory` for each rank; `mean_length`: tokens of a sample; `teachers`: their models by alias."""
+
+    recipe: MasterConfig
+    model: ModelShape
+    steps: Sequence[Mapping[str, float]]
+    memory: Sequence[Mapping[str, Any]]
+    mean_length: int
+    teachers: Mapping[str, ModelShape] = field(default_factory=dict)
+
+
+Compare = Callable[[MeasuredRun], Comparison | None]
+"""Sets a run against its plan; None where there is nothing to compare."""
 
 
 class RunReport(RunOutput):
@@ -168,14 +171,12 @@ class RunReport(RunOutput):
         self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
         self._samples_done = 0
         self._timers.append(seconds)
-        self.write_optimizer_steps()
-        self._tokens += int(metrics["tokens"])
         tail_metrics, last_samples = tail(groups)
         if last_samples:
             self.spans.tail(last_samples)
-        metrics = metrics | tail_metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
         lengths = [sample.length for group in groups for sample in group.samples] if "loss" in metrics else []
-        metrics |= self.throughput_of(metrics["tokens"], lengths, seconds, metrics.get("plan/computed_tokens", 1.0))
+        metrics = metrics | tail_metrics
+        metrics |= self.speed(metrics["tokens"], lengths, seconds, metrics.get("plan/computed_tokens", 1.0))
         if self._refit is not None:
             metrics |= {f"refit/{name}_seconds": spent for name, spent in self._refit.stage_seconds.items()}
             metrics["refit/bytes"] = float(self._refit.bytes)
@@ -192,9 +193,9 @@ class RunReport(RunOutput):
         self._graded |= _has_graded(metrics)
         if self._graded:  # all may happen to be 0 in one step: that is no accuracy
             metrics.pop("accuracy", None)
-        self.logger.log_metrics(metrics, step, "train")
-        self.logger.log_surroundings(step)
-        self.console.step(
+        self.show_step(
+            step,
+            metrics,
             StepRow(
                 step=step,
                 max_steps=self.config.grpo.max_num_steps,
@@ -209,9 +210,8 @@ class RunReport(RunOutput):
                 computed_tokens=metrics.get("plan/computed_tokens"),
                 seconds=seconds,
                 notes=[*scoring_notes(groups), *_queued_note(metrics)],
-            )
+            ),
         )
-        self.raise_alarms(step, metrics)
         if "loss" not in metrics:
             self.console.note(f"step {step} changed nothing: {_left_out(metrics)}")
         elif metrics["zero_advantage_rate"] == 1 and not self._noted_equal_rewards:
@@ -353,8 +353,8 @@ class RunReport(RunOutput):
             return None
         mean_length = self._tokens // (len(self._timers) * samples_per_step(self.config))
         policy, teachers = self._policy, self._policy.teachers
-        shapes = {alias: it.ranks.shape for alias, it in teachers.by_alias.items()} if teachers is not None else {}
-        return self._compare(self.config, policy.shape, self._timers, policy.memory(), mean_length, shapes)
+        shapes = {} if teachers is None else {alias: it.ranks.shape for alias, it in teachers.by_alias.items()}
+        return self._compare(MeasuredRun(self.config, policy.shape, self._timers, policy.memory(), mean_length, shapes))
 
 
 def _followed_facts(followed: Mapping[str, Any]) -> dict[str, str]:

@@ -166,7 +166,7 @@ def _alarms(worries: Sequence[PageAlarm], width: int, room: int) -> list[Text]:
     lines: list[Text] = []
     console = Console(width=width)
     for alarm in worries:
-        text = Text(f"! {escaped(alarm.what)}", style="bold red" if alarm.grave else "yellow")
+        text = Text(f"! {escaped(alarm.text)}", style="bold red" if alarm.grave else "yellow")
         lines += text.wrap(console, width)
     return lines[:room]
 

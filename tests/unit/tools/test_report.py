@@ -68,7 +68,7 @@ def test_the_page_of_a_killed_run_holds_what_it_wrote(tmp_path: Path, capsys: py
         [pytest.approx(step / 3, rel=1e-5) for step in (1, 2, 3)],
     ]
     assert data["state"]["end"].startswith("not over") and data["state"]["max_steps"] == 9
-    assert any("disagree" in alarm["what"] for alarm in data["alarms"])
+    assert any("disagree" in alarm["text"] for alarm in data["alarms"])
     samples = unpack(data["samples"]["train"]["3"])["samples"]
     assert [(sample["u"], sample["g"], sample["r"]) for sample in samples] == [
         ("p0", 0, 0.0), ("p0", 1, 1.0), ("p1", 0, 0.0), ("p1", 1, 1.0),
@@ -111,9 +111,9 @@ def test_alarms_name_what_went_wrong(tmp_path: Path) -> None:
     run.metrics["train"][:] = lines
     run.marks.append({"what": "restart", "process": "engine-0", "why": "it died", "time": 120.0})
     found = alarms(run, DeviceSeconds(10.0, {"gpu": {"wait for samples": 6.0, "train": 4.0}}, {}))
-    words = "\n".join(alarm.what for alarm in found)
+    words = "\n".join(alarm.text for alarm in found)
     for expected in (
-        "not finite", "stopped exploring", "90% of the samples", "15 of 20 samples", "engine-0, it died",
+        "not finite", "stopped exploring", "90% of the samples", "3 of 4 samples have no reward", "engine-0, it died",
         "gpu did nothing for 60%", "wait for samples", "37 of 40 steps",
     ):  # fmt: skip
         assert expected in words, words
