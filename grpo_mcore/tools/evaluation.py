@@ -155,10 +155,10 @@ def _local(model: str, folder: Path) -> str:
     return str(target)
 
 
-def _content(place: str) -> str | None:
+def _content(location: str) -> str | None:
     """Return what differs once a model or a data file at a path of this machine has other contents: of a checkpoint its
     digests, of a folder names, sizes and times, of a file its digest. None for what is not here."""
-    path = Path(place)
+    path = Path(location)
     if path.is_file():
         return digest_file(path)[1]
     if not path.is_dir():
@@ -173,8 +173,8 @@ def _content(place: str) -> str | None:
 def _config_for(config: MasterConfig, folder: str) -> MasterConfig:
     """Return the configuration with another model, and its tokenizer unless the recipe names one of its own."""
     policy = config.policy
-    own = policy.tokenizer.name == policy.model_name
-    tokenizer = policy.tokenizer.model_copy(update={"name": folder} if own else {})
+    is_the_models = policy.tokenizer.name == policy.model_name
+    tokenizer = policy.tokenizer.model_copy(update={"name": folder} if is_the_models else {})
     return config.model_copy(
         update={"policy": policy.model_copy(update={"model_name": folder, "tokenizer": tokenizer})}
     )
@@ -203,8 +203,8 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
     models = {
         name: str(Path(source).resolve()) if Path(source).is_dir() else source for name, source in sources.items()
     }
-    places = {**sources, **{entry.data_path: entry.data_path for entry in config.data.validation if entry.data_path}}
-    contents = {name: content for name, place in places.items() if (content := _content(place)) is not None}
+    paths = {**sources, **{entry.data_path: entry.data_path for entry in config.data.validation if entry.data_path}}
+    contents = {name: content for name, path in paths.items() if (content := _content(path)) is not None}
     path, samples = folder / SETTINGS, folder / SAMPLES
     if path.is_file() and samples.is_file() and samples.stat().st_size:
         recorded = json.loads(path.read_text(encoding="utf-8"))

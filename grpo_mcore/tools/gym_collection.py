@@ -128,10 +128,10 @@ class _Unfinished:
         self._write({"uid": uid, "lines": lines})
         self._uids.add(uid)
 
-    def missing(self, prompts: Iterable[DatumSpec], asked: dict[str, None]) -> Iterator[DatumSpec]:
-        """Yield the prompts that have no rollouts yet. `asked` gets the uids of all."""
+    def missing(self, prompts: Iterable[DatumSpec], uids: dict[str, None]) -> Iterator[DatumSpec]:
+        """Yield the prompts that have no rollouts yet. `uids` gets those of all."""
         for prompt in prompts:
-            asked[prompt["uid"]] = None
+            uids[prompt["uid"]] = None
             if prompt["uid"] not in self._uids:
                 yield prompt
 
@@ -202,8 +202,8 @@ def collect(
             seed=grpo.seed,
             hooks=RolloutHooks(on_outcome=lambda done: results.update({(done.uid, done.generation_index): done})),
         )
-        asked: dict[str, None] = {}  # uids
-        prompts = unfinished.missing(_usable(dataset, num_prompts), asked)
+        uids: dict[str, None] = {}
+        prompts = unfinished.missing(_usable(dataset, num_prompts), uids)
         most = STEPS_IN_FLIGHT * grpo.num_prompts_per_step
         for group in rollouts.each_group(prompts, sampling, generations=count, most=most):
             lines = _lines(
@@ -218,12 +218,12 @@ def collect(
             )
             unfinished.add(group.uid, list(lines))
             on_group(group)
-        if not asked:
+        if not uids:
             raise DataError("there is no usable prompt to collect rollouts of")
         with whole_file(output) as kept, whole_file(failures) as failed:
             for uid, rollout_lines in unfinished.groups():
-                if uid in asked:
-                    del asked[uid]
+                if uid in uids:
+                    del uids[uid]
                     collected.prompts += 1
                     for line in rollout_lines:
                         _write(collected, line, kept, failed)

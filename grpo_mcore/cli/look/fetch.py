@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.driver.checkpoints import copy_to_url
 
     url, step = args.url.rstrip("/"), None
-    if (named := re.fullmatch(r"(.*)/step_(\d+)", url)) is not None:
-        url, step = named[1], int(named[2])
+    if (match := re.fullmatch(r"(.*)/step_(\d+)", url)) is not None:
+        url, step = match[1], int(match[2])
     folder = args.to or Path(url.rpartition("/")[2])
     store = copy_to_url.open_store(url)
     with copy_to_url.explained(url):

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         beside = f"{output.stem}_samples"
         print(f"{write_shards(shown, output.parent / beside)} files of samples in {output.parent / beside}")
     output.write_text(
-        build_page(shown, others, settings=settings, wanted=sample_steps, beside=beside), encoding="utf-8"
+        build_page(shown, others, settings=settings, sample_steps=sample_steps, beside=beside), encoding="utf-8"
     )
     print(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0

@@ -394,17 +394,17 @@ class CheckpointManager:
         return final
 
     def _what_to_free(self, step: int, error: Exception) -> str:
-        why = str(error).partition("\n")[0]
-        said = f"the checkpoint of step {step} was not written to {self.folder}: {why}\n"
+        reason = str(error).partition("\n")[0]
+        message = f"the checkpoint of step {step} was not written to {self.folder}: {reason}\n"
         try:
             kept = ", ".join(
                 f"step_{old} ({size_of(self.folder / f'step_{old}') / GB:.2f} GB)" for old in self._steps()
             )
             free = shutil.disk_usage(self.folder).free / GB
         except OSError as unreadable:
-            return f"{said}the folder cannot be read either ({unreadable}); the run goes on. Look after its disk"
+            return f"{message}the folder cannot be read either ({unreadable}); the run goes on. Look after its disk"
         return (
-            f"{said}{free:.2f} GB are free there; the run goes on. Delete what you do not need of "
+            f"{message}{free:.2f} GB are free there; the run goes on. Delete what you do not need of "
             f"{kept or 'other files'}" + (", or lower checkpointing.keep_top_k" if kept else "")
         )
 
@@ -469,8 +469,8 @@ class CheckpointManager:
             return
         self._warned = True
         missing = rank(metrics.get(just_saved, {}), self.config) == float("-inf")
-        there = sorted({known for step in ranks for known in metrics[step] if "val:" in known})
-        known = f" (there are {', '.join(there)})" if there and name not in there else ""
+        names = sorted({known for step in ranks for known in metrics[step] if "val:" in known})
+        known = f" (there are {', '.join(names)})" if names and name not in names else ""
         logger.warning(
             "checkpointing.metric_name: %s is %s in steps %s, so the newest are kept; %s (said only once)",
             name,
@@ -515,7 +515,7 @@ def _step_of(name: str) -> int:
 def _named_checkpoint(folder: Path, whole: bool) -> Path:
     """Return the checkpoint that `--resume` names. Raises ResumeError if it is none, or damaged."""
     if not (folder / INFO).is_file() and not (folder / DIGESTS).is_file():
-        inside = max(folder.glob(f"step_*/{INFO}"), key=lambda one: one.stat().st_mtime, default=None)
+        inside = max(folder.glob(f"step_*/{INFO}"), key=lambda info: info.stat().st_mtime, default=None)
         hint = f"; name one of the checkpoints in it, such as {inside.parent}" if inside else ""
         raise ResumeError(f"--resume: {folder} is no checkpoint: {INFO} is missing{hint}")
     refuse_newer_format(folder)

@@ -137,7 +137,7 @@ def fetch_files(store: Any, prefix: str, sizes: Mapping[str, int], folder: Path)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"")
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(fetch_piece, [(name, at) for name in sizes for at in range(0, sizes[name], PIECE_BYTES)]))
+        list(pool.map(fetch_piece, [(name, start) for name in sizes for start in range(0, sizes[name], PIECE_BYTES)]))
 
 
 def run_number(prefix: str) -> int:
@@ -252,8 +252,8 @@ class BackgroundCopy:
         with explained(f"checkpointing.mirror {self._url}"):
             self._copies = whole_steps(self._store)
         prefix, steps = next(reversed(self._copies.items()), ("", []))
-        own = self._own_prefix()
-        return (prefix, steps) if own is None or run_number(prefix) >= run_number(own) else ("", [])
+        own_prefix = self._own_prefix()
+        return (prefix, steps) if own_prefix is None or run_number(prefix) >= run_number(own_prefix) else ("", [])
 
     def fetch(self, prefix: str, step: int) -> str | None:
         """Fetch a checkpoint and the ledger into the folder. Return what is wrong with the copy, None if nothing is.
@@ -325,11 +325,11 @@ class BackgroundCopy:
 
     def _choose_prefix(self, resumed: int | None) -> str:
         """Return the folder's own prefix if this run goes on from what was copied below it, else a new one."""
-        own = self._own_prefix()
-        if own is not None and resumed is not None and self.fetched in (None, own):
-            if max(self._copies.get(own, []), default=0) <= resumed:
-                return own
-        number = 1 + max(map(run_number, [own or "", *self._copies]))
+        own_prefix = self._own_prefix()
+        if own_prefix is not None and resumed is not None and self.fetched in (None, own_prefix):
+            if max(self._copies.get(own_prefix, []), default=0) <= resumed:
+                return own_prefix
+        number = 1 + max(map(run_number, [own_prefix or "", *self._copies]))
         run_id = f"run_{number:03d}_{secrets.token_hex(3)}"
         (self._folder / ID_FILE).write_text(f"{run_id}\n", encoding="utf-8")
         return f"{run_id}/"

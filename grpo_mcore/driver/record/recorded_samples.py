@@ -59,12 +59,14 @@ def _trajectory(row: Row) -> Trajectory:
     tokens = torch.tensor(row["token_ids"], dtype=torch.int64)
     of_engine = row.get("engine_logprobs")  # None: nothing was generated
     logprobs = torch.zeros(len(tokens)) if of_engine is None else torch.tensor(of_engine, dtype=torch.float32)
-    turns, at = [], 0
+    turns, start = [], 0
     for turn in row["turns"]:
-        span = slice(at, at + turn["tokens"])
-        own = logprobs[span] if turn["generated"] else None
-        turns.append(Turn(turn["role"], tokens[span], own, turn["generated"], turn["text"], turn.get("flag") or ""))
-        at += turn["tokens"]
+        span = slice(start, start + turn["tokens"])
+        turn_logprobs = logprobs[span] if turn["generated"] else None
+        turns.append(
+            Turn(turn["role"], tokens[span], turn_logprobs, turn["generated"], turn["text"], turn.get("flag") or "")
+        )
+        start += turn["tokens"]
     versions = tuple((span["version"], span["first"], span["end"]) for span in row["versions"])
     end, branches = (row["finish_reason"], row["truncated"], row["stop_token"]), tuple(row.get("branches") or ())
     return Trajectory(row["uid"], row["generation"], tuple(turns), versions, *end, branches, _routes(row.get("routes")))

@@ -121,8 +121,8 @@ class RunOutput:
 
     def trouble(self) -> dict[str, Any]:
         """Return the alarms and outages of a summary, if there were any."""
-        named = {"alarms": [asdict(alarm) for alarm in self.alarms.raised], "outages": self.logger.outages()}
-        return {name: what for name, what in named.items() if what}
+        lists = {"alarms": [asdict(alarm) for alarm in self.alarms.raised], "outages": self.logger.outages()}
+        return {name: entries for name, entries in lists.items() if entries}
 
     def trouble_facts(self) -> dict[str, str]:
         """Return the same as lines for the console."""
@@ -154,10 +154,10 @@ def devices_of(policy: PolicyInterface, engines: GenerationInterface) -> dict[st
 
 
 @contextmanager
-def left_out_if_it_fails(what: str) -> Iterator[None]:
+def left_out_if_it_fails(part: str) -> Iterator[None]:
     """Log an error of the block: what only describes a run must not change how it ends."""
     try:
         yield
     except Exception as error:  # of the disk, of matplotlib, of a model that the plan does not know
-        why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-        log.warning("%s is left out, since it failed: %s", what, why)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        log.warning("%s is left out, since it failed: %s", part, reason)

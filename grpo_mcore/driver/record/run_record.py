@@ -81,8 +81,10 @@ class RunRecord:
         urgent = stop.at_once and not self._stops_at_once
         if stop.reason and (self.schedule.asked is None or urgent):
             self._stops_at_once = stop.at_once
-            what = "what is trained so far is saved" if urgent else "the step that has begun is finished and saved"
-            logger.info("%s: %s, then the run ends", stop.reason, what)
+            outcome = (
+                "what is trained so far is saved" if urgent else "the step that has begun is finished and saved"
+            )
+            logger.info("%s: %s, then the run ends", stop.reason, outcome)
             self.ledger.write("stop_asked", why=stop.reason, at_once=stop.at_once)
             self.schedule.record(s.StopAsked(stop.reason, at_once=stop.at_once))
 
@@ -136,18 +138,18 @@ class RunRecord:
         if not informative:
             self._consumed += 1
             self.prompts.mark_done([uid])
-            self.report.group_filtered(group, why := "its rewards are equal")
-            self.ledger.write("filtered", uid=uid, why=why)
+            self.report.group_filtered(group, reason := "its rewards are equal")
+            self.ledger.write("filtered", uid=uid, why=reason)
         self.schedule.record(s.GroupFinished(uid, informative, group.nbytes))
 
-    def retried(self, uid: str, why: str) -> None:
+    def retried(self, uid: str, reason: str) -> None:
         """Record that a prompt's samples are thrown away and generated again."""
-        self.ledger.retried(uid, why)
+        self.ledger.retried(uid, reason)
 
-    def restarted(self, worker: str, why: str) -> None:
+    def restarted(self, worker: str, reason: str) -> None:
         """Record that an engine or an environment died or hung, and is started again."""
-        self.ledger.write("restarted", worker=worker, why=why)
-        self.report.restarted(worker, why)
+        self.ledger.write("restarted", worker=worker, why=reason)
+        self.report.restarted(worker, reason)
 
     def trained(
         self,

@@ -239,17 +239,17 @@ class RunReport(RunOutput):
         self.samples.left_out(self._schedule.step + 1, group, reason)
         self.console.note(f"prompt {group.uid} failed and is replaced: {reason}")
 
-    def group_filtered(self, group: Group, why: str) -> None:
+    def group_filtered(self, group: Group, reason: str) -> None:
         """Record a prompt whose rewards were all equal: dynamic sampling consumed it without training on it."""
-        self.samples.left_out(self._schedule.step + 1, group, why)
+        self.samples.left_out(self._schedule.step + 1, group, reason)
 
     def group_returned(self, group: Group) -> None:
         """Record a finished group that would get too old for its step."""
         self.samples.left_out(self._schedule.step + 1, group, "it would be too old: its prompt goes back to the data")
 
-    def restarted(self, worker: str, why: str) -> None:
-        self.spans.restarted(worker, why)
-        self.console.note(f"{worker} is restarted: {why}")
+    def restarted(self, worker: str, reason: str) -> None:
+        self.spans.restarted(worker, reason)
+        self.console.note(f"{worker} is restarted: {reason}")
 
     def validation(self, step: int, validation: Validation) -> None:
         """Log the metrics of a validation, and show some of its samples."""
@@ -369,8 +369,8 @@ def _spread(policy: PolicyInterface, engines: GenerationInterface) -> str:
     nodes = len({worker.place().node for worker in policy.workers})
     if not engines.slots:
         return f" on {nodes} nodes" if nodes > 1 else ""
-    there = len(engines.nodes().hosts)
-    return f" on {nodes} nodes, engines on {there}" if max(nodes, there) > 1 else ""
+    engine_nodes = len(engines.nodes().hosts)
+    return f" on {nodes} nodes, engines on {engine_nodes}" if max(nodes, engine_nodes) > 1 else ""
 
 
 def _title(config: MasterConfig) -> str:
@@ -427,9 +427,9 @@ def _left_out(metrics: dict[str, float]) -> str:
     masked = metrics.get("num_masked_by_seq_logprob_error", 0.0)
     filtered = count - failed - masked - metrics["num_trained_samples"]
     reasons = {"without a reward": failed, "truncated or empty": filtered, "above seq_logprob_error_threshold": masked}
-    named = ", ".join(f"{number:.0f} {reason}" for reason, number in reasons.items() if number)
+    listed = ", ".join(f"{number:.0f} {reason}" for reason, number in reasons.items() if number)
     return f"{metrics['num_trained_samples']:.0f} of {count:.0f} samples are in the loss" + (
-        f" ({named})" if named else ""
+        f" ({listed})" if listed else ""
     )
 
 
@@ -458,15 +458,15 @@ def scoring_notes(groups: Sequence[Group]) -> list[str]:
     if not failed:
         return []
     lost = sum(score.reward is None for score in scores)
-    said = f"scoring: attempts that failed: {_counted(failed)}; {lost} of {len(scores)} samples have no reward"
-    return textwrap.wrap(said, WIDTH, initial_indent="        ", subsequent_indent="          ")
+    line = f"scoring: attempts that failed: {_counted(failed)}; {lost} of {len(scores)} samples have no reward"
+    return textwrap.wrap(line, WIDTH, initial_indent="        ", subsequent_indent="          ")
 
 
 def _counted(kinds: Counter[str], most: int = 4) -> str:
     """Return the total, and the most frequent kinds with their counts."""
-    named = [f"{textwrap.shorten(kind, 60)} {count}" for kind, count in kinds.most_common(most)]
+    listed = [f"{textwrap.shorten(kind, 60)} {count}" for kind, count in kinds.most_common(most)]
     more = f", and {len(kinds) - most} other kinds" if len(kinds) > most else ""
-    return f"{kinds.total()} ({', '.join(named)}{more})"
+    return f"{kinds.total()} ({', '.join(listed)}{more})"
 
 
 def _failed(groups: Sequence[Group]) -> list[str]:

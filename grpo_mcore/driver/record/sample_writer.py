@@ -66,10 +66,10 @@ class SampleWriter:
         """Whether `trained` writes anything."""
         return self._files is not None
 
-    def left_out(self, step: int, group: Group, why: str) -> None:
+    def left_out(self, step: int, group: Group, reason: str) -> None:
         """Record a group that is generated for `step`, on which no step trains."""
         if self._files is not None and self._most is None:
-            self._files.add("train", step, partial(self._rows, [group], left_out=why), last=False)
+            self._files.add("train", step, partial(self._rows, [group], left_out=reason), last=False)
 
     def trained(self, step: int, groups: Sequence[Group], targets: TrainTargets, logprobs: Sequence[Future]) -> None:
         """Record the samples of a step, which are written from `generating` on. `targets`: by sample index, in the

@@ -81,8 +81,8 @@ class RunFiles:
         if self.rewarded:
             grpo = self.settings
             return f"{grpo.get('num_prompts_per_step')} prompts × {grpo.get('num_generations_per_prompt')} generations"
-        what = "pairs" if self.algorithm == "dpo" else "examples"
-        return f"{self.recipe.get('policy', {}).get('train_global_batch_size')} {what}"
+        items = "pairs" if self.algorithm == "dpo" else "examples"
+        return f"{self.recipe.get('policy', {}).get('train_global_batch_size')} {items}"
 
     @property
     def last_written(self) -> float:
@@ -94,8 +94,8 @@ class RunFiles:
 def find_run(folder: Path) -> Path:
     """Return the log folder (exp_NNN) that `folder` is or holds; of several the one that was written to last. Raises
     NoRun."""
-    runs = {path.parent for place in PLACES for path in folder.glob(f"{place}{METRICS_FILE}")}
-    runs |= {path.parent for place in PLACES for path in folder.glob(f"{place}{HYPERPARAMS_FILE}")}  # before step 1
+    runs = {path.parent for pattern in PLACES for path in folder.glob(f"{pattern}{METRICS_FILE}")}
+    runs |= {path.parent for pattern in PLACES for path in folder.glob(f"{pattern}{HYPERPARAMS_FILE}")}  # before step 1
     if not runs:
         raise NoRun(f"{folder} holds no run: there is no {METRICS_FILE} in it, nor in logs/exp_NNN below it")
     return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.json*")))

@@ -90,7 +90,7 @@ def test_a_big_run_makes_a_small_page(tmp_path: Path, monkeypatch: pytest.Monkey
     run = read_run(write_run(tmp_path, steps=9, groups=6, length=200))
     whole = len(page.build_page(run))
     monkeypatch.setattr(page, "PAGE_BYTES", 60_000)
-    text = page.build_page(run, wanted=[5])
+    text = page.build_page(run, sample_steps=[5])
     data = data_of(text)
     assert len(text) < whole and "5" in data["samples"]["train"] and len(data["samples"]["train"]) < 9
     assert len(unpack(data["samples"]["train"]["5"])["samples"]) == 12  # whole, because it was asked for
