@@ -60,7 +60,7 @@ class Collected:
         return text
 
 
-class _Unfinished:
+class UnfinishedCollection:
     """The rollouts so far, in a file beside the output: first what they depend on, then a line for each prompt."""
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
@@ -190,7 +190,7 @@ def collect(
         "--token_ids": token_ids,
     }
     with contextlib.ExitStack() as stack:
-        unfinished = stack.enter_context(_Unfinished(output, settings))
+        unfinished = stack.enter_context(UnfinishedCollection(output, settings))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="collect-")))
         sampler = stack.enter_context(open_sampler(prepared, logs, env_names))
         results: dict[tuple[str, int], GymOutcome] = {}
@@ -226,7 +226,7 @@ def collect(
                     del uids[uid]
                     collected.prompts += 1
                     for line in rollout_lines:
-                        _write(collected, line, kept, failed)
+                        write_rollout(collected, line, kept, failed)
         unfinished.is_done = True
     return collected
 
@@ -267,7 +267,7 @@ def _lines(
         yield rollout_line(messages, trajectory, score, task=task, task_index=group.prompt["idx"], **shown)
 
 
-def _write(collected: Collected, line: dict[str, Any], kept: BinaryIO, failed: BinaryIO) -> None:
+def write_rollout(collected: Collected, line: dict[str, Any], kept: BinaryIO, failed: BinaryIO) -> None:
     text = replaced(json.dumps(line, ensure_ascii=False, default=str)).encode() + b"\n"
     if line.get(FAILURE) is None:
         kept.write(text)
