@@ -29,7 +29,7 @@ LATER: dict[str, Any] = {"tokenizer": None, "hf_config_overrides": {}, "vllm_kwa
 
 @dataclass(frozen=True)
 class EvalReport:
-    """`folder`: samples.jsonl, report.json and report.md. `scores`: in the order of the models, then of the tasks."""
+    """`folder` holds samples.jsonl, report.json and report.md. `scores` are ordered by model, then by task."""
 
     folder: Path
     scores: list[TaskScore]

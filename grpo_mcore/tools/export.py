@@ -26,7 +26,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint of a run. `metrics`: of its step, among them those of its validation as `val:NAME`."""
+    """A complete checkpoint of a run. `metrics`: those of its step, with those of its validation as `val:NAME`."""
 
     folder: Path
     step: int

@@ -36,7 +36,8 @@ class PrefetchError(Exception):
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a run opens. `key`: of the recipe. `name`: a folder or file, or a name of the hub."""
+    """Something that a run opens. `key`: the recipe's key that names it. `name`: a folder, a file or a name on the
+    hub."""
 
     kind: Kind
     key: str

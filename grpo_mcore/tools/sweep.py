@@ -16,7 +16,7 @@ from grpo_mcore.tools.report.run_files import NoRun, RunFiles, find_run, read_ru
 
 SWEEP_FILE = "sweep.json"
 RUNNING_S = 600
-"""A run that wrote something in the last seconds, this many, is taken to be running."""
+"""A run that wrote something within this many seconds counts as running."""
 
 
 class SweepError(ValueError):
@@ -26,7 +26,7 @@ class SweepError(ValueError):
 @dataclass(frozen=True)
 class SweepRun:
     """A run of a sweep. `setting`: the swept values, without the seed, such as "preset=gspo,ratio_clip_max=0.3".
-    `folder`: of its logs and checkpoints. `words`: the overrides of its command line."""
+    `folder` holds its logs and checkpoints; `words` are the overrides of its command line."""
 
     setting: str
     seed: int | None
@@ -70,8 +70,8 @@ PLACES = {"logger.log_dir": "logs", "checkpointing.checkpoint_dir": "checkpoints
 def sweep_runs(
     recipe: str, words: Sequence[str], seeds: int, folder: Path, algorithm: Algorithm = "grpo"
 ) -> list[SweepRun]:
-    """Return the runs of a sweep: all combinations of the values of `words`, each with `seeds` seeds from the recipe's
-    own on. Of words with one value all runs have it; `preset=a,b` names files of recipes/presets/.
+    """Return the runs of a sweep: all combinations of the values of `words`, each with `seeds` seeds, which begin with
+    the recipe's. All runs have the words with one value; `preset=a,b` names files of recipes/presets/.
 
     Raises SweepError if nothing varies, RecipeError, before anything starts, if one of the recipes is wrong.
     """

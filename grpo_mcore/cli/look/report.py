@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the page or the trace, and say where. Return 1 if there is no run."""
     from grpo_mcore.tools.report.comparison import runs_by
     from grpo_mcore.tools.report.page import build_page, write_shards
+    from grpo_mcore.tools.report.perfetto_trace import chrome_trace
     from grpo_mcore.tools.report.run_files import NoRun, read_run
-    from grpo_mcore.tools.report.trace import chrome_trace
 
     try:
         shown, *others = runs = [read_run(Path(run)) for run in [*args.runs, *args.compare]]

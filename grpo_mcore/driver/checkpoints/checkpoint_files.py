@@ -68,8 +68,8 @@ def first_save_state() -> GRPOSaveState:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """The contents of a checkpoint besides the policy. `save_state`: see GRPOSaveState; `data_state`: position in the
-    data, the prompts in flight and the length of the ledger; `metrics`: of the last step."""
+    """The contents of a checkpoint besides the policy. `data_state`: position in the data, prompts in flight and length
+    of the ledger; `metrics`: those of the last step, by which checkpoints are ranked."""
 
     save_state: GRPOSaveState
     data_state: dict[str, Any]
@@ -172,8 +172,8 @@ def refuse_newer_format(folder: Path) -> None:
 
 def write_digests(folder: Path, written: Mapping[str, Digest]) -> None:
     """Write the digests of all files in `folder`, after flushing these to disk: a folder with digests is complete.
-    `written`: those of the files that the driver wrote, by path inside the folder. The policy's ranks have left those
-    of theirs; files without a known digest are read."""
+    `written`: known digests, by path inside the folder. The policy's ranks have left the digests of their files beside
+    them; a file without a known digest is read."""
     digests = dict(written)
     digests |= {f"{POLICY}/{name}": digest for name, digest in collect_digests(folder / POLICY).items()}
     names = _names(folder)
@@ -258,7 +258,7 @@ def is_write_failure(error: BaseException | None) -> bool:
 
 
 def _names(folder: Path, *, digests: bool = False) -> list[str]:
-    """Return the paths of all files inside a checkpoint. `digests`: with the file of their digests."""
+    """Return the paths of all files inside a checkpoint. `digests`: include DIGESTS itself."""
     root, names = os.fspath(folder), list[str]()
     for parent, _, files in os.walk(root, onerror=_raise):
         inside = parent[len(root) + 1 :]

@@ -54,8 +54,8 @@ class NotWritten(OSError):
 @dataclass(frozen=True)
 class SavedPosition:
     """Where a run stood when a checkpoint was saved. `stream`: state of the prompt stream; `in_flight`: prompt uid ->
-    weight version that generated it, in the order of dispatch; `ledger_entries`: length of the ledger, and
-    `ledger_digest`: of its last entry (None in older checkpoints)."""
+    weight version that generated it, in the order of dispatch; `ledger_entries`: length of the ledger;
+    `ledger_digest`: digest of the ledger's last entry (None in older checkpoints)."""
 
     folder: Path
     stream: Mapping[str, Any]
@@ -249,8 +249,8 @@ class CheckpointManager:
         return self._newest_intact(resume, whole, "")
 
     def _newest_intact(self, resume: str | bool, whole: bool, known: str) -> Path | None:
-        """Return the newest checkpoint that is intact. `known`: what is wrong with the newest one, where that is known
-        already."""
+        """Return the newest checkpoint that is intact. `known`: damage of the newest one that the caller has found; ""
+        if it has not looked."""
         local = self._steps()
         steps = sorted({*local, *self._copied})
         while steps:

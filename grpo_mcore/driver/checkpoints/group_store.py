@@ -43,7 +43,7 @@ def read_groups(
     folder: Path, prompts: Sequence[DatumSpec], cluster: Cluster, uids: Mapping[str, int], sizes: range
 ) -> dict[str, Group]:
     """Return groups that `write_groups` has written, by uid: those with a uid in `uids` and a number of samples in
-    `sizes`. `prompts`: of the groups."""
+    `sizes`. `prompts`: the rows of the data from which they were generated."""
     by_uid = {prompt["uid"]: prompt for prompt in prompts}
     groups = {}
     for path in sorted((folder / FOLDER).glob("*.pt")):

@@ -47,9 +47,9 @@ class LeaseLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Holder:
-    """The run that holds a folder. `machine`: identifies the kernel and its process ids: two containers of one node
-    differ in it. `start_tick`: when its process started, in ticks since the machine's boot. `since`: when it took the
-    folder, for the reader. `token`: differs for each run."""
+    """The run that holds a folder. `machine` identifies the kernel and its process ids; two containers of one node
+    differ in it. `start_tick` is the start of the process in ticks since the machine's boot, so that another process
+    with the same pid is not taken for it. `since` is for the reader. `token` differs for each run."""
 
     host: str
     machine: str

@@ -1,4 +1,4 @@
-"""Follow a recorded run: what chance decided in it, another run takes from its files, and so comes to the same weights.
+"""Follow a recorded run: another run takes what chance decided from its files, and so comes to the same weights.
 
 Chance decides in which order groups finish, which samples a group has, which weights generated each token, when
 somebody asks the run to stop, and when engines die. The ledger has the order, the files of samples have the rest.
@@ -64,7 +64,7 @@ class Difference:
 
 @dataclass
 class _Compared:
-    """Counts of what was compared. `tokens`: with log-probs; `worst`: the largest difference of a log-prob."""
+    """Counts of what was compared. `tokens`: number of log-probs; `worst`: their largest difference."""
 
     steps: list[int] = field(default_factory=list)
     tokens: int = 0
@@ -286,7 +286,7 @@ class FollowedRun:
     def compare_logprobs(
         self, step: int, names: Sequence[str], by_index: Mapping[int, Mapping[str, np.ndarray]]
     ) -> None:
-        """Compare the policy's log-probs of a step. `names`: of its samples, by index."""
+        """Compare the policy's log-probs of a step. `names`: the samples' names, by index."""
         self._load(step)  # all its groups may have been in the checkpoint that the run goes on from
         recorded, compared = self._logprobs.pop(step), self.compared
         compared.steps.append(step)

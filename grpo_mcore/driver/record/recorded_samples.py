@@ -1,4 +1,4 @@
-"""Makes groups of the rows that `sample_writer` has written: what a step was trained on, as it was."""
+"""Make groups from the rows that `sample_writer` has written: what a step was trained on, as it was."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def recorded_groups(rows: Sequence[Row], store: ObjectStore) -> list[Group]:
 
 
 def recorded_group(prompt: DatumSpec, rows: Sequence[Row], store: ObjectStore) -> Group:
-    """Return the group of a prompt, whose trajectories are put into the store. `rows`: its samples, in their order."""
+    """Return the group of a prompt, whose trajectories are put into the store. `rows`: the group's samples, in their
+    order."""
     return Group(prompt, tuple(_reference(row, store) for row in rows), tuple(map(_score, rows)))
 
 

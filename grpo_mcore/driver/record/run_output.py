@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class RunOutput:
-    """The console and the files of a run. `samples`, `spans`: writers of the files of samples and events; `time`: the
+    """The console and the files of a run. `samples` and `spans` write the files of samples and events; `time` is the
     clock of the run's cluster."""
 
     def __init__(
@@ -73,8 +73,8 @@ class RunOutput:
         self, tokens: float, lengths: list[int], seconds: Mapping[str, float], computed: float = 1.0
     ) -> dict[str, float]:
         """Return seconds, throughput and FLOPs of the step that was just trained on samples of these lengths: three
-        forward passes' worth for forward and backward. `seconds`: by phase; `computed`: share of the tokens that are
-        computed."""
+        forward passes' worth for forward and backward. `seconds`: spent in each phase; `computed`: share of the tokens
+        that is computed."""
         self._tokens += int(tokens)
         timing = {f"timing/{name}": spent for name, spent in seconds.items()}
         return (

@@ -51,11 +51,11 @@ class RunRecord:
         state: GRPOSaveState,
         follow: FollowedRun | None = None,
     ) -> None:
-        """`state`: of the checkpoint that the run goes on from, or of a run that has not begun. `follow`: the run that
-        this one follows."""
+        """`state`: save state of the checkpoint that the run resumes, or `first_save_state()`. `follow`: the recorded
+        run that this one follows."""
         self._config, self._follow = config, follow
         self.goes_on = False
-        """Whether a run that follows another goes on from a checkpoint at which that one did not stop."""
+        """Whether this run follows another and begins at a checkpoint at which the other one did not stop."""
         self.schedule, self.prompts, self.ledger, self.report = schedule, prompts, ledger, report
         self._consumed, self._valid_tokens = state["consumed_samples"], state["total_valid_tokens"]
         self._val_reward = state.get("val_reward")
@@ -273,8 +273,8 @@ def start_record(
     position: SavedPosition | None,
     follow: FollowedRun | None = None,
 ) -> RunRecord:
-    """Begin the record of a run, or go on with that of a resumed one. `folder`: of the ledger; `position`: of the
-    checkpoint that the run goes on from; `follow`: the run that this one follows."""
+    """Begin the record of a run, or continue that of a resumed one. `folder`: where the ledger lies; `position`: where
+    the run stood in the checkpoint that it resumes; `follow`: the recorded run that this one follows."""
     if follow is not None and position is not None:
         follow.copy_ledger(folder / LEDGER_FILE, position.ledger_entries)
     ledger = Ledger(

@@ -1,4 +1,4 @@
-"""Keeps account of a run on examples (SFT, DPO): what comes next, its files, its console, what its checkpoints hold."""
+"""The record of a run on examples (SFT, DPO, distillation): batches, files, console, content of its checkpoints."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Metrics = dict[str, float]
 class TuningRecord(RunOutput):
     """The loop asks it for the next batch, tells it what was done, and asks what is due after a step.
 
-    `step`: steps that are done. `extra_state`: content of a checkpoint besides the policy and the position in the data.
-    `clock`: times the phases of a step.
+    `step` counts the steps that are done. `extra_state` is saved besides the policy and the position in the data.
+    `clock` times the phases of a step.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TuningRecord(RunOutput):
         val_dataloader: Any,
         stop: StopRequest,
     ) -> None:
-        """`state`: of the checkpoint that the run goes on from, or of a run that has not begun."""
+        """`state`: save state of the checkpoint that the run resumes, or `first_save_state()`."""
         self._algorithm, self._checkpointer, self._stop = algorithm, checkpointer, stop
         self._val_dataloader = val_dataloader
         self.step = state["current_step"]
@@ -135,8 +135,8 @@ class TuningRecord(RunOutput):
 
     @property
     def validates_first(self) -> bool:
-        """Whether a validation comes before the first step. A resumed run makes up for one that the run before it has
-        left out, as it was asked to stop."""
+        """Whether a validation comes before the first step. A resumed run makes up for one that the run before it left
+        out because it was asked to stop."""
         if self._val_dataloader is None:
             return False
         left_out = self._val_metrics is None and not self._is_over and _every(self._settings.val_period, self.step)
@@ -144,8 +144,8 @@ class TuningRecord(RunOutput):
 
     @property
     def validation_is_due(self) -> bool:
-        """Whether a validation comes after the step that was just recorded. One that was asked to stop saves first of
-        all: whoever asked may not wait for longer."""
+        """Whether a validation comes after the step that was just recorded. A run that was asked to stop saves at once
+        and does not validate: it may soon be killed."""
         if self._val_dataloader is None or self._asked is not None:
             return False
         return _every(self._settings.val_period, self.step) or (self._is_over and self._settings.val_at_end)

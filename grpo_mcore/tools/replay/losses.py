@@ -29,7 +29,7 @@ REGIONS = {INSIDE: "passes", BOUNDED: "is bounded", STOPPED: "is stopped"}
 
 @dataclass(frozen=True)
 class LossShare:
-    """Tokens of a step. `shares`: of each loss, the share of its gradient that comes from them: the inner product with
+    """Tokens of a step. `shares`: for each loss, the share of its gradient that comes from them: the inner product with
     the whole gradient over its square; the shares of a group add up to 1. NaN where the whole gradient is 0."""
 
     group: str
@@ -40,7 +40,8 @@ class LossShare:
 
 @dataclass(frozen=True)
 class LossComparison:
-    """`norms`: of each loss's gradient, and `cosines` [losses, losses], both as means over the optimizer steps."""
+    """How alike the gradients of several losses are. `norms`: one for each loss; `cosines`: [losses, losses]; both are
+    means over the optimizer steps."""
 
     names: tuple[str, ...]
     optimizer_steps: int
@@ -77,9 +78,9 @@ def compare_losses(
     run: Path,
     scratch: Path,
 ) -> LossComparison:
-    """Compute the gradients of several losses on a recorded step. `configs`: by the loss's name, alike in everything
-    else; `rows`: from `recorded_step`. With several optimizer steps each begins with the weights that the first loss
-    leaves. Raises ReplayError."""
+    """Compute the gradients of several losses on a recorded step. `configs`: recipes by the loss's name, alike in
+    everything else; `rows`: its samples (`recorded_step`). With several optimizer steps each begins with the weights
+    that the first loss leaves. Raises ReplayError."""
     config, *_ = configs.values()
     if config.on_policy_distillation.enabled:
         raise ReplayError("--loss: a step with teachers cannot be compared")

@@ -156,8 +156,8 @@ def replay_config(config: MasterConfig, layout: str | None, precision: str | Non
 def policy_before(
     config: MasterConfig, step: int, checkpoint: Path | None, scratch: Path
 ) -> Iterator[tuple[Cluster, Model, PolicyGroup]]:
-    """Hold a cluster and a policy as it is before a step, without engines. `checkpoint`: of the step before it, None
-    before the first; `scratch`: folder of the workers' logs."""
+    """Hold a cluster and a policy as it is before a step, without engines. `checkpoint`: that of the step before it,
+    None before the first; `scratch`: folder of the workers' logs."""
     model = check_model(config)
     with start_cluster(config, scratch) as cluster:
         policy = start_policy(config, cluster, model)
@@ -176,8 +176,8 @@ def replay(
     scratch: Path,
     name: str = "replay",
 ) -> Replay:
-    """Compute the step on the recipe's layout. `rows`: from `recorded_step`; `scratch`: folder of the workers' logs.
-    Raises ReplayError where teachers read what is not recorded."""
+    """Compute the step on the recipe's layout. `rows`: its samples (`recorded_step`); `scratch`: folder for the
+    workers' logs. Raises ReplayError where teachers read what is not recorded."""
     if config.on_policy_distillation.enabled and any(entry.hint_key for entry in config.data.train):
         raise ReplayError("its teachers got a hint (data.train.hint_key), which the samples do not record")
     with policy_before(config, step, checkpoint, scratch) as (cluster, model, policy):

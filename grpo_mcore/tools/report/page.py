@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.observe.samples import Kind, SamplesError, read_samples
-from grpo_mcore.tools.report.alarms import alarms
 from grpo_mcore.tools.report.comparison import band, names, standings
 from grpo_mcore.tools.report.device_seconds import ORDER, device_seconds, step_spans
+from grpo_mcore.tools.report.page_alarms import alarms
 from grpo_mcore.tools.report.run_files import RunFiles, duration
 
 log = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ def build_page(
     beside: str | None = None,
 ) -> str:
     """Return the page of a run. `others`: runs with which it is compared, in a table and by their curves. `settings`:
-    the runs by what they have in common; those of one setting share a curve, their mean, with a band from the lowest to
-    the highest. `sample_steps`: steps whose samples are in the page in any case. `beside`: folder, relative to it,
-    that has the samples of all steps (`write_shards`)."""
+    the runs by setting; those of one setting share a curve, their mean, with a band from the lowest to the highest.
+    `sample_steps`: steps whose samples are in the page in any case. `beside`: folder, relative to it, that has the
+    samples of all steps (`write_shards`)."""
     runs = [run, *others]
     seconds = device_seconds(run.events)
     timelines = step_spans(run.events, _spread(list(seconds.by_step), SPAN_STEPS))

@@ -19,8 +19,8 @@ from rich.text import Text
 from grpo_mcore.base.text import escaped
 from grpo_mcore.observe.samples import SamplesError, read_samples
 from grpo_mcore.observe.spans import DRIVER
-from grpo_mcore.tools.report.alarms import PageAlarm, alarms, values
 from grpo_mcore.tools.report.device_seconds import ORDER, DeviceSeconds, device_seconds
+from grpo_mcore.tools.report.page_alarms import PageAlarm, alarms, values
 from grpo_mcore.tools.report.run_files import RunFiles, duration, read_run
 
 BLOCKS = "▁▂▃▄▅▆▇█"

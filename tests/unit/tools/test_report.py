@@ -16,9 +16,9 @@ from rich.console import Console
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe.samples import sample_steps
 from grpo_mcore.tools.report import page
-from grpo_mcore.tools.report.alarms import alarms
 from grpo_mcore.tools.report.comparison import WIDE, Standing, differing_settings, short_names, standings, table
 from grpo_mcore.tools.report.device_seconds import DeviceSeconds, covered, device_seconds, step_spans
+from grpo_mcore.tools.report.page_alarms import alarms
 from grpo_mcore.tools.report.run_files import read_run
 from grpo_mcore.tools.report.watch import sparkline
 from tests.unit.tools.report_pages import assert_trace_format, data_of, shown, step_events, unpack, write_run
