@@ -148,9 +148,7 @@ class CheckpointManager:
         store = self._store or open_store(url, self.config.mirror_options)
         self.copy = BackgroundCopy(url, store, self.folder, self.config.mirror_wait_s)
         try:
-            if trains:
-                self.copy.probe()
-            self._copied_run, self._copied = self.copy.look()
+            self._copied_run, self._copied = self.copy.look(writes=trains)
         except CopyError as error:
             if self.latest() is None and (trains or resume is True or resume == AUTO):
                 raise

@@ -203,12 +203,9 @@ def fetch_ledger(store: Any, prefix: str, folder: Path) -> None:
 def fetch_logs(store: Any, prefix: str, folder: Path) -> None:
     """Fetch the files of a run's log folders (exp_NNN/...) that are missing or shorter in `folder`."""
     sizes = {name: size for name, size in sizes_of(store, f"{prefix}logs/").items() if not _leaves(name)}
-    shorter = {name: size for name, size in sizes.items() if _size(folder / name) < size}
-    fetch_files(store, f"{prefix}logs/", shorter, folder)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else -1
+    known = {name: (folder / name).stat().st_size for name in sizes if (folder / name).exists()}
+    missing = {name: size for name, size in sizes.items() if known.get(name, -1) < size}
+    fetch_files(store, f"{prefix}logs/", missing, folder)
 
 
 def _leaves(name: str) -> bool:
@@ -235,21 +232,17 @@ class BackgroundCopy:
         self._failing_since = 0.0
         self._closed, self._changed = threading.Event(), threading.Condition()
 
-    def probe(self) -> None:
-        """Write, list and delete a small object, so that a missing right shows before it is needed. Raises
-        CopyError."""
+    def look(self, *, writes: bool) -> tuple[str, list[int]]:
+        """Return the prefix of the newest run at the URL, and its whole steps; none if the folder's own is newer.
+        `writes`: write and delete a small object, so that a missing right shows before it is needed. Raises CopyError.
+        """
         import obstore
 
-        name = f"probe-{os.getpid()}-{time.time_ns()}"
         with explained(f"checkpointing.mirror {self._url}"):
-            obstore.put(self._store, name, b"grpo-mcore")
-            sizes_of(self._store)
-            obstore.delete(self._store, name)
-
-    def look(self) -> tuple[str, list[int]]:
-        """Return the prefix of the newest run at the URL, and its whole steps; none if the folder's own is newer.
-        Raises CopyError."""
-        with explained(f"checkpointing.mirror {self._url}"):
+            if writes:
+                name = f"probe-{os.getpid()}-{time.time_ns()}"
+                obstore.put(self._store, name, b"grpo-mcore")
+                obstore.delete(self._store, name)
             self._copies = whole_steps(self._store)
         prefix, steps = next(reversed(self._copies.items()), ("", []))
         own_prefix = self._own_prefix()
