@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLES, SETTINGS, REPORT_JSON, REPORT = "samples.jsonl", "settings.json", "report.json", "report.md"
 LATER: dict[str, Any] = {"tokenizer": None, "hf_config_overrides": {}, "vllm_kwargs": {}}
-"""Settings that older folders do not record, as they are where a recipe says nothing."""
+"""Settings that older folders do not record, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def evaluate(config: MasterConfig, models: Sequence[str]) -> EvalReport:
 
 
 def _evaluate(config: MasterConfig, sources: Mapping[str, str], folder: Path) -> EvalReport:
-    """Evaluate models, each under its name, into a folder that nobody else writes."""
+    """Evaluate models, each under its name, into a folder that this process holds."""
     evaluation = config.eval
     with closing(SampleLog(folder / SAMPLES, evaluation.num_tests_per_prompt)) as log:
         uids = {

@@ -1,8 +1,8 @@
 """Collection of rollouts without training: samples a recipe's prompts, scores the samples and writes them to a file in
 NeMo Gym's format.
 
-Rollouts of a Gym's agents are written unchanged. Samples without a reward go to NAME_failures.jsonl. What an
-interrupted collection has got is in NAME_unfinished.jsonl, from which the same command goes on.
+Rollouts of a Gym's agents are written unchanged. Samples without a reward go to NAME_failures.jsonl. An interrupted
+collection leaves its rollouts in NAME_unfinished.jsonl, from which the same command continues.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Collected:
 
 
 class UnfinishedCollection:
-    """The rollouts so far, in a file beside the output: first what they depend on, then a line for each prompt."""
+    """The rollouts so far, in a file next to the output: first the settings that they depend on, then a line a
+    prompt."""
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         """Go on with the file of a collection that was interrupted. Raises DataError for one of other settings, and if
@@ -120,7 +121,7 @@ class UnfinishedCollection:
             )
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(replaced(json.dumps(line, ensure_ascii=False, default=str)).encode() + b"\n")
+        self._file.write(_encoded(line))
         self._file.flush()
 
     def add(self, uid: str, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -267,8 +268,13 @@ def _lines(
         yield rollout_line(messages, trajectory, score, task=task, task_index=group.prompt["idx"], **shown)
 
 
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    return replaced(json.dumps(line, ensure_ascii=False, default=str)).encode() + b"\n"
+
+
 def write_rollout(collected: Collected, line: dict[str, Any], kept: BinaryIO, failed: BinaryIO) -> None:
-    text = replaced(json.dumps(line, ensure_ascii=False, default=str)).encode() + b"\n"
+    """Write a rollout to the file `kept`, or to `failed` if it has no reward, and count it."""
+    text = _encoded(line)
     if line.get(FAILURE) is None:
         kept.write(text)
         collected.rows += 1

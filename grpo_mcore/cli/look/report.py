@@ -41,7 +41,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     samples = parser.add_mutually_exclusive_group()
     samples.add_argument("--samples", metavar="STEPS", help="steps whose samples are in the page, such as 12,40-44")
     samples.add_argument(
-        "--all-samples", action="store_true", help="write the samples of every step beside the page, which loads them"
+        "--all-samples", action="store_true", help="write the samples of every step next to the page, which loads them"
     )
     return parser.parse_args(list(words))
 

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 
 MODEL_FOLDERS = ("hf", "hf_step_*")
-"""Models in Hugging Face's format beside the checkpoints: of SFT and DPO, and of checkpointing.save_hf."""
+"""Folders with models in Hugging Face's format: the last weights of SFT and DPO, and checkpointing.save_hf."""
 
 
 class NotWritten(OSError):
@@ -65,7 +65,7 @@ class SavedPosition:
 
     @property
     def followed(self) -> int:
-        """Number of entries of the ledger of the run that it followed; of its own ledger if it followed none."""
+        """Length of the ledger of the run that this one followed; of its own ledger if it followed none."""
         return int(self.stream.get("followed", self.ledger_entries))
 
 
@@ -93,7 +93,7 @@ class CheckpointManager:
         self._warned = False
         self._newest_wanted = False  # the user has not named the checkpoint to resume
         self._renames = True  # damaged checkpoints
-        self._undeletable: set[int] = set()  # steps whose deletion has failed, and that was said
+        self._undeletable: set[int] = set()  # steps whose failed deletion has been logged
 
     def open(
         self, resume: str | bool | None, *, trains: bool = True, models: Sequence[str] = (), renames: bool = True
@@ -197,12 +197,12 @@ class CheckpointManager:
 
     @property
     def goes_on_here(self) -> bool:
-        """Whether this run resumes a checkpoint of this folder: what lies beside it is then its own."""
+        """Whether this run resumes a checkpoint of this folder, so that the other files there are its own."""
         return self.resumed_from is not None and self.resumed_from.resolve().parent == self.folder.resolve()
 
     def make_way(self, name: str) -> Path:
-        """Return the path of a model that this run is about to write. One that another run has written since `open` is
-        set aside, and that is said."""
+        """Return the path of a model that this run is about to write. A model that another run has written there since
+        `open` is set aside, with a warning."""
         path = self.folder / name
         if path.exists() and not self.goes_on_here:
             logger.warning(
@@ -226,8 +226,8 @@ class CheckpointManager:
         return self.folder / f"step_{max(steps)}" if steps else None
 
     def latest_if_readable(self, otherwise: Path | None = None) -> Path | None:
-        """Return what `latest` does, and `otherwise` where the folder cannot be read at the moment: for what is said
-        and decided after a failure, which must not be replaced by another one."""
+        """Return the newest complete checkpoint, or `otherwise` if the folder cannot be read at the moment: after a
+        failure, whose message must not be replaced by that of another one."""
         try:
             return self.latest()
         except OSError as error:
@@ -373,8 +373,8 @@ class CheckpointManager:
 
     def publish(self, step: int, written: Mapping[str, Digest] = {}) -> Path:
         """Write the digests, rename the folder to `step_N`, and delete the checkpoints that keep_top_k leaves out.
-        Return the folder. What fails after the renaming is said and raises nothing: the checkpoint is saved. What
-        cannot be deleted is tried again after the next one. `written`: see `write_digests`."""
+        Return the folder. A failure after the renaming is logged and not raised, since the checkpoint is saved; a
+        deletion that failed is tried again after the next save. `written`: see `write_digests`."""
         tmp, final = self.folder / f"tmp_step_{step}", self.folder / f"step_{step}"
         write_digests(tmp, written)
         if self._lease is not None:
@@ -423,15 +423,14 @@ class CheckpointManager:
         return sorted(int(step.name.removeprefix("step_")) for step in steps if _holds_something(step))
 
     def _delete(self, step: int) -> None:
-        """Rename the folder, then delete it: one that is only half deleted must not pass for a checkpoint. Raises
-        OSError."""
+        """Rename the folder, then delete it, so that a half deleted one does not pass for a checkpoint. Raises OSError."""
         doomed = self.folder / f"tmp_old_step_{step}"
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(self.folder / f"step_{step}", doomed)
         shutil.rmtree(doomed)
 
     def _delete_all(self, steps: Iterable[int]) -> None:
-        """Delete these checkpoints, and what earlier deletions have left. Say which cannot be deleted, each once."""
+        """Delete these checkpoints, and what failed deletions have left. Warn once of each that cannot be deleted."""
         left = [int(path.name.removeprefix("tmp_old_step_")) for path in self.folder.glob("tmp_old_step_*")]
         for step in sorted(steps):
             self._attempt(step, partial(self._delete, step))
@@ -441,7 +440,7 @@ class CheckpointManager:
     def _attempt(self, step: int, delete: Callable[[], None]) -> None:
         try:
             delete()
-        except FileNotFoundError:  # somebody else has deleted it
+        except FileNotFoundError:  # another process has deleted it
             return
         except OSError as error:
             if step not in self._undeletable:
@@ -460,7 +459,7 @@ class CheckpointManager:
         self._delete_all(metrics.keys() - self._to_keep(metrics, just_saved))
 
     def _warn_of_equal_ranks(self, metrics: Mapping[int, Mapping[str, float]], just_saved: int) -> None:
-        """Say if the metric tells nothing about which checkpoints to keep."""
+        """Warn if the metric ranks all checkpoints equally, so that it does not tell which to keep."""
         name, keep = self.config.metric_name, self.config.keep_top_k
         ranks = {step: rank(of, self.config) for step, of in metrics.items() if not self._is_for_recovery(step)}
         if name is None or keep is None or len(ranks) <= keep or len(set(ranks.values())) > 1:

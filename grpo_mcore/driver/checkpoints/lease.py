@@ -92,7 +92,7 @@ class Lease:
         self._end_beat = clock.beat(beat_s, self._beat, "lease")
 
     def check(self) -> None:
-        """Raise LeaseLost if another run holds the folder by now. A file that cannot be read says nothing."""
+        """Raise LeaseLost if another run holds the folder by now. A file that cannot be read is ignored."""
         holder = None
         with suppress(OSError):
             holder = _read(self.file)

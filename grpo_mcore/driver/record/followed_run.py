@@ -1,10 +1,10 @@
 """Follow a recorded run: another run takes what chance decided from its files, and so comes to the same weights.
 
-Chance decides in which order groups finish, which samples a group has, which weights generated each token, when
-somebody asks the run to stop, and when engines die. The ledger has the order, the files of samples have the rest.
-Everything else follows from these, the recipe and the data: the schedule's commands, batches, advantages, updates. So
-the loop is the same; only its groups come from `RecordedRollouts`, and each entry of the new ledger is held against the
-recorded one: where they part for the first time, the run ends and says so.
+Chance decides in which order groups finish, which samples a group has, which weights generated each token, when the run
+is asked to stop, and when engines die. The ledger has the order, the files of samples have the rest. Everything else
+follows from these, the recipe and the data: the schedule's commands, batches, advantages, updates. So the loop is the
+same; only its groups come from `RecordedRollouts`, and each entry of the new ledger is held against the recorded one:
+where they part for the first time, the run ends with a message.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class FollowedRun:
             kind: sample_steps(folder, kind) for kind in ("train", "validation")
         }
         self._at = self._end = 0
-        self._rows: dict[int, dict[str, list[dict[str, Any]]]] = {}  # step -> uid -> samples that nobody took yet
+        self._rows: dict[int, dict[str, list[dict[str, Any]]]] = {}  # step -> uid -> samples not taken yet
         self._logprobs: dict[int, dict[str, np.ndarray]] = {}  # step -> sample -> of the policy
         self._metrics: dict[int, dict[str, Any]] = {}  # of the recorded run's steps
         self._saved: dict[int, Entry] = {}  # saves of this run that the record has not come to
@@ -220,7 +220,7 @@ class FollowedRun:
             elif (saved := self._saved.pop(recorded["step"], None)) is not None:
                 yield saved
         if entry["event"] == "ended" or (entry["event"] == "stop_asked" and recorded != _plain(entry)):
-            self._is_over = True  # the record has no more, or somebody stops this run
+            self._is_over = True  # the record ends, or this run is asked to stop
             yield from self._saved.values()
             yield entry
             return

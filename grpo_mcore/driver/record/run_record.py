@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 PASS_RATES_FILE = "pass_rates.jsonl"
-"""File beside the ledger with a line for each prompt that was tried: `rollout.pass_rates.PromptRecord`."""
+"""File next to the ledger with one `rollout.pass_rates.PromptRecord` a line, for each prompt that was tried."""
 
 
 class RunRecord:
@@ -81,9 +81,7 @@ class RunRecord:
         urgent = stop.at_once and not self._stops_at_once
         if stop.reason and (self.schedule.asked is None or urgent):
             self._stops_at_once = stop.at_once
-            outcome = (
-                "what is trained so far is saved" if urgent else "the step that has begun is finished and saved"
-            )
+            outcome = "what is trained so far is saved" if urgent else "the step that has begun is finished and saved"
             logger.info("%s: %s, then the run ends", stop.reason, outcome)
             self.ledger.write("stop_asked", why=stop.reason, at_once=stop.at_once)
             self.schedule.record(s.StopAsked(stop.reason, at_once=stop.at_once))
@@ -233,7 +231,7 @@ class RunRecord:
         self.ledger.write("not_saved", step=step, why=str(error.__cause__))
 
     def _write_pass_rates(self) -> None:
-        """Write the pass rate of each prompt beside the ledger, for people: a checkpoint has its own copy."""
+        """Write the pass rate of each prompt to a file for people; a checkpoint has its own copy."""
         path = self.ledger.path.with_name(PASS_RATES_FILE)
         records = ({"uid": uid, **vars(record)} for uid, record in self.prompts.rates.prompts.items())
         try:

@@ -1,6 +1,6 @@
 """A run in a terminal, redrawn from its files: a running one, a finished one or one that was killed.
 
-It only reads, so it may be started, ended and started again beside the run, from any shell that sees the files.
+It only reads, so it may be started and ended at any time, from any shell that sees the files.
 """
 
 from __future__ import annotations
