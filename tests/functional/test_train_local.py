@@ -309,7 +309,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 def test_checkpoints_are_complete_and_older_ones_are_removed(resumed: tuple[Run, Inside]) -> None:
     run, _ = resumed
     names = sorted(path.name for path in run.checkpoints.iterdir())
-    assert names == ["ledger.jsonl", "pass_rates.jsonl", "step_3", "step_4"]
+    assert names == ["copied_as.txt", "ledger.jsonl", "pass_rates.jsonl", "step_3", "step_4"]
     newest = run.checkpoints / "step_4"
     assert sorted(path.name for path in newest.iterdir()) == [
         "config.yaml", "data.pt", "digests.json", "policy", "training_info.json",

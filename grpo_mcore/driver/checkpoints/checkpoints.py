@@ -423,7 +423,7 @@ class CheckpointManager:
         return sorted(int(step.name.removeprefix("step_")) for step in steps if _holds_something(step))
 
     def _delete(self, step: int) -> None:
-        """Rename the folder, then delete it, so that a half deleted one does not pass for a checkpoint. Raises OSError."""
+        """Rename the folder, then delete it: a half deleted one must not pass for a checkpoint. Raises OSError."""
         doomed = self.folder / f"tmp_old_step_{step}"
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(self.folder / f"step_{step}", doomed)

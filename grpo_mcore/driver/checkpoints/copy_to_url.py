@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> Any:
         return from_url(
             url,
             client_options={"timeout": "60s", "allow_http": endpoint.startswith("http://")},
-            retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=60)},
+            retry_config={"max_retries": 3},
             **options,
         )
 
@@ -240,7 +239,7 @@ class BackgroundCopy:
 
         with explained(f"checkpointing.mirror {self._url}"):
             if writes:
-                name = f"probe-{os.getpid()}-{time.time_ns()}"
+                name = f"probe-{os.getpid()}-{secrets.token_hex(3)}"
                 obstore.put(self._store, name, b"grpo-mcore")
                 obstore.delete(self._store, name)
             self._copies = whole_steps(self._store)
