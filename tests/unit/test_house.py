@@ -58,7 +58,6 @@ TWO_OF_A_NAME = {
     "Refit": "a refit, and the schedule's command, which is written s.Refit",
     "Worker": "the interface, and a process of the sandbox, whose files know nothing of the package",
     "Block": "a kind of layer, and a slice that a refit sends",
-    "Comparison": "of a run with its plan: what the report needs of it, and plan's own",
     "Node": "of a YAML file, and of the virtual cluster",
     "Verdict": "of the command, and of a verifier",
     "Outcome": "of a turn, and of a simulated run",

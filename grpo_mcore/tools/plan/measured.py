@@ -34,7 +34,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """`device`: its data sheet gives the predicted seconds. `mean_length`: of the samples that were trained on."""
 
     device: Device
@@ -60,7 +60,7 @@ class Comparison:
         return [*rows, f"  seconds: a roofline of {roofline};", f"           {samples}"]
 
 
-def compare(run: MeasuredRun) -> Comparison | None:
+def compare(run: MeasuredRun) -> PlanComparison | None:
     """Compare a run with its plan. Return None if nothing was trained, or if the plan does not know the accelerator."""
     if not run.steps or not run.memory or not all(run.memory):
         return None
@@ -68,7 +68,7 @@ def compare(run: MeasuredRun) -> Comparison | None:
     if device is None:
         return None
     plan = make_plan(run.recipe, run.model, device, mean_length=max(1, run.mean_length), teachers=run.teachers)
-    return Comparison(device, run.mean_length, (*_seconds(plan, run.steps), *_bytes(plan, run.memory)))
+    return PlanComparison(device, run.mean_length, (*_seconds(plan, run.steps), *_bytes(plan, run.memory)))
 
 
 def _device(memory: Mapping[str, Any]) -> Device | None:
