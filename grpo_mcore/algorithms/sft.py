@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from grpo_mcore.base.stopping import StopRequest
+from grpo_mcore.driver.checkpoints.background import BackgroundCheckpoints
 from grpo_mcore.driver.interfaces import ColocatablePolicyInterface
-from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord, start_tuning_record
+from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord
 from grpo_mcore.driver.run.run import Run
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import Algorithm, MasterConfig
@@ -61,7 +62,12 @@ def tune(
 ) -> dict[str, Any]:
     """Run the loop of an algorithm that learns from given examples (SFT, DPO, distillation), and return its summary.
     `train`: trains one step on a batch. `validate`: returns the metrics of a validation."""
-    record, checkpoints = start_tuning_record(algorithm, run, stop)
+    record = TuningRecord(
+        algorithm, run.logger, run.master_config, run.policy, run.policy_generation, run.tokenizer,
+        checkpointer=run.checkpointer, state=run.grpo_save_state, dataloader=run.dataloader,
+        val_dataloader=run.val_dataloader, stop=stop or StopRequest(),
+    )  # fmt: skip
+    checkpoints = BackgroundCheckpoints(run.checkpointer, run.policy, run.master_config, on_failure=record.not_saved)
 
     def validated() -> None:
         with record.clock.pause("validation"):

@@ -42,6 +42,7 @@ VERBS = {
     "runs": ("look", "list the runs below a folder: state, step, score, and which settings differ", False),
     "report": ("look", "write a page that shows a run: curves, device-seconds, timeline, samples", False),
     "ledger": ("look", "audit a run: did every prompt have exactly one end", False),
+    "fetch": ("look", "fetch a run from where checkpointing.mirror copied it", False),
     "inspect": ("look", "say what every process of a run is doing, and whom the others wait for", False),
     "replay": ("look", "compute a recorded step again, on any layout, and say where it differs", False),
     "verdict": ("look", "name why policy and engine disagree, on a recorded step or for a model", False),

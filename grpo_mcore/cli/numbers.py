@@ -1,9 +1,18 @@
-"""Types of options that are numbers: what is no such number is refused with the command's usage."""
+"""Types of options: what is no such number or path is refused with the command's usage."""
 
 from __future__ import annotations
 
 import argparse
 import math
+
+
+def local(text: str) -> str:
+    """Return a path, or a name on the hub. Commands read folders: a URL is refused."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text} is a URL; fetch the run first, then name its folder: grpo-mcore fetch {text} --to FOLDER"
+        )
+    return text
 
 
 def count(text: str) -> int:

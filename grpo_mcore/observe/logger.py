@@ -8,12 +8,12 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -62,19 +62,6 @@ def check_loggers(config: GRPOLoggerConfig) -> None:
         check_custom_logger(code)
 
 
-class Background(Protocol):
-    """Work that goes on beside a run and may lack something at its end."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return what a step logs of it."""
-
-    def notes(self) -> Sequence[str]:
-        """Return lines for the table of steps."""
-
-    def outages(self) -> dict[str, str]:
-        """Return what is lacking at the moment, by name."""
-
-
 class Logger:
     """Writes to a run's own folder, `log_dir`: the next free exp_001, exp_002, ... in `config.log_dir`.
 
@@ -107,8 +94,8 @@ class Logger:
         self._webhook = None if webhook is None else Tracker("logger.alarms.webhook", lambda: webhook)
         self.machines: Callable[[], Mapping[str, float]] = dict
         """Returns the metrics of the run's machines since the last call; none unless logger.monitor_gpus is set."""
-        self.mirror: Background | None = None
-        """Copies the checkpoints to an object store, if the recipe asks for it."""
+        self.not_copied: Callable[[], Mapping[str, str]] = dict
+        """Returns which checkpoints checkpointing.mirror lacks at the moment, and why."""
         self.draws_curve = True
         """Whether the end of a run draws its reward curve: a rehearsal has no rewards worth a picture."""
         self.peak_flops: float | None = None
@@ -165,20 +152,18 @@ class Logger:
             (self.log_dir / "summary.json").write_bytes(self._summary)
 
     def outages(self) -> dict[str, str]:
-        """Return, by tracker or mirror that lacks something at the moment, how much and why."""
+        """Return, by tracker or copy of the checkpoints that lacks something at the moment, how much and why."""
         lacking = {
             tracker.name: f"lacks {tracker.missing} calls: {tracker.outage}"
             for tracker in self._trackers()
             if tracker.outage is not None
         }
-        return lacking | (self.mirror.outages() if self.mirror is not None else {})
+        return lacking | dict(self.not_copied())
 
     def log_surroundings(self, step: int) -> None:
-        """Log the metrics of the run's machines, and of its mirror."""
+        """Log the metrics of the run's machines."""
         if machines := self.machines():
             self.log_metrics(machines, step, "machine")
-        if self.mirror is not None:
-            self.log_metrics(self.mirror.metrics(), step, "mirror")
 
     def _trackers(self) -> list[Tracker[Any]]:
         return [*self._backends, *self._custom, *([] if self._webhook is None else [self._webhook])]

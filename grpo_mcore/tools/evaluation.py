@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 SAMPLES, SETTINGS, REPORT_JSON, REPORT = "samples.jsonl", "settings.json", "report.json", "report.md"
 LATER: dict[str, Any] = {"tokenizer": None, "hf_config_overrides": {}, "vllm_kwargs": {}}
-"""Settings that older folders do not record, as they are where a recipe says nothing."""
+"""Settings that older folders do not record, with their defaults."""
 
 
 @dataclass(frozen=True)
 class EvalReport:
-    """`folder`: samples.jsonl, report.json and report.md. `scores`: in the order of the models, then of the tasks."""
+    """`folder` holds samples.jsonl, report.json and report.md. `scores` are ordered by model, then by task."""
 
     folder: Path
     scores: list[TaskScore]
@@ -54,7 +54,7 @@ def evaluate(config: MasterConfig, models: Sequence[str]) -> EvalReport:
 
 
 def _evaluate(config: MasterConfig, sources: Mapping[str, str], folder: Path) -> EvalReport:
-    """Evaluate models, each under its name, into a folder that nobody else writes."""
+    """Evaluate models, each under its name, into a folder that this process holds."""
     evaluation = config.eval
     with closing(SampleLog(folder / SAMPLES, evaluation.num_tests_per_prompt)) as log:
         uids = {
@@ -155,10 +155,10 @@ def _local(model: str, folder: Path) -> str:
     return str(target)
 
 
-def _content(place: str) -> str | None:
+def _content(location: str) -> str | None:
     """Return what differs once a model or a data file at a path of this machine has other contents: of a checkpoint its
     digests, of a folder names, sizes and times, of a file its digest. None for what is not here."""
-    path = Path(place)
+    path = Path(location)
     if path.is_file():
         return digest_file(path)[1]
     if not path.is_dir():
@@ -173,8 +173,8 @@ def _content(place: str) -> str | None:
 def _config_for(config: MasterConfig, folder: str) -> MasterConfig:
     """Return the configuration with another model, and its tokenizer unless the recipe names one of its own."""
     policy = config.policy
-    own = policy.tokenizer.name == policy.model_name
-    tokenizer = policy.tokenizer.model_copy(update={"name": folder} if own else {})
+    is_the_models = policy.tokenizer.name == policy.model_name
+    tokenizer = policy.tokenizer.model_copy(update={"name": folder} if is_the_models else {})
     return config.model_copy(
         update={"policy": policy.model_copy(update={"model_name": folder, "tokenizer": tokenizer})}
     )
@@ -203,8 +203,8 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
     models = {
         name: str(Path(source).resolve()) if Path(source).is_dir() else source for name, source in sources.items()
     }
-    places = {**sources, **{entry.data_path: entry.data_path for entry in config.data.validation if entry.data_path}}
-    contents = {name: content for name, place in places.items() if (content := _content(place)) is not None}
+    paths = {**sources, **{entry.data_path: entry.data_path for entry in config.data.validation if entry.data_path}}
+    contents = {name: content for name, path in paths.items() if (content := _content(path)) is not None}
     path, samples = folder / SETTINGS, folder / SAMPLES
     if path.is_file() and samples.is_file() and samples.stat().st_size:
         recorded = json.loads(path.read_text(encoding="utf-8"))

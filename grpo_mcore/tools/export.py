@@ -26,7 +26,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint of a run. `metrics`: of its step, among them those of its validation as `val:NAME`."""
+    """A complete checkpoint of a run. `metrics`: those of its step, with those of its validation as `val:NAME`."""
 
     folder: Path
     step: int
@@ -40,8 +40,8 @@ def find_checkpoint(path: Path) -> SavedCheckpoint:
     if not (folder / INFO).is_file():
         newest = next(reversed(kept_checkpoints(path)), None)
         if newest is None:
-            what = "holds no checkpoint (step_N with training_info.json)" if path.is_dir() else "does not exist"
-            raise ExportError(f"{path} {what}; give a folder step_N, or the folder of a run's checkpoints")
+            problem = "holds no checkpoint (step_N with training_info.json)" if path.is_dir() else "does not exist"
+            raise ExportError(f"{path} {problem}; give a folder step_N, or the folder of a run's checkpoints")
         folder = newest
     if not (folder / RECIPE).is_file():
         raise ExportError(f"{folder} has no {RECIPE}, which says what model it holds")
@@ -80,8 +80,8 @@ def export(
     except SetupError as error:
         hint = "give the folder that the run started from with --model" if model is None else "see --model"
         raise ExportError(f"{error}; its config and tokenizer are needed: {hint}") from error
-    own = policy.tokenizer.name
-    tokenizer = None if own == policy.model_name else own
+    name_of_tokenizer = policy.tokenizer.name
+    tokenizer = None if name_of_tokenizer == policy.model_name else name_of_tokenizer
     partial = output.with_name(f"tmp_{output.name}")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
@@ -107,8 +107,8 @@ def best_checkpoint(config: CheckpointingConfig) -> Path | None:
 
 def kept_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a checkpoint_dir, oldest first."""
-    there = [path.parent for path in folder.glob(f"step_*/{INFO}")]
-    return sorted((path for path in there if path.name.removeprefix("step_").isdigit()), key=step_of)
+    complete = [path.parent for path in folder.glob(f"step_*/{INFO}")]
+    return sorted((path for path in complete if path.name.removeprefix("step_").isdigit()), key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -119,9 +119,9 @@ def export_run(config: CheckpointingConfig) -> list[Path]:
     """Export what checkpointing.save_hf asks for, as `hf_step_N` beside the checkpoints. Return the folders."""
     kept = kept_checkpoints(Path(config.checkpoint_dir))
     best = best_checkpoint(config)
-    wanted = {"none": [], "all": kept, "last": kept[-1:], "best": [best] if best else []}[config.save_hf]
+    folders = {"none": [], "all": kept, "last": kept[-1:], "best": [best] if best else []}[config.save_hf]
     targets = []
-    for folder in wanted:
+    for folder in folders:
         target = folder.with_name(f"hf_{folder.name}")
         export(folder, target, replace=True)
         targets.append(target)

@@ -1,8 +1,8 @@
 """Collection of rollouts without training: samples a recipe's prompts, scores the samples and writes them to a file in
 NeMo Gym's format.
 
-Rollouts of a Gym's agents are written unchanged. Samples without a reward go to NAME_failures.jsonl. What an
-interrupted collection has got is in NAME_unfinished.jsonl, from which the same command goes on.
+Rollouts of a Gym's agents are written unchanged. Samples without a reward go to NAME_failures.jsonl. An interrupted
+collection leaves its rollouts in NAME_unfinished.jsonl, from which the same command continues.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class Collected:
         return text
 
 
-class _Unfinished:
-    """The rollouts so far, in a file beside the output: first what they depend on, then a line for each prompt."""
+class UnfinishedCollection:
+    """The rollouts so far, in a file next to the output: first the settings that they depend on, then a line a
+    prompt."""
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         """Go on with the file of a collection that was interrupted. Raises DataError for one of other settings, and if
@@ -120,7 +121,7 @@ class _Unfinished:
             )
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(replaced(json.dumps(line, ensure_ascii=False, default=str)).encode() + b"\n")
+        self._file.write(_encoded(line))
         self._file.flush()
 
     def add(self, uid: str, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -128,10 +129,10 @@ class _Unfinished:
         self._write({"uid": uid, "lines": lines})
         self._uids.add(uid)
 
-    def missing(self, prompts: Iterable[DatumSpec], asked: dict[str, None]) -> Iterator[DatumSpec]:
-        """Yield the prompts that have no rollouts yet. `asked` gets the uids of all."""
+    def missing(self, prompts: Iterable[DatumSpec], uids: dict[str, None]) -> Iterator[DatumSpec]:
+        """Yield the prompts that have no rollouts yet. `uids` gets those of all."""
         for prompt in prompts:
-            asked[prompt["uid"]] = None
+            uids[prompt["uid"]] = None
             if prompt["uid"] not in self._uids:
                 yield prompt
 
@@ -190,7 +191,7 @@ def collect(
         "--token_ids": token_ids,
     }
     with contextlib.ExitStack() as stack:
-        unfinished = stack.enter_context(_Unfinished(output, settings))
+        unfinished = stack.enter_context(UnfinishedCollection(output, settings))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="collect-")))
         sampler = stack.enter_context(open_sampler(prepared, logs, env_names))
         results: dict[tuple[str, int], GymOutcome] = {}
@@ -202,8 +203,8 @@ def collect(
             seed=grpo.seed,
             hooks=RolloutHooks(on_outcome=lambda done: results.update({(done.uid, done.generation_index): done})),
         )
-        asked: dict[str, None] = {}  # uids
-        prompts = unfinished.missing(_usable(dataset, num_prompts), asked)
+        uids: dict[str, None] = {}
+        prompts = unfinished.missing(_usable(dataset, num_prompts), uids)
         most = STEPS_IN_FLIGHT * grpo.num_prompts_per_step
         for group in rollouts.each_group(prompts, sampling, generations=count, most=most):
             lines = _lines(
@@ -218,15 +219,15 @@ def collect(
             )
             unfinished.add(group.uid, list(lines))
             on_group(group)
-        if not asked:
+        if not uids:
             raise DataError("there is no usable prompt to collect rollouts of")
         with whole_file(output) as kept, whole_file(failures) as failed:
             for uid, rollout_lines in unfinished.groups():
-                if uid in asked:
-                    del asked[uid]
+                if uid in uids:
+                    del uids[uid]
                     collected.prompts += 1
                     for line in rollout_lines:
-                        _write(collected, line, kept, failed)
+                        write_rollout(collected, line, kept, failed)
         unfinished.is_done = True
     return collected
 
@@ -267,8 +268,13 @@ def _lines(
         yield rollout_line(messages, trajectory, score, task=task, task_index=group.prompt["idx"], **shown)
 
 
-def _write(collected: Collected, line: dict[str, Any], kept: BinaryIO, failed: BinaryIO) -> None:
-    text = replaced(json.dumps(line, ensure_ascii=False, default=str)).encode() + b"\n"
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    return replaced(json.dumps(line, ensure_ascii=False, default=str)).encode() + b"\n"
+
+
+def write_rollout(collected: Collected, line: dict[str, Any], kept: BinaryIO, failed: BinaryIO) -> None:
+    """Write a rollout to the file `kept`, or to `failed` if it has no reward, and count it."""
+    text = _encoded(line)
     if line.get(FAILURE) is None:
         kept.write(text)
         collected.rows += 1

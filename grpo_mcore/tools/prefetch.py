@@ -36,7 +36,8 @@ class PrefetchError(Exception):
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a run opens. `key`: of the recipe. `name`: a folder or file, or a name of the hub."""
+    """Something that a run opens. `key`: the recipe's key that names it. `name`: a folder, a file or a name on the
+    hub."""
 
     kind: Kind
     key: str
@@ -45,10 +46,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of opening what a run needs. `what`: its size, or the number of its rows. `error`: None if it opened."""
+    """Result of opening what a run needs. `size`: bytes or rows, in words. `error`: None if it opened."""
 
     need: Need
-    what: str = ""
+    size: str = ""
     error: str | None = None
 
 
@@ -66,18 +67,18 @@ def needs_of(config: MasterConfig) -> list[Need]:
             needs.append(Need("reward model", f"env.{name}.model_name", str(settings["model_name"])))
     for part in ("train", "validation"):
         for index, entry in enumerate(getattr(config.data, part)):
-            named = str(entry.data_path or entry.dataset_name)
-            needs.append(Need("data", f"data.{part}[{index}]", named))
+            name = str(entry.data_path or entry.dataset_name)
+            needs.append(Need("data", f"data.{part}[{index}]", name))
     return needs
 
 
 def prefetch(words: Sequence[str], folder: Path | None) -> tuple[list[Found], list[Found]]:
     """Fetch what a recipe needs, then open it without a network. Return what came of each. `words`: the recipe and
     overrides. `folder`: the cache, for HF_HOME; None: the cache of this process."""
-    place = {}
+    cache = {}
     if folder is not None:
-        place = {"HF_HOME": str(folder.absolute())}
-    env = {name: value for name, value in os.environ.items() if not (place and name in OTHER_CACHES)} | place
+        cache = {"HF_HOME": str(folder.absolute())}
+    env = {name: value for name, value in os.environ.items() if not (cache and name in OTHER_CACHES)} | cache
     online = {name: value for name, value in env.items() if name not in OFFLINE}  # to fetch is what was asked for
     fetched = _in_a_process(words, online)
     return fetched, _in_a_process(words, env | OFFLINE)
@@ -87,7 +88,7 @@ def _in_a_process(words: Sequence[str], env: Mapping[str, str]) -> list[Found]:
     program = [sys.executable, "-P", "-m", "grpo_mcore.tools.prefetch", *words]
     lines = subprocess.run(program, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
     items = [json.loads(line) for line in lines if line.startswith('{"need": ')]
-    return [Found(Need(**item["need"]), item["what"], item["error"]) for item in items]
+    return [Found(Need(**item["need"]), item["size"], item["error"]) for item in items]
 
 
 def find(config: MasterConfig, need: Need) -> Found:

@@ -16,7 +16,7 @@ from grpo_mcore.tools.report.run_files import NoRun, RunFiles, find_run, read_ru
 
 SWEEP_FILE = "sweep.json"
 RUNNING_S = 600
-"""A run that wrote something in the last seconds, this many, is taken to be running."""
+"""A run that wrote something within this many seconds counts as running."""
 
 
 class SweepError(ValueError):
@@ -26,7 +26,7 @@ class SweepError(ValueError):
 @dataclass(frozen=True)
 class SweepRun:
     """A run of a sweep. `setting`: the swept values, without the seed, such as "preset=gspo,ratio_clip_max=0.3".
-    `folder`: of its logs and checkpoints. `words`: the overrides of its command line."""
+    `folder` holds its logs and checkpoints; `words` are the overrides of its command line."""
 
     setting: str
     seed: int | None
@@ -48,7 +48,7 @@ class SweepRun:
 def split_values(text: str) -> list[str]:
     """Return the values of "a,b,c". Commas within brackets, braces or quotes do not separate."""
     parts, depth, quote, start = [], 0, "", 0
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         if quote:
             quote = "" if letter == quote else quote
         elif letter in "'\"":
@@ -58,8 +58,8 @@ def split_values(text: str) -> list[str]:
         elif letter in "]})":
             depth -= 1
         elif letter == "," and depth == 0:
-            parts.append(text[start:place])
-            start = place + 1
+            parts.append(text[start:index])
+            start = index + 1
     return [*parts, text[start:]]
 
 
@@ -70,8 +70,8 @@ PLACES = {"logger.log_dir": "logs", "checkpointing.checkpoint_dir": "checkpoints
 def sweep_runs(
     recipe: str, words: Sequence[str], seeds: int, folder: Path, algorithm: Algorithm = "grpo"
 ) -> list[SweepRun]:
-    """Return the runs of a sweep: all combinations of the values of `words`, each with `seeds` seeds from the recipe's
-    own on. Of words with one value all runs have it; `preset=a,b` names files of recipes/presets/.
+    """Return the runs of a sweep: all combinations of the values of `words`, each with `seeds` seeds, which begin with
+    the recipe's. All runs have the words with one value; `preset=a,b` names files of recipes/presets/.
 
     Raises SweepError if nothing varies, RecipeError, before anything starts, if one of the recipes is wrong.
     """
@@ -82,7 +82,7 @@ def sweep_runs(
             raise SweepError(f"{key}: each run has its own, in the sweep's folder; choose that with --folder")
         values = split_values(value) if sign and not key.startswith(("+", "~")) else [value]
         if len(values) > 1:
-            varied.append([(key, each) for each in values])
+            varied.append([(key, choice) for choice in values])
         else:
             fixed.append(_override(key, value) if sign else word)
     if not varied and seeds == 1:
@@ -92,18 +92,18 @@ def sweep_runs(
     runs = []
     for chosen in itertools.product(*varied):
         setting = ",".join(f"{key.rpartition('.')[2] if shorten else key}={value}" for key, value in chosen)
-        own = [*fixed, *(_override(key, value) for key, value in chosen)]
-        config = load_recipe(recipe, own).config
+        overrides = [*fixed, *(_override(key, value) for key, value in chosen)]
+        config = load_recipe(recipe, overrides).config
         first, mirror = getattr(config, algorithm).seed if seeds > 1 else 0, config.checkpointing.mirror
         for seed in range(first, first + seeds) if seeds > 1 else [None]:
             name = ",".join(filter(None, [setting, "" if seed is None else f"seed={seed}"]))
-            place = folder / re.sub(r"[^\w.,=+-]+", "_", name)
-            own_words = [*own, *([] if seed is None else [f"{algorithm}.seed={seed}"])]
-            own_words += [override(key, str(place / inside)) for key, inside in PLACES.items()]
+            run_folder = folder / re.sub(r"[^\w.,=+-]+", "_", name)
+            run_words = [*overrides, *([] if seed is None else [f"{algorithm}.seed={seed}"])]
+            run_words += [override(key, str(run_folder / inside)) for key, inside in PLACES.items()]
             if mirror is not None:
-                own_words.append(f"checkpointing.mirror={mirror.rstrip('/')}/{place.name}")
-            load_recipe(recipe, own_words)
-            runs.append(SweepRun(setting or "all", seed, place, tuple(own_words)))
+                run_words.append(f"checkpointing.mirror={mirror.rstrip('/')}/{run_folder.name}")
+            load_recipe(recipe, run_words)
+            runs.append(SweepRun(setting or "all", seed, run_folder, tuple(run_words)))
     if len({run.folder for run in runs}) < len(runs):
         raise SweepError(f"two runs would share a folder: {', '.join(run.name for run in runs)}")
     return runs
@@ -117,8 +117,10 @@ def claim_folder(folder: Path, recipe: str, runs: Sequence[SweepRun]) -> None:
         held = json.loads(file.read_text(encoding="utf-8"))
         if held != sweep:
             other = sorted(held["runs"].keys() ^ sweep["runs"].keys())
-            what = f"other runs ({', '.join(other[:3])})" if other else "the same runs with other settings"
-            raise SweepError(f"{folder} holds another sweep, of {held['recipe']} with {what}; choose another --folder")
+            difference = f"other runs ({', '.join(other[:3])})" if other else "the same runs with other settings"
+            raise SweepError(
+                f"{folder} holds another sweep, of {held['recipe']} with {difference}; choose another --folder"
+            )
         return
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(sweep, indent=1), encoding="utf-8")

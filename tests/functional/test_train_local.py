@@ -19,7 +19,7 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.driver.checkpoints.checkpoint_files import policy_folder
-from grpo_mcore.driver.checkpoints.object_store import RemoteStore
+from grpo_mcore.driver.checkpoints.copy_to_url import open_store, run_number, sizes_of, whole_steps
 from grpo_mcore.driver.engines.engine_group import EngineWorker
 from grpo_mcore.driver.policy.policy_worker import PolicyWorker
 from grpo_mcore.driver.record.run_record import PASS_RATES_FILE
@@ -309,7 +309,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 def test_checkpoints_are_complete_and_older_ones_are_removed(resumed: tuple[Run, Inside]) -> None:
     run, _ = resumed
     names = sorted(path.name for path in run.checkpoints.iterdir())
-    assert names == ["ledger.jsonl", "pass_rates.jsonl", "step_3", "step_4"]
+    assert names == ["copied_as.txt", "ledger.jsonl", "pass_rates.jsonl", "step_3", "step_4"]
     newest = run.checkpoints / "step_4"
     assert sorted(path.name for path in newest.iterdir()) == [
         "config.yaml", "data.pt", "digests.json", "policy", "training_info.json",
@@ -328,46 +328,40 @@ def test_checkpoints_are_complete_and_older_ones_are_removed(resumed: tuple[Run,
     assert info["metrics"]["train:loss"] == run.metrics()[-1]["loss"]
 
 
-def test_the_mirror_holds_what_the_folder_holds(mirrored: dict[str, Any], resumed: tuple[Run, Inside]) -> None:
+def test_the_copy_holds_what_the_folder_holds(mirrored: dict[str, Any], resumed: tuple[Run, Inside]) -> None:
+    """The run that was resumed in another folder has an id of its own."""
     run, _ = resumed
-    store = RemoteStore(mirrored["checkpointing"]["mirror"])
-    assert sorted(store.folders()) == ["logs", "step_3", "step_4"] and "in_use.json" not in store.objects("")
-    for folder, here in (("step_4", run.checkpoints / "step_4"), ("logs/exp_001", run.logs)):
-        files = {str(path.relative_to(here)): path.stat().st_size for path in here.rglob("*") if path.is_file()}
-        there = {name: size for name, (size, _) in store.objects(folder).items()}
-        assert there == files, folder
-    assert (store.read("ledger.jsonl") or (b"", {}))[0] in (run.checkpoints / "ledger.jsonl").read_bytes()
-    lines = run.metrics("mirror")
-    assert [line["failing"] for line in lines] == [0.0] * 4 and lines[-1]["uploaded_gb"] > 0
+    store = open_store(mirrored["checkpointing"]["mirror"])
+    (_, first), (prefix, second) = whole_steps(store).items()
+    assert (first, second, run_number(prefix)) == ([1, 2], [3, 4], 2)
+    for name, folder in (("step_4", run.checkpoints / "step_4"), ("logs/exp_001", run.logs)):
+        sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+        assert sizes_of(store, f"{prefix}{name}/") == sizes, name
     assert "AWS_" not in run.out + run.err and "mirror" not in json.loads((run.logs / "summary.json").read_text())
 
 
-def test_a_run_is_read_by_the_address_of_its_mirror(
-    mirrored: dict[str, Any],
-    resumed: tuple[Run, Inside],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_run_is_read_once_it_is_fetched(
+    mirrored: dict[str, Any], resumed: tuple[Run, Inside], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run, address = resumed[0], mirrored["checkpointing"]["mirror"]
-    for source, output in ((address, "there"), (f"{run.checkpoints}", "here")):
+    run, fetched = resumed[0], str(tmp_path / "half")
+    assert main(["fetch", mirrored["checkpointing"]["mirror"], "--to", fetched]) == 0
+    for source, output in ((fetched, "there"), (f"{run.checkpoints}", "here")):
         assert main(["export", source, "--output", str(tmp_path / output)]) == 0
     weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("there", "here")]
     assert weights[0] == weights[1]
-    assert main(["ledger", address]) == 0
-    assert main(["watch", address]) == 0
-    assert main(["runs", address]) == 0
-    assert main(["replay", address, "--step", "4"]) == 0
-    assert main(["report", address, "--output", str(tmp_path / "page.html")]) == 0
+    assert main(["ledger", fetched]) == 0
+    assert main(["watch", fetched]) == 0
+    assert main(["runs", str(tmp_path)]) == 0
+    assert main(["replay", fetched, "--step", "4", "--checkpoint", str(run.checkpoints / "step_3")]) == 0
+    assert main(["report", fetched, "--output", str(tmp_path / "page.html")]) == 0
     shown = capsys.readouterr().out
     assert "4 steps; resumes: 1" in shown and "step 4 of 4" in shown and "half/exp_001" in shown
     assert "half/exp_001" in (tmp_path / "page.html").read_text()
 
 
-def test_a_mirror_that_cannot_be_written_is_refused(recipe: dict[str, Any], bucket: str, tmp_path: Path) -> None:
+def test_a_url_that_cannot_be_written_is_refused(recipe: dict[str, Any], bucket: str, tmp_path: Path) -> None:
     refused = run_here("train", tmp_path, recipe, "--check", "checkpointing.mirror=s3://no-such-bucket/run")
-    assert_one_message(refused, 1, "cannot write probe-", "s3://no-such-bucket/run: there is no such bucket; make it")
+    assert_one_message(refused, 1, "checkpointing.mirror s3://no-such-bucket/run: there is no such bucket; make it")
 
 
 def test_the_recipe_in_a_checkpoint_is_the_recipe_of_the_run(resumed: tuple[Run, Inside]) -> None:

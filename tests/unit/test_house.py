@@ -77,6 +77,7 @@ def test_a_name_belongs_to_one_class() -> None:
 
 
 OTHER_TIME = {
+    "driver/checkpoints/copy_to_url.py": "threads that talk to a store outside",
     "driver/checkpoints/lease.py": "tells people on other machines since when it holds a folder",
     "observe/trackers/tracker.py": "a thread that talks to a service outside",
     "observe/trackers/backends.py": "values for that service",

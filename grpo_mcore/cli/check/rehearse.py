@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_mcore.cli.json_output import print_json
-from grpo_mcore.cli.numbers import count
+from grpo_mcore.cli.numbers import count, local
 from grpo_mcore.recipe import MasterConfig, load_recipe, recipe_name
 
 
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from",
         dest="recorded",
+        type=local,
         metavar="RUN",
         help="a run whose samples come again, and whose seconds are taken for other settings",
     )
@@ -49,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse the recipe. Return 0 if it, or with --sweep any combination, came to its end; else 1."""
-    from grpo_mcore.tools.mirrored import local_run
     from grpo_mcore.tools.rehearse.faults import named_fault, recipe_faults
     from grpo_mcore.tools.rehearse.recording import read_recording
     from grpo_mcore.tools.rehearse.rehearsal_text import plain, rehearsal_text, rehearse_all, sweep_settings, sweep_text
@@ -64,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
         return load_recipe(args.recipe, [*args.overrides, *nodes, *words]).config
 
     steps = args.steps or min(10, load({}).grpo.max_num_steps)
-    recording = (
-        None if args.recorded is None else calibrated(read_recording(local_run(args.recorded)), args.config_json)
-    )
+    recording = None if args.recorded is None else calibrated(read_recording(Path(args.recorded)), args.config_json)
     if args.sweep:
         rehearsed = list(rehearse_all(sweep_settings(args.sweep), load, folder, steps, args.config_json, recording))
         if args.json:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             when = "cannot be fetched" if first.error else "was fetched, but is not found without the network"
             print(f"{need.kind} {need.name} ({need.key}) {when}: {first.error or second.error}")
         else:
-            print(f"{need.kind} {need.name} ({need.key}): {second.what}, opened without the network")
+            print(f"{need.kind} {need.name} ({need.key}): {second.size}, opened without the network")
     if missing:
         print(f"{missing} of {len(offline)} would be missing")
         return 1

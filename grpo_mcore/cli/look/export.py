@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_mcore.cli.numbers import local
+
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the command line after `grpo-mcore export`."""
@@ -18,8 +20,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "checkpoint",
+        type=local,
         metavar="CHECKPOINT",
-        help="a folder step_N, or a run's checkpoint_dir for its newest; or the address of one in an object store",
+        help="a folder step_N, or a run's checkpoint_dir for its newest",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the folder to write; must be new")
     parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapters, in the format of PEFT")
@@ -32,14 +35,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Export, and print what was written."""
     from grpo_mcore.tools.export import export
-    from grpo_mcore.tools.mirrored import local_checkpoint
 
-    began = time.perf_counter()
-    folder = export(local_checkpoint(args.checkpoint), args.output, model=args.model, adapter=args.adapter)
+    started_at = time.perf_counter()
+    folder = export(Path(args.checkpoint), args.output, model=args.model, adapter=args.adapter)
     size = sum(path.stat().st_size for path in args.output.iterdir())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
-        f"exported {folder} to {args.output}: {size / 1e9:.3f} GB in {time.perf_counter() - began:.1f} s, "
+        f"exported {folder} to {args.output}: {size / 1e9:.3f} GB in {time.perf_counter() - started_at:.1f} s, "
         f"peak memory {peak:.2f} GiB"
     )
     return 0

@@ -34,18 +34,18 @@ def run(args: argparse.Namespace) -> int:
     except NoRun as error:
         print(f"grpo-mcore inspect: {error}", file=sys.stderr)
         return 1
-    if (told := ask(logs, ANSWER_S)) is not None:
-        print(told, end="")
+    if (report := ask(logs, ANSWER_S)) is not None:
+        print(report, end="")
         return 0
-    here = socket.gethostname()
-    places = workers_here(logs)
-    if not places:
+    host = socket.gethostname()
+    processes = workers_here(logs)
+    if not processes:
         print(
-            f"grpo-mcore inspect: no process of the run in {logs.parent} is on this machine ({here}): it is over, or "
+            f"grpo-mcore inspect: no process of the run in {logs.parent} is on this machine ({host}): it is over, or "
             "runs elsewhere; in_use.json in its checkpoint folder names the machine of its driver",
             file=sys.stderr,
         )
         return 1
-    print(f"the driver does not answer on this machine ({here}); the run's workers on it:")
-    print(wait_graph([], reports_here(places), sorted(places)))
+    print(f"the driver does not answer on this machine ({host}); the run's workers on it:")
+    print(wait_graph([], reports_here(processes), sorted(processes)))
     return 0

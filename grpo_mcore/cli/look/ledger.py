@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from grpo_mcore.base.text import escaped
+from grpo_mcore.cli.numbers import local
 
 SHOWN = 20
 
@@ -17,18 +19,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         prog="grpo-mcore ledger",
         description="Audit a run: every prompt is used exactly once, no sample is too old.",
     )
-    parser.add_argument(
-        "run", metavar="RUN", help="the run's folder of checkpoints, its ledger.jsonl, or an address of its mirror"
-    )
+    parser.add_argument("run", type=local, metavar="RUN", help="the run's folder of checkpoints, or its ledger.jsonl")
     return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what became of the prompts, and each flaw. Return 1 if there is a flaw, else 0."""
-    from grpo_mcore.observe import LedgerError, audit, read_ledger
-    from grpo_mcore.tools.mirrored import local_ledger
+    from grpo_mcore.observe import LEDGER_FILE, LedgerError, audit, read_ledger
 
-    path = local_ledger(args.run)
+    path = Path(args.run)
+    path = path / LEDGER_FILE if path.is_dir() else path
     if not path.is_file():
         print(f"grpo-mcore ledger: there is no {path}; give the folder of a run's checkpoints", file=sys.stderr)
         return 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.base.text import escaped
-from grpo_mcore.cli.numbers import count
+from grpo_mcore.cli.numbers import count, local
 
 if TYPE_CHECKING:
     from grpo_mcore.recipe import MasterConfig
@@ -23,15 +23,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "name the first layer, sample or token that differs. Exit code 1 if anything does.",
     )
     parser.add_argument(
-        "run",
-        metavar="RUN",
-        help="a run's log folder (exp_NNN), a folder that holds it, or the address of its mirror in an object store",
+        "run", type=local, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it"
     )
     parser.add_argument("--step", type=count, required=True, metavar="N")
     parser.add_argument("--layout", metavar="A,B", help="such as TP1,TP2xPP2; default: the run's own")
     parser.add_argument("--samples", metavar="UID,UID", help="only the samples of these prompts")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="in place of policy.precision")
-    parser.add_argument("--checkpoint", metavar="FOLDER", help="start from this checkpoint (step_N), or its address")
+    parser.add_argument("--checkpoint", type=local, metavar="FOLDER", help="start from this checkpoint (step_N)")
     parser.add_argument(
         "--loss",
         action="append",
@@ -47,7 +45,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Print each comparison. Return 1 if anything differs."""
     from grpo_mcore.base import tensor_files
-    from grpo_mcore.tools.mirrored import local_checkpoint, recorded_run
     from grpo_mcore.tools.replay.replay import (
         Replay,
         checkpoint_before,
@@ -56,11 +53,12 @@ def run(args: argparse.Namespace) -> int:
         replay,
         replay_config,
     )
+    from grpo_mcore.tools.report.run_files import recorded_run
 
-    folder, recipe = recorded_run(args.run)
+    folder, recipe = recorded_run(Path(args.run))
     uids = args.samples.split(",") if args.samples else ()
     rows, recorded = recorded_step(folder, args.step, uids)
-    start = local_checkpoint(args.checkpoint) if args.checkpoint else checkpoint_before(folder, recipe, args.step)
+    start = Path(args.checkpoint) if args.checkpoint else checkpoint_before(folder, recipe, args.step)
     print(f"step {args.step} of {folder}: {len(rows)} samples, from {start or recipe.policy.model_name}")
     if args.loss:
         return _compare_losses(args, folder, recipe, rows, start)

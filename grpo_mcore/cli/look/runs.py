@@ -6,8 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from grpo_mcore.cli.json_output import print_json
+from grpo_mcore.cli.numbers import local
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -17,11 +19,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         description="List every run below a folder, best first: its state, step, score, hours, and the settings in "
         "which the runs differ. `grpo-mcore report RUN RUN ...` draws them.",
     )
-    parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        help="a folder with runs anywhere below it, or an address in an object store with mirrors of runs below it",
-    )
+    parser.add_argument("folder", type=local, metavar="FOLDER", help="a folder with runs anywhere below it")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     return parser.parse_args(list(words))
 
@@ -30,12 +28,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the table. Return 1 if there is no run."""
     from rich.console import Console
 
-    from grpo_mcore.tools.mirrored import local_run
     from grpo_mcore.tools.report.comparison import WIDE, standings, table
     from grpo_mcore.tools.report.run_files import NoRun, find_runs, read_run
 
     try:
-        lines = standings([read_run(folder) for folder in find_runs(local_run(args.folder, samples=False))])
+        lines = standings([read_run(folder) for folder in find_runs(Path(args.folder))])
     except NoRun as error:
         print(f"grpo-mcore runs: {error}", file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grpo_mcore.base.text import escaped
 from grpo_mcore.cli.json_output import print_json
-from grpo_mcore.cli.numbers import count
+from grpo_mcore.cli.numbers import count, local
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -22,8 +22,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "target",
+        type=local,
         metavar="RUN|MODEL",
-        help="a run's log folder, or the address of its mirror, or a Hugging Face folder, or tiny:FAMILY",
+        help="a run's log folder, a Hugging Face folder, or tiny:FAMILY",
     )
     parser.add_argument("--step", type=count, metavar="N", help="of a run: the recorded step")
     parser.add_argument("--samples", type=count, default=8, metavar="N", help="of a run: samples that are judged (8)")
@@ -38,10 +39,9 @@ def run(args: argparse.Namespace) -> int:
 
     from grpo_mcore.families import read_hf_config, shape_of
     from grpo_mcore.tools.demo.tiny_models import ENGINE_SIZES, make_tiny_model
-    from grpo_mcore.tools.mirrored import is_address, recorded_run
     from grpo_mcore.tools.parity.rank import layout_named
     from grpo_mcore.tools.replay.replay import ReplayError
-    from grpo_mcore.tools.report.run_files import holds_run
+    from grpo_mcore.tools.report.run_files import holds_run, recorded_run
     from grpo_mcore.tools.verdict.collect import of_model, of_run
     from grpo_mcore.tools.verdict.judge import Judge
     from grpo_mcore.tools.verdict.verdict import judge_samples, merged
@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="grpo-mcore-verdict-") as scratch:
         if args.step is not None:
-            folder, recipe = recorded_run(args.target)
+            folder, recipe = recorded_run(Path(args.target))
             cases = of_run(folder, recipe, args.step, args.samples, Path(scratch))
         else:
             model, family = Path(args.target), args.target.removeprefix("tiny:")
-            if is_address(args.target) or (not (model / "config.json").is_file() and holds_run(model)):
+            if not (model / "config.json").is_file() and holds_run(model):
                 raise ReplayError(f"{args.target} is a run: say with --step which of its recorded steps to judge")
             if family != args.target:
                 model = make_tiny_model(family, Path(scratch), words=True, **ENGINE_SIZES.get(family, {}))
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     again = shlex.join(words)
     if args.json:
         plain = {
-            "causes": {side: vars(one) for side, one in verdict.causes.items()},
-            "evidence": [vars(one) for one in verdict.evidence],
+            "causes": {side: vars(cause) for side, cause in verdict.causes.items()},
+            "evidence": [vars(evidence) for evidence in verdict.evidence],
         }
         print_json(plain | {"notes": notes, "again": again})
     else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from grpo_mcore.cli.numbers import amount
+from grpo_mcore.cli.numbers import amount, local
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -17,9 +18,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "the run goes on.",
     )
     parser.add_argument(
-        "run",
-        metavar="RUN",
-        help="a run's log folder (exp_NNN), a folder that holds it, or the address of its copy in an object store",
+        "run", type=local, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it"
     )
     parser.add_argument("--interval", type=amount, default=2.0, metavar="S", help="seconds between two looks (2)")
     parser.add_argument("--once", action="store_true", help="show it once and end")
@@ -30,15 +29,13 @@ def run(args: argparse.Namespace) -> int:
     """Show the run until it is over or the user leaves. Return 1 if there is none."""
     from rich.console import Console
 
-    from grpo_mcore.tools.mirrored import is_address, local_run
     from grpo_mcore.tools.report.run_files import NoRun
     from grpo_mcore.tools.report.watch import watch
 
     console = Console()
     try:
         still = not console.is_terminal or console.is_dumb_terminal  # there is nothing to draw over
-        once = args.once or still or is_address(args.run)  # a copy changes with each checkpoint only
-        watch(local_run(args.run), console, args.interval, once=once)
+        watch(Path(args.run), console, args.interval, once=args.once or still)
     except NoRun as error:
         print(f"grpo-mcore watch: {error}", file=sys.stderr)
         return 1

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_mcore.cli.numbers import local
 from grpo_mcore.recipe import is_override, load_recipe
 
 
@@ -21,7 +22,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "words",
         nargs="*",
         metavar="MODEL|CHECKPOINT",
-        help="folders, names on the hub, or checkpoints, also by their address in an object store; none: the recipe's",
+        help="folders, names on the hub, or checkpoints; none: the recipe's",
     )
     parser.add_argument(
         "--config", metavar="RECIPE", help="a recipe with section eval, or any training recipe; default: that of the "
@@ -37,7 +38,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if len(recipes) > 1:
         parser.error(f"one recipe at a time, got {' and '.join(recipes)}")
     args.config = recipes[0] if recipes else None
-    args.models = [word for word in others if word not in recipes]
+    try:
+        args.models = [local(word) for word in others if word not in recipes]
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
     return args
 
 
@@ -45,13 +49,11 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, and print the table."""
     from grpo_mcore.tools.evaluation import evaluate
     from grpo_mcore.tools.export import find_checkpoint, is_checkpoint
-    from grpo_mcore.tools.mirrored import is_address, local_checkpoint
 
     recipe = args.config or "eval"
-    models = [str(local_checkpoint(word)) if is_address(word) else word for word in args.models]
-    if args.config is None and len(models) == 1 and is_checkpoint(Path(models[0])):
-        recipe = str(find_checkpoint(Path(models[0])).folder / "config.yaml")
-    report = evaluate(load_recipe(recipe, args.overrides).config, models)
+    if args.config is None and len(args.models) == 1 and is_checkpoint(Path(args.models[0])):
+        recipe = str(find_checkpoint(Path(args.models[0])).folder / "config.yaml")
+    report = evaluate(load_recipe(recipe, args.overrides).config, args.models)
     print(
         "\n".join(["", *report.table, "", f"report: {report.folder}/report.md, samples: {report.folder}/samples.jsonl"])
     )

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             begins = "starts" if before == "not begun" else f"{before}, goes on"
             print(f"{number}/{len(runs)} {each.name}: {begins}; its output is in {output}", flush=True)
-            code = _run(words, output)
+            code = run_command(words, output)
         except KeyboardInterrupt:  # before the run's process was there
             code = INTERRUPTED
         if code in (STOPPED_EARLY, TERMINATED, INTERRUPTED, -signal.SIGINT):
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _run(words: list[str], output: Path) -> int:
+def run_command(words: list[str], output: Path) -> int:
     """Run a command with its output in a file, which is continued. A Ctrl-C reaches it too: it saves and ends first."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", encoding="utf-8") as file:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_mcore.cli.numbers import local
 from grpo_mcore.observe.exit_codes import exit_code
 from grpo_mcore.recipe import Algorithm, MasterConfig, load_recipe
 
@@ -31,6 +33,7 @@ def add_follow(parser: argparse.ArgumentParser) -> None:
     """Add --follow and --tokens."""
     parser.add_argument(
         "--follow",
+        type=local,
         metavar="RUN",
         help="come to the weights of a recorded run, whatever chance decided in it: take its samples and their order "
         "from its log folder (exp_NNN), without engines, and compare log-probs and metrics; exit code 1 if any differs",
@@ -75,14 +78,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def follow(config: MasterConfig, resume: str | bool | None, run: str) -> int:
-    """Follow a recorded run, in a folder or at the address of its mirror, to its end, and return the exit code: 1 if
-    anything differs. A failure ends it."""
+    """Follow a recorded run to its end, and return the exit code: 1 if anything differs. A failure ends it."""
     from grpo_mcore.driver.record.followed_run import FollowedRun
     from grpo_mcore.driver.run.run_recipe import table_of
-    from grpo_mcore.tools.mirrored import local_run
     from grpo_mcore.tools.report.run_files import find_run
 
-    followed = FollowedRun(find_run(local_run(run)))
+    followed = FollowedRun(find_run(Path(run)))
     if changed := followed.check(config):
         print(table_of(f"following {followed.folder}, with other values of", changed, "recorded"))
     summary = train(config, resume, follow=followed)

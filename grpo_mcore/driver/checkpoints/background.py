@@ -61,7 +61,7 @@ class BackgroundCheckpoints:
         policy: PolicyInterface,
         recipe: MasterConfig,
         *,
-        on_saved: Callable[[int, Path], None],
+        on_saved: Callable[[int, Path], None] = lambda step, folder: None,
         on_failure: Callable[[int, NotWritten], None],
     ) -> None:
         """`recipe`: the resolved recipe; every checkpoint holds a copy. `on_saved` gets the step and the folder of each
@@ -103,7 +103,8 @@ class BackgroundCheckpoints:
 
     def finish(self) -> int | None:
         """Wait as `wait` does. If the last checkpoint could not be written, try again: what it holds is still the state
-        of the run. Then wait for the mirror. Return the step if it is not saved, None if everything is."""
+        of the run. Then wait until it is copied (checkpointing.mirror). Return the step if it is not saved, None if
+        everything is."""
         self.wait()
         for seconds in RETRY_S:
             if self._last is None:
@@ -111,8 +112,8 @@ class BackgroundCheckpoints:
             self._clock.sleep(seconds)
             self.start(self._last.step, self._last.snapshot, self._last.write_more)
             self.wait()
-        if self._manager.mirror is not None:
-            self._manager.mirror.finish()
+        if self._manager.copy is not None:
+            self._manager.copy.finish()
         return None if self._last is None else self._last.step
 
     def poll(self, wait: bool = False) -> None:

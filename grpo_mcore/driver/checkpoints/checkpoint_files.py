@@ -68,8 +68,8 @@ def first_save_state() -> GRPOSaveState:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """The contents of a checkpoint besides the policy. `save_state`: see GRPOSaveState; `data_state`: position in the
-    data, the prompts in flight and the length of the ledger; `metrics`: of the last step."""
+    """The contents of a checkpoint besides the policy. `data_state`: position in the data, prompts in flight and length
+    of the ledger; `metrics`: those of the last step, by which checkpoints are ranked."""
 
     save_state: GRPOSaveState
     data_state: dict[str, Any]
@@ -166,14 +166,14 @@ def refuse_newer_format(folder: Path) -> None:
     except (OSError, ValueError):
         return
     written = info.get("format") if isinstance(info, dict) else None
-    if (why := newer_format("checkpoint", written)) is not None:
-        raise ResumeError(f"{folder} was {why}")
+    if (problem := newer_format("checkpoint", written)) is not None:
+        raise ResumeError(f"{folder} was {problem}")
 
 
 def write_digests(folder: Path, written: Mapping[str, Digest]) -> None:
     """Write the digests of all files in `folder`, after flushing these to disk: a folder with digests is complete.
-    `written`: those of the files that the driver wrote, by path inside the folder. The policy's ranks have left those
-    of theirs; files without a known digest are read."""
+    `written`: known digests, by path inside the folder. The policy's ranks have left the digests of their files beside
+    them; a file without a known digest is read."""
     digests = dict(written)
     digests |= {f"{POLICY}/{name}": digest for name, digest in collect_digests(folder / POLICY).items()}
     names = _names(folder)
@@ -202,12 +202,12 @@ def damage(folder: Path, whole: bool = True) -> str | None:
     of another step. None if it is intact. `whole` False: leave the contents of the ranks' files to the ranks."""
 
     def look() -> str | None:
-        place = folder.resolve()
-        stats = [(name, os.stat(place / name)) for name in _names(place, digests=True)]
+        resolved = folder.resolve()
+        stats = [(name, os.stat(resolved / name)) for name in _names(resolved, digests=True)]
         stamps = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
         if not (folder / INFO).is_file():
             return f"{INFO} is missing"
-        return _damage(place, stamps, whole) or _other_step(folder)
+        return _damage(resolved, stamps, whole) or _other_step(folder)
 
     return try_to_read(look)
 
@@ -258,10 +258,10 @@ def is_write_failure(error: BaseException | None) -> bool:
 
 
 def _names(folder: Path, *, digests: bool = False) -> list[str]:
-    """Return the paths of all files inside a checkpoint. `digests`: with the file of their digests."""
+    """Return the paths of all files inside a checkpoint. `digests`: include DIGESTS itself."""
     root, names = os.fspath(folder), list[str]()
-    for place, _, files in os.walk(root, onerror=_raise):
-        inside = place[len(root) + 1 :]
+    for parent, _, files in os.walk(root, onerror=_raise):
+        inside = parent[len(root) + 1 :]
         names += [f"{inside}/{name}" if inside else name for name in files]
     return sorted(name for name in names if digests or os.path.basename(name) != DIGESTS)
 

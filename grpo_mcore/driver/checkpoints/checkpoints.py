@@ -34,10 +34,9 @@ from grpo_mcore.driver.checkpoints.checkpoint_files import (
     sync_folder,
     write_digests,
 )
+from grpo_mcore.driver.checkpoints.copy_to_url import BackgroundCopy, CopyError, open_store
 from grpo_mcore.driver.checkpoints.lease import Lease, dead_holder
-from grpo_mcore.driver.checkpoints.mirror import Mirror, fetch_step, whole_steps
-from grpo_mcore.driver.checkpoints.object_store import RemoteStore, StoreError
-from grpo_mcore.observe import LEDGER_FILE, Logger
+from grpo_mcore.observe import Logger
 from grpo_mcore.recipe import Algorithm, Change, CheckpointingConfig, MasterConfig, changes
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 
 MODEL_FOLDERS = ("hf", "hf_step_*")
-"""Models in Hugging Face's format beside the checkpoints: of SFT and DPO, and of checkpointing.save_hf."""
+"""Folders with models in Hugging Face's format: the last weights of SFT and DPO, and checkpointing.save_hf."""
 
 
 class NotWritten(OSError):
@@ -55,8 +54,8 @@ class NotWritten(OSError):
 @dataclass(frozen=True)
 class SavedPosition:
     """Where a run stood when a checkpoint was saved. `stream`: state of the prompt stream; `in_flight`: prompt uid ->
-    weight version that generated it, in the order of dispatch; `ledger_entries`: length of the ledger, and
-    `ledger_digest`: of its last entry (None in older checkpoints)."""
+    weight version that generated it, in the order of dispatch; `ledger_entries`: length of the ledger;
+    `ledger_digest`: digest of the ledger's last entry (None in older checkpoints)."""
 
     folder: Path
     stream: Mapping[str, Any]
@@ -66,7 +65,7 @@ class SavedPosition:
 
     @property
     def followed(self) -> int:
-        """Number of entries of the ledger of the run that it followed; of its own ledger if it followed none."""
+        """Length of the ledger of the run that this one followed; of its own ledger if it followed none."""
         return int(self.stream.get("followed", self.ledger_entries))
 
 
@@ -79,14 +78,13 @@ class CheckpointManager:
     parts, while training goes on.
     """
 
-    def __init__(self, config: CheckpointingConfig, clock: Clock = REAL, *, store: RemoteStore | None = None) -> None:
-        """`store`: that of checkpointing.mirror, where the caller has opened it."""
+    def __init__(self, config: CheckpointingConfig, clock: Clock = REAL, *, store: Any = None) -> None:
+        """`store`: obstore's store at checkpointing.mirror, where the caller has opened it."""
         self.config, self._clock = config, clock
         self._store = store
-        self.mirror: Mirror | None = None
-        """The copy in an object store, once the folder is opened."""
-        self._mirrored: list[int] = []  # steps that are whole there
-        self._fetched: int | None = None  # the step that came from there
+        self.copy: BackgroundCopy | None = None
+        """Copies the checkpoints to checkpointing.mirror, once the folder is opened."""
+        self._copied_run, self._copied = "", list[int]()  # the newest run at that URL, and its steps
         self.folder = Path(config.checkpoint_dir)
         self.resumed_from: Path | None = None
         """The checkpoint that this run resumes; None for a new run."""
@@ -95,7 +93,7 @@ class CheckpointManager:
         self._warned = False
         self._newest_wanted = False  # the user has not named the checkpoint to resume
         self._renames = True  # damaged checkpoints
-        self._undeletable: set[int] = set()  # steps whose deletion has failed, and that was said
+        self._undeletable: set[int] = set()  # steps whose failed deletion has been logged
 
     def open(
         self, resume: str | bool | None, *, trains: bool = True, models: Sequence[str] = (), renames: bool = True
@@ -109,23 +107,14 @@ class CheckpointManager:
         self._renames = renames
         if trains and self.config.enabled:
             dead_holder(self.folder, clock=self._clock)
-        self._open_mirror(resume, trains)
+        self._open_copy(resume, trains)
         self.resumed_from = self.find(resume, whole=False)
-        if self.mirror is not None:
-            self.mirror.ledger = self.folder / LEDGER_FILE
-            if self.resumed_from is not None:
-                self.mirror.resumed = int(read_info(self.resumed_from)["save_state"]["current_step"])
         self._newest_wanted = resume is True or resume == AUTO
         self._newest = self.latest()
         if self.config.enabled and self.resumed_from is None and (newest := self.latest()):
             raise ResumeError(
                 f"checkpointing.checkpoint_dir {self.folder} holds {newest.name} of another run: go on from it with "
                 "--resume, or choose another folder"
-            )
-        if self.config.enabled and self.resumed_from is None and self._mirrored:
-            raise ResumeError(
-                f"checkpointing.mirror {self.config.mirror} holds step_{self._mirrored[-1]} of another run: go on from "
-                "it with --resume, or choose another prefix"
             )
         if not self.goes_on_here and (left := self._models(models)):
             raise ResumeError(
@@ -146,71 +135,55 @@ class CheckpointManager:
                 if (newest := self.latest()) != self._newest:
                     raise ResumeError(f"another run has written {newest} while this one started; start it again")
                 self._set_newer_aside()
-                with self._mirroring():
+                with self._copying():
                     yield
             finally:
                 self._lease = None
 
-    def _open_mirror(self, resume: str | bool | None, trains: bool) -> None:
-        """Find out what the mirror holds, and that it can be written. Raises StoreError, and FolderInUse if another run
-        holds it. What has checkpoints here goes on without a mirror that cannot be reached."""
-        if not self.config.enabled or self.config.mirror is None:
+    def _open_copy(self, resume: str | bool | None, trains: bool) -> None:
+        """Find out which copies there are at checkpointing.mirror, and that it can be written. Raises CopyError. A run
+        with checkpoints in its folder goes on by these where the URL cannot be reached."""
+        if not self.config.enabled or (url := self.config.mirror) is None:
             return
-        store = self._store or RemoteStore(self.config.mirror, self.config.mirror_options)
-        self.mirror = Mirror(store, self._to_keep, wait_s=self.config.mirror_wait_s, clock=self._clock)
+        store = self._store or open_store(url, self.config.mirror_options)
+        self.copy = BackgroundCopy(url, store, self.folder, self.config.mirror_wait_s)
         try:
-            if trains:
-                store.probe()
-                self.mirror.lease.refuse_other()
-            self._mirrored = whole_steps(store)
-        except StoreError as error:
+            self._copied_run, self._copied = self.copy.look(writes=trains)
+        except CopyError as error:
             if self.latest() is None and (trains or resume is True or resume == AUTO):
                 raise
             logger.warning("%s; the run goes by the checkpoints in %s", error, self.folder)
 
     @contextmanager
-    def _mirroring(self) -> Iterator[None]:
-        """Copy each new checkpoint to the mirror, if there is one."""
-        if self.mirror is None:
+    def _copying(self) -> Iterator[None]:
+        """Copy the checkpoints that are kept, and each new one, to checkpointing.mirror, if the recipe has it."""
+        if self.copy is None:
             yield
             return
-        kept = {step: self.folder / f"step_{step}" for step in self._steps()}
-        with self.mirror.running(kept, may_wait=bool(kept)):
+        with self.copy.running(self._steps(), self._resumed_step()):
             yield
 
     def mirror_log(self, log: Logger) -> None:
-        """Copy the log of the run to the mirror too, and let the log tell of the mirror."""
-        if self.mirror is not None:
-            self.mirror.log_dir, log.mirror = log.log_dir, self.mirror
+        """Copy the log of the run too, and let the log tell which checkpoints are not copied."""
+        if self.copy is not None:
+            self.copy.log_dir, log.not_copied = log.log_dir, self.copy.lacking
 
     def fetch_log(self, log_dir: Path) -> None:
-        """Fetch the log of the run that this one resumes, if its checkpoint came from the mirror."""
-        run = self.log_run()
-        if self.mirror is not None and self._fetched is not None and run:
-            self.mirror.fetch_log(log_dir / Path(run).name)
+        """Fetch the log of the run that this one resumes into logger.log_dir, if its checkpoint was fetched."""
+        if self.copy is not None:
+            self.copy.fetch_logs(log_dir)
 
-    def _fetch(self, step: int) -> str | None:
-        """Fetch a checkpoint from the mirror. Return what is wrong with it; it appears here whole or not at all."""
-        assert self.mirror is not None
-        tmp = self.folder / f"tmp_mirror_step_{step}"
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-        try:
-            if (problem := fetch_step(self.mirror.store, step, tmp) or damage(tmp)) is None:
-                os.replace(tmp, self.folder / f"step_{step}")
-                sync_folder(self.folder)
-                self.mirror.fetch_ledger(self.folder / LEDGER_FILE)
-                self._fetched = step
-            return problem
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
+    def _resumed_step(self) -> int | None:
+        """Return the step of the checkpoint that this run resumes; None for a new run."""
+        if self.resumed_from is None:
+            return None
+        return int(read_info(self.resumed_from)["save_state"]["current_step"])
 
     def _set_newer_aside(self) -> None:
         """Rename the checkpoints that are newer than the one that this run resumes, and the models made of them: after
         a rollback, a later `--resume` must not go on from them, and this run's model must not replace theirs."""
-        if self.resumed_from is None:
+        if (resumed := self._resumed_step()) is None:
             return
-        resumed = int(read_info(self.resumed_from)["save_state"]["current_step"])
         if newer := [step for step in self._steps() if step > resumed]:
             names = [self._set_aside(f"step_{step}").name for step in newer]
             models = [
@@ -224,12 +197,12 @@ class CheckpointManager:
 
     @property
     def goes_on_here(self) -> bool:
-        """Whether this run resumes a checkpoint of this folder: what lies beside it is then its own."""
+        """Whether this run resumes a checkpoint of this folder, so that the other files there are its own."""
         return self.resumed_from is not None and self.resumed_from.resolve().parent == self.folder.resolve()
 
     def make_way(self, name: str) -> Path:
-        """Return the path of a model that this run is about to write. One that another run has written since `open` is
-        set aside, and that is said."""
+        """Return the path of a model that this run is about to write. A model that another run has written there since
+        `open` is set aside, with a warning."""
         path = self.folder / name
         if path.exists() and not self.goes_on_here:
             logger.warning(
@@ -253,8 +226,8 @@ class CheckpointManager:
         return self.folder / f"step_{max(steps)}" if steps else None
 
     def latest_if_readable(self, otherwise: Path | None = None) -> Path | None:
-        """Return what `latest` does, and `otherwise` where the folder cannot be read at the moment: for what is said
-        and decided after a failure, which must not be replaced by another one."""
+        """Return the newest complete checkpoint, or `otherwise` if the folder cannot be read at the moment: after a
+        failure, whose message must not be replaced by that of another one."""
         try:
             return self.latest()
         except OSError as error:
@@ -274,14 +247,14 @@ class CheckpointManager:
         return self._newest_intact(resume, whole, "")
 
     def _newest_intact(self, resume: str | bool, whole: bool, known: str) -> Path | None:
-        """Return the newest checkpoint that is intact. `known`: what is wrong with the newest one, where that is known
-        already."""
-        here = self._steps()
-        steps = sorted({*here, *self._mirrored})
+        """Return the newest checkpoint that is intact. `known`: damage of the newest one that the caller has found; ""
+        if it has not looked."""
+        local = self._steps()
+        steps = sorted({*local, *self._copied})
         while steps:
             step = steps.pop()
             candidate, message, unreadable = self.folder / f"step_{step}", "", False
-            if step in here:
+            if step in local:
                 refuse_newer_format(candidate)
                 if (problem := known or damage(candidate, whole)) is None:
                     return candidate
@@ -289,24 +262,24 @@ class CheckpointManager:
                 if unreadable := UNREADABLE in problem:
                     message = f"checkpoint {candidate} is passed over: {problem}; it stays where it is"
                 else:
-                    renamed = self._renames or step in self._mirrored  # from where it comes under its name
+                    renamed = self._renames or step in self._copied  # whose copy comes under its name
                     done = _rename_damaged(candidate) if renamed else "a run renames it"
                     message = f"checkpoint {candidate} is damaged: {problem}; {done}"
-            if step in self._mirrored and not candidate.exists():
-                if (problem := self._fetch(step)) is None:
+            if self.copy is not None and step in self._copied and not candidate.exists():
+                if (problem := self.copy.fetch(self._copied_run, step)) is None:
                     if message:
                         logger.warning("%s, and it is fetched from %s", message, self.config.mirror)
                     refuse_newer_format(candidate)
                     return candidate
-                message += f"{'; ' if message else ''}step_{step} of {self.config.mirror} is damaged: {problem}"
+                message += f"{'; ' if message else ''}step_{step} at {self.config.mirror} is damaged: {problem}"
             if not steps:
                 what_to_do = "look after its disk, then resume" if unreadable else "start without --resume"
                 raise ResumeError(f"{message}, and there is no older one: {what_to_do}")
             logger.warning("%s, and step_%d is used", message, steps[-1])
         if resume == AUTO:
             return None
-        where = f"{self.folder}" + (f" or {self.config.mirror}" if self.mirror is not None else "")
-        raise ResumeError(f"--resume: there is no step_N folder in {where}; start without --resume")
+        places = f"{self.folder}" + (f" or {self.config.mirror}" if self.copy is not None else "")
+        raise ResumeError(f"--resume: there is no step_N folder in {places}; start without --resume")
 
     def pass_over(self, problem: str) -> Path:
         """Give up the checkpoint that this run resumes, whose weights are damaged, and return the one before it. Raises
@@ -400,8 +373,8 @@ class CheckpointManager:
 
     def publish(self, step: int, written: Mapping[str, Digest] = {}) -> Path:
         """Write the digests, rename the folder to `step_N`, and delete the checkpoints that keep_top_k leaves out.
-        Return the folder. What fails after the renaming is said and raises nothing: the checkpoint is saved. What
-        cannot be deleted is tried again after the next one. `written`: see `write_digests`."""
+        Return the folder. A failure after the renaming is logged and not raised, since the checkpoint is saved; a
+        deletion that failed is tried again after the next save. `written`: see `write_digests`."""
         tmp, final = self.folder / f"tmp_step_{step}", self.folder / f"step_{step}"
         write_digests(tmp, written)
         if self._lease is not None:
@@ -414,22 +387,22 @@ class CheckpointManager:
             self._prune(just_saved=step)
         except OSError as error:
             logger.warning("%s is saved, but its folder could not be flushed and tidied up: %s", final, error)
-        if self.mirror is not None:
-            self.mirror.saved(step, final)
+        if self.copy is not None:
+            self.copy.published(step)
         return final
 
     def _what_to_free(self, step: int, error: Exception) -> str:
-        why = str(error).partition("\n")[0]
-        said = f"the checkpoint of step {step} was not written to {self.folder}: {why}\n"
+        reason = str(error).partition("\n")[0]
+        message = f"the checkpoint of step {step} was not written to {self.folder}: {reason}\n"
         try:
             kept = ", ".join(
                 f"step_{old} ({size_of(self.folder / f'step_{old}') / GB:.2f} GB)" for old in self._steps()
             )
             free = shutil.disk_usage(self.folder).free / GB
         except OSError as unreadable:
-            return f"{said}the folder cannot be read either ({unreadable}); the run goes on. Look after its disk"
+            return f"{message}the folder cannot be read either ({unreadable}); the run goes on. Look after its disk"
         return (
-            f"{said}{free:.2f} GB are free there; the run goes on. Delete what you do not need of "
+            f"{message}{free:.2f} GB are free there; the run goes on. Delete what you do not need of "
             f"{kept or 'other files'}" + (", or lower checkpointing.keep_top_k" if kept else "")
         )
 
@@ -450,15 +423,14 @@ class CheckpointManager:
         return sorted(int(step.name.removeprefix("step_")) for step in steps if _holds_something(step))
 
     def _delete(self, step: int) -> None:
-        """Rename the folder, then delete it: one that is only half deleted must not pass for a checkpoint. Raises
-        OSError."""
+        """Rename the folder, then delete it: a half deleted one must not pass for a checkpoint. Raises OSError."""
         doomed = self.folder / f"tmp_old_step_{step}"
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(self.folder / f"step_{step}", doomed)
         shutil.rmtree(doomed)
 
     def _delete_all(self, steps: Iterable[int]) -> None:
-        """Delete these checkpoints, and what earlier deletions have left. Say which cannot be deleted, each once."""
+        """Delete these checkpoints, and what failed deletions have left. Warn once of each that cannot be deleted."""
         left = [int(path.name.removeprefix("tmp_old_step_")) for path in self.folder.glob("tmp_old_step_*")]
         for step in sorted(steps):
             self._attempt(step, partial(self._delete, step))
@@ -468,7 +440,7 @@ class CheckpointManager:
     def _attempt(self, step: int, delete: Callable[[], None]) -> None:
         try:
             delete()
-        except FileNotFoundError:  # somebody else has deleted it
+        except FileNotFoundError:  # another process has deleted it
             return
         except OSError as error:
             if step not in self._undeletable:
@@ -487,15 +459,15 @@ class CheckpointManager:
         self._delete_all(metrics.keys() - self._to_keep(metrics, just_saved))
 
     def _warn_of_equal_ranks(self, metrics: Mapping[int, Mapping[str, float]], just_saved: int) -> None:
-        """Say if the metric tells nothing about which checkpoints to keep."""
+        """Warn if the metric ranks all checkpoints equally, so that it does not tell which to keep."""
         name, keep = self.config.metric_name, self.config.keep_top_k
         ranks = {step: rank(of, self.config) for step, of in metrics.items() if not self._is_for_recovery(step)}
         if name is None or keep is None or len(ranks) <= keep or len(set(ranks.values())) > 1:
             return
         self._warned = True
         missing = rank(metrics.get(just_saved, {}), self.config) == float("-inf")
-        there = sorted({known for step in ranks for known in metrics[step] if "val:" in known})
-        known = f" (there are {', '.join(there)})" if there and name not in there else ""
+        names = sorted({known for step in ranks for known in metrics[step] if "val:" in known})
+        known = f" (there are {', '.join(names)})" if names and name not in names else ""
         logger.warning(
             "checkpointing.metric_name: %s is %s in steps %s, so the newest are kept; %s (said only once)",
             name,
@@ -540,7 +512,7 @@ def _step_of(name: str) -> int:
 def _named_checkpoint(folder: Path, whole: bool) -> Path:
     """Return the checkpoint that `--resume` names. Raises ResumeError if it is none, or damaged."""
     if not (folder / INFO).is_file() and not (folder / DIGESTS).is_file():
-        inside = max(folder.glob(f"step_*/{INFO}"), key=lambda one: one.stat().st_mtime, default=None)
+        inside = max(folder.glob(f"step_*/{INFO}"), key=lambda info: info.stat().st_mtime, default=None)
         hint = f"; name one of the checkpoints in it, such as {inside.parent}" if inside else ""
         raise ResumeError(f"--resume: {folder} is no checkpoint: {INFO} is missing{hint}")
     refuse_newer_format(folder)

@@ -40,15 +40,15 @@ def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> dic
 
 
 def read_groups(
-    folder: Path, prompts: Sequence[DatumSpec], cluster: Cluster, wanted: Mapping[str, int], sizes: range
+    folder: Path, prompts: Sequence[DatumSpec], cluster: Cluster, uids: Mapping[str, int], sizes: range
 ) -> dict[str, Group]:
-    """Return groups that `write_groups` has written, by uid: those with a uid in `wanted` and a number of samples in
-    `sizes`. `prompts`: of the groups."""
+    """Return groups that `write_groups` has written, by uid: those with a uid in `uids` and a number of samples in
+    `sizes`. `prompts`: the rows of the data from which they were generated."""
     by_uid = {prompt["uid"]: prompt for prompt in prompts}
     groups = {}
     for path in sorted((folder / FOLDER).glob("*.pt")):
         saved = tensor_files.load(path, TYPES)
-        if saved["uid"] in wanted and len(saved["samples"]) in sizes:
+        if saved["uid"] in uids and len(saved["samples"]) in sizes:
             samples = tuple(
                 sample if trajectory is None else replace(sample, ref=cluster.store.put(trajectory))
                 for sample, trajectory in saved["samples"]

@@ -1,10 +1,10 @@
-"""Follow a recorded run: what chance decided in it, another run takes from its files, and so comes to the same weights.
+"""Follow a recorded run: another run takes what chance decided from its files, and so comes to the same weights.
 
-Chance decides in which order groups finish, which samples a group has, which weights generated each token, when
-somebody asks the run to stop, and when engines die. The ledger has the order, the files of samples have the rest.
-Everything else follows from these, the recipe and the data: the schedule's commands, batches, advantages, updates. So
-the loop is the same; only its groups come from `RecordedRollouts`, and each entry of the new ledger is held against the
-recorded one: where they part for the first time, the run ends and says so.
+Chance decides in which order groups finish, which samples a group has, which weights generated each token, when the run
+is asked to stop, and when engines die. The ledger has the order, the files of samples have the rest. Everything else
+follows from these, the recipe and the data: the schedule's commands, batches, advantages, updates. So the loop is the
+same; only its groups come from `RecordedRollouts`, and each entry of the new ledger is held against the recorded one:
+where they part for the first time, the run ends with a message.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ class Difference:
     """The first value in which the runs differ."""
 
     step: int
-    what: str
+    text: str
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.what}"
+        return f"step {self.step}: {self.text}"
 
 
 @dataclass
 class _Compared:
-    """Counts of what was compared. `tokens`: with log-probs; `worst`: the largest difference of a log-prob."""
+    """Counts of what was compared. `tokens`: number of log-probs; `worst`: their largest difference."""
 
     steps: list[int] = field(default_factory=list)
     tokens: int = 0
     worst: float = 0.0
     first: Difference | None = None
 
-    def differs(self, step: int, what: str) -> None:
-        self.first = self.first or Difference(step, what)
+    def differs(self, step: int, text: str) -> None:
+        self.first = self.first or Difference(step, text)
 
 
 class FollowedRun:
@@ -107,7 +107,7 @@ class FollowedRun:
             kind: sample_steps(folder, kind) for kind in ("train", "validation")
         }
         self._at = self._end = 0
-        self._rows: dict[int, dict[str, list[dict[str, Any]]]] = {}  # step -> uid -> samples that nobody took yet
+        self._rows: dict[int, dict[str, list[dict[str, Any]]]] = {}  # step -> uid -> samples not taken yet
         self._logprobs: dict[int, dict[str, np.ndarray]] = {}  # step -> sample -> of the policy
         self._metrics: dict[int, dict[str, Any]] = {}  # of the recorded run's steps
         self._saved: dict[int, Entry] = {}  # saves of this run that the record has not come to
@@ -117,12 +117,12 @@ class FollowedRun:
     def check(self, config: MasterConfig) -> list[Change]:
         """Return the values of the recipe that differ from the recorded run's. Raises FollowError where this run would
         write into the folders of the recorded one."""
-        for key, mine, its in (
+        for key, folder, recorded in (
             ("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir, self.checkpoints),
             ("logger.log_dir", config.logger.log_dir, self.folder.parent),
         ):
-            if its is not None and Path(mine).resolve() == its.resolve():
-                raise FollowError(f"{key} {mine} is that of the run to follow, {self.folder}: choose another folder")
+            if recorded is not None and Path(folder).resolve() == recorded.resolve():
+                raise FollowError(f"{key} {folder} is that of the run to follow, {self.folder}: choose another folder")
         if config.logger.samples != "all":
             raise FollowError("logger.samples must be all: the samples are compared")
         return changes(self._recipe, config)
@@ -217,10 +217,10 @@ class FollowedRun:
             self._pass(recorded)
             if recorded["event"] in CHANCE:
                 yield recorded
-            elif (mine := self._saved.pop(recorded["step"], None)) is not None:
-                yield mine
+            elif (saved := self._saved.pop(recorded["step"], None)) is not None:
+                yield saved
         if entry["event"] == "ended" or (entry["event"] == "stop_asked" and recorded != _plain(entry)):
-            self._is_over = True  # the record has no more, or somebody stops this run
+            self._is_over = True  # the record ends, or this run is asked to stop
             yield from self._saved.values()
             yield entry
             return
@@ -235,10 +235,10 @@ class FollowedRun:
         self._at += 1
 
     def _parted(self, recorded: Entry | None, now: str) -> str:
-        there = "ends here" if recorded is None else f"has {json.dumps(recorded)} next"
+        record_part = "ends here" if recorded is None else f"has {json.dumps(recorded)} next"
         return (
-            f"the run leaves its record: {self.ledger} {there}; this run {now}. Recipe, data and code must be those of "
-            "the recorded run"
+            f"the run leaves its record: {self.ledger} {record_part}; this run {now}. Recipe, data and code must be "
+            "those of the recorded run"
         )
 
     # What the samples hold.
@@ -286,27 +286,26 @@ class FollowedRun:
     def compare_logprobs(
         self, step: int, names: Sequence[str], by_index: Mapping[int, Mapping[str, np.ndarray]]
     ) -> None:
-        """Compare the policy's log-probs of a step. `names`: of its samples, by index."""
+        """Compare the policy's log-probs of a step. `names`: the samples' names, by index."""
         self._load(step)  # all its groups may have been in the checkpoint that the run goes on from
         recorded, compared = self._logprobs.pop(step), self.compared
         compared.steps.append(step)
         for index, columns in sorted(by_index.items()):
-            name, mine = names[index], columns["policy"]
-            its = recorded.get(name)
-            if its is None or len(its) != len(mine):
+            name, logprobs = names[index], columns["policy"]
+            logged = recorded.get(name)
+            if logged is None or len(logged) != len(logprobs):
                 compared.differs(
-                    step, f"sample {name} has {len(mine)} log-probs, recorded are {0 if its is None else len(its)}"
+                    step,
+                    f"sample {name} has {len(logprobs)} log-probs, recorded are {0 if logged is None else len(logged)}",
                 )
                 continue
-            gaps = np.where(mine.view(np.int32) == its.view(np.int32), 0.0, np.abs(mine - its))
-            compared.tokens += len(mine)
+            gaps = np.where(logprobs.view(np.int32) == logged.view(np.int32), 0.0, np.abs(logprobs - logged))
+            compared.tokens += len(logprobs)
             if not (worst := float(gaps.max(initial=0.0))) <= 0.0:
                 token = int(np.argmax(np.where(np.isnan(gaps), np.inf, gaps) > 0))
                 compared.worst = max(compared.worst, math.inf if math.isnan(worst) else worst)
-                compared.differs(
-                    step,
-                    f"the log-prob of token {token} of sample {name}: {mine[token]:.9g}, recorded {its[token]:.9g}",
-                )
+                values = f"{logprobs[token]:.9g}, recorded {logged[token]:.9g}"
+                compared.differs(step, f"the log-prob of token {token} of sample {name}: {values}")
         for old in [number for number in self._rows if number < step]:
             del self._rows[old]
             self._logprobs.pop(old, None)
@@ -317,16 +316,18 @@ class FollowedRun:
         """
         compared = self.compared
         for prefix in ("train", "validation"):
-            its, mine = (
+            recorded, lines = (
                 {line["step"]: line for line in read_metrics(folder / METRICS_FILE, prefix)}
                 for folder in (self.folder, log_dir)
             )
-            for step in sorted(mine):
-                if step not in its or (compared.first is not None and compared.first.step < step):
+            for step in sorted(lines):
+                if step not in recorded or (compared.first is not None and compared.first.step < step):
                     continue
-                if (name := _first_difference(mine[step], its[step])) is not None:
+                if (name := _first_difference(lines[step], recorded[step])) is not None:
                     compared.first = None if compared.first and compared.first.step > step else compared.first
-                    compared.differs(step, f"{prefix}/{name}: {mine[step].get(name)}, recorded {its[step].get(name)}")
+                    compared.differs(
+                        step, f"{prefix}/{name}: {lines[step].get(name)}, recorded {recorded[step].get(name)}"
+                    )
         return {
             "run": str(self.folder),
             "steps": len(compared.steps),
@@ -355,9 +356,9 @@ def is_of_the_machine(metric: str) -> bool:
     return metric.startswith(OF_THE_MACHINE) or metric in _ALSO_OF_THE_MACHINE
 
 
-def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    names = sorted(name for name in one.keys() | other.keys() if not is_of_the_machine(name))
-    return next((name for name in names if one.get(name) != other.get(name)), None)
+def _first_difference(metrics: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    names = sorted(name for name in metrics.keys() | other.keys() if not is_of_the_machine(name))
+    return next((name for name in names if metrics.get(name) != other.get(name)), None)
 
 
 def _steps_of_groups(entries: Sequence[Entry], valid: Sequence[bool]) -> dict[int, int]:

@@ -22,7 +22,7 @@ class RecordedRollouts:
     """
 
     def __init__(self, run: FollowedRun, store: ObjectStore, stop: StopRequest) -> None:
-        """`stop`: is asked to end the run where the record ends."""
+        """`stop`: the request through which the run ends where the record ends."""
         self._run, self._store, self._stop = run, store, stop
         self._prompts: dict[str, DatumSpec] = {}  # under way, by uid
 
@@ -60,7 +60,7 @@ class RecordedValidation(RecordedRollouts):
     """The groups of one validation, in the order of the record."""
 
     def __init__(self, run: FollowedRun, store: ObjectStore, stop: StopRequest, step: int) -> None:
-        """`step`: the validation comes after it. Raises FollowError if its samples are missing."""
+        """`step`: the step before the validation. Raises FollowError if the samples are missing."""
         super().__init__(run, store, stop)
         self._groups: Iterator[tuple[str, Sequence[Row]]] = iter(run.validation(step).items())
 

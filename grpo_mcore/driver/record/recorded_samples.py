@@ -1,4 +1,4 @@
-"""Makes groups of the rows that `sample_writer` has written: what a step was trained on, as it was."""
+"""Make groups from the rows that `sample_writer` has written: what a step was trained on, as it was."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def recorded_groups(rows: Sequence[Row], store: ObjectStore) -> list[Group]:
 
 
 def recorded_group(prompt: DatumSpec, rows: Sequence[Row], store: ObjectStore) -> Group:
-    """Return the group of a prompt, whose trajectories are put into the store. `rows`: its samples, in their order."""
+    """Return the group of a prompt, whose trajectories are put into the store. `rows`: the group's samples, in their
+    order."""
     return Group(prompt, tuple(_reference(row, store) for row in rows), tuple(map(_score, rows)))
 
 
@@ -59,12 +60,14 @@ def _trajectory(row: Row) -> Trajectory:
     tokens = torch.tensor(row["token_ids"], dtype=torch.int64)
     of_engine = row.get("engine_logprobs")  # None: nothing was generated
     logprobs = torch.zeros(len(tokens)) if of_engine is None else torch.tensor(of_engine, dtype=torch.float32)
-    turns, at = [], 0
+    turns, start = [], 0
     for turn in row["turns"]:
-        span = slice(at, at + turn["tokens"])
-        own = logprobs[span] if turn["generated"] else None
-        turns.append(Turn(turn["role"], tokens[span], own, turn["generated"], turn["text"], turn.get("flag") or ""))
-        at += turn["tokens"]
+        span = slice(start, start + turn["tokens"])
+        turn_logprobs = logprobs[span] if turn["generated"] else None
+        turns.append(
+            Turn(turn["role"], tokens[span], turn_logprobs, turn["generated"], turn["text"], turn.get("flag") or "")
+        )
+        start += turn["tokens"]
     versions = tuple((span["version"], span["first"], span["end"]) for span in row["versions"])
     end, branches = (row["finish_reason"], row["truncated"], row["stop_token"]), tuple(row.get("branches") or ())
     return Trajectory(row["uid"], row["generation"], tuple(turns), versions, *end, branches, _routes(row.get("routes")))

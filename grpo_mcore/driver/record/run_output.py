@@ -12,7 +12,7 @@ from typing import Any
 from grpo_mcore.driver.interfaces import GenerationInterface, PolicyInterface
 from grpo_mcore.driver.record.sample_writer import SampleWriter
 from grpo_mcore.families import forward_flops, parameter_count
-from grpo_mcore.observe import Logger, RunConsole, write_summary
+from grpo_mcore.observe import Logger, RunConsole, StepRow, write_summary
 from grpo_mcore.observe.alarms import StepAlarms
 from grpo_mcore.observe.console.console import WIDTH
 from grpo_mcore.observe.machine import throughput
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class RunOutput:
-    """The console and the files of a run. `samples`, `spans`: writers of the files of samples and events; `time`: the
+    """The console and the files of a run. `samples` and `spans` write the files of samples and events; `time` is the
     clock of the run's cluster."""
 
     def __init__(
@@ -69,30 +69,41 @@ class RunOutput:
         millions = parameter_count(policy.shape) / 1e6
         return f"{policy.shape.family}, {millions:.1f} M parameters, {policy.precision}, {policy.layout.describe()}"
 
-    def write_optimizer_steps(self) -> None:
-        """Write when each rank of the policy was in its optimizer steps of the step that was just trained."""
+    def speed(
+        self, tokens: float, lengths: list[int], seconds: Mapping[str, float], computed: float = 1.0
+    ) -> dict[str, float]:
+        """Return seconds, throughput and FLOPs of the step that was just trained on samples of these lengths: three
+        forward passes' worth for forward and backward. `seconds`: spent in each phase; `computed`: share of the tokens
+        that is computed."""
+        self._tokens += int(tokens)
+        timing = {f"timing/{name}": spent for name, spent in seconds.items()}
+        return (
+            timing
+            | {"tokens_per_second": tokens / seconds["total"]}
+            | throughput(
+                tokens=tokens,
+                flops=3 * computed * forward_flops(self._policy.shape, lengths) if lengths else 0.0,
+                total_s=seconds["total"],
+                train_s=seconds.get("train", 0.0),
+                devices=self.config.cluster.num_nodes * self.config.cluster.gpus_per_node,
+                ranks=world_size(self.config),
+                peak=self.logger.peak_flops,
+            )
+        )
+
+    def show_step(self, step: int, metrics: Mapping[str, float], line: StepRow | str | None) -> None:
+        """Write the metrics of the step that was just trained and the times of its ranks, print its line (a row of the
+        table, or text), and what is alarming, each kind once."""
         for worker, optimizer_steps in zip(self._policy.workers, self._policy.train_times, strict=False):
             for times in optimizer_steps:
                 self.spans.optimizer_step(worker.name, times)
         self.spans.flush()
-
-    def throughput_of(
-        self, tokens: float, lengths: list[int], seconds: Mapping[str, float], computed: float = 1.0
-    ) -> dict[str, float]:
-        """Return throughput and FLOPs of a step on samples of these lengths: three forward passes' worth for forward
-        and backward. `seconds`: by phase; `computed`: share of the tokens that are computed."""
-        return {"tokens_per_second": tokens / seconds["total"]} | throughput(
-            tokens=tokens,
-            flops=3 * computed * forward_flops(self._policy.shape, lengths) if lengths else 0.0,
-            total_s=seconds["total"],
-            train_s=seconds.get("train", 0.0),
-            devices=self.config.cluster.num_nodes * self.config.cluster.gpus_per_node,
-            ranks=world_size(self.config),
-            peak=self.logger.peak_flops,
-        )
-
-    def raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say what the metrics of a step are alarming in, each kind once."""
+        self.logger.log_metrics(metrics, step, "train")
+        self.logger.log_surroundings(step)
+        if isinstance(line, StepRow):
+            self.console.step(line)
+        elif line is not None:
+            self.console.note(line)
         for alarm in self.alarms.of_step(step, metrics):
             self.console.note("\n".join(textwrap.wrap(f"ALARM in step {step}, said once: {alarm.text}", WIDTH)))
             self.logger.alarm(alarm)
@@ -110,8 +121,8 @@ class RunOutput:
 
     def trouble(self) -> dict[str, Any]:
         """Return the alarms and outages of a summary, if there were any."""
-        named = {"alarms": [asdict(alarm) for alarm in self.alarms.raised], "outages": self.logger.outages()}
-        return {name: what for name, what in named.items() if what}
+        lists = {"alarms": [asdict(alarm) for alarm in self.alarms.raised], "outages": self.logger.outages()}
+        return {name: entries for name, entries in lists.items() if entries}
 
     def trouble_facts(self) -> dict[str, str]:
         """Return the same as lines for the console."""
@@ -143,10 +154,10 @@ def devices_of(policy: PolicyInterface, engines: GenerationInterface) -> dict[st
 
 
 @contextmanager
-def left_out_if_it_fails(what: str) -> Iterator[None]:
+def left_out_if_it_fails(part: str) -> Iterator[None]:
     """Log an error of the block: what only describes a run must not change how it ends."""
     try:
         yield
     except Exception as error:  # of the disk, of matplotlib, of a model that the plan does not know
-        why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-        log.warning("%s is left out, since it failed: %s", what, why)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        log.warning("%s is left out, since it failed: %s", part, reason)

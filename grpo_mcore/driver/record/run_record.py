@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 PASS_RATES_FILE = "pass_rates.jsonl"
-"""File beside the ledger with a line for each prompt that was tried: `rollout.pass_rates.PromptRecord`."""
+"""File next to the ledger with one `rollout.pass_rates.PromptRecord` a line, for each prompt that was tried."""
 
 
 class RunRecord:
@@ -51,11 +51,11 @@ class RunRecord:
         state: GRPOSaveState,
         follow: FollowedRun | None = None,
     ) -> None:
-        """`state`: of the checkpoint that the run goes on from, or of a run that has not begun. `follow`: the run that
-        this one follows."""
+        """`state`: save state of the checkpoint that the run resumes, or `first_save_state()`. `follow`: the recorded
+        run that this one follows."""
         self._config, self._follow = config, follow
         self.goes_on = False
-        """Whether a run that follows another goes on from a checkpoint at which that one did not stop."""
+        """Whether this run follows another and begins at a checkpoint at which the other one did not stop."""
         self.schedule, self.prompts, self.ledger, self.report = schedule, prompts, ledger, report
         self._consumed, self._valid_tokens = state["consumed_samples"], state["total_valid_tokens"]
         self._val_reward = state.get("val_reward")
@@ -81,8 +81,8 @@ class RunRecord:
         urgent = stop.at_once and not self._stops_at_once
         if stop.reason and (self.schedule.asked is None or urgent):
             self._stops_at_once = stop.at_once
-            what = "what is trained so far is saved" if urgent else "the step that has begun is finished and saved"
-            logger.info("%s: %s, then the run ends", stop.reason, what)
+            outcome = "what is trained so far is saved" if urgent else "the step that has begun is finished and saved"
+            logger.info("%s: %s, then the run ends", stop.reason, outcome)
             self.ledger.write("stop_asked", why=stop.reason, at_once=stop.at_once)
             self.schedule.record(s.StopAsked(stop.reason, at_once=stop.at_once))
 
@@ -136,18 +136,18 @@ class RunRecord:
         if not informative:
             self._consumed += 1
             self.prompts.mark_done([uid])
-            self.report.group_filtered(group, why := "its rewards are equal")
-            self.ledger.write("filtered", uid=uid, why=why)
+            self.report.group_filtered(group, reason := "its rewards are equal")
+            self.ledger.write("filtered", uid=uid, why=reason)
         self.schedule.record(s.GroupFinished(uid, informative, group.nbytes))
 
-    def retried(self, uid: str, why: str) -> None:
+    def retried(self, uid: str, reason: str) -> None:
         """Record that a prompt's samples are thrown away and generated again."""
-        self.ledger.retried(uid, why)
+        self.ledger.retried(uid, reason)
 
-    def restarted(self, worker: str, why: str) -> None:
+    def restarted(self, worker: str, reason: str) -> None:
         """Record that an engine or an environment died or hung, and is started again."""
-        self.ledger.write("restarted", worker=worker, why=why)
-        self.report.restarted(worker, why)
+        self.ledger.write("restarted", worker=worker, why=reason)
+        self.report.restarted(worker, reason)
 
     def trained(
         self,
@@ -231,7 +231,7 @@ class RunRecord:
         self.ledger.write("not_saved", step=step, why=str(error.__cause__))
 
     def _write_pass_rates(self) -> None:
-        """Write the pass rate of each prompt beside the ledger, for people: a checkpoint has its own copy."""
+        """Write the pass rate of each prompt to a file for people; a checkpoint has its own copy."""
         path = self.ledger.path.with_name(PASS_RATES_FILE)
         records = ({"uid": uid, **vars(record)} for uid, record in self.prompts.rates.prompts.items())
         try:
@@ -271,8 +271,8 @@ def start_record(
     position: SavedPosition | None,
     follow: FollowedRun | None = None,
 ) -> RunRecord:
-    """Begin the record of a run, or go on with that of a resumed one. `folder`: of the ledger; `position`: of the
-    checkpoint that the run goes on from; `follow`: the run that this one follows."""
+    """Begin the record of a run, or continue that of a resumed one. `folder`: where the ledger lies; `position`: where
+    the run stood in the checkpoint that it resumes; `follow`: the recorded run that this one follows."""
     if follow is not None and position is not None:
         follow.copy_ledger(folder / LEDGER_FILE, position.ledger_entries)
     ledger = Ledger(

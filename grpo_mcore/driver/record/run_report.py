@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,19 +43,21 @@ class Comparison(Protocol):
         """Return it as lines of a table."""
 
 
-Compare = Callable[
-    [
-        MasterConfig,
-        ModelShape,
-        Sequence[Mapping[str, float]],
-        Sequence[Mapping[str, Any]],
-        int,
-        Mapping[str, ModelShape],
-    ],
-    Comparison | None,
-]
-"""(recipe, model, seconds by timer of each step, memory of each rank, mean length of the samples, teachers by alias) ->
-comparison."""
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run measured, for a comparison with its plan. `steps`: seconds of each step by timer; `memory`: one
+    `Policy.memory` for each rank; `mean_length`: tokens of a sample; `teachers`: their models by alias."""
+
+    recipe: MasterConfig
+    model: ModelShape
+    steps: Sequence[Mapping[str, float]]
+    memory: Sequence[Mapping[str, Any]]
+    mean_length: int
+    teachers: Mapping[str, ModelShape] = field(default_factory=dict)
+
+
+Compare = Callable[[MeasuredRun], Comparison | None]
+"""Sets a run against its plan; None where there is nothing to compare."""
 
 
 class RunReport(RunOutput):
@@ -168,14 +171,12 @@ class RunReport(RunOutput):
         self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
         self._samples_done = 0
         self._timers.append(seconds)
-        self.write_optimizer_steps()
-        self._tokens += int(metrics["tokens"])
         tail_metrics, last_samples = tail(groups)
         if last_samples:
             self.spans.tail(last_samples)
-        metrics = metrics | tail_metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
         lengths = [sample.length for group in groups for sample in group.samples] if "loss" in metrics else []
-        metrics |= self.throughput_of(metrics["tokens"], lengths, seconds, metrics.get("plan/computed_tokens", 1.0))
+        metrics = metrics | tail_metrics
+        metrics |= self.speed(metrics["tokens"], lengths, seconds, metrics.get("plan/computed_tokens", 1.0))
         if self._refit is not None:
             metrics |= {f"refit/{name}_seconds": spent for name, spent in self._refit.stage_seconds.items()}
             metrics["refit/bytes"] = float(self._refit.bytes)
@@ -192,9 +193,9 @@ class RunReport(RunOutput):
         self._graded |= _has_graded(metrics)
         if self._graded:  # all may happen to be 0 in one step: that is no accuracy
             metrics.pop("accuracy", None)
-        self.logger.log_metrics(metrics, step, "train")
-        self.logger.log_surroundings(step)
-        self.console.step(
+        self.show_step(
+            step,
+            metrics,
             StepRow(
                 step=step,
                 max_steps=self.config.grpo.max_num_steps,
@@ -208,10 +209,9 @@ class RunReport(RunOutput):
                 tokens_per_second=metrics["tokens_per_second"],
                 computed_tokens=metrics.get("plan/computed_tokens"),
                 seconds=seconds,
-                notes=[*scoring_notes(groups), *_queued_note(metrics), *self._mirror_notes()],
-            )
+                notes=[*scoring_notes(groups), *_queued_note(metrics)],
+            ),
         )
-        self.raise_alarms(step, metrics)
         if "loss" not in metrics:
             self.console.note(f"step {step} changed nothing: {_left_out(metrics)}")
         elif metrics["zero_advantage_rate"] == 1 and not self._noted_equal_rewards:
@@ -234,25 +234,22 @@ class RunReport(RunOutput):
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}{by_reason}")
         return metrics
 
-    def _mirror_notes(self) -> Sequence[str]:
-        return [] if self.logger.mirror is None else self.logger.mirror.notes()
-
     def group_failed(self, group: Group, reason: str) -> None:
         self._failed_prompts += 1
         self.samples.left_out(self._schedule.step + 1, group, reason)
         self.console.note(f"prompt {group.uid} failed and is replaced: {reason}")
 
-    def group_filtered(self, group: Group, why: str) -> None:
+    def group_filtered(self, group: Group, reason: str) -> None:
         """Record a prompt whose rewards were all equal: dynamic sampling consumed it without training on it."""
-        self.samples.left_out(self._schedule.step + 1, group, why)
+        self.samples.left_out(self._schedule.step + 1, group, reason)
 
     def group_returned(self, group: Group) -> None:
         """Record a finished group that would get too old for its step."""
         self.samples.left_out(self._schedule.step + 1, group, "it would be too old: its prompt goes back to the data")
 
-    def restarted(self, worker: str, why: str) -> None:
-        self.spans.restarted(worker, why)
-        self.console.note(f"{worker} is restarted: {why}")
+    def restarted(self, worker: str, reason: str) -> None:
+        self.spans.restarted(worker, reason)
+        self.console.note(f"{worker} is restarted: {reason}")
 
     def validation(self, step: int, validation: Validation) -> None:
         """Log the metrics of a validation, and show some of its samples."""
@@ -356,8 +353,8 @@ class RunReport(RunOutput):
             return None
         mean_length = self._tokens // (len(self._timers) * samples_per_step(self.config))
         policy, teachers = self._policy, self._policy.teachers
-        shapes = {alias: it.ranks.shape for alias, it in teachers.by_alias.items()} if teachers is not None else {}
-        return self._compare(self.config, policy.shape, self._timers, policy.memory(), mean_length, shapes)
+        shapes = {} if teachers is None else {alias: it.ranks.shape for alias, it in teachers.by_alias.items()}
+        return self._compare(MeasuredRun(self.config, policy.shape, self._timers, policy.memory(), mean_length, shapes))
 
 
 def _followed_facts(followed: Mapping[str, Any]) -> dict[str, str]:
@@ -372,8 +369,8 @@ def _spread(policy: PolicyInterface, engines: GenerationInterface) -> str:
     nodes = len({worker.place().node for worker in policy.workers})
     if not engines.slots:
         return f" on {nodes} nodes" if nodes > 1 else ""
-    there = len(engines.nodes().hosts)
-    return f" on {nodes} nodes, engines on {there}" if max(nodes, there) > 1 else ""
+    engine_nodes = len(engines.nodes().hosts)
+    return f" on {nodes} nodes, engines on {engine_nodes}" if max(nodes, engine_nodes) > 1 else ""
 
 
 def _title(config: MasterConfig) -> str:
@@ -430,9 +427,9 @@ def _left_out(metrics: dict[str, float]) -> str:
     masked = metrics.get("num_masked_by_seq_logprob_error", 0.0)
     filtered = count - failed - masked - metrics["num_trained_samples"]
     reasons = {"without a reward": failed, "truncated or empty": filtered, "above seq_logprob_error_threshold": masked}
-    named = ", ".join(f"{number:.0f} {reason}" for reason, number in reasons.items() if number)
+    listed = ", ".join(f"{number:.0f} {reason}" for reason, number in reasons.items() if number)
     return f"{metrics['num_trained_samples']:.0f} of {count:.0f} samples are in the loss" + (
-        f" ({named})" if named else ""
+        f" ({listed})" if listed else ""
     )
 
 
@@ -461,15 +458,15 @@ def scoring_notes(groups: Sequence[Group]) -> list[str]:
     if not failed:
         return []
     lost = sum(score.reward is None for score in scores)
-    said = f"scoring: attempts that failed: {_counted(failed)}; {lost} of {len(scores)} samples have no reward"
-    return textwrap.wrap(said, WIDTH, initial_indent="        ", subsequent_indent="          ")
+    line = f"scoring: attempts that failed: {_counted(failed)}; {lost} of {len(scores)} samples have no reward"
+    return textwrap.wrap(line, WIDTH, initial_indent="        ", subsequent_indent="          ")
 
 
 def _counted(kinds: Counter[str], most: int = 4) -> str:
     """Return the total, and the most frequent kinds with their counts."""
-    named = [f"{textwrap.shorten(kind, 60)} {count}" for kind, count in kinds.most_common(most)]
+    listed = [f"{textwrap.shorten(kind, 60)} {count}" for kind, count in kinds.most_common(most)]
     more = f", and {len(kinds) - most} other kinds" if len(kinds) > most else ""
-    return f"{kinds.total()} ({', '.join(named)}{more})"
+    return f"{kinds.total()} ({', '.join(listed)}{more})"
 
 
 def _failed(groups: Sequence[Group]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Hands the samples of a run to their files (observe/samples.py): what was generated, rewarded and trained on."""
+"""Write the samples of a run to their files (observe/samples.py): what was generated, rewarded and trained on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SampleSink(Protocol):
         """Whether `trained` does anything."""
 
     def trained(self, step: int, groups: Sequence[Group], targets: TrainTargets, logprobs: Sequence[Future]) -> None:
-        """Take the samples of a step. `targets`: by sample index, in the order of the groups; `logprobs`: from
+        """Take the samples of a step. `targets` are by sample index, in the order of the groups; `logprobs` come from
         `PolicyGroup.token_logprobs`."""
 
 
@@ -51,7 +51,7 @@ class SampleWriter:
     def __init__(
         self, config: GRPOLoggerConfig, log_dir: Path, cluster: Cluster, tokenizer: Any, *, decodes: bool = False
     ) -> None:
-        """`decodes`: the turns have no texts, as those of examples; they are decoded from the tokens."""
+        """`decodes`: decode the turns' texts from their tokens, for examples, whose turns have no text."""
         self._cluster = cluster
         self._decode_turn = tokenizer.decode if decodes else None
         self._most = {"all": None, "sampled": SAMPLED_PROMPTS, "none": 0}[config.samples]
@@ -66,14 +66,13 @@ class SampleWriter:
         """Whether `trained` writes anything."""
         return self._files is not None
 
-    def left_out(self, step: int, group: Group, why: str) -> None:
+    def left_out(self, step: int, group: Group, reason: str) -> None:
         """Record a group that is generated for `step`, on which no step trains."""
         if self._files is not None and self._most is None:
-            self._files.add("train", step, partial(self._rows, [group], left_out=why), last=False)
+            self._files.add("train", step, partial(self._rows, [group], left_out=reason), last=False)
 
     def trained(self, step: int, groups: Sequence[Group], targets: TrainTargets, logprobs: Sequence[Future]) -> None:
-        """Record the samples of a step, which are written from `generating` on. `targets`: by sample index, in the
-        order of the groups; `logprobs`: from `PolicyGroup.token_logprobs`."""
+        """Record the samples of a step; they are written once `generating` is called. See `SampleSink.trained`."""
         if self._files is None:
             return
         self.generating()

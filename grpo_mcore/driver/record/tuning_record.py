@@ -1,4 +1,4 @@
-"""Keeps account of a run on examples (SFT, DPO): what comes next, its files, its console, what its checkpoints hold."""
+"""The record of a run on examples (SFT, DPO, distillation): batches, files, console, content of its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from grpo_mcore.base.stopping import StopRequest
-from grpo_mcore.driver.checkpoints.background import BackgroundCheckpoints
 from grpo_mcore.driver.checkpoints.checkpoint_files import GRPOSaveState, RunSnapshot
-from grpo_mcore.driver.checkpoints.checkpoints import NotWritten
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager, NotWritten
+from grpo_mcore.driver.interfaces import ColocatablePolicyInterface, GenerationInterface
 from grpo_mcore.driver.record.run_output import RunOutput
 from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
-from grpo_mcore.driver.run.run import Run
-from grpo_mcore.observe import Timeline
-from grpo_mcore.recipe import Algorithm, FineTuningConfig, batch_equation, exports_model
+from grpo_mcore.observe import Logger, Timeline
+from grpo_mcore.recipe import Algorithm, FineTuningConfig, MasterConfig, batch_equation, exports_model
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.step.step_batch import TrainTargets
@@ -30,48 +29,43 @@ SHOWN = ("loss", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
 Metrics = dict[str, float]
 
 
-def start_tuning_record(
-    algorithm: Algorithm, run: Run, stop: StopRequest | None
-) -> tuple[TuningRecord, BackgroundCheckpoints]:
-    """Begin the record of a run, or go on with that of a resumed one, and the writer of its checkpoints."""
-    record = TuningRecord(algorithm, run, stop or StopRequest())
-    checkpoints = BackgroundCheckpoints(
-        run.checkpointer,
-        run.policy,
-        run.master_config,
-        on_saved=lambda step, folder: None,
-        on_failure=record.not_saved,
-    )
-    return record, checkpoints
-
-
 class TuningRecord(RunOutput):
     """The loop asks it for the next batch, tells it what was done, and asks what is due after a step.
 
-    `step`: steps that are done. `extra_state`: content of a checkpoint besides the policy and the position in the data.
-    `clock`: times the phases of a step.
+    `step` counts the steps that are done. `extra_state` is saved besides the policy and the position in the data.
+    `clock` times the phases of a step.
     """
 
-    def __init__(self, algorithm: Algorithm, run: Run, stop: StopRequest) -> None:
-        self._run, self._stop, self._algorithm = run, stop, algorithm
-        config = run.master_config
-        self.step = run.grpo_save_state["current_step"]
-        super().__init__(
-            algorithm, run.logger, config, run.policy, run.policy_generation, run.tokenizer,
-            step=lambda: self.step, decodes=True,
-        )  # fmt: skip
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        logger: Logger,
+        config: MasterConfig,
+        policy: ColocatablePolicyInterface,
+        engines: GenerationInterface,
+        tokenizer: Any,
+        *,
+        checkpointer: CheckpointManager,
+        state: GRPOSaveState,
+        dataloader: Any,
+        val_dataloader: Any,
+        stop: StopRequest,
+    ) -> None:
+        """`state`: save state of the checkpoint that the run resumes, or `first_save_state()`."""
+        self._algorithm, self._checkpointer, self._stop = algorithm, checkpointer, stop
+        self._val_dataloader = val_dataloader
+        self.step = state["current_step"]
+        super().__init__(algorithm, logger, config, policy, engines, tokenizer, step=lambda: self.step, decodes=True)
         self.clock = Timeline(self.time.now, self.span)
-        self._name = algorithm.upper() if run.policy.teachers is None else "Distillation"
+        self._name = algorithm.upper() if policy.teachers is None else "Distillation"
         self._settings: FineTuningConfig = config[algorithm]
         self._size = config.policy.train_global_batch_size
-        position = run.checkpointer.position()
+        position = checkpointer.position()
         self.extra_state: dict[str, Any] = position.stream["tuning"] if position else {}
-        self._examples = PromptStream(
-            run.dataloader, self._settings.max_num_epochs, position.stream if position else None
-        )
+        self._examples = PromptStream(dataloader, self._settings.max_num_epochs, position.stream if position else None)
         self._waiting = self._take(self.step)  # the next step's batch; a short one ends the run
         self._asked: str | None = None  # why the run stops early
-        self._val_metrics = run.grpo_save_state.get("val_metrics")  # of a validation after the last step
+        self._val_metrics = state.get("val_metrics")  # of a validation after the last step
         self._metrics: Metrics = {}  # of the last step and the validation after it: checkpoints are ranked by them
         self._open = ExitStack()
         self.console.banner(
@@ -79,7 +73,7 @@ class TuningRecord(RunOutput):
             {
                 "batch": batch_equation(config, algorithm),
                 "policy": self.describe_policy(),
-                "logs": run.logger.log_dir,
+                "logs": logger.log_dir,
             },
         )
 
@@ -118,28 +112,21 @@ class TuningRecord(RunOutput):
         """Record a step: `groups` are the examples of `batch`, `targets` and `metrics` what was computed of them."""
         if self.samples.wants_logprobs:
             self.samples.trained(self.step + 1, groups, targets, self._policy.token_logprobs())
-        self.write_optimizer_steps()
         self._examples.mark_done([datum["uid"] for datum in batch])
         self.step += 1
         self._val_metrics = None
         self._metrics = {f"train:{name}": value for name, value in metrics.items()}
         seconds = self.clock.take()
         lengths = [sample.length for group in groups for sample in group.samples]
-        tokens = sum(lengths)
-        self._tokens += tokens
-        metrics = metrics | {"tokens": float(tokens)} | self.throughput_of(float(tokens), lengths, seconds)
-        metrics |= {f"timing/{name}": spent for name, spent in seconds.items()}
-        self.logger.log_metrics(metrics, self.step, "train")
-        self.logger.log_surroundings(self.step)
-        self.raise_alarms(self.step, metrics)
+        tokens = float(sum(lengths))
+        metrics = metrics | {"tokens": tokens} | self.speed(tokens, lengths, seconds)
+        shown = {name: metrics[name] for name in SHOWN if name in metrics}
+        line = f"step {self.step:>5} of {self._settings.max_num_steps}  {_listed(shown)}  {seconds['total']:.3f} s"
+        seldom = self.step % SHOW_EVERY == 0 or self._is_over or self._stop.reason is not None
+        self.show_step(self.step, metrics, line if seldom else None)
         if (alarm_reason := self.alarms.stop_reason) is not None:
             self._stop.ask(alarm_reason)
         self._asked = None if self._is_over else self._stop.reason
-        if self._is_last or self.step % SHOW_EVERY == 0:
-            shown = {name: metrics[name] for name in SHOWN if name in metrics}
-            self.console.note(
-                f"step {self.step:>5} of {self._settings.max_num_steps}  {_listed(shown)}  {seconds['total']:.3f} s"
-            )
 
     @property
     def _is_last(self) -> bool:
@@ -148,18 +135,18 @@ class TuningRecord(RunOutput):
 
     @property
     def validates_first(self) -> bool:
-        """Whether a validation comes before the first step. A resumed run makes up for one that the run before it has
-        left out, as it was asked to stop."""
-        if self._run.val_dataloader is None:
+        """Whether a validation comes before the first step. A resumed run makes up for one that the run before it left
+        out because it was asked to stop."""
+        if self._val_dataloader is None:
             return False
         left_out = self._val_metrics is None and not self._is_over and _every(self._settings.val_period, self.step)
         return self._settings.val_at_start if self.step == 0 else left_out
 
     @property
     def validation_is_due(self) -> bool:
-        """Whether a validation comes after the step that was just recorded. One that was asked to stop saves first of
-        all: whoever asked may not wait for longer."""
-        if self._run.val_dataloader is None or self._asked is not None:
+        """Whether a validation comes after the step that was just recorded. A run that was asked to stop saves at once
+        and does not validate: it may soon be killed."""
+        if self._val_dataloader is None or self._asked is not None:
             return False
         return _every(self._settings.val_period, self.step) or (self._is_over and self._settings.val_at_end)
 
@@ -172,7 +159,7 @@ class TuningRecord(RunOutput):
 
     def validation_batches(self) -> Iterator[Sequence[DatumSpec]]:
         """Return the batches of one validation."""
-        return islice(iter(self._run.val_dataloader), self._settings.val_batches)
+        return islice(iter(self._val_dataloader), self._settings.val_batches)
 
     def validated(self, metrics: Metrics) -> None:
         """Record a validation."""
@@ -227,9 +214,9 @@ class TuningRecord(RunOutput):
         return summary if target is None else summary | {"exported": target}
 
     def _export(self) -> Path:
-        target = self._run.checkpointer.make_way("hf").resolve()
+        target = self._checkpointer.make_way("hf").resolve()
         with self.clock.pause("export"):
-            self._run.policy.export_hf(str(target))
+            self._policy.export_hf(str(target))
         return target
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
-from grpo_mcore.families import ModelShape
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.driver.record.run_report import MeasuredRun
 from grpo_mcore.tools.plan.memory import gradient_bytes, host_optimizer_bytes, optimizer_bytes, weight_bytes
 from grpo_mcore.tools.plan.run_plan import Plan, make_plan
 from grpo_mcore.tools.plan.timing import refit_plan
@@ -63,24 +61,15 @@ class PlanComparison:
         return [*rows, f"  seconds: a roofline of {roofline};", f"           {samples}"]
 
 
-def compare(
-    config: MasterConfig,
-    shape: ModelShape,
-    steps: Sequence[Mapping[str, float]],
-    memory: Sequence[Mapping[str, Any]],
-    mean_length: int,
-    teachers: Mapping[str, ModelShape] = MappingProxyType({}),
-) -> PlanComparison | None:
-    """Compare a run with its plan. `steps` has the seconds of each step by timer, `memory` what `Policy.memory` returns
-    on each rank, `teachers` their shapes by alias. Return None if nothing was trained, or if the plan does not know
-    the accelerator."""
-    if not steps or not memory or not all(memory):
+def compare(run: MeasuredRun) -> PlanComparison | None:
+    """Compare a run with its plan. Return None if nothing was trained, or if the plan does not know the accelerator."""
+    if not run.steps or not run.memory or not all(run.memory):
         return None
-    device = _device(memory[0])
+    device = _device(run.memory[0])
     if device is None:
         return None
-    plan = make_plan(config, shape, device, mean_length=max(1, mean_length), teachers=teachers)
-    return PlanComparison(device, mean_length, (*_seconds(plan, steps), *_bytes(plan, memory)))
+    plan = make_plan(run.recipe, run.model, device, mean_length=max(1, run.mean_length), teachers=run.teachers)
+    return PlanComparison(device, run.mean_length, (*_seconds(plan, run.steps), *_bytes(plan, run.memory)))
 
 
 def _device(memory: Mapping[str, Any]) -> Device | None:

@@ -29,7 +29,7 @@ REGIONS = {INSIDE: "passes", BOUNDED: "is bounded", STOPPED: "is stopped"}
 
 @dataclass(frozen=True)
 class LossShare:
-    """Tokens of a step. `shares`: of each loss, the share of its gradient that comes from them: the inner product with
+    """Tokens of a step. `shares`: for each loss, the share of its gradient that comes from them: the inner product with
     the whole gradient over its square; the shares of a group add up to 1. NaN where the whole gradient is 0."""
 
     group: str
@@ -40,7 +40,8 @@ class LossShare:
 
 @dataclass(frozen=True)
 class LossComparison:
-    """`norms`: of each loss's gradient, and `cosines` [losses, losses], both as means over the optimizer steps."""
+    """How alike the gradients of several losses are. `norms`: one for each loss; `cosines`: [losses, losses]; both are
+    means over the optimizer steps."""
 
     names: tuple[str, ...]
     optimizer_steps: int
@@ -55,8 +56,8 @@ def with_loss(config: MasterConfig, words: str, scratch: Path) -> MasterConfig:
     if words == OWN:
         return config
     if "=" not in words and "," in words:
-        each = " ".join(f"--loss {word}" for word in words.split(","))
-        raise ReplayError(f"--loss {words}: name each loss by itself: {each}")
+        separate = " ".join(f"--loss {word}" for word in words.split(","))
+        raise ReplayError(f"--loss {words}: name each loss by itself: {separate}")
     file = scratch / "recipe.yaml"
     file.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
     if "=" in words:
@@ -77,13 +78,13 @@ def compare_losses(
     run: Path,
     scratch: Path,
 ) -> LossComparison:
-    """Compute the gradients of several losses on a recorded step. `configs`: by the loss's name, alike in everything
-    else; `rows`: from `recorded_step`. With several optimizer steps each begins with the weights that the first loss
-    leaves. Raises ReplayError."""
+    """Compute the gradients of several losses on a recorded step. `configs`: recipes by the loss's name, alike in
+    everything else; `rows`: its samples (`recorded_step`). With several optimizer steps each begins with the weights
+    that the first loss leaves. Raises ReplayError."""
     config, *_ = configs.values()
     if config.on_policy_distillation.enabled:
         raise ReplayError("--loss: a step with teachers cannot be compared")
-    losses = [make_loss(one) for one in configs.values()]
+    losses = [make_loss(config) for config in configs.values()]
     names = tuple(configs)
     with policy_before(config, step, checkpoint, scratch) as (cluster, model, policy):
         batch = build_step_batch(
@@ -103,9 +104,9 @@ def compare_losses(
         labels, parts = _parts(losses, names, config)
         products, tokens = policy.compare_losses(losses, parts, targets, token_kinds(rows, run, model.shape.vocab_size))
     count = len(losses)
-    squares = torch.stack([each[:count].diagonal() for each in products])  # [optimizer steps, losses]
-    cosines = torch.stack([each[:count] for each in products]) / (squares[:, :, None] * squares[:, None]).sqrt()
-    shares = torch.stack([each[count:].reshape(-1, count, count).diagonal(dim1=1, dim2=2) for each in products])
+    squares = torch.stack([product[:count].diagonal() for product in products])  # [optimizer steps, losses]
+    cosines = torch.stack([product[:count] for product in products]) / (squares[:, :, None] * squares[:, None]).sqrt()
+    shares = torch.stack([product[count:].reshape(-1, count, count).diagonal(dim1=1, dim2=2) for product in products])
     shares = shares.sum(0) / squares.sum(0)
     return LossComparison(
         names,
@@ -113,7 +114,7 @@ def compare_losses(
         tuple(squares.sqrt().mean(0).tolist()),
         cosines.mean(0),
         [
-            LossShare(*label, int(sum(each[number * count] for each in tokens)), tuple(shares[number].tolist()))
+            LossShare(*label, int(sum(product[number * count] for product in tokens)), tuple(shares[number].tolist()))
             for number, label in enumerate(labels)
         ],
     )

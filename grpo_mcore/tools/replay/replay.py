@@ -30,7 +30,7 @@ from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.step.step_batch import TrainTargets, build_step_batch
-from grpo_mcore.tools.mirrored import kept_checkpoint, kept_steps
+from grpo_mcore.tools.export import kept_checkpoints, step_of
 from grpo_mcore.tools.parity.rank import layout_named
 
 LOSS_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -91,8 +91,8 @@ def recorded_step(run: Path, step: int, uids: Collection[str] = ()) -> tuple[lis
     them. Raises ReplayError."""
     files = sample_steps(run, "train")
     if step not in files:
-        there = f"there are those of {min(files)} to {max(files)}" if files else "logger.samples was none"
-        raise ReplayError(f"{run}: the samples of step {step} are not recorded; {there}")
+        recorded = f"there are those of {min(files)} to {max(files)}" if files else "logger.samples was none"
+        raise ReplayError(f"{run}: the samples of step {step} are not recorded; {recorded}")
     rows = [row for row in read_samples(files[step]) if row["left_out"] is None]
     if uids:
         if unknown := set(uids) - {row["uid"] for row in rows}:
@@ -111,10 +111,10 @@ def checkpoint_before(run: Path, config: MasterConfig, step: int) -> Path | None
     Raises ReplayError."""
     if step == 1:
         return None
-    folder = config.checkpointing.checkpoint_dir
-    if (checkpoint := kept_checkpoint(folder, step - 1)) is not None:
+    folder = Path(config.checkpointing.checkpoint_dir)
+    if (checkpoint := folder / f"step_{step - 1}").is_dir():
         return checkpoint
-    after = {kept + 1 for kept in kept_steps(folder)}
+    after = {step_of(kept) + 1 for kept in kept_checkpoints(folder)}
     steps = sorted((after | {1}) & sample_steps(run, "train").keys())
     raise ReplayError(
         f"{folder}/step_{step - 1} is not there: step {step} can be replayed only from the checkpoint before it. Steps "
@@ -156,8 +156,8 @@ def replay_config(config: MasterConfig, layout: str | None, precision: str | Non
 def policy_before(
     config: MasterConfig, step: int, checkpoint: Path | None, scratch: Path
 ) -> Iterator[tuple[Cluster, Model, PolicyGroup]]:
-    """Hold a cluster and a policy as it is before a step, without engines. `checkpoint`: of the step before it, None
-    before the first; `scratch`: folder of the workers' logs."""
+    """Hold a cluster and a policy as it is before a step, without engines. `checkpoint`: that of the step before it,
+    None before the first; `scratch`: folder of the workers' logs."""
     model = check_model(config)
     with start_cluster(config, scratch) as cluster:
         policy = start_policy(config, cluster, model)
@@ -176,8 +176,8 @@ def replay(
     scratch: Path,
     name: str = "replay",
 ) -> Replay:
-    """Compute the step on the recipe's layout. `rows`: from `recorded_step`; `scratch`: folder of the workers' logs.
-    Raises ReplayError where teachers read what is not recorded."""
+    """Compute the step on the recipe's layout. `rows`: its samples (`recorded_step`); `scratch`: folder for the
+    workers' logs. Raises ReplayError where teachers read what is not recorded."""
     if config.on_policy_distillation.enabled and any(entry.hint_key for entry in config.data.train):
         raise ReplayError("its teachers got a hint (data.train.hint_key), which the samples do not record")
     with policy_before(config, step, checkpoint, scratch) as (cluster, model, policy):
@@ -200,39 +200,43 @@ def replay(
     )
 
 
-def compare(one: Replay, other: Replay, precision: str) -> StepDifference:
+def compare(replay: Replay, other: Replay, precision: str) -> StepDifference:
     """Compare two computations of a step. The first place where they differ is looked for from the bottom up: in the
     layers, then in the log-probs of the tokens, in the loss, and in the norm of the gradient."""
-    loss = abs(one.metrics.get("loss", math.nan) - other.metrics.get("loss", math.nan))
-    norms = [replay.metrics.get("grad_norm", math.nan) for replay in (one, other)]
+    loss = abs(replay.metrics.get("loss", math.nan) - other.metrics.get("loss", math.nan))
+    norms = [computed.metrics.get("grad_norm", math.nan) for computed in (replay, other)]
     gradient = abs(norms[0] - norms[1]) / max(norms[1], 1e-12)
-    gaps = {name: (one.logprobs[name] - other.logprobs[name]).abs() for name in one.logprobs if name in other.logprobs}
+    gaps = {
+        name: (replay.logprobs[name] - other.logprobs[name]).abs() for name in replay.logprobs if name in other.logprobs
+    }
     logprob = max((gap.max().item() for gap in gaps.values()), default=0.0)
-    first = _first_layer(one, other, TOKEN_LIMIT[precision])
+    first = _first_layer(replay, other, TOKEN_LIMIT[precision])
     if first is None:
         for name, gap in gaps.items():
             if (beyond := (~(gap <= TOKEN_LIMIT[precision])).nonzero().flatten()).numel():
                 token = int(beyond[0])
                 first = (
-                    f"the log-prob of token {token} of sample {name}: {one.logprobs[name][token]:.6f} against "
+                    f"the log-prob of token {token} of sample {name}: {replay.logprobs[name][token]:.6f} against "
                     f"{other.logprobs[name][token]:.6f}"
                 )
                 break
     if first is None and loss > LOSS_LIMIT[precision]:
-        first = f"the loss, though all log-probs agree: {one.metrics['loss']:.8g} against {other.metrics['loss']:.8g}"
+        first = (
+            f"the loss, though all log-probs agree: {replay.metrics['loss']:.8g} against {other.metrics['loss']:.8g}"
+        )
     if first is None and gradient > GRADIENT_LIMIT[precision]:
         first = f"the norm of the gradient, though loss and log-probs agree: {norms[0]:.6g} against {norms[1]:.6g}"
-    return StepDifference((one.name, other.name), loss, gradient, logprob, first)
+    return StepDifference((replay.name, other.name), loss, gradient, logprob, first)
 
 
-def _first_layer(one: Replay, other: Replay, limit: float) -> str | None:
+def _first_layer(replay: Replay, other: Replay, limit: float) -> str | None:
     """Return the first layer whose output differs, with the sample and token where it does so most."""
-    shared = [name for name in one.layers if name in other.layers]
-    for number in sorted({number for name in shared for number in one.layers[name]}):
+    shared = [name for name in replay.layers if name in other.layers]
+    for number in sorted({number for name in shared for number in replay.layers[name]}):
         worst, where = 0.0, ""
         for name in shared:
-            mine, theirs = one.layers[name][number], other.layers[name][number]
-            relative = (mine - theirs).abs().amax(0) / mine[0].clamp(min=1e-12)
+            values, other_values = replay.layers[name][number], other.layers[name][number]
+            relative = (values - other_values).abs().amax(0) / values[0].clamp(min=1e-12)
             token = int(relative.argmax())
             if not relative[token] <= worst:  # also NaN
                 worst, where = relative[token].item(), f"token {token} of sample {name}"

@@ -142,14 +142,14 @@ def band(curves: Sequence[Mapping[str, Curve]]) -> dict[str, Curve]:
     names = dict.fromkeys(name for run in curves for name in run)
     bands: dict[str, Curve] = {}
     for name in names:
-        at: dict[int, list[float]] = defaultdict(list)
+        by_step: dict[int, list[float]] = defaultdict(list)
         for run in curves:
             for step, value in zip(*run.get(name, ([], [])), strict=True):
-                at[step].append(value)
-        steps = sorted(at)
+                by_step[step].append(value)
+        steps = sorted(by_step)
         bands[name] = [
-            steps, [fmean(at[step]) for step in steps], [min(at[step]) for step in steps],
-            [max(at[step]) for step in steps],
+            steps, [fmean(by_step[step]) for step in steps], [min(by_step[step]) for step in steps],
+            [max(by_step[step]) for step in steps],
         ]  # fmt: skip
     return bands
 

@@ -53,8 +53,8 @@ class DeviceSeconds:
 
     def total(self) -> dict[str, float]:
         """Return the seconds of all devices by what they did, in ORDER."""
-        sums = {what: sum(seconds.get(what, 0.0) for seconds in self.by_device.values()) for what in ORDER}
-        return {what: seconds for what, seconds in sums.items() if seconds}
+        sums = {activity: sum(seconds.get(activity, 0.0) for seconds in self.by_device.values()) for activity in ORDER}
+        return {activity: seconds for activity, seconds in sums.items() if seconds}
 
 
 def device_seconds(events: Iterable[Mapping[str, Any]]) -> DeviceSeconds:
@@ -70,10 +70,10 @@ def device_seconds(events: Iterable[Mapping[str, Any]]) -> DeviceSeconds:
         for device, processes in begin["devices"].items():
             trains = any(name.startswith("policy") for name in processes)
             generates = any(not name.startswith("policy") for name in processes)
-            own = _edges(span for name in processes if name in by_process for span in by_process[name])
-            for first, last, what, step in _covered(start, end, sorted([*of_driver(trains, generates), *own])):
-                by_device[device][what] += last - first
-                by_step[step][what] += last - first
+            calls = _edges(span for name in processes if name in by_process for span in by_process[name])
+            for first, last, activity, step in _covered(start, end, sorted([*of_driver(trains, generates), *calls])):
+                by_device[device][activity] += last - first
+                by_step[step][activity] += last - first
     return DeviceSeconds(wall, {name: dict(value) for name, value in by_device.items()}, _plain(by_step))
 
 
@@ -118,23 +118,23 @@ def _starts(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, 
 
 def _of_driver(spans: Iterable[Span], trains: bool, generates: bool) -> Iterator[Span]:
     """Yield what the driver's spans say about a device that trains, generates, or both."""
-    for first, last, what, step in spans:
-        if what in OF_ALL:
-            yield first, last, OF_ALL[what], step
-        elif trains and what in OF_POLICY:
-            yield first, last, OF_POLICY[what], step
-        elif trains and what in WAIT_OF_POLICY:
-            yield first, last, WAIT_OF_POLICY[what], step
-        elif generates and what in WAIT_OF_ENGINE:
-            yield first, last, WAIT_OF_ENGINE[what], step
+    for first, last, activity, step in spans:
+        if activity in OF_ALL:
+            yield first, last, OF_ALL[activity], step
+        elif trains and activity in OF_POLICY:
+            yield first, last, OF_POLICY[activity], step
+        elif trains and activity in WAIT_OF_POLICY:
+            yield first, last, WAIT_OF_POLICY[activity], step
+        elif generates and activity in WAIT_OF_ENGINE:
+            yield first, last, WAIT_OF_ENGINE[activity], step
 
 
 def _edges(spans: Iterable[Span]) -> list[_Edge]:
     """Return the sorted beginnings and ends of spans."""
-    ranks = {what: rank for rank, what in enumerate(ORDER)}
+    ranks = {activity: rank for rank, activity in enumerate(ORDER)}
     return sorted(
-        (moment, opens, ranks[what], what, step)
-        for first, last, what, step in spans
+        (moment, opens, ranks[activity], activity, step)
+        for first, last, activity, step in spans
         if last > first
         for moment, opens in ((first, 1), (last, -1))
     )
@@ -151,19 +151,19 @@ def _covered(start: float, end: float, edges: Sequence[_Edge]) -> Iterator[Span]
     edges = [(min(max(moment, start), end), *rest) for moment, *rest in edges]  # type: ignore[misc]
     steps = [(moment, step) for moment, opens, _, _, step in edges if opens == 1]
     open_now: dict[tuple[int, str, int], int] = defaultdict(int)
-    at, upcoming = start, 0
-    for moment, opens, rank, what, step in [*edges, (end, -1, 0, "", 0)]:
-        if moment > at:
+    covered_to, upcoming = start, 0
+    for moment, opens, rank, activity, step in [*edges, (end, -1, 0, "", 0)]:
+        if moment > covered_to:
             while upcoming < len(steps) - 1 and steps[upcoming][0] < moment:
                 upcoming += 1
             current = min(open_now, default=None)
             if current is not None:
-                yield at, moment, current[1], current[2]
+                yield covered_to, moment, current[1], current[2]
             else:
-                yield at, moment, "other", steps[upcoming][1] if steps else 0
-            at = moment
-        if what:
-            key = (rank, what, step)
+                yield covered_to, moment, "other", steps[upcoming][1] if steps else 0
+            covered_to = moment
+        if activity:
+            key = (rank, activity, step)
             open_now[key] += opens
             if not open_now[key]:
                 del open_now[key]
@@ -173,9 +173,9 @@ def step_spans(events: Iterable[Mapping[str, Any]], steps: Collection[int]) -> d
     """Return the spans of these steps as [process, what, start, seconds], relative to the step's first one. Spans of a
     process that are equal and near each other are joined where there are more than JOINED_ABOVE of them."""
     by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    wanted = set(steps)
+    chosen = set(steps)
     for event in events:
-        if "seconds" in event and event["step"] in wanted:
+        if "seconds" in event and event["step"] in chosen:
             by_step[event["step"]] += [event, *parts_of(event)]
     return {step: _joined(by_step[step]) for step in sorted(by_step)}
 
@@ -193,4 +193,4 @@ def _joined(spans: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         else:
             same.append([span["process"], span["what"], first, last])
     rows = [row for same in by_process.values() for row in same]
-    return [[process, what, round(first, 4), round(last - first, 4)] for process, what, first, last in rows]
+    return [[process, activity, round(first, 4), round(last - first, 4)] for process, activity, first, last in rows]

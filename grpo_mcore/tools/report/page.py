@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.observe.samples import Kind, SamplesError, read_samples
-from grpo_mcore.tools.report.alarms import alarms
 from grpo_mcore.tools.report.comparison import band, names, standings
 from grpo_mcore.tools.report.device_seconds import ORDER, device_seconds, step_spans
+from grpo_mcore.tools.report.page_alarms import alarms
 from grpo_mcore.tools.report.run_files import RunFiles, duration
 
 log = logging.getLogger(__name__)
@@ -41,13 +41,13 @@ def build_page(
     others: Sequence[RunFiles] = (),
     *,
     settings: Mapping[str, Sequence[RunFiles]] | None = None,
-    wanted: Collection[int] = (),
+    sample_steps: Collection[int] = (),
     beside: str | None = None,
 ) -> str:
     """Return the page of a run. `others`: runs with which it is compared, in a table and by their curves. `settings`:
-    the runs by what they have in common; those of one setting share a curve, their mean, with a band from the lowest to
-    the highest. `wanted`: steps whose samples are in the page in any case. `beside`: folder, relative to the page, that
-    has the samples of all steps (`write_shards`)."""
+    the runs by setting; those of one setting share a curve, their mean, with a band from the lowest to the highest.
+    `sample_steps`: steps whose samples are in the page in any case. `beside`: folder, relative to it, that has the
+    samples of all steps (`write_shards`)."""
     runs = [run, *others]
     seconds = device_seconds(run.events)
     timelines = step_spans(run.events, _spread(list(seconds.by_step), SPAN_STEPS))
@@ -55,7 +55,7 @@ def build_page(
     data = {
         "runs": _setting_curves(settings)
         if settings
-        else [{"name": name, "curves": _curves(each)} for name, each in zip(names(runs), runs, strict=True)],
+        else [{"name": name, "curves": _curves(shown)} for name, shown in zip(names(runs), runs, strict=True)],
         "standings": [asdict(line) for line in standings(runs)] if others else [],
         "state": _state(run),
         "alarms": [asdict(alarm) for alarm in alarms(run, seconds)],
@@ -74,7 +74,7 @@ def build_page(
         "samples": {},
     }
     room = PAGE_BYTES - len(_packed(data))
-    data["samples"] = _chosen_samples(run, room, wanted)
+    data["samples"] = _chosen_samples(run, room, sample_steps)
     parts = {
         "TITLE": html.escape(run.name),
         "UPLOT_CSS": _static("uPlot.min.css"),
@@ -181,11 +181,11 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _chosen_samples(run: RunFiles, room: float, wanted: Collection[int]) -> dict[str, dict[int, str]]:
-    """Return samples by kind and step, packed: first of the wanted steps, then of the last one, the first, and ever
+def _chosen_samples(run: RunFiles, room: float, sample_steps: Collection[int]) -> dict[str, dict[int, str]]:
+    """Return samples by kind and step, packed: first of the `sample_steps`, then of the last one, the first, and ever
     more between them, as long as there is room. Of a step that is too big some whole groups are kept."""
     chosen: dict[str, dict[int, str]] = {kind: {} for kind in KINDS}
-    for kind, step in _by_interest(run, wanted):
+    for kind, step in _by_interest(run, sample_steps):
         path = run.samples[kind][step]
         try:
             uids = list(dict.fromkeys(row["uid"] for row in read_samples(path, ["uid"])))
@@ -193,27 +193,27 @@ def _chosen_samples(run: RunFiles, room: float, wanted: Collection[int]) -> dict
             log.warning("%s; the page is made without it", error)
             continue
         size, share = PACKED_RATIO * path.stat().st_size, min(room, max(room / 4, PAGE_BYTES / 20))
-        kept = len(uids) if step in wanted or size <= share else int(len(uids) * share / size)
+        kept = len(uids) if step in sample_steps or size <= share else int(len(uids) * share / size)
         packed = _packed(_page_samples(path, uids[:kept], len(uids))) if kept else ""
-        if not kept or (len(packed) > room and step not in wanted):
+        if not kept or (len(packed) > room and step not in sample_steps):
             break
         chosen[kind][step] = packed
         room -= len(packed)
     return chosen
 
 
-def _by_interest(run: RunFiles, wanted: Collection[int]) -> Iterator[Shard]:
-    """Yield all steps: the wanted, the last and the first ones, then halves, quarters and so on between them."""
-    shards = [(kind, step) for kind in KINDS for step in run.samples[kind] if step in wanted]
+def _by_interest(run: RunFiles, sample_steps: Collection[int]) -> Iterator[Shard]:
+    """Yield all steps: `sample_steps`, the last and the first ones, then halves, quarters and so on between them."""
+    shards = [(kind, step) for kind in KINDS for step in run.samples[kind] if step in sample_steps]
     orders = []
     for kind in KINDS:
         steps = list(run.samples[kind])
-        places = [len(steps) - 1, 0]
+        indices = [len(steps) - 1, 0]
         stride = 1 << max(len(steps) - 1, 1).bit_length()
         while stride > 1:
-            places += range(stride // 2, len(steps), stride)
+            indices += range(stride // 2, len(steps), stride)
             stride //= 2
-        orders.append([(kind, steps[place]) for place in dict.fromkeys(places) if 0 <= place < len(steps)])
+        orders.append([(kind, steps[index]) for index in dict.fromkeys(indices) if 0 <= index < len(steps)])
     train, validation = orders
     for index, shard in enumerate(train):  # a validation for each two steps, as long as there are any
         shards.append(shard)

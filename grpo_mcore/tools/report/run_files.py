@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from grpo_mcore.observe import read_metrics
 from grpo_mcore.observe.logger import HYPERPARAMS_FILE, METRICS_FILE
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, Kind, read_token_texts, sample_steps
 from grpo_mcore.observe.spans import EventFile
+from grpo_mcore.recipe import MasterConfig
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +81,8 @@ class RunFiles:
         if self.rewarded:
             grpo = self.settings
             return f"{grpo.get('num_prompts_per_step')} prompts × {grpo.get('num_generations_per_prompt')} generations"
-        what = "pairs" if self.algorithm == "dpo" else "examples"
-        return f"{self.recipe.get('policy', {}).get('train_global_batch_size')} {what}"
+        items = "pairs" if self.algorithm == "dpo" else "examples"
+        return f"{self.recipe.get('policy', {}).get('train_global_batch_size')} {items}"
 
     @property
     def last_written(self) -> float:
@@ -92,8 +94,8 @@ class RunFiles:
 def find_run(folder: Path) -> Path:
     """Return the log folder (exp_NNN) that `folder` is or holds; of several the one that was written to last. Raises
     NoRun."""
-    runs = {path.parent for place in PLACES for path in folder.glob(f"{place}{METRICS_FILE}")}
-    runs |= {path.parent for place in PLACES for path in folder.glob(f"{place}{HYPERPARAMS_FILE}")}  # before step 1
+    runs = {path.parent for pattern in PLACES for path in folder.glob(f"{pattern}{METRICS_FILE}")}
+    runs |= {path.parent for pattern in PLACES for path in folder.glob(f"{pattern}{HYPERPARAMS_FILE}")}  # before step 1
     if not runs:
         raise NoRun(f"{folder} holds no run: there is no {METRICS_FILE} in it, nor in logs/exp_NNN below it")
     return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.json*")))
@@ -105,6 +107,21 @@ def holds_run(folder: Path) -> bool:
         return bool(find_run(folder))
     except NoRun:
         return False
+
+
+def recorded_run(path: Path) -> tuple[Path, MasterConfig]:
+    """Return the log folder of the run that `path` is or holds, and the run's recipe. Its checkpoint_dir is the folder
+    that `grpo-mcore fetch` made, or lies where the run was started rather than in the working directory, where another
+    run may have its own. Raises NoRun."""
+    folder = find_run(path)
+    recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text(encoding="utf-8")))
+    logs, saving = Path(recipe.logger.log_dir), recipe.checkpointing
+    above = folder.resolve().parent
+    if any(above.parent.glob("step_*")):
+        saving.checkpoint_dir = os.path.relpath(above.parent)
+    elif not logs.is_absolute() and above.parts[-len(logs.parts) :] == logs.parts:  # else the folder was moved
+        saving.checkpoint_dir = os.path.relpath(above.parents[len(logs.parts) - 1] / saving.checkpoint_dir)
+    return folder, recipe
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """A run in a terminal, redrawn from its files: a running one, a finished one or one that was killed.
 
-It only reads, so it may be started, ended and started again beside the run, from any shell that sees the files.
+It only reads, so it may be started and ended at any time, from any shell that sees the files.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rich.text import Text
 from grpo_mcore.base.text import escaped
 from grpo_mcore.observe.samples import SamplesError, read_samples
 from grpo_mcore.observe.spans import DRIVER
-from grpo_mcore.tools.report.alarms import PageAlarm, alarms, values
 from grpo_mcore.tools.report.device_seconds import ORDER, DeviceSeconds, device_seconds
+from grpo_mcore.tools.report.page_alarms import PageAlarm, alarms, values
 from grpo_mcore.tools.report.run_files import RunFiles, duration, read_run
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -90,19 +90,21 @@ def _head(run: RunFiles, width: int, now: float) -> list[Text]:
     left = f", {duration((most - done) * sum(durations) / len(durations))} left" if durations and done < most else ""
     lines = [title, _bar(f"step {done} of {most}{left}", done, most, width)]
     if run.summary is None and run.rewarded:
-        asked, came, phase = int(run.settings.get("num_prompts_per_step") or 0), *_current(run, done + 1)
+        prompts, scored, phase = int(run.settings.get("num_prompts_per_step") or 0), *_current(run, done + 1)
         lines.append(
-            _bar(f"step {done + 1}: {came} of {asked} prompts scored; {phase}", min(came, asked), asked, width)
+            _bar(
+                f"step {done + 1}: {scored} of {prompts} prompts scored; {phase}", min(scored, prompts), prompts, width
+            )
         )
     return lines
 
 
 def _current(run: RunFiles, step: int) -> tuple[int, str]:
     """Return how many prompts of a step are scored, and what the driver did last."""
-    here = [event for event in run.events if event.get("step") == step and "seconds" in event]
-    phases = [event["what"] for event in here if event["process"] == DRIVER]
-    validated = max((index for index, event in enumerate(here) if event["what"] == "validation"), default=-1)
-    scored = sum(event["what"] == "reward" and event["process"] != DRIVER for event in here[validated + 1 :])
+    events = [event for event in run.events if event.get("step") == step and "seconds" in event]
+    phases = [event["what"] for event in events if event["process"] == DRIVER]
+    validated = max((index for index, event in enumerate(events) if event["what"] == "validation"), default=-1)
+    scored = sum(event["what"] == "reward" and event["process"] != DRIVER for event in events[validated + 1 :])
     return scored, f"done last: {phases[-1] if phases else 'the step before'}"
 
 
@@ -142,16 +144,16 @@ def _devices(run: RunFiles, devices: DeviceSeconds, width: int) -> list[Text]:
     trained = set(run.steps)
     finished = [step for step in devices.by_step if step in trained]
     for step in finished[-RECENT:]:
-        for what, seconds in devices.by_step[step].items():
-            sums[what] = sums.get(what, 0.0) + seconds
+        for activity, seconds in devices.by_step[step].items():
+            sums[activity] = sums.get(activity, 0.0) + seconds
     total = sum(sums.values())
     if not total:
         return [Text("no events yet", style="grey50")]
-    bar, words, at = Text(), Text(), 0.0
-    for what in (what for what in ORDER if what in sums):
-        before, at = round(at / total * width), at + sums[what]
-        bar.append("█" * (round(at / total * width) - before), style=COLOURS.get(what, "grey50"))
-        words.append(f"{what} {sums[what] / total:.0%}  ", style=COLOURS.get(what, "grey50"))
+    bar, words, drawn = Text(), Text(), 0.0
+    for activity in (activity for activity in ORDER if activity in sums):
+        before, drawn = round(drawn / total * width), drawn + sums[activity]
+        bar.append("█" * (round(drawn / total * width) - before), style=COLOURS.get(activity, "grey50"))
+        words.append(f"{activity} {sums[activity] / total:.0%}  ", style=COLOURS.get(activity, "grey50"))
     words.truncate(width, overflow="ellipsis")
     restarts = sum(event["what"] == "restart" for event in run.marks)
     names = ", ".join(list(devices.by_device)[:4]) + (" ..." if len(devices.by_device) > 4 else "")
@@ -166,7 +168,7 @@ def _alarms(worries: Sequence[PageAlarm], width: int, room: int) -> list[Text]:
     lines: list[Text] = []
     console = Console(width=width)
     for alarm in worries:
-        text = Text(f"! {escaped(alarm.what)}", style="bold red" if alarm.grave else "yellow")
+        text = Text(f"! {escaped(alarm.text)}", style="bold red" if alarm.grave else "yellow")
         lines += text.wrap(console, width)
     return lines[:room]
 
@@ -178,16 +180,16 @@ def _samples(run: RunFiles, width: int, room: int) -> list[Text]:
     if not steps or room < 2:
         return []
     step = max(steps)
-    what = "" if run.rewarded else ", with the mean log-prob of the tokens trained on"
-    lines = [Text(f"samples of step {step}{what}", style="bold")]
+    note = "" if run.rewarded else ", with the mean log-prob of the tokens trained on"
+    lines = [Text(f"samples of step {step}{note}", style="bold")]
     columns = ["uid", "generation", "reward", "turns", *([] if run.rewarded else ["policy_logprobs"])]
     try:
         samples = read_samples(steps[step], columns)
     except SamplesError as error:
         return [*lines, Text(escaped(str(error)), style="yellow")]
     for sample in samples[: room - 1]:
-        said = "".join(turn["text"] for turn in sample["turns"] or ()).replace("\n", "⏎")
-        said = escaped(said)
+        text = "".join(turn["text"] for turn in sample["turns"] or ()).replace("\n", "⏎")
+        text = escaped(text)
         if run.rewarded:
             value = "failed" if sample["reward"] is None else f"{sample['reward']:.3g}"
             colour = "green" if sample["reward"] else "red"
@@ -195,9 +197,9 @@ def _samples(run: RunFiles, width: int, room: int) -> list[Text]:
             value, colour = f"{_mean_logprob(sample):.3g}", "cyan"
         head = escaped(f"{sample['uid']}#{sample['generation']}")[-24:]
         line = Text.assemble((f"{head:<24} ", "grey50"), (f"{value:>6}  ", colour))
-        while said and cell_len(said) > width - len(line):  # the end of a sample tells more than its start
-            said = said[cell_len(said) - (width - len(line)) :]
-        lines.append(line.append(said))
+        while text and cell_len(text) > width - len(line):  # the end of a sample tells more than its start
+            text = text[cell_len(text) - (width - len(line)) :]
+        lines.append(line.append(text))
     return lines
 
 

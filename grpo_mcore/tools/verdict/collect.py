@@ -20,7 +20,6 @@ from grpo_mcore.parallel.probes import fixed_direction, trace_layers
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.tools.export import export
-from grpo_mcore.tools.mirrored import kept_checkpoint
 from grpo_mcore.tools.parity.parity import NEW_TOKENS, RANK_TIMEOUT_S, cpu_engine
 from grpo_mcore.tools.parity.rank import LayoutCase, make_policy, sequences
 from grpo_mcore.tools.parity.rank_pool import RankPool
@@ -199,7 +198,7 @@ def _weights(config: MasterConfig, steps: int, scratch: Path) -> Path | None:
         return overridden(Path(model_folder(config.policy.model_name)), config.policy.hf_config_overrides, scratch)
     folder = scratch / f"step_{steps}"
     if steps > 0 and not folder.is_dir():
-        if (checkpoint := kept_checkpoint(config.checkpointing.checkpoint_dir, steps)) is None:
+        if not (checkpoint := Path(config.checkpointing.checkpoint_dir) / f"step_{steps}").is_dir():
             return None
         export(checkpoint, folder)
     return folder if steps > 0 else None

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from grpo_mcore.cli.main import main
+from grpo_mcore.driver.record.run_report import MeasuredRun
 from grpo_mcore.families import FamilyError, forward_flops, parameter_count, shape_of
 from grpo_mcore.families.activations import layer_bytes
 from grpo_mcore.families.known import known_configs
@@ -673,7 +674,7 @@ def test_a_runs_measurements_are_compared_with_the_prediction() -> None:
     shape = plan_shape(config)
     steps = [{"refit": 9.0, "generate": 9.0, "train": 9.0}, *[{"refit": 0.1, "generate": 2.0, "train": 1.0}] * 3]
     memory = [{"weights": 100, "gradients": 200, "optimizer": 300 + rank, "refit buffer": 50} for rank in range(2)]
-    found = compare(config, shape, steps, memory, 20)
+    found = compare(MeasuredRun(config, shape, steps, memory, 20))
     assert found is not None and found.device.name == "cpu"
     lines = {line.what: line for line in found.lines}
     assert lines["training"].measured == 1.0  # without the first step
@@ -687,11 +688,11 @@ def test_a_runs_measurements_are_compared_with_the_prediction() -> None:
 def test_nothing_is_compared_if_memory_or_device_is_unknown() -> None:
     config = load_recipe("recipes/grpo-arithmetic-cpu.yaml").config
     shape, step = plan_shape(config), {"train": 1.0}
-    assert compare(config, shape, [step], [{}, {}], 20) is None
+    assert compare(MeasuredRun(config, shape, [step], [{}, {}], 20)) is None
     unknown = {"weights": 1, "gradients": 1, "optimizer": 1, "refit buffer": 1}
     unknown |= {"device": "Some GPU", "device bytes": 10**10, "peak": 1}
-    assert compare(config, shape, [step], [unknown], 20) is None
-    known = compare(config, shape, [step], [unknown | {"device": "NVIDIA H100 80GB HBM3"}], 20)
+    assert compare(MeasuredRun(config, shape, [step], [unknown], 20)) is None
+    known = compare(MeasuredRun(config, shape, [step], [unknown | {"device": "NVIDIA H100 80GB HBM3"}], 20))
     assert known is not None and known.device.name == "H100" and known.lines[-1].what == "peak"
 
 

@@ -10,9 +10,9 @@ import torch
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.recipe import MasterConfig, teacher_pools, world_size
-from grpo_mcore.tools.mirrored import recorded_run
 from grpo_mcore.tools.replay.losses import with_loss
 from grpo_mcore.tools.replay.replay import Replay, ReplayError, compare, replay_config
+from grpo_mcore.tools.report.run_files import recorded_run
 from tests.unit.step import step_cases
 
 
@@ -80,8 +80,11 @@ def test_relative_checkpoints_of_a_run_lie_where_it_was_started(
     for log in ("a/logs/x/exp_001", "copy/exp_001"):
         (tmp_path / log / "hyperparams.json").write_text(json.dumps(recipe))
     monkeypatch.chdir(tmp_path / "here")
-    found = {place: recorded_run(place)[1].checkpointing.checkpoint_dir for place in ("../a/logs", "../copy")}
-    assert found == {"../a/logs": "../a/runs", "../copy": "runs"}
+    folders = {name: recorded_run(Path(name))[1].checkpointing.checkpoint_dir for name in ("../a/logs", "../copy")}
+    assert folders == {"../a/logs": "../a/runs", "../copy": "runs"}
+    (tmp_path / "fetched" / "step_1").mkdir(parents=True)
+    (tmp_path / "copy").rename(tmp_path / "fetched" / "logs")
+    assert recorded_run(Path("../fetched"))[1].checkpointing.checkpoint_dir == "../fetched"
 
 
 def test_a_missing_metric_is_no_difference() -> None:

@@ -16,9 +16,9 @@ from rich.console import Console
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe.samples import sample_steps
 from grpo_mcore.tools.report import page
-from grpo_mcore.tools.report.alarms import alarms
 from grpo_mcore.tools.report.comparison import WIDE, Standing, differing_settings, short_names, standings, table
 from grpo_mcore.tools.report.device_seconds import DeviceSeconds, covered, device_seconds, step_spans
+from grpo_mcore.tools.report.page_alarms import alarms
 from grpo_mcore.tools.report.run_files import read_run
 from grpo_mcore.tools.report.watch import sparkline
 from tests.unit.tools.report_pages import assert_trace_format, data_of, shown, step_events, unpack, write_run
@@ -68,7 +68,7 @@ def test_the_page_of_a_killed_run_holds_what_it_wrote(tmp_path: Path, capsys: py
         [pytest.approx(step / 3, rel=1e-5) for step in (1, 2, 3)],
     ]
     assert data["state"]["end"].startswith("not over") and data["state"]["max_steps"] == 9
-    assert any("disagree" in alarm["what"] for alarm in data["alarms"])
+    assert any("disagree" in alarm["text"] for alarm in data["alarms"])
     samples = unpack(data["samples"]["train"]["3"])["samples"]
     assert [(sample["u"], sample["g"], sample["r"]) for sample in samples] == [
         ("p0", 0, 0.0), ("p0", 1, 1.0), ("p1", 0, 0.0), ("p1", 1, 1.0),
@@ -90,7 +90,7 @@ def test_a_big_run_makes_a_small_page(tmp_path: Path, monkeypatch: pytest.Monkey
     run = read_run(write_run(tmp_path, steps=9, groups=6, length=200))
     whole = len(page.build_page(run))
     monkeypatch.setattr(page, "PAGE_BYTES", 60_000)
-    text = page.build_page(run, wanted=[5])
+    text = page.build_page(run, sample_steps=[5])
     data = data_of(text)
     assert len(text) < whole and "5" in data["samples"]["train"] and len(data["samples"]["train"]) < 9
     assert len(unpack(data["samples"]["train"]["5"])["samples"]) == 12  # whole, because it was asked for
@@ -111,9 +111,9 @@ def test_alarms_name_what_went_wrong(tmp_path: Path) -> None:
     run.metrics["train"][:] = lines
     run.marks.append({"what": "restart", "process": "engine-0", "why": "it died", "time": 120.0})
     found = alarms(run, DeviceSeconds(10.0, {"gpu": {"wait for samples": 6.0, "train": 4.0}}, {}))
-    words = "\n".join(alarm.what for alarm in found)
+    words = "\n".join(alarm.text for alarm in found)
     for expected in (
-        "not finite", "stopped exploring", "90% of the samples", "15 of 20 samples", "engine-0, it died",
+        "not finite", "stopped exploring", "90% of the samples", "3 of 4 samples have no reward", "engine-0, it died",
         "gpu did nothing for 60%", "wait for samples", "37 of 40 steps",
     ):  # fmt: skip
         assert expected in words, words

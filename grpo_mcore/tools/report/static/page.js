@@ -50,7 +50,7 @@ function showHead() {
   const steps = s.max_steps ? `${s.steps} of ${s.max_steps} steps` : `${s.steps} steps`;
   el("state").innerHTML = `<b>${escaped(s.model || "")}</b> · ${s.algorithm.toUpperCase()}, ${steps} of ${escaped(s.step_size)} · ${escaped(s.end)} · page made ${s.made} from <code>${escaped(s.folder)}</code>`;
   el("alarm-list").innerHTML = data.alarms.length
-    ? data.alarms.map((a) => `<li class="${a.grave ? "grave" : ""}">${escaped(a.what)}<small>${escaped(a.help)}</small></li>`).join("")
+    ? data.alarms.map((a) => `<li class="${a.grave ? "grave" : ""}">${escaped(a.text)}<small>${escaped(a.help)}</small></li>`).join("")
     : `<li class="none">None: ${s.rewarded ? "rewards, entropy, mismatch, gradients" : "loss, gradients"} and devices look as they should.</li>`;
 }
 

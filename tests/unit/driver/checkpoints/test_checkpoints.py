@@ -338,7 +338,7 @@ def test_a_disk_that_fails_once_displaces_no_checkpoint(
     monkeypatch.setattr(owner, function, failing_once)
     while next(calls) > number_that_fails:  # the last look made as many calls
         calls, number_that_fails = itertools.count(1), number_that_fails + 1
-        checkpoint_files._damage.cache_clear()
+        os.utime(tmp_path / "step_1" / "data.pt")  # what is known of the files as they were counts no more
         assert manager(tmp_path).find("auto") == tmp_path / "step_1"
     assert number_that_fails > 3
 

@@ -89,26 +89,14 @@ def test_it_beats(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-@pytest.fixture
-def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without hard links, as object stores and some FUSE mounts are."""
-
-    def link(source: Path, target: Path) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(target))
-
-    monkeypatch.setattr(os, "link", link)
-
-
-@pytest.mark.usefixtures("no_links")
-def test_without_hard_links_one_run_holds_the_folder_too(tmp_path: Path) -> None:
-    test_the_second_run_is_told_who_holds_the_folder(tmp_path)
-    test_of_many_starts_at_a_time_one_gets_a_dead_runs_folder(tmp_path, rounds=10)
-
-
-def test_of_many_starts_at_a_time_one_gets_a_dead_runs_folder(tmp_path: Path, rounds: int = 20) -> None:
+@pytest.mark.parametrize("left", ["a dead run's file", "half a file", "nothing"])
+def test_of_many_starts_at_a_time_one_gets_the_folder(tmp_path: Path, left: str) -> None:
     """Whether the thread that looked first or last takes it over, no two hold it."""
-    for _ in range(rounds):
-        write(tmp_path, replace(Holder.this_process(), start_tick=1))
+    for _ in range(15):
+        if left == "a dead run's file":
+            write(tmp_path, replace(Holder.this_process(), start_tick=1))
+        elif left == "half a file":
+            (tmp_path / LEASE_FILE).write_text('{"host"')
         leases, refused = list[Lease](), list[Exception]()
 
         def take(leases: list[Lease] = leases, refused: list[Exception] = refused) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from grpo_mcore.base.clock import REAL
+from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.driver.record.run_report import RunReport
 from grpo_mcore.driver.rollouts.validation import Validation
 from grpo_mcore.families import forward_flops, shape_of
@@ -20,6 +20,7 @@ from grpo_mcore.families.known import known_configs
 from grpo_mcore.observe import Logger
 from grpo_mcore.recipe import MasterConfig, policy_layout
 from grpo_mcore.rollout.trajectory import Score
+from tests.clocks import StandingClock
 
 SHAPE = shape_of(next(iter(known_configs().values())))
 STEP = {
@@ -35,7 +36,7 @@ STEP = {
 }
 
 
-def new_report(folder: Path) -> RunReport:
+def new_report(folder: Path, clock: Clock = REAL, schedule: Any = None) -> RunReport:
     config = MasterConfig.model_validate(
         {
             "policy": {"model_name": "m", "train_global_batch_size": 8},
@@ -45,20 +46,18 @@ def new_report(folder: Path) -> RunReport:
             "cluster": {"gpus_per_node": 2},
         }
     )
-    logger = Logger(config.logger)
+    logger = Logger(config.logger, clock=clock)
     policy: Any = SimpleNamespace(
         shape=SHAPE,
         precision="bfloat16",
         layout=policy_layout(config.policy.megatron_cfg, 2),
-        cluster=SimpleNamespace(clock=REAL),
+        cluster=SimpleNamespace(clock=clock),
         workers=[],
         train_times=[],
+        teachers=None,
     )
-    engines: Any = SimpleNamespace(colocated=True, workers=[], nodes=lambda: [], places=lambda: [])
-    report = RunReport.__new__(RunReport)
-    report._banner = lambda *_: None  # type: ignore[method-assign]  # what it prints asks the workers where they are
-    report.__init__(logger, config, SimpleNamespace(step=0), policy, engines, None)  # type: ignore[misc]
-    return report
+    engines: Any = SimpleNamespace(colocated=True, workers=[], slots=[])
+    return RunReport(logger, config, schedule or SimpleNamespace(step=0), policy, engines, None)
 
 
 @pytest.mark.parametrize(("trained", "computed"), [(True, 1.0), (True, 0.25), (False, 1.0)])
@@ -117,7 +116,8 @@ def test_a_step_whose_graded_rewards_are_all_0_has_no_accuracy(tmp_path: Path) -
 
 
 def test_graded_rewards_end_with_their_mean_and_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = new_report(tmp_path)
+    clock = StandingClock()
+    report = new_report(tmp_path, clock)
     for step, accuracy, reward in ((0, 0.0, 0.0), (2, None, 0.5), (4, None, 0.75)):  # at first all rewards are 0
         metrics = {"accuracy": accuracy, "pass@2": accuracy, "reward": reward, "reward/form": reward / 2}
         metrics |= {"num_samples": 8.0, "num_failed_samples": 0.0}
@@ -126,7 +126,7 @@ def test_graded_rewards_end_with_their_mean_and_parts(tmp_path: Path, capsys: py
     assert said.count("set\nenv.NAME.solved_at") == 1 and "after step 4: reward 0.75  reward/form 0.375  num" in said
     for name, start, end in (("refit", 1.0, 3.0), ("refit/commit", 1.0, 2.0), ("validation", 3.0, 3.5)):
         report.span(name, start, end)
-    report._began -= 4.0
+    clock.sleep(4.0)
     summary = report.finish("done")
     phases = summary["seconds_by_phase"]
     assert (phases["refit"], phases["validation"]) == (2.0, 0.5) and "refit/commit" not in phases
@@ -142,11 +142,12 @@ def test_alarms_and_outages_are_in_the_console_and_in_the_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run whose engines had stale weights, and whose tracker is down."""
-    report = new_report(tmp_path)
+    schedule = SimpleNamespace(step=0)
+    report = new_report(tmp_path, schedule=schedule)
     clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
     for step in (1, 2):
         report.step(step, [], STEP | {"tokens": 4.0, "loss": 0.1, "token_mult_prob_error": 1.17}, clock)
-        report._schedule.step = step
+        schedule.step = step
     monkeypatch.setattr(report.logger, "outages", lambda: {"logger.mlflow_enabled": "lacks 3 calls: 503"})
     summary = report.finish("done")
     report.logger.close()
@@ -167,9 +168,10 @@ def test_files_that_cannot_be_written_do_not_change_the_end(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Figure, "savefig", full)
-    report = new_report(tmp_path)
+    schedule = SimpleNamespace(step=0)
+    report = new_report(tmp_path, schedule=schedule)
     report.validation(1, Validation({"accuracy": 0.5, "reward": 0.5}, [], 1.0))
-    report._schedule.step = 1
+    schedule.step = 1
     assert report.finish("done")["end"] == "done"
     assert "reward_curve.png is left out, since it failed: No space left" in package_log.text
     assert (report.logger.log_dir / "summary.json").exists()

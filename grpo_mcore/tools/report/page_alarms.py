@@ -1,4 +1,5 @@
-"""Warns of what may spoil a run, in plain words, each with the page or key that helps."""
+"""Warn of what may spoil a run: what each step raised while it went on (observe/alarms.py), and what only the course of
+all steps shows."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from grpo_mcore.observe.alarms import MISMATCH
+from grpo_mcore.observe.alarms import StepAlarms
 from grpo_mcore.tools.report.device_seconds import WAITS, DeviceSeconds
 from grpo_mcore.tools.report.run_files import RunFiles
 
@@ -17,16 +18,18 @@ RECENT = 10
 
 @dataclass(frozen=True)
 class PageAlarm:
-    """`what` happened, in words; `help`: the key to change or the page to read; `grave`: the run may be useless."""
+    """`text`: what happened, in words; `help`: the key to change or the page to read; `grave`: the run may be
+    useless."""
 
-    what: str
+    text: str
     help: str
     grave: bool = False
 
 
 def alarms(run: RunFiles, devices: DeviceSeconds) -> list[PageAlarm]:
     """Return the alarms of a run, the grave ones first."""
-    raised = [*_of_metrics(run.metrics["train"]), *_of_validation(run.metrics["validation"]), *_of_run(run)]
+    steps, validations = run.metrics["train"], run.metrics["validation"]
+    raised = [*_of_steps(steps), *_of_metrics(steps), *_of_validation(validations), *_of_run(run)]
     raised += _of_devices(devices, overlaps=run.rewarded)
     return sorted(raised, key=lambda alarm: not alarm.grave)
 
@@ -43,18 +46,19 @@ def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
+def _of_steps(lines: Sequence[Mapping[str, float | None]]) -> Iterator[PageAlarm]:
+    """Yield what the steps of a run raised, each kind once, as the run itself did."""
+    alarms = StepAlarms()
+    for line in lines:
+        step = int(line["step"] or 0)
+        alarms.of_step(step, {name: value for name, value in line.items() if value is not None})
+    for alarm in alarms.raised:
+        yield PageAlarm(f"{alarm.text[0].upper()}{alarm.text[1:]}", f"first in step {alarm.step}", grave=True)
+
+
 def _of_metrics(lines: Sequence[Mapping[str, float | None]]) -> Iterator[PageAlarm]:
     if lines and any(name in line and line[name] is None for line in lines for name in ("loss", "grad_norm")):
         yield PageAlarm("The loss or the gradient was not finite in some step.", "docs/faults.md", grave=True)
-    errors = values(lines, "token_mult_prob_error")
-    if errors and max(errors) > MISMATCH:
-        yield PageAlarm(
-            f"Engine and policy disagree: their probabilities of a token differ by a factor of {max(errors):.3f} on "
-            f"average in the worst step, and by {_mean(errors[-RECENT:]):.3f} in the last ones (1 is equal).",
-            "docs/refit.md; policy.refit_parity checks it after each refit; grpo.seq_logprob_error_threshold masks "
-            "samples",
-            grave=_mean(errors[-RECENT:]) > MISMATCH,
-        )
     entropy = values(lines, "entropy", "approx_entropy")
     if len(entropy) >= 2 * RECENT:
         first, last = _mean(entropy[:RECENT]), _mean(entropy[-RECENT:])
@@ -76,14 +80,6 @@ def _of_metrics(lines: Sequence[Mapping[str, float | None]]) -> Iterator[PageAla
             f"More and more samples are cut off by the length limit: {_mean(cut[:RECENT]):.0%} in the first steps, "
             f"{_mean(cut[-RECENT:]):.0%} in the last.",
             "policy.generation.max_new_tokens, grpo.overlong_filtering, grpo.reward_shaping",
-        )
-    failed, count = sum(values(lines, "num_failed_samples")), sum(values(lines, "num_samples"))
-    if failed:
-        yield PageAlarm(
-            f"{failed:.0f} of {count:.0f} samples have no reward, because the environment failed on them. They are "
-            "left out of training.",
-            "filter the samples below by \u201cfailed\u201d to see why; docs/environments.md",
-            grave=failed > 0.1 * count,
         )
     norms = [norm for norm in values(lines, "grad_norm") if math.isfinite(norm)]
     if len(norms) >= RECENT and max(norms) > 20 * max(median(norms), 1e-12):
@@ -130,7 +126,7 @@ def _of_run(run: RunFiles) -> Iterator[PageAlarm]:
 
 def _of_devices(devices: DeviceSeconds, *, overlaps: bool = True) -> Iterator[PageAlarm]:
     for device, seconds in devices.by_device.items():
-        waited = {what: seconds.get(what, 0.0) for what in WAITS}
+        waited = {wait: seconds.get(wait, 0.0) for wait in WAITS}
         idle = sum(waited.values()) / max(devices.wall, 1e-9)
         if idle > 0.3:
             most = max(waited, key=waited.__getitem__)

@@ -86,7 +86,9 @@ def _profile(path: Path, number: int, start: float) -> Iterator[dict[str, Any]]:
     offset = trace.get("baseTimeNanoseconds", 0) / 1e3 - 1e6 * start
     profile = f"{path.stem}, {path.parent.name.replace('_', ' ')}"
     events = [event for event in trace["traceEvents"] if event.get("name") not in ("process_name", "process_labels")]
-    pids = {pid: PROFILE_PID * (number + 1) + at for at, pid in enumerate(dict.fromkeys(e.get("pid") for e in events))}
+    pids = {
+        pid: PROFILE_PID * (number + 1) + index for index, pid in enumerate(dict.fromkeys(e.get("pid") for e in events))
+    }
     for pid, numbered in pids.items():
         args = {"name": f"{profile}: {pid}"}
         yield {"ph": "M", "name": "process_name", "pid": numbered, "tid": 0, "args": args}
