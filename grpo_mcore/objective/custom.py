@@ -20,8 +20,7 @@ from torch import Tensor
 from grpo_mcore.base.imports import import_by_path, no_exit, place_of
 from grpo_mcore.objective.advantages import AdvantageEstimate, group_stats
 from grpo_mcore.objective.combine import CUSTOM, METRIC_REDUCTIONS
-from grpo_mcore.objective.kl import custom_kl_estimate
-from grpo_mcore.objective.kl_in_reward import SampleKL
+from grpo_mcore.objective.kl import SampleKL, custom_kl_estimate
 from grpo_mcore.objective.loss import ClippedPGLossFn
 from grpo_mcore.objective.reduce import Count
 from grpo_mcore.recipe import ClippedPGLossConfig, CustomCode, KLType
