@@ -15,11 +15,10 @@ import grpo_mcore
 from grpo_mcore.base.formats import newer_format
 from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, nearest_hint
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
-from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file, parse_text
-from grpo_mcore.recipe.master import MasterConfig
 from grpo_mcore.recipe.schema.keys import nearest_key, plain_defaults
 from grpo_mcore.recipe.schema.master import NULL_MEANS, null_means
-from grpo_mcore.recipe.validation.validate import validated
+from grpo_mcore.recipe.validation.validate import MasterConfig, validated
+from grpo_mcore.recipe.yaml_tree import Node, parse_file, parse_text
 
 _SUFFIXES = ("", ".yaml", ".yml")
 PRESET = "defaults="

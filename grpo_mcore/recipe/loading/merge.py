@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 
 from grpo_mcore.recipe.errors import COMMAND_LINE, Problem, RecipeError, in_yaml, joined
-from grpo_mcore.recipe.loading.yaml_tree import Node, parse_text
 from grpo_mcore.recipe.nemo_rl.data_layouts import same_layout
+from grpo_mcore.recipe.yaml_tree import Node, parse_text
 
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~|)(?P<path>[^\s=+~][^\s=]*?)(?:=(?P<value>.*))?$", re.DOTALL)
 

@@ -10,8 +10,8 @@ import yaml
 
 from grpo_mcore.recipe.errors import DEFAULT, joined
 from grpo_mcore.recipe.loading.load import Recipe, shown
-from grpo_mcore.recipe.loading.yaml_tree import FLOAT
 from grpo_mcore.recipe.schema.master import null_means, runs_grpo
+from grpo_mcore.recipe.yaml_tree import FLOAT
 
 _WIDEST = 72
 

@@ -10,8 +10,8 @@ nested layout."""
 from __future__ import annotations
 
 from grpo_mcore.recipe.errors import Problem, in_yaml
-from grpo_mcore.recipe.loading.yaml_tree import Node
 from grpo_mcore.recipe.schema.data import FILE_DATASETS, DatasetEntry
+from grpo_mcore.recipe.yaml_tree import Node
 
 _TRAIN = {"dataset_name": "dataset_name", "train_data_path": "data_path", "train_split": "split"}
 _VALIDATION = {"val_data_path": "data_path", "val_split": "split"}

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from grpo_mcore.recipe.errors import Problem, in_yaml, joined, nearest_hint
-from grpo_mcore.recipe.loading.yaml_tree import Node
 from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import without_nemo_rl_keys
 from grpo_mcore.recipe.schema.distillation import DivergenceConfig, TeacherConfig
 from grpo_mcore.recipe.schema.fine_tuning import SFTConfig
 from grpo_mcore.recipe.schema.grpo import GRPOConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig
+from grpo_mcore.recipe.yaml_tree import Node
 
 ALIAS = "teacher"
 """Alias of the only teacher."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mcore.recipe.errors import Problem, in_yaml
-from grpo_mcore.recipe.loading.yaml_tree import Node
 from grpo_mcore.recipe.schema.data import DatasetEntry, dataset_by_name
+from grpo_mcore.recipe.yaml_tree import Node
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 # Values by which NeMo RL says "no limit" or "as it is".

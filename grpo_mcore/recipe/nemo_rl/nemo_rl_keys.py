@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from grpo_mcore.recipe.errors import Problem, in_yaml
-from grpo_mcore.recipe.loading.yaml_tree import Node
-from grpo_mcore.recipe.validation.engines import GYM
+from grpo_mcore.recipe.schema.master import GYM
+from grpo_mcore.recipe.schema.section import is_path
+from grpo_mcore.recipe.yaml_tree import Node
 
 
 @cache
@@ -25,6 +26,10 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
     """Return the tree without the keys of the tables. Those that would change something are added to `problems`, and
     what became of the others to `notes`."""
     tree, tables = apply_async_rl(tree.copy(), problems, notes), key_tables()
+    for section in ("grpo.adv_estimator", "data.sampler"):
+        name = tree.find(f"{section}.name")
+        if name is not None and is_path(name.value):  # the spelling of custom code before 0.2
+            _move(tree, f"{section}.name", {"to": f"{section}.path"}, problems, notes)
     for path, entry in tables["mapped"].items():
         _move(tree, path, entry, problems, notes)
     for path, entry in tables["values"].items():
@@ -73,7 +78,7 @@ def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem],
                 node = node.having(node.value | own)
                 there = None
         if there is not None and there.value is not None and there.plain() != node.plain():
-            message = f"a key of NeMo RL; contradicts {there.key} = {in_yaml(there.plain())} ({there.source})"
+            message = f"contradicts {there.key} = {in_yaml(there.plain())} ({there.source})"
             problems.append(node.problem(message))
             continue
         target = tree

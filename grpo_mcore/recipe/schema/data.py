@@ -1,4 +1,4 @@
-"""`data`: datasets and their loading, in the nested layout. loading/data_layouts.py converts the flat layout."""
+"""`data`: datasets and their loading, in the nested layout. nemo_rl/data_layouts.py converts the flat layout."""
 
 from __future__ import annotations
 
@@ -117,8 +117,6 @@ class DatasetEntry(Section):
     """System prompt of rows without one. Only for openai_format."""
     tool_key: str | None = "tools"
     """Field of a row that holds its tools. Only for openai_format. null: tools."""
-    use_preserving_dataset: bool = False
-    """No effect, accepted for recipes of NeMo RL: rows of JSON files always keep all their fields."""
     prompt_key: str = "prompt"
     """Field of a row that holds the prompt. Only for BinaryPreferenceDataset."""
     chosen_key: str = "chosen"
@@ -199,14 +197,6 @@ class DataConfig(Section):
     excluded and counted by reason; beyond the share the data is refused. Prompts that are too long do not count."""
     shuffle: Fixed[bool] = True
     """Read the training data in an order drawn from the seed."""
-    num_workers: NonNegative = 1
-    """No effect, accepted for recipes of NeMo RL: the driver tokenises a prompt in well under a millisecond."""
-    add_bos: bool = True
-    """No effect, accepted for recipes of NeMo RL: only the chat template adds special tokens."""
-    add_eos: bool = True
-    """No effect, accepted for recipes of NeMo RL: an answer ends with the token that ends it in a rollout."""
-    add_generation_prompt: bool = False
-    """No effect, accepted for recipes of NeMo RL: SFT trains on what follows the generation prompt."""
     use_multiple_dataloader: Fixed[bool] = False
     """Use one data loader per dataset, for GRPO. There are no epochs then: a dataset that has ended starts again, and
     the run ends at grpo.max_num_steps."""

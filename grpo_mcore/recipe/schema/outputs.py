@@ -53,8 +53,6 @@ class GpuMonitoringConfig(Section):
 
     collection_interval: PositiveFloat = 10.0
     """Seconds between two samples."""
-    flush_interval: PositiveFloat = 10.0
-    """No effect, accepted for recipes of NeMo RL: the metrics are written with those of each step."""
 
 
 class TensorBoardConfig(Section):

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.derived import engine_pool, environment_class, policy_pool
 from grpo_mcore.recipe.errors import in_yaml
-from grpo_mcore.recipe.schema.master import RecipeSections
+from grpo_mcore.recipe.schema.master import GYM, RecipeSections
 
-GYM = "nemo_gym"
 _ANY_INTERFACE = ("0.0.0.0", "::", "*", "")
 _COLOCATED = "policy.generation.colocated."
 _NODES, _GPUS = _COLOCATED + "resources.num_nodes", _COLOCATED + "resources.gpus_per_node"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.derived import trains_on_rewards
 from grpo_mcore.recipe.errors import in_yaml
-from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
+from grpo_mcore.recipe.schema.grpo import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
 
 _ESTIMATOR = "grpo.adv_estimator."

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
 from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
-from grpo_mcore.recipe.loading.yaml_tree import Node
-from grpo_mcore.recipe.nemo_rl.custom_code import custom_code
 from grpo_mcore.recipe.nemo_rl.data_layouts import nested_layout
 from grpo_mcore.recipe.nemo_rl.distillation_layout import distillation_layout
 from grpo_mcore.recipe.nemo_rl.eval_layout import eval_layout
 from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import apply_gym_switches, without_nemo_rl_keys
+from grpo_mcore.recipe.schema.grpo import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
-from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 from grpo_mcore.recipe.schema.section import Section
 from grpo_mcore.recipe.validation import batch_sizes, data, distillation, engines, layout, objective, run
+from grpo_mcore.recipe.yaml_tree import Node
 
 ConfigT = TypeVar("ConfigT", bound=RecipeSections)
 SectionT = TypeVar("SectionT", bound=Section)
@@ -123,7 +122,6 @@ def validated(
         message = f"expected a mapping of keys, got {in_yaml(tree.plain())}"
         raise RecipeError([*problems, Problem(tree.source, "", message)], recipe or "the configuration")
     notes = [] if notes is None else notes
-    tree = custom_code(tree, problems, notes)
     tree = apply_gym_switches(tree, problems)
     tree = eval_layout(tree, problems)
     tree = nested_layout(tree, problems)
@@ -140,6 +138,16 @@ def validated(
         problems = [*(earlier or ()), *more]
         raise RecipeError(sorted(problems, key=_place), recipe or "the configuration")
     return config, tree
+
+
+class MasterConfig(RecipeSections):
+    """A whole recipe as one typed object whose values go together. `model_validate(dict)` accepts both data layouts and
+    makes every check of `load_recipe`; the constructor checks keys and types only."""
+
+    @classmethod
+    def model_validate(cls, obj: Any, **_options: Any) -> Self:
+        """Return the configuration of a plain dict. Raises RecipeError with all problems."""
+        return obj if isinstance(obj, cls) else validated(cls, Node.of(obj, ""))[0]
 
 
 def checked_loss(values: ClippedPGLossConfig | Mapping[str, Any]) -> ClippedPGLossConfig:

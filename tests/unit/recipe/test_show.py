@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from grpo_mcore.recipe import load_recipe, resolved_yaml, without_secrets
 from grpo_mcore.recipe.loading.show import _scalar
-from grpo_mcore.recipe.loading.yaml_tree import parse_text
+from grpo_mcore.recipe.yaml_tree import parse_text
 from tests.unit.recipe.conftest import MINIMAL
 
 GRPO = MINIMAL + (

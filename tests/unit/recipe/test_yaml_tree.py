@@ -3,27 +3,12 @@ from __future__ import annotations
 import pytest
 
 from grpo_mcore.recipe import RecipeError
-from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file, parse_text
-
-BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-    f"{name}: &{name} [*{inner}, *{inner}, *{inner}, *{inner}, *{inner}, *{inner}, *{inner}, *{inner}]\n"
-    for inner, name in zip("abcdefg", "bcdefgh", strict=True)
-)
+from grpo_mcore.recipe.yaml_tree import Node, parse_file, parse_text
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: &x {b: *x}", "an alias .* stands inside of what it names"),
-        ("a: &x [1, *x]", "an alias .* stands inside of what it names"),
-        ("a: &x {<<: *x}", "an alias .* stands inside of what it names"),
-        ("a: " + "[" * 1000, "nested more than 100 deep"),
-        ("a: " + "{b: " * 1000, "nested more than 100 deep"),
-        (BOMB, "more than 100,000 values"),
-    ],
-)
-def test_yaml_that_refers_to_itself_or_has_no_end_is_refused(text: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+@pytest.mark.parametrize("text", ["a: &x {b: *x}", "a: &x [1, *x]", "a: &x {<<: *x}"])
+def test_an_alias_inside_of_its_own_anchor_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match="the alias .* refers to the mapping or list that contains it"):
         parse_text(text, "k", "here")
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,12 @@ from grpo_mcore.recipe.errors import COMMAND_LINE, Problem, RecipeError, in_yaml
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
 OVERRIDE_KEY = "_override_"
-MAX_DEPTH = 100
-"""Mappings and lists inside of each other that a recipe may have. Python's own limit differs between processes."""
-MAX_VALUES = 100_000
-"""Values that a recipe may have, those that its aliases repeat counted each time."""
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[Any]] = {}
-    depth = 0
+    """Reads scalars as YAML 1.2 does."""
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
 
 FLOAT = re.compile(r"^(?:[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf)|\.(nan|NaN))$")
@@ -143,7 +130,7 @@ def parse_text(text: str, key: str, source: str) -> Node:
 
 def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> Node:
     try:
-        root = _composed(text)
+        root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = ", ".join(part for part in (error.context, error.problem) if part)
@@ -160,11 +147,6 @@ def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> N
     return node
 
 
-@lru_cache(maxsize=64)  # recipes inherit the same few
-def _composed(text: str) -> yaml.Node | None:
-    return yaml.compose(text, Loader=_Loader)
-
-
 class _Conversion:
     """From the nodes of the YAML library, in which aliases share nodes, to a tree of our own."""
 
@@ -173,13 +155,9 @@ class _Conversion:
         self._source_of = source_of
         self._name = name
         self._around: list[yaml.Node] = []  # the mappings and lists around the present node
-        self._values = 0
 
     def convert(self, node: yaml.Node, line: int, key: str) -> Node:
         source = self._source_of(line)
-        self._values += 1
-        if self._values > MAX_VALUES:
-            raise RecipeError([Problem(source, key, f"more than {MAX_VALUES:,} values with its aliases")], self._name)
         if isinstance(node, yaml.ScalarNode):
             try:
                 return Node(_scalar(node), source, key)
@@ -187,7 +165,8 @@ class _Conversion:
                 self.problems.append(Problem(source, key, str(error)))
                 return Node(None, source, key)
         if any(node is outer for outer in self._around):
-            raise RecipeError([Problem(source, key, "an alias (*name) stands inside of what it names")], self._name)
+            message = "the alias (*name) refers to the mapping or list that contains it"
+            raise RecipeError([Problem(source, key, message)], self._name)
         self._around.append(node)
         if isinstance(node, yaml.MappingNode):
             converted = self._mapping(node, source, key)
