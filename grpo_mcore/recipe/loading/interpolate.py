@@ -76,6 +76,8 @@ def resolve_tree(tree: Node, complete: Complete, nearest: Nearest, problems: lis
     """Return the tree with every interpolation replaced by its value; one without a value becomes null and is added to
     `problems`. `complete` returns plain values with those of keys that the recipe does not set; they may hold
     interpolations too. `nearest` returns the known key that an unknown one most likely means."""
+    if "${" not in str(tree.plain()):
+        return tree
     tree = _without_bad_syntax(tree, problems)
     return _resolved(tree, OmegaConf.create(complete(tree.plain())), nearest, problems)
 

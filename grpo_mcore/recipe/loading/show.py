@@ -47,7 +47,7 @@ def _lines(value: dict[str, Any], path: str, depth: int, provenance: dict[str, s
         if isinstance(item, dict) and item:
             yield f"{indent}{_scalar(name)}:", ""
             yield from _lines(item, key, depth + 1, provenance)
-        elif isinstance(item, list) and item and isinstance(item[0], dict):
+        elif isinstance(item, list) and item and all(isinstance(entry, dict) and entry for entry in item):
             yield f"{indent}{_scalar(name)}:", ""
             for position, entry in enumerate(item):
                 inner = list(_lines(entry, joined(key, str(position)), depth + 2, provenance))

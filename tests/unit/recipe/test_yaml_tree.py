@@ -89,6 +89,13 @@ def test_a_file_that_is_not_text(tmp_path) -> None:
         parse_file(file, "r.yaml")
 
 
+def test_keys_are_words_and_override_is_a_switch(write) -> None:
+    with pytest.raises(RecipeError, match=r"r.yaml:1: a: a key must be a single word"):
+        parse_file(write("a: {[b]: 1}\n"), "r.yaml")
+    with pytest.raises(RecipeError, match=r"r.yaml:1: a._override_: expected true or false, got 3"):
+        parse_file(write("a: {_override_: 3}\n"), "r.yaml")
+
+
 def test_unknown_tags_are_rejected(write) -> None:
     with pytest.raises(RecipeError, match=r"r.yaml:1: a: a value of kind !python/name:os cannot stand"):
         parse_file(write("a: !python/name:os x\n"), "r.yaml")
