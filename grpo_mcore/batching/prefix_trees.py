@@ -73,7 +73,7 @@ def in_blocks(prefixes: Prefixes, block: int) -> Prefixes:
 
 def computed_tokens(lengths: Sequence[int], prefixes: Sequence[Prefixes], block: int = BLOCK_TOKENS) -> int:
     """Return the tokens to compute of samples of one bin, of which the arguments give lengths and prefixes."""
-    hashes = [each for of_sample in prefixes for each in of_sample]
+    hashes = [block_hash for of_sample in prefixes for block_hash in of_sample]
     return sum(lengths) - block * (len(hashes) - len(set(hashes)))
 
 
@@ -118,4 +118,4 @@ def make_trees(
 def _common(first: Prefixes, second: Prefixes) -> int:
     """Return how many hashes at the start are equal."""
     pairs = zip(first, second, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -79,8 +79,8 @@ def is_adapted(param: Param, shape: AdapterShape) -> bool:
     if not _is_linear(param):
         return False
     name = layer_name(param)
-    wanted = not shape.targets or any(_matches(name, pattern) for pattern in shape.targets)
-    return wanted and not any(_matches(name, pattern) for pattern in shape.excluded)
+    targeted = not shape.targets or any(_matches(name, pattern) for pattern in shape.targets)
+    return targeted and not any(_matches(name, pattern) for pattern in shape.excluded)
 
 
 def check_adapters(

@@ -50,10 +50,10 @@ def engine_pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -
                 return []
             return [Piece(param.hf[0].name, ((start, start + count), *tail), ((0, count), *tail))]
         case Split.QKV:
-            placed, at = [], 0
+            placed, row = [], 0
             for tensor, start, count in _qkv_rows(param, shape, tp_rank, tp_size):
-                placed.append(Piece(tensor.name, ((start, start + count), *tail), ((at, at + count), *tail)))
-                at += count
+                placed.append(Piece(tensor.name, ((start, start + count), *tail), ((row, row + count), *tail)))
+                row += count
             return placed
         case split:
             placed = pieces(replace(param, split=split), shape, tp_rank, tp_size)

@@ -84,9 +84,9 @@ class LossPart:
             numbers = regions(self.of or self.loss, curr_logprobs, batch, *counts)
         else:
             numbers = batch[self.by].reshape(curr_logprobs.shape)
-        mine = numbers >= self.value if self.and_above else numbers == self.value
-        valid = MaskedTokens.from_batch(curr_logprobs.shape, batch, *counts).valid.reshape(mine.shape)
-        part = torch.where(mine & valid, gradient, 0.0)
+        selected = numbers >= self.value if self.and_above else numbers == self.value
+        valid = MaskedTokens.from_batch(curr_logprobs.shape, batch, *counts).valid.reshape(selected.shape)
+        part = torch.where(selected & valid, gradient, 0.0)
         return (part.to(torch.float64) * curr_logprobs).sum(), {
-            "num_valid_tokens": (mine & valid).sum().to(torch.float64)
+            "num_valid_tokens": (selected & valid).sum().to(torch.float64)
         }

@@ -105,10 +105,10 @@ def layout_findings(
     """Return all that is wrong with the layouts of policy and engines. `shape`: of the model, where it is known. `gpu`:
     whether they run on GPUs; None: as cluster.platform says."""
     gpu = config.cluster.platform == "gpu" if gpu is None else gpu
-    own, devices = engine_pool(config), engine_pool(config) or policy_pool(config)
+    engines_pool, devices = engine_pool(config), engine_pool(config) or policy_pool(config)
     engines = None
     if algorithm_of(config) in ("grpo", "eval") and devices.ranks:
-        counted = gpu or own is not None
+        counted = gpu or engines_pool is not None
         engines = EngineDevices(engine_layout(config), num_engines(config, gpu=gpu), devices, counted)
     layout = policy_layout(config.policy.megatron_cfg, world_size(config))
     return fits(layout, world_size(config), shape, engines)
@@ -148,8 +148,8 @@ def bins_per_logprob_row(config: PolicyConfig) -> int:
 def shares_prefixes(packing: SequencePackingConfig, *, transformer_engine: bool) -> bool:
     """Return whether samples may share what is computed of their prefixes. By default they do where attention is
     `PackedAttention` anyway; it would replace TransformerEngine's kernels of attention and rotary embedding."""
-    wanted = packing.shared_prefix.enabled
-    return packing.enabled and (not transformer_engine if wanted is None else wanted)
+    enabled = packing.shared_prefix.enabled
+    return packing.enabled and (not transformer_engine if enabled is None else enabled)
 
 
 def own_attention(packing: SequencePackingConfig) -> bool:
@@ -263,9 +263,9 @@ def teacher_engines(config: RecipeSections, alias: str, *, gpu: bool) -> EngineD
     share a copy."""
     if teacher_settings(config)[alias].backend != "vllm":
         return None
-    vllm, own = teacher_policies(config)[alias].generation.vllm_cfg, teacher_pools(config).get(alias)
+    vllm, nodes = teacher_policies(config)[alias].generation.vllm_cfg, teacher_pools(config).get(alias)
     layout = EngineLayout(vllm.tensor_parallel_size, vllm.pipeline_parallel_size, vllm.expert_parallel_size > 1)
-    pool, counted = own or policy_pool(config), gpu or own is not None
+    pool, counted = nodes or policy_pool(config), gpu or nodes is not None
     return EngineDevices(layout, pool.ranks // layout.ranks if counted else 1, pool, counted)
 
 

@@ -133,9 +133,9 @@ def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> N
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = ", ".join(part for part in (error.context, error.problem) if part)
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
         source = source_of(mark.line + 1) if mark else name
-        raise RecipeError([Problem(source, key, f"not valid YAML: {what}")], name) from None
+        raise RecipeError([Problem(source, key, f"not valid YAML: {reason}")], name) from None
     except yaml.YAMLError as error:
         raise RecipeError([Problem(name, key, f"not valid YAML: {error}")], name) from None
     if root is None:
@@ -183,7 +183,7 @@ class _Conversion:
         return Node(items, source, key)
 
     def _mapping(self, node: yaml.MappingNode, source: str, key: str) -> Node:
-        own: dict[str, Node] = {}
+        values: dict[str, Node] = {}
         inherited: dict[str, Node] = {}
         replaces = False
         for key_node, value_node in node.value:
@@ -201,7 +201,7 @@ class _Conversion:
             if node.flow_style and _lacks_space(key_node, value_node):
                 name, _, rest = name.partition(":")
                 if self._name == COMMAND_LINE:  # as Hydra reads it
-                    own[name] = parse_text(rest, joined(key, name), COMMAND_LINE)
+                    values[name] = parse_text(rest, joined(key, name), COMMAND_LINE)
                     continue
                 message = f"{name}:{rest} is one word in YAML; write {name}: {rest}, with a space"
                 self.problems.append(Problem(self._source_of(line), joined(key, name), message))
@@ -212,12 +212,12 @@ class _Conversion:
                     message = f"expected true or false, got {in_yaml(child.plain())}"
                     self.problems.append(child.problem(message))
                 replaces = child.value is True
-            elif name in own:
-                message = f"the key is given twice; the first time at {own[name].source}"
+            elif name in values:
+                message = f"the key is given twice; the first time at {values[name].source}"
                 self.problems.append(child.problem(message))
             else:
-                own[name] = child
-        return Node({**inherited, **own}, source, key, replaces)
+                values[name] = child
+        return Node({**inherited, **values}, source, key, replaces)
 
 
 def _lacks_space(key: yaml.ScalarNode, value: yaml.Node) -> bool:

@@ -67,7 +67,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         preset_file = _find(preset, [Path(), *recipe_folders()], (COMMAND_LINE, "defaults"), name)
         tree = merge(tree, _load(preset_file, files, (file,)))
     tree = apply_overrides(tree, [word for word in overrides if not word.startswith(PRESET)], problems)
-    texts = [*(each.read_text(encoding="utf-8") for each in files), *overrides]
+    texts = [*(source.read_text(encoding="utf-8") for source in files), *overrides]
     # Here, because OmegaConf takes a quarter of the time of importing this package.
     from grpo_mcore.recipe.loading.interpolate import resolve_tree, variables_of
 
@@ -89,8 +89,8 @@ def _without_format(tree: Node, recipe: str) -> Node:
     """Return the tree without `format`, the number of the form that a recipe is written in. Raises RecipeError for one
     of a newer version."""
     node = tree.value.pop("format", None) if tree.is_mapping else None
-    if node is not None and (why := newer_format("recipe", node.value)) is not None:
-        raise RecipeError([node.problem(why)], recipe)
+    if node is not None and (reason := newer_format("recipe", node.value)) is not None:
+        raise RecipeError([node.problem(reason)], recipe)
     return tree
 
 
@@ -218,7 +218,7 @@ def _entries(defaults: Node | None, name: str) -> list[Node]:
 
 
 def _find(
-    name: str, folders: Sequence[Path], place: tuple[str, str], recipe: str, other_than: Path | None = None
+    name: str, folders: Sequence[Path], written_at: tuple[str, str], recipe: str, other_than: Path | None = None
 ) -> Path:
     for folder in folders:
         for suffix in _SUFFIXES:
@@ -231,14 +231,16 @@ def _find(
             if file.stem.replace("_", "-") == written and file.resolve() != other_than:
                 return file.resolve()
     if (algorithm := _UNSUPPORTED.get(Path(name).stem)) is not None:
-        raise RecipeError([Problem(*place, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe)
+        raise RecipeError(
+            [Problem(*written_at, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe
+        )
     below = Path(name).parent  # such as presets
     known: list[str] = []
     for inside in dict.fromkeys((below, Path())):  # recipes/X, where X is meant
         known = known or sorted({file.stem for folder in folders[1:] for file in (folder / inside).glob("*.yaml")})
     places = list(dict.fromkeys(shown(folder.resolve()) for folder in folders if folder.is_dir()))
     message = f"no recipe {in_yaml(name)} in {', '.join(places)}" + nearest_hint(Path(name).stem, known)
-    raise RecipeError([Problem(*place, message)], recipe)
+    raise RecipeError([Problem(*written_at, message)], recipe)
 
 
 def _expand_home(node: Node, problems: list[Problem]) -> None:
@@ -265,7 +267,7 @@ def _find_files_beside(node: Node, folder: Path) -> None:
     for name, child in node.children():
         if name in _FILE_KEYS and isinstance(child.value, str) and "\n" not in child.value and "{" not in child.value:
             places = [folder, *recipe_folders()]
-            beside = [place / child.value.removeprefix("examples/") for place in places]
+            beside = [base / child.value.removeprefix("examples/") for base in places]
             if not _is_there(child.value) and (file := next(filter(_is_there, beside), None)):
                 child.value = shown(file.resolve())
         else:

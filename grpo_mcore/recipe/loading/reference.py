@@ -71,11 +71,11 @@ def explain(key: str) -> str:
     inner, is_list = section_of(field.annotation)
     meaning = docstrings(section).get(name, "")
     if inner is not None:
-        each = " (a list; each entry has these keys)" if is_list else ""
+        suffix = " (a list; each entry has these keys)" if is_list else ""
         keys = docstrings(inner)
         width = max(map(len, keys))
         rows = [f"  {inside:<{width}}  {_first_sentence(text)}" for inside, text in keys.items()]
-        return "\n".join([path + each, *_wrapped(_purpose(inner) or meaning), "", *rows]) + "\n"
+        return "\n".join([path + suffix, *_wrapped(_purpose(inner) or meaning), "", *rows]) + "\n"
     facts = [("type", _type(field.annotation, field.metadata)), ("default", _default(field))]
     facts += [("effect", effect) for effect in _EFFECT.findall(meaning)]
     if "enabled" in section.model_fields and name != "enabled":
@@ -90,14 +90,14 @@ _EFFECT = re.compile(r"((?:No effect|Only (?:with|for)|Needs)[^.]*)")
 
 def _full_key(key: str) -> str:
     """Return the known key, with `*` for positions in lists, that is written as `key` or ends with it."""
-    wanted = "." + ".".join(part for part in key.split(".") if not part.isdecimal() and part != "*")
+    end = "." + ".".join(part for part in key.split(".") if not part.isdecimal() and part != "*")
     ends = {f".{path}".replace(".*", ""): path for path in known_keys()}
-    keys = [ends[wanted]] if wanted in ends else [path for plain, path in ends.items() if plain.endswith(wanted)]
+    keys = [ends[end]] if end in ends else [path for plain, path in ends.items() if plain.endswith(end)]
     if len(keys) == 1:
         return keys[0]
     if keys:
         raise KeyError(f"{key}: which one? {', '.join(keys)}")
-    if wanted.startswith(".env."):
+    if end.startswith(".env."):
         raise KeyError(f"{key}: an environment's keys are those of its class; docs/environments.md has them")
     near = nearest_key(key)
     raise KeyError(f"{key}: unknown key" + (f"; nearest known key: {near}" if near else ""))
@@ -160,8 +160,8 @@ def _type(annotation: Any, metadata: Any = ()) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0], arguments[1].metadata if isinstance(arguments[1], FieldInfo) else arguments[1:])
-    if named := next((item for item in metadata if isinstance(item, NameOrCode)), None):
-        return ", ".join([*(f"`{name}`" for name in named.names or ["text"]), "`{path, options}`"])
+    if names := next((item for item in metadata if isinstance(item, NameOrCode)), None):
+        return ", ".join([*(f"`{name}`" for name in names.names or ["text"]), "`{path, options}`"])
     if annotation is str and any(getattr(item, "func", None) is check_import_path for item in metadata):
         return "import path"
     if origin is Literal:

@@ -111,9 +111,9 @@ def _nested(data: Node) -> Node:
 
 def _entry(data: Node, keys: dict[str, str], also: dict[str, str] | None = None) -> Node:
     """Return the dataset that flat keys describe, or null if all of them are null."""
-    named = [data.value[flat] for flat in keys if flat in data.value]
-    source, key = named[0].source, named[0].key
-    if all(node.value is None for node in named):
+    nodes = [data.value[flat] for flat in keys if flat in data.value]
+    source, key = nodes[0].source, nodes[0].key
+    if all(node.value is None for node in nodes):
         return Node(None, source, key)
     fields = {**keys, **(also or {})}
     return Node({new: data.value[flat] for flat, new in fields.items() if flat in data.value}, source, key)

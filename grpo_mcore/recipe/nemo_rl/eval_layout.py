@@ -63,7 +63,7 @@ def _data(tree: Node, problems: list[Problem]) -> Node:
     written = data.value["dataset_name"]
     names = written.plain() if written.is_list else str(written.value).split(",")
     of_entry = {key for key in data.value if key in DatasetEntry.model_fields and key != "dataset_name"}
-    given = {key: data.value[key] for key in of_entry if data.value[key].value is not None}
+    shared = {key: data.value[key] for key in of_entry if data.value[key].value is not None}
     presets = {_canonical(name): node for name, node in (sets.children() if sets is not None else ())}
     entries = []
     for name in (str(name).strip() for name in names):
@@ -72,7 +72,7 @@ def _data(tree: Node, problems: list[Problem]) -> Node:
             problems.append(preset.problem(f"expected keys of a dataset, got {in_yaml(preset.value)}"))
             continue
         entry = {"dataset_name": written.having(name)}
-        entries.append(written.having({**entry, **(dict(preset.value) if preset else {}), **given}))
+        entries.append(written.having({**entry, **(dict(preset.value) if preset else {}), **shared}))
     rest = {key: node for key, node in data.value.items() if key not in {*of_entry, "dataset_name"}}
     return data.having({**rest, "validation": written.having(entries)})
 

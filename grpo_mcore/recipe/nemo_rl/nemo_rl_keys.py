@@ -71,14 +71,17 @@ def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem],
         return
     *sections, name = entry["to"].split(".")
     for section, old in _places(tree, path):
-        node, there = section.value.pop(old), tree.find(entry["to"])
-        if there is not None and there.is_mapping and node.is_mapping:
-            own = there.value
-            if all(name not in own or own[name].plain() == child.plain() for name, child in node.value.items()):
-                node = node.having(node.value | own)
-                there = None
-        if there is not None and there.value is not None and there.plain() != node.plain():
-            message = f"contradicts {there.key} = {in_yaml(there.plain())} ({there.source})"
+        node, present = section.value.pop(old), tree.find(entry["to"])
+        if present is not None and present.is_mapping and node.is_mapping:
+            present_keys = present.value
+            if all(
+                name not in present_keys or present_keys[name].plain() == child.plain()
+                for name, child in node.value.items()
+            ):
+                node = node.having(node.value | present_keys)
+                present = None
+        if present is not None and present.value is not None and present.plain() != node.plain():
+            message = f"contradicts {present.key} = {in_yaml(present.plain())} ({present.source})"
             problems.append(node.problem(message))
             continue
         target = tree
@@ -104,10 +107,10 @@ def _replace_value(tree: Node, path: str, entry: dict[str, Any], notes: list[Pro
 def _split_tokens_of_experts(tree: Node, notes: list[Problem]) -> None:
     """Turn on sequence parallelism that a recipe turns off where experts are spread over ranks under tensor
     parallelism: Megatron-Core needs it there, and it changes no result."""
-    at = "policy.megatron_cfg."
-    split = tree.find(at + "sequence_parallel")
+    prefix = "policy.megatron_cfg."
+    split = tree.find(prefix + "sequence_parallel")
     names = ("tensor_model_parallel_size", "expert_model_parallel_size")
-    sizes = [node.value if (node := tree.find(at + name)) is not None else 1 for name in names]
+    sizes = [node.value if (node := tree.find(prefix + name)) is not None else 1 for name in names]
     if split is not None and split.value is False and all(isinstance(size, int) and size > 1 for size in sizes):
         split.value = True
         notes.append(split.problem("false is true: experts under tensor parallelism need it"))
@@ -211,19 +214,23 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
         else:
             _note(notes, node, "dropped: lost engines, environments and samples are handled as docs/faults.md says")
     grpo = tree.find("grpo") or Node({}, section.source, "grpo")
-    there = grpo.value.get("async_grpo")
-    for key, node in there.children() if there is not None else ():
+    async_grpo = grpo.value.get("async_grpo")
+    for key, node in async_grpo.children() if async_grpo is not None else ():
         if key in ours and ours[key].plain() != node.plain():
             message = f"contradicts {node.key} = {in_yaml(node.plain())} ({node.source})"
             problems.append(Problem(ours[key].source, ours[key].key, message))
         ours.setdefault(key, node)
-    there = Node(ours, section.source, "grpo.async_grpo")
-    rest["grpo"] = grpo.having({**grpo.value, "async_grpo": there})
+    async_grpo = Node(ours, section.source, "grpo.async_grpo")
+    rest["grpo"] = grpo.having({**grpo.value, "async_grpo": async_grpo})
     loss = rest.get("loss_fn") or Node({}, section.source, "loss_fn")
     key = "use_importance_sampling_correction"
     age = ours.get("max_trajectory_age_steps")
-    given = loss.value.get(key) if loss.is_mapping else None
-    if loss.is_mapping and not (age is not None and age.value == 0) and (given is None or given.value is not True):
+    correction = loss.value.get(key) if loss.is_mapping else None
+    if (
+        loss.is_mapping
+        and not (age is not None and age.value == 0)
+        and (correction is None or correction.value is not True)
+    ):
         # NeMo RL asks for it with grpo.async_grpo alone, where its recipes set it.
         corrected = Node(True, section.source, f"loss_fn.{key}")
         rest["loss_fn"] = loss.having({**loss.value, key: corrected})
@@ -254,8 +261,8 @@ def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
     if penalties is not None and gym is not None and gym.is_mapping:
         tree = tree.having({name: node for name, node in tree.value.items() if name != "reward_penalties"})
         if penalties.value is not None:
-            own = {**gym.value, "reward_penalties": penalties}
-            sections[GYM] = gym.having(own)
+            gym_keys = {**gym.value, "reward_penalties": penalties}
+            sections[GYM] = gym.having(gym_keys)
     tree = tree.having({**tree.value, "env": env.having(sections)})
     if use is None:
         return tree

@@ -41,11 +41,11 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
     section, estimator = config.on_policy_distillation, config.grpo.adv_estimator
     names = section.teacher_model_by_agent_name
     given_answers = algorithm_of(config) == "sft"
-    wanted = estimator.name == "opd" or estimator.opd_weight > 0 or given_answers
+    needed = estimator.name == "opd" or estimator.opd_weight > 0 or given_answers
     if estimator.name == "opd" and estimator.opd_weight > 0:
         message = "the weight of the estimator opd is 1; remove it"
         yield Finding((_ESTIMATOR + "opd_weight", _ESTIMATOR + "name"), message)
-    if wanted and not section.enabled and not given_answers:
+    if needed and not section.enabled and not given_answers:
         key = "name" if estimator.name == "opd" else "opd_weight"
         yield Finding(
             (_ESTIMATOR + key, _AT + "enabled"),
@@ -56,7 +56,7 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
             if entry.hint_key is not None:
                 yield Finding((f"data.train.{position}.hint_key",), "is for teachers of on_policy_distillation alone")
         return
-    if not wanted:
+    if not needed:
         yield Finding(
             (_AT + "enabled", _ESTIMATOR + "name"),
             "has no effect without grpo.adv_estimator.name: opd, or opd_weight above 0 with another estimator",
@@ -97,25 +97,25 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
 def _layouts(config: RecipeSections) -> Iterator[Finding]:
     """Teachers must have keys of policy.megatron_cfg, and fit the devices."""
     places = config.on_policy_distillation.non_colocated_teachers
-    named = [("default_teacher_cfg", places.default_teacher_cfg)]
-    named += [(f"teacher_overrides.{alias}", teacher) for alias, teacher in places.teacher_overrides.items()]
+    configs = [("default_teacher_cfg", places.default_teacher_cfg)]
+    configs += [(f"teacher_overrides.{alias}", teacher) for alias, teacher in places.teacher_overrides.items()]
     wrong = []
-    for at, teacher in named:
+    for key, teacher in configs:
         try:
             MegatronConfig.model_validate(config.policy.megatron_cfg.model_dump() | teacher.megatron_cfg_overrides)
         except ValidationError as error:
             wrong += [
-                (f"{at}.megatron_cfg_overrides.{'.'.join(map(str, problem['loc']))}", problem)
+                (f"{key}.megatron_cfg_overrides.{'.'.join(map(str, problem['loc']))}", problem)
                 for problem in error.errors(include_url=False)
             ]
-    for at, problem in wrong:
+    for key, problem in wrong:
         near = nearest_key(f"policy.megatron_cfg.{problem['loc'][0]}")
         hint = f"; nearest: {near.rpartition('.')[2]}" if near else ""
         unknown = problem["type"] == "extra_forbidden"
         message = (
             f"is no key of policy.megatron_cfg{hint}" if unknown else f"{problem['msg']}, got {problem['input']!r}"
         )
-        yield Finding((f"{_AT}non_colocated_teachers.{at}",), message)
+        yield Finding((f"{_AT}non_colocated_teachers.{key}",), message)
     if not wrong and (left := nodes_left(config)) < 1:
         taken = config.cluster.num_nodes - left
         message = f"teachers take {taken} of {config.cluster.num_nodes} nodes, and the policy needs at least one"
@@ -138,8 +138,8 @@ def _place(config: RecipeSections, alias: str, name: str = "") -> str:
     """Return the key under which a teacher is laid out: of `name`, where that is given."""
     override = config.on_policy_distillation.non_colocated_teachers.teacher_overrides.get(alias)
     ours = override is not None and (not name or name in override.model_fields_set)
-    at = f"{_AT}non_colocated_teachers." + (f"teacher_overrides.{alias}" if ours else "default_teacher_cfg")
-    return f"{at}.{name}" if name else at
+    section = f"{_AT}non_colocated_teachers." + (f"teacher_overrides.{alias}" if ours else "default_teacher_cfg")
+    return f"{section}.{name}" if name else section
 
 
 def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -173,10 +173,10 @@ def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
             message = f"{experts} is neither 1 nor the {tensor} tensor-parallel ranks that share an engine's experts"
             yield (_place(config, alias, "expert_model_parallel_size"), backend), message
         for name in settings.vllm_kwargs:
-            if (there := _HAVE_KEYS.get(name)) is not None:
-                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"is set by {there}; change it there"
-            elif (why := OF_EVERY_ENGINE.get(name)) is not None:
-                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"cannot be chosen: {why}; remove it"
+            if (key := _HAVE_KEYS.get(name)) is not None:
+                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"is set by {key}; change it there"
+            elif (reason := OF_EVERY_ENGINE.get(name)) is not None:
+                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"cannot be chosen: {reason}; remove it"
         hinted = [number for number, entry in enumerate(config.data.train) if entry.hint_key is not None]
         if hinted and "max_model_len" not in settings.vllm_kwargs:
             message = "with a hint an engine must know the longest prompt with its answer: {max_model_len: TOKENS}"

@@ -97,8 +97,8 @@ def check_engine_arguments(config: RecipeSections) -> Iterator[Finding]:
     for name in config.policy.generation.vllm_kwargs:
         if (key := HAVE_KEYS.get(name)) is not None:
             yield Finding((f"{_KWARGS}.{name}",), f"is set by {key}; set it there")
-        elif (why := DECIDED.get(name)) is not None:
-            yield Finding((f"{_KWARGS}.{name}",), f"cannot be chosen: {why}; remove it")
+        elif (reason := DECIDED.get(name)) is not None:
+            yield Finding((f"{_KWARGS}.{name}",), f"cannot be chosen: {reason}; remove it")
 
 
 def check_engine_experts(config: RecipeSections) -> Iterator[Finding]:
@@ -122,11 +122,11 @@ def check_engine_stages(config: RecipeSections) -> Iterator[Finding]:
             (key, "policy.megatron_cfg.peft.refit"),
             "an engine of several stages takes merged weights: set peft.refit: merged",
         )
-    for name, wanted in (
+    for name, enabled in (
         (_VLLM + "enable_return_routed_experts", vllm.enable_return_routed_experts),
         ("policy.router_replay.enabled", config.policy.router_replay.enabled),
     ):
-        if wanted:
+        if enabled:
             yield Finding((key, name), "the experts chosen for a token are recorded on one stage alone; use 1")
 
 
@@ -148,14 +148,14 @@ def check_endpoint(config: RecipeSections) -> Iterator[Finding]:
     gyms = [name for name, section in config.env.items() if environment_class(name, section)[0] == GYM]
     if not gyms:
         return
-    at = f"env.{gyms[0]}"
+    gym_key = f"env.{gyms[0]}"
     if not vllm.expose_http_server:
         yield Finding(
-            (_VLLM + "expose_http_server", at), "agents of NeMo Gym query the policy's endpoint: set it to true"
+            (_VLLM + "expose_http_server", gym_key), "agents of NeMo Gym query the policy's endpoint: set it to true"
         )
     for name in ("stop_strings", "val_top_k"):
         if generation[name] is not None:
             yield Finding(
-                (f"policy.generation.{name}", at),
+                (f"policy.generation.{name}", gym_key),
                 f"{in_yaml(generation[name])} cannot be requested through NeMo Gym; leave it null",
             )

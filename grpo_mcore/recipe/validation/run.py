@@ -64,7 +64,7 @@ def check_variables(config: RecipeSections) -> Iterator[Finding]:
 def check_ages(config: RecipeSections) -> Iterator[Finding]:
     """Requirements of generation ahead of training, and of its options."""
     ahead, prompts = config.grpo.async_grpo, config.grpo.num_prompts_per_step
-    at, enabled, age_key = "grpo.async_grpo.", "grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"
+    prefix, enabled, age_key = "grpo.async_grpo.", "grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"
     if not ahead.max_age:
         return
     if not config.loss_fn.use_importance_sampling_correction:
@@ -75,35 +75,35 @@ def check_ages(config: RecipeSections) -> Iterator[Finding]:
         )
     if ahead.max_groups_in_flight is not None and ahead.max_groups_in_flight < prompts:
         yield Finding(
-            (at + "max_groups_in_flight", "grpo.num_prompts_per_step"),
+            (prefix + "max_groups_in_flight", "grpo.num_prompts_per_step"),
             f"{ahead.max_groups_in_flight} groups are fewer than the {prompts} of a step",
         )
     if ahead.recompute_kv_cache_after_weight_updates and not ahead.in_flight_weight_updates:
         yield Finding(
-            (at + "recompute_kv_cache_after_weight_updates", at + "in_flight_weight_updates"),
+            (prefix + "recompute_kv_cache_after_weight_updates", prefix + "in_flight_weight_updates"),
             "has no effect without in_flight_weight_updates: true: no sample is unfinished at a refit",
         )
     if ahead.min_samples_per_group is not None:
         samples = config.grpo.num_generations_per_prompt
         if ahead.min_samples_per_group > samples:
             yield Finding(
-                (at + "min_samples_per_group", "grpo.num_generations_per_prompt"),
+                (prefix + "min_samples_per_group", "grpo.num_generations_per_prompt"),
                 f"{ahead.min_samples_per_group} samples are more than the {samples} of a group",
             )
         together = config.grpo.turns == "together" or (config.grpo.turns is None and config.cluster.backend == "local")
         if config.grpo.max_rollout_turns > 1 and together:
             yield Finding(
-                (at + "min_samples_per_group", "grpo.max_rollout_turns"),
+                (prefix + "min_samples_per_group", "grpo.max_rollout_turns"),
                 "works with samples of several turns only if they do not wait for each other: set grpo.turns to free",
             )
     if ahead.partial_rollouts and not ahead.in_flight_weight_updates:
         yield Finding(
-            (at + "partial_rollouts", at + "in_flight_weight_updates"),
+            (prefix + "partial_rollouts", prefix + "in_flight_weight_updates"),
             "needs in_flight_weight_updates: true: without it a refit waits for every unfinished sample",
         )
     if ahead.partial_rollouts and not config.policy.generation.colocated.enabled:
         yield Finding(
-            (at + "partial_rollouts", "policy.generation.colocated.enabled"),
+            (prefix + "partial_rollouts", "policy.generation.colocated.enabled"),
             "engines with their own devices need not pause while the policy trains; switch it off",
         )
 
@@ -128,8 +128,10 @@ def check_deterministic(config: RecipeSections) -> Iterator[Finding]:
         yield Finding((key, "cluster.platform"), "its order of sums is that of CPU kernels; set cluster.platform: cpu")
     for name in ("expert_model_parallel_size", "context_parallel_size"):
         if megatron[name] > 1:
-            at = f"policy.megatron_cfg.{name}"
-            yield Finding((key, at), f"{at} = {megatron[name]} adds up samples of several ranks; set it to 1")
+            size_key = f"policy.megatron_cfg.{name}"
+            yield Finding(
+                (key, size_key), f"{size_key} = {megatron[name]} adds up samples of several ranks; set it to 1"
+            )
     if megatron.peft.enabled and megatron.peft.dropout:
         yield Finding((key, "policy.megatron_cfg.peft.dropout"), "dropout depends on the row; set it to 0")
 
@@ -143,8 +145,8 @@ def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
             yield Finding((threshold_key, metric_key), "needs stop_at_validation_metric (such as accuracy)")
         return
     name = grpo.stop_at_validation_metric.removeprefix("val:")
-    if why := unknown_validation_metric(name, grpo.val_num_generations_per_prompt):
-        yield Finding((metric_key,), why)
+    if reason := unknown_validation_metric(name, grpo.val_num_generations_per_prompt):
+        yield Finding((metric_key,), reason)
     if grpo.stop_at_validation_threshold is None:
         yield Finding((metric_key, threshold_key), "needs stop_at_validation_threshold (such as 0.9)")
     if not grpo.val_period and not grpo.val_at_start:
@@ -209,22 +211,26 @@ def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
     """Requirements of Megatron-Core on optimizer and learning rate, and keys that must agree with policy."""
     policy, megatron = config.policy, config.policy.megatron_cfg
     optimizer, scheduler = megatron.optimizer, megatron.scheduler
-    at = "policy.megatron_cfg.optimizer."
+    optimizer_key = "policy.megatron_cfg.optimizer."
     schedule = "policy.megatron_cfg.scheduler."
     if optimizer.min_lr > optimizer.lr:
-        yield Finding((at + "min_lr", at + "lr"), f"{optimizer.min_lr:g} is above lr = {optimizer.lr:g}")
+        yield Finding(
+            (optimizer_key + "min_lr", optimizer_key + "lr"), f"{optimizer.min_lr:g} is above lr = {optimizer.lr:g}"
+        )
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if optimizer[name] and policy.precision != "bfloat16":
-            yield Finding((at + name, "policy.precision"), f"needs policy.precision bfloat16, got {policy.precision}")
+            yield Finding(
+                (optimizer_key + name, "policy.precision"), f"needs policy.precision bfloat16, got {policy.precision}"
+            )
     if optimizer.optimizer_cpu_offload and not optimizer.optimizer_offload_fraction:
         yield Finding(
-            (at + "optimizer_offload_fraction", at + "optimizer_cpu_offload"),
+            (optimizer_key + "optimizer_offload_fraction", optimizer_key + "optimizer_cpu_offload"),
             "0 moves nothing to the host; set it above 0, or optimizer_cpu_offload: false",
         )
     if scheduler.lr_warmup_init > optimizer.lr:
         yield Finding(
-            (schedule + "lr_warmup_init", at + "lr"),
-            f"{scheduler.lr_warmup_init:g} is above {at}lr = {optimizer.lr:g}",
+            (schedule + "lr_warmup_init", optimizer_key + "lr"),
+            f"{scheduler.lr_warmup_init:g} is above {optimizer_key}lr = {optimizer.lr:g}",
         )
     if scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
         yield Finding(
@@ -234,12 +240,12 @@ def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
         )
     if (optimizer.clip_grad or 0) != (policy.max_grad_norm or 0):
         yield Finding(
-            (at + "clip_grad", "policy.max_grad_norm"),
+            (optimizer_key + "clip_grad", "policy.max_grad_norm"),
             f"{optimizer.clip_grad} contradicts policy.max_grad_norm = {policy.max_grad_norm}; set only that",
         )
     if optimizer.bf16 != (policy.precision == "bfloat16"):
         yield Finding(
-            (at + "bf16", "policy.precision"),
+            (optimizer_key + "bf16", "policy.precision"),
             f"{in_yaml(optimizer.bf16)} contradicts policy.precision = {policy.precision}; set only that",
         )
     if megatron.pipeline_dtype != policy.precision:

@@ -133,8 +133,10 @@ def validated(
             if not any(_overlap(key, bad) for key in finding.keys for bad in faulty):
                 problems.append(_placed(finding.keys, finding.message, tree, recipe))
     if problems or config is None:
-        told = {problem.key for problem in earlier or () if problem.key}  # an interpolation without a value became null
-        more = [problem for problem in problems[len(earlier or ()) :] if problem.key not in told]
+        reported = {
+            problem.key for problem in earlier or () if problem.key
+        }  # an interpolation without a value became null
+        more = [problem for problem in problems[len(earlier or ()) :] if problem.key not in reported]
         problems = [*(earlier or ()), *more]
         raise RecipeError(sorted(problems, key=_place), recipe or "the configuration")
     return config, tree
@@ -170,29 +172,31 @@ def _place(problem: Problem) -> tuple[str, int]:
 
 
 def _typed(
-    kind: type[SectionT], at: str, tree: Node, recipe: str, problems: list[Problem]
+    kind: type[SectionT], key_prefix: str, tree: Node, recipe: str, problems: list[Problem]
 ) -> tuple[SectionT | None, set[str]]:
-    """Return the section `kind` at the key `at` of a tree, and the keys with faulty values.
+    """Return the section `kind` at the key `key_prefix` of a tree, and the keys with faulty values.
 
     Faulty values are added to `problems` and replaced by their defaults, so that the checks between keys can still run.
     The section is None if it does not even exist without them."""
     faulty: set[str] = {problem.key for problem in problems}
-    section, errors = _attempt(kind, at, tree)
+    section, errors = _attempt(kind, key_prefix, tree)
     if section is not None:
         return section, faulty
     tree = tree.copy()
-    paths = [[*(at.split(".") if at else []), *(str(part) for part in error["loc"])] for error in errors]
+    paths = [
+        [*(key_prefix.split(".") if key_prefix else []), *(str(part) for part in error["loc"])] for error in errors
+    ]
     for error, path in zip(errors, paths, strict=True):
         key, problem = ".".join(path), _problem(error, path, tree, recipe)
         problems.append(problem)
         faulty |= {key, problem.key, *([near] if (near := nearest_key(key)) else [])}
     for path in paths:
         _drop(tree, path)
-    return _attempt(kind, at, tree)[0], faulty
+    return _attempt(kind, key_prefix, tree)[0], faulty
 
 
-def _attempt(kind: type[SectionT], at: str, tree: Node) -> tuple[SectionT | None, list[Any]]:
-    node = tree.find(at)
+def _attempt(kind: type[SectionT], key: str, tree: Node) -> tuple[SectionT | None, list[Any]]:
+    node = tree.find(key)
     assert node is not None
     try:
         return kind(**node.plain()), []
