@@ -26,10 +26,10 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
     """Return the tree without the keys of the tables. Those that would change something are added to `problems`, and
     what became of the others to `notes`."""
     tree, tables = apply_async_rl(tree.copy(), problems, notes), key_tables()
-    for section in ("grpo.adv_estimator", "data.sampler"):
-        name = tree.find(f"{section}.name")
-        if name is not None and is_path(name.value):  # the spelling of custom code before 0.2
-            _move(tree, f"{section}.name", {"to": f"{section}.path"}, problems, notes)
+    for key in ("grpo.adv_estimator", "data.sampler"):
+        node = tree.find(f"{key}.name")
+        if node is not None and is_path(node.value):  # how recipes of 0.2 name custom code
+            _move(tree, f"{key}.name", {"to": f"{key}.path"}, problems, notes)
     for path, entry in tables["mapped"].items():
         _move(tree, path, entry, problems, notes)
     for path, entry in tables["values"].items():

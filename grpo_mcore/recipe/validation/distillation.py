@@ -18,7 +18,7 @@ from grpo_mcore.recipe.errors import nearest_hint
 from grpo_mcore.recipe.schema.keys import nearest_key
 from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
 from grpo_mcore.recipe.schema.megatron import MegatronConfig
-from grpo_mcore.recipe.validation.engines import OF_EVERY_ENGINE
+from grpo_mcore.recipe.validation.layout import OF_EVERY_ENGINE
 
 _AT = "on_policy_distillation."
 _ESTIMATOR = "grpo.adv_estimator."
@@ -173,8 +173,8 @@ def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
             message = f"{experts} is neither 1 nor the {tensor} tensor-parallel ranks that share an engine's experts"
             yield (_place(config, alias, "expert_model_parallel_size"), backend), message
         for name in settings.vllm_kwargs:
-            if (key := _HAVE_KEYS.get(name)) is not None:
-                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"is set by {key}; change it there"
+            if (setter := _HAVE_KEYS.get(name)) is not None:
+                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"is set by {setter}; change it there"
             elif (reason := OF_EVERY_ENGINE.get(name)) is not None:
                 yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"cannot be chosen: {reason}; remove it"
         hinted = [number for number, entry in enumerate(config.data.train) if entry.hint_key is not None]

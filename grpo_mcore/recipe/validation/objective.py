@@ -161,14 +161,6 @@ def check_rewards(config: RecipeSections) -> Iterator[Finding]:
             f"the source interval [{scaling.source_min:g}, {scaling.source_max:g}] is empty",
         )
     longest, buffer = shaping.max_response_length, shaping.overlong_buffer_length
-    if shaping.path is not None and not shaping.enabled:
-        yield Finding(
-            ("grpo.reward_shaping.path", "grpo.reward_shaping.enabled"), "has no effect without enabled: true"
-        )
-    if shaping.options and shaping.path is None:
-        yield Finding(
-            ("grpo.reward_shaping.options", "grpo.reward_shaping.path"), "are for a function of your own: set path"
-        )
     if shaping.path is not None:
         return
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and longest is not None and buffer > longest:
@@ -203,8 +195,6 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
     """Options of the advantage estimator must be among those that it has."""
     grpo, estimator = config.grpo, config.grpo.adv_estimator
     name: str = estimator.path or estimator.name
-    if estimator.options and estimator.path is None:
-        yield Finding((_ESTIMATOR + "options", _ESTIMATOR + "name"), f"are for a custom estimator; {name} has none")
     if estimator.path is not None:
         for key in ("normalize_rewards", "use_leave_one_out_baseline", "reward_weights"):
             if estimator[key] is not None:
@@ -246,12 +236,6 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
         yield Finding(
             ("grpo.num_generations_per_prompt",),
             "a group of 1 has nothing to be compared with, so every advantage would be 0; use 2 or more",
-        )
-    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
-    if low is not None and high is not None and low > high:
-        yield Finding(
-            ("grpo.advantage_clip_low", "grpo.advantage_clip_high"),
-            f"the lower bound {low:g} is above the upper bound {high:g}",
         )
 
 

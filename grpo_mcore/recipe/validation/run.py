@@ -36,8 +36,6 @@ def check_mirror(config: RecipeSections) -> Iterator[Finding]:
     elif wrong := [sign for sign in "#%" if sign in rest]:
         others = "the checkpoints would lie under another prefix, maybe that of another run"
         yield Finding((key,), f"{wrong[0]} has a meaning of its own in an address: {others}; leave it out")
-    if not saving.enabled:
-        yield Finding((key, "checkpointing.enabled"), "there are no checkpoints to copy; set it to null")
 
 
 def check_webhook(config: RecipeSections) -> Iterator[Finding]:
@@ -137,31 +135,17 @@ def check_deterministic(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
-    """Early stop needs a metric, a threshold and validations."""
+    """Early stop needs a metric that there is, and validations."""
     grpo, metric_key = config.grpo, "grpo.stop_at_validation_metric"
-    threshold_key = "grpo.stop_at_validation_threshold"
     if grpo.stop_at_validation_metric is None:
-        if grpo.stop_at_validation_threshold is not None:
-            yield Finding((threshold_key, metric_key), "needs stop_at_validation_metric (such as accuracy)")
         return
     name = grpo.stop_at_validation_metric.removeprefix("val:")
     if reason := unknown_validation_metric(name, grpo.val_num_generations_per_prompt):
         yield Finding((metric_key,), reason)
-    if grpo.stop_at_validation_threshold is None:
-        yield Finding((metric_key, threshold_key), "needs stop_at_validation_threshold (such as 0.9)")
     if not grpo.val_period and not grpo.val_at_start:
         yield Finding((metric_key, "grpo.val_period"), "there is no validation before the end: set val_period above 0")
     if not config.data.validation and not any(entry.split_validation_size for entry in config.data.train):
         yield Finding((metric_key, "data.validation"), "there is nothing to validate on: set data.validation")
-
-
-def check_restarts(config: RecipeSections) -> Iterator[Finding]:
-    """A run that restarts by itself needs checkpoints."""
-    if config.cluster.max_restarts and not config.checkpointing.enabled:
-        yield Finding(
-            ("cluster.max_restarts", "checkpointing.enabled"),
-            "a run restarts from its newest checkpoint: set checkpointing.enabled: true, or max_restarts: 0",
-        )
 
 
 def check_exports(config: RecipeSections) -> Iterator[Finding]:
@@ -197,59 +181,27 @@ def check_eval(config: RecipeSections) -> Iterator[Finding]:
         )
 
 
-def check_recovery(config: RecipeSections) -> Iterator[Finding]:
-    """The number of recovery checkpoints needs their period."""
-    saving = config.checkpointing
-    if saving.ft_keep_latest_k is not None and saving.ft_save_period is None:
-        yield Finding(
-            ("checkpointing.ft_keep_latest_k", "checkpointing.ft_save_period"),
-            "has no effect without checkpointing.ft_save_period: the steps between recovery checkpoints",
-        )
-
-
 def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
-    """Requirements of Megatron-Core on optimizer and learning rate, and keys that must agree with policy."""
-    policy, megatron = config.policy, config.policy.megatron_cfg
-    optimizer, scheduler = megatron.optimizer, megatron.scheduler
-    optimizer_key = "policy.megatron_cfg.optimizer."
-    schedule = "policy.megatron_cfg.scheduler."
-    if optimizer.min_lr > optimizer.lr:
-        yield Finding(
-            (optimizer_key + "min_lr", optimizer_key + "lr"), f"{optimizer.min_lr:g} is above lr = {optimizer.lr:g}"
-        )
+    """Requirements of Megatron-Core on optimizer and learning rate."""
+    policy, optimizer = config.policy, config.policy.megatron_cfg.optimizer
+    scheduler, prefix = config.policy.megatron_cfg.scheduler, "policy.megatron_cfg.optimizer."
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if optimizer[name] and policy.precision != "bfloat16":
-            yield Finding(
-                (optimizer_key + name, "policy.precision"), f"needs policy.precision bfloat16, got {policy.precision}"
-            )
+            message = f"needs policy.precision bfloat16, got {policy.precision}"
+            yield Finding((prefix + name, "policy.precision"), message)
     if optimizer.optimizer_cpu_offload and not optimizer.optimizer_offload_fraction:
         yield Finding(
-            (optimizer_key + "optimizer_offload_fraction", optimizer_key + "optimizer_cpu_offload"),
+            (prefix + "optimizer_offload_fraction", prefix + "optimizer_cpu_offload"),
             "0 moves nothing to the host; set it above 0, or optimizer_cpu_offload: false",
-        )
-    if scheduler.lr_warmup_init > optimizer.lr:
-        yield Finding(
-            (schedule + "lr_warmup_init", optimizer_key + "lr"),
-            f"{scheduler.lr_warmup_init:g} is above {optimizer_key}lr = {optimizer.lr:g}",
         )
     if scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
         yield Finding(
-            (schedule + "lr_warmup_iters", schedule + "lr_decay_iters"),
+            ("policy.megatron_cfg.scheduler.lr_warmup_iters", "policy.megatron_cfg.scheduler.lr_decay_iters"),
             f"{scheduler.lr_warmup_iters} steps of warm-up must be fewer than "
             f"lr_decay_iters = {scheduler.lr_decay_iters}",
         )
-    if (optimizer.clip_grad or 0) != (policy.max_grad_norm or 0):
-        yield Finding(
-            (optimizer_key + "clip_grad", "policy.max_grad_norm"),
-            f"{optimizer.clip_grad} contradicts policy.max_grad_norm = {policy.max_grad_norm}; set only that",
-        )
     if optimizer.bf16 != (policy.precision == "bfloat16"):
         yield Finding(
-            (optimizer_key + "bf16", "policy.precision"),
+            (prefix + "bf16", "policy.precision"),
             f"{in_yaml(optimizer.bf16)} contradicts policy.precision = {policy.precision}; set only that",
-        )
-    if megatron.pipeline_dtype != policy.precision:
-        yield Finding(
-            ("policy.megatron_cfg.pipeline_dtype", "policy.precision"),
-            f"{megatron.pipeline_dtype} contradicts policy.precision = {policy.precision}; set only that",
         )

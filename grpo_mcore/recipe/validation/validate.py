@@ -17,7 +17,7 @@ from grpo_mcore.recipe.schema.grpo import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
 from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 from grpo_mcore.recipe.schema.section import Section
-from grpo_mcore.recipe.validation import batch_sizes, data, distillation, engines, layout, objective, run
+from grpo_mcore.recipe.validation import batch_sizes, data, distillation, layout, objective, pairs, run
 from grpo_mcore.recipe.yaml_tree import Node
 
 ConfigT = TypeVar("ConfigT", bound=RecipeSections)
@@ -43,13 +43,13 @@ def check_unsupported(config: RecipeSections) -> Iterator[Finding]:
 
 CHECKS = (
     check_unsupported,
-    engines.check_pools,
+    pairs.check_pairs,
+    layout.check_pools,
     layout.check_layout,
-    engines.check_engine_experts,
-    engines.check_engine_arguments,
-    engines.check_engine_stages,
+    layout.check_engine_experts,
+    layout.check_engine_arguments,
+    layout.check_engine_stages,
     layout.check_router_replay,
-    layout.check_shared_prefix,
     batch_sizes.check_batches,
     batch_sizes.check_lengths,
     objective.check_loss,
@@ -65,15 +65,13 @@ CHECKS = (
     run.check_webhook,
     run.check_deterministic,
     run.check_early_stop,
-    run.check_restarts,
     run.check_exports,
     run.check_eval,
-    run.check_recovery,
     run.check_optimizer,
     data.check_data,
     data.check_loaders,
     data.check_sampler,
-    engines.check_endpoint,
+    layout.check_endpoint,
 )
 """Checks between keys. Each yields findings; the first key of a finding that a file or the command line sets gives it
 its place."""
