@@ -75,7 +75,7 @@ def adapter_params(params: Iterable[Param], shape: AdapterShape) -> list[Param]:
 
 
 def is_adapted(param: Param, shape: AdapterShape) -> bool:
-    """Whether the parameter is the weight of a linear layer that gets an adapter."""
+    """Return whether the parameter is the weight of a linear layer that gets an adapter."""
     if not _is_linear(param):
         return False
     name = layer_name(param)

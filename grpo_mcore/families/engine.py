@@ -1,7 +1,5 @@
-"""Where each slice of a Hugging Face tensor lies in vLLM's parameters: the engine's half of the declaration.
-
-vLLM fuses the same tensors as Megatron-Core, in another order, and splits the vocabulary differently.
-"""
+"""The engine's half of a family's declaration: where each slice of a Hugging Face tensor lies in vLLM's parameters.
+vLLM fuses the same tensors as Megatron-Core, in another order, and splits the vocabulary differently."""
 
 from __future__ import annotations
 

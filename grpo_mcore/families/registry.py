@@ -109,8 +109,8 @@ _CHECKPOINTS = {
 
 
 def other_trainers_checkpoint(folder: Path) -> str | None:
-    """Return what a folder without a model's weights is, if another trainer has written its weights into it, or beside
-    it or into folders of it, in a form of its own."""
+    """Return what a folder without a model's weights is, if another trainer has written its own format of weights into
+    it, beside it or into sub-folders. None: there are no such files."""
     for pattern, form in _CHECKPOINTS.items():
         for deeper in (pattern, f"*/{pattern}", f"*/*/{pattern}", f"*/*/*/{pattern}"):
             if path := next(iter(sorted(folder.glob(deeper))), None):
@@ -231,11 +231,9 @@ def _with_type(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what vLLM must be told so that it sees the config that `with_overrides` returns.
-
-    `config`: of config.json. vLLM replaces attributes of transformers' config object, which has rotary settings as
-    `rope_parameters` whatever form the file has: they are given whole.
-    """
+    """Return the overrides for vLLM with which it sees the config that `with_overrides` returns. `config` is the
+    content of config.json. vLLM replaces attributes of transformers' config object, which always holds rotary settings
+    as `rope_parameters`: these are given whole."""
     result = with_overrides(config, overrides)
     changed = {key: value for key, value in result.items() if key not in config or value != config[key]}
     if FAMILIES.get(str(config.get("model_type"))) is deepseek_v3:  # transformers takes these, vLLM others

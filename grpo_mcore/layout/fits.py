@@ -30,8 +30,8 @@ class DevicePool:
 
 @dataclass(frozen=True)
 class EngineDevices:
-    """`count` engines of one layout on the devices of `pool`. `counted`: each rank takes one of them. On CPU, engines
-    that share the policy's take none."""
+    """`count` engines of one layout on the devices of `pool`. `counted`: each rank takes one device. On CPU, engines
+    that share the policy's devices take none."""
 
     layout: EngineLayout
     count: int
@@ -43,9 +43,7 @@ def fits(
     policy: PolicyLayout, ranks: int, shape: ModelShape | None = None, engines: EngineDevices | None = None
 ) -> list[Finding]:
     """Return all that is wrong with a policy's layout on `ranks` ranks and with the engines' layout; [] if nothing is.
-
-    `shape`: of the model; None: it is not known yet. `engines`: None: there are none, or they are not known.
-    """
+    `shape` is the model's, None while it is not known. `engines` is None if there are none or they are not known."""
     findings = list(_ranks(policy, ranks))
     if engines is not None:
         findings += _devices(engines)

@@ -77,7 +77,7 @@ class PolicyLayout:
         )
 
     def is_reporting_rank(self, rank: int) -> bool:
-        """Whether the rank reports for its data-parallel rank: of the ranks with the same samples, one reports."""
+        """Return whether the rank reports for its data-parallel rank: one of the ranks with the same samples does."""
         coordinates = self.coordinates(rank)
         return coordinates.tensor == 0 and coordinates.context == 0 and coordinates.pipeline == self.pipeline - 1
 
@@ -125,8 +125,8 @@ class PolicyLayout:
         return [HeldSlice(name, tuple(ranks), part) for part, ranks in enumerate(groups)]
 
     def place(self, param: Param, num_layers: int) -> tuple[int, int]:
-        """Return (pipeline stage, number of the ranks there that hold the expert): the same ranks hold all parameters
-        of one place that are split alike."""
+        """Return (pipeline stage, number of the group of ranks there that holds the expert). Parameters of one place
+        that are split alike are held by the same ranks."""
         group = param.expert[0] // self.experts_per_rank(param.expert[1]) if param.expert else 0
         return self._chunk(param, num_layers)[0] % self.pipeline, group
 

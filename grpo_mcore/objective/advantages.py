@@ -127,7 +127,8 @@ class AdvantageEstimate:
     kl_weight: float = 0.0
     """Above 0 only if the KL is subtracted from the advantage token by token."""
     terms: Mapping[str, AdvantageTerm] = field(default_factory=dict)
-    """By name of the reward, "" for the only one: advantages = sum of the terms / scale. Empty: a custom estimator."""
+    """Terms by name of the reward, "" for the only reward: advantages = sum of the terms / scale. Empty for a custom
+    estimator."""
     scale: float = 1.0
     """Divisor of the sum, the same for all samples of the step."""
 
@@ -139,8 +140,8 @@ def group_index(keys: Sequence[Hashable]) -> Tensor:
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """Return whether the rewards of one group, of which none failed, differ by more than rounding: `informative` of
-    `group_stats`, without a tensor."""
+    """Return whether the rewards of one group without failed samples differ by more than rounding: the same as
+    `informative` of `group_stats`, without tensors."""
     if len(rewards) < 2:
         return False
     low, high = min(rewards), max(rewards)

@@ -29,12 +29,12 @@ LOSS_INPUTS = ("curr_logprobs", "batch", "global_valid_seqs", "global_valid_toks
 
 
 class CustomCodeError(ValueError):
-    """Code that a recipe names by import path and that does not do what its key asks for."""
+    """A recipe names code by import path that does not do what its key asks for."""
 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The N samples of a step, as an estimator or a reward shaping of a user's own gets them."""
+    """The N samples of a step as a custom estimator or reward shaping gets them."""
 
     rewards: Tensor
     """float64 [N]: scaled and, for an estimator, shaped; NaN for a failed sample."""
@@ -189,7 +189,7 @@ class CustomPart:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> Any:
-        """Import it and return it. Raises CustomCodeError where it cannot be called with these arguments."""
+        """Import the code and return it. Raises CustomCodeError if it cannot be called with these arguments."""
         code = custom_function(self.path, f"{self.key} {self.path}")
         if isinstance(code, type) and self.key == "loss_fn.path":
             if not issubclass(code, ClippedPGLossFn):

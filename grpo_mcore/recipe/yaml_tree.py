@@ -39,8 +39,9 @@ for _name, _pattern in {
 class Node:
     """A value of a recipe: a scalar, a mapping of nodes or a list of nodes.
 
-    `source`: where it was written ("recipes/x.yaml:12"). `key`: its full key as it was written there. `replaces`: this
-    mapping replaces the inherited one instead of being merged into it."""
+    `source` says where the value was written ("recipes/x.yaml:12"), and `key` is its full key there. `replaces`: this
+    mapping replaces the inherited one instead of being merged into it.
+    """
 
     value: Any
     source: str
@@ -67,7 +68,7 @@ class Node:
         return self.at(path.split(".") if path else ())
 
     def at(self, parts: Iterable[str]) -> Node | None:
-        """Return the node at a path whose parts may have dots, or None."""
+        """Return the node at a path whose parts may contain dots, or None."""
         node = self
         for part in parts:
             value = node.value
@@ -88,11 +89,11 @@ class Node:
         return self.value
 
     def problem(self, message: str) -> Problem:
-        """Return what is wrong with the value, or what became of it, with its place."""
+        """Return a problem with this value, or a note on what became of it, at its place."""
         return Problem(self.source, self.key, message)
 
     def having(self, value: Any) -> Node:
-        """Return a node from the same place with another value."""
+        """Return a node with another value at the same place."""
         return Node(value, self.source, self.key, self.replaces)
 
     def copy(self) -> Node:
@@ -148,7 +149,7 @@ def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> N
 
 
 class _Conversion:
-    """From the nodes of the YAML library, in which aliases share nodes, to a tree of our own."""
+    """Converts nodes of the YAML library, which aliases share, to a tree of our own."""
 
     def __init__(self, source_of: Callable[[int], str], name: str) -> None:
         self.problems: list[Problem] = []

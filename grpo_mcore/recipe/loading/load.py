@@ -41,9 +41,10 @@ _FILE_KEYS = {
 class Recipe:
     """A recipe, resolved and checked.
 
-    `provenance`: for every key of `config`, where its value was written: "recipes/x.yaml:12", "command line" or
-    "default". `files`: the files that it was read from, the recipe itself first. `imported`: what became of the keys
-    of NeMo RL that it sets."""
+    `provenance` says for every key of `config` where its value was written: "recipes/x.yaml:12", "command line" or
+    "default". `files` are the files that were read, the recipe itself first. `imported` says what became of keys of
+    NeMo RL that it sets.
+    """
 
     config: MasterConfig
     provenance: dict[str, str]
@@ -54,9 +55,9 @@ class Recipe:
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of a YAML file (a path, or a name in recipes/) with the overrides of a command line, of which
-    `defaults=NAME` puts another file, such as a preset, on the recipe, below all other overrides. Raises RecipeError
-    with all problems."""
+    """Return the recipe of a YAML file (a path, or a name in recipes/) with overrides as on a command line. The
+    override `defaults=NAME` merges another file, such as a preset, into the recipe, below all other overrides. Raises
+    RecipeError with all problems."""
     file = find_recipe(str(path))
     name = shown(file)
     files: list[Path] = []
@@ -86,8 +87,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def _without_format(tree: Node, recipe: str) -> Node:
-    """Return the tree without `format`, the number of the form that a recipe is written in. Raises RecipeError for one
-    of a newer version."""
+    """Return the tree without `format`, the version of the recipe's format. Raises RecipeError for a newer version."""
     node = tree.value.pop("format", None) if tree.is_mapping else None
     if node is not None and (reason := newer_format("recipe", node.value)) is not None:
         raise RecipeError([node.problem(reason)], recipe)
@@ -142,8 +142,8 @@ def leaf_values(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe, completed by those that an interpolation of a key gives that the recipe does not
-    set, or sets to null: the interpolation that null stands for, else the key's default."""
+    """Return the values of a recipe completed by defaults, so that an interpolation may name any key. A key that is
+    null and derived from others gets the interpolation that null stands for."""
     complete = _filled(values, deepcopy(plain_defaults()))
     for key in NULL_MEANS:
         *sections, name = key.split(".")
@@ -244,8 +244,8 @@ def _find(
 
 
 def _expand_home(node: Node, problems: list[Problem]) -> None:
-    """Replace ~/ at the start of texts: shells leave it in key=~/folder, and it is the submitter's home. $SCRATCH/,
-    which only a shell would replace, is a problem: it would be the name of a folder."""
+    """Replace ~/ at the start of texts by the home folder: shells do not expand it in key=~/folder. $SCRATCH/ at the
+    start is a problem: only a shell would replace it, and it would become the name of a folder."""
     for _, child in node.children():
         if isinstance(child.value, str) and child.value.startswith("~/"):
             child.value = os.path.expanduser(child.value)
@@ -262,8 +262,8 @@ def _is_there(path: str | Path) -> bool:
 
 
 def _find_files_beside(node: Node, folder: Path) -> None:
-    """Give a file that is not in the working directory its path in `folder`, or in a folder of recipes: prompts/x.txt
-    there, which recipes of NeMo RL call examples/prompts/x.txt."""
+    """Replace the path of a file that does not exist in the working directory by one in `folder`, or in a folder of
+    recipes. Recipes of NeMo RL name prompts/x.txt there as examples/prompts/x.txt."""
     for name, child in node.children():
         if name in _FILE_KEYS and isinstance(child.value, str) and "\n" not in child.value and "{" not in child.value:
             places = [folder, *recipe_folders()]

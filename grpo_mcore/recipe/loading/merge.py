@@ -35,7 +35,7 @@ def is_override(word: str) -> bool:
 
 
 def override(key: str, text: str) -> str:
-    """Return the override of a key by a text, in quotes if YAML would read something else."""
+    """Return the override that sets a key to a text. The text is quoted if YAML would read something else."""
     try:
         same = parse_text(text, key, COMMAND_LINE).plain() == text and "${" not in text
     except RecipeError:

@@ -44,7 +44,7 @@ _BY_TOPIC = {
     "machines and jobs": "cluster launch",
     "an evaluation, a rehearsal": "eval rehearse",
 }
-"""Sections by what a user wants to choose."""
+"""Sections by the topic that a user looks for."""
 
 
 def reference() -> str:
@@ -59,11 +59,11 @@ def _link(key: str) -> str:
 
 
 def explain(key: str) -> str:
-    """Return what a key means: type, default, meaning, who reads it, where it has an effect, whether a resumed run may
-    change it. For a section, its purpose and its keys. The last parts of a key suffice where only one ends with them,
-    such as `optimizer.lr`.
+    """Return what a key means: its type, default, meaning, where it has an effect, and whether a resumed run may change
+    it; for a section, its purpose and its keys. The last parts of a key suffice if only one key ends with them, such as
+    `optimizer.lr`.
 
-    Raises KeyError with a message, for a key that is unknown, with the nearest known one, or not the only one.
+    Raises KeyError with a message for an unknown key, which names the nearest known one, and for an ambiguous key.
     """
     path = _full_key(key)
     above, _, name = path.rpartition(".")
@@ -89,7 +89,7 @@ _EFFECT = re.compile(r"((?:No effect|Only (?:with|for)|Needs)[^.]*)")
 
 
 def _full_key(key: str) -> str:
-    """Return the known key, with `*` for positions in lists, that is written as `key` or ends with it."""
+    """Return the known key that is `key`, or the only one that ends with it, with `*` for positions in lists."""
     end = "." + ".".join(part for part in key.split(".") if not part.isdecimal() and part != "*")
     ends = {f".{path}".replace(".*", ""): path for path in known_keys()}
     keys = [ends[end]] if end in ends else [path for plain, path in ends.items() if plain.endswith(end)]
@@ -123,8 +123,8 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _sections(section: type[Section], path: str, meaning: str, written: dict[type[Section], str]) -> Iterator[str]:
-    """Yield the text of a section, then those of the sections in it. `meaning`: of the section's key, for a section
-    that says nothing of itself. `written`: where sections were written before."""
+    """Yield the text of a section, then those of the sections in it. `meaning` is the text for a section without a
+    docstring. `written` holds the key at which each section was printed already."""
     if section in written:
         yield f"## `{path}`\n\nSame keys as `{written[section]}`.\n"
         return

@@ -29,8 +29,8 @@ _GYM_FILES = {"train_jsonl_fpath": "train", "validation_jsonl_fpath": "validatio
 
 
 def same_layout(base: Node, top: Node) -> tuple[Node, Node]:
-    """Return the `data` sections of a file (`top`) and of what it inherits (`base`) in a form that can be merged key by
-    key."""
+    """Return the `data` sections of a file (`top`) and of the file that it inherits from (`base`) in one layout, so
+    that they can be merged key by key."""
     base, top = _named_by_entry(base), _named_by_entry(top)
     base_names, top_names = set(base.value), set(top.value)
     if top_names & {"train", "validation", "default"} and base_names & (_NAMES_DATASETS | _SHARED):
@@ -50,7 +50,7 @@ def same_layout(base: Node, top: Node) -> tuple[Node, Node]:
 
 
 def _named_by_entry(data: Node) -> Node:
-    """Return the section with the files of _GYM_FILES as datasets, unless it has these datasets too."""
+    """Return the section with the files of _GYM_FILES as datasets, unless it names these datasets itself."""
     value = {name: node for name, node in data.value.items() if name not in _GYM_FILES}
     for old, name in _GYM_FILES.items():
         if old in data.value and name not in value:

@@ -19,8 +19,8 @@ _OF_TRAINING = {"enabled", "optimizer", "scheduler", "distributed_data_parallel_
 
 
 def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
-    """Return the tree with the keys of `distillation`, `teacher` and `loss_fn` where this trainer has them. What became
-    of each is added to `notes`. A tree without `distillation` stays as it is."""
+    """Return the tree with the keys of `distillation`, `teacher` and `loss_fn` moved to their places in our recipes.
+    `notes` gets a line for each. A tree without `distillation` stays as it is."""
     section = tree.value.get("distillation")
     if section is None or not section.is_mapping:
         return tree
@@ -78,7 +78,8 @@ def _into(
 
 
 def _teacher(policy: Node, problems: list[Problem], notes: list[Problem]) -> dict[str, Node]:
-    """Return the keys of `on_policy_distillation` that say which teacher there is, and how it is laid out."""
+    """Return the keys of `on_policy_distillation` that name the teacher and its layout, made of its section
+    `policy`."""
     policy = without_nemo_rl_keys(Node({"policy": policy}, policy.source, ""), problems, notes).value["policy"]
     layout, megatron = dict[str, Node](), policy.value.get("megatron_cfg")
     if megatron is not None and megatron.is_mapping:

@@ -15,8 +15,8 @@ _NEUTRAL: dict[str, Any] = {"top_k": -1, "chat_template": "default"}
 
 
 def eval_layout(tree: Node, problems: list[Problem]) -> Node:
-    """Return the tree with `policy` and `data.validation` made of these keys. Idempotent; a tree without `eval` stays
-    as it is."""
+    """Return the tree with `policy` and `data.validation` made of the top-level sections. Idempotent; a tree without
+    `eval` stays as it is."""
     if "eval" not in tree.value or not ({"generation", "tokenizer"} & set(tree.value) or _named(tree)):
         return tree
     value = dict(tree.value)
@@ -38,7 +38,7 @@ def _named(tree: Node) -> bool:
 
 
 def _policy(generation: dict[str, Node], policy: dict[str, Node]) -> dict[str, Node]:
-    """Return the section `policy` for this section `generation`."""
+    """Return the section `policy` with the values of the section `generation`."""
     generation.pop("num_prompts_per_step", None)  # prompts go to the engines as these have room
     if "model_name" in generation:
         policy["model_name"] = generation.pop("model_name")
@@ -78,8 +78,8 @@ def _data(tree: Node, problems: list[Problem]) -> Node:
 
 
 def _nemo_rl_dataset(data: Node) -> Node:
-    """Return the section with our names of what NeMo RL writes otherwise: a file or address as the dataset's name with
-    the keys of its problems and solutions, and MMLU or GPQA with a part in its name."""
+    """Return the section `data` with our names for what NeMo RL writes differently: a file as the dataset's name, with
+    the keys of its problems and solutions, and MMLU or GPQA with their part in the name."""
     value = dict(data.value)
     language, name = value.pop("language", None), value["dataset_name"]
     for theirs, ours in (("problem_key", "input_key"), ("solution_key", "output_key")):

@@ -1,6 +1,6 @@
-"""Keys of NeMo RL that do not exist here, from the tables of nemo_rl_keys.yaml. A key that exists under another name is
-moved there, one whose value changes nothing is dropped, and each leaves a note for `grpo-mcore config --imported`.
-Otherwise the recipe is refused with what to use instead."""
+"""Handles keys of NeMo RL that do not exist here, by the tables of nemo_rl_keys.yaml. A key that has another name here
+is moved there, and a key that changes nothing is dropped; each leaves a note for `grpo-mcore config --imported`. Any
+other is an error that says what to use instead."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def key_tables() -> dict[str, dict[str, Any]]:
 
 
 def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
-    """Return the tree without the keys of the tables. Those that would change something are added to `problems`, and
-    what became of the others to `notes`."""
+    """Return the tree without the keys of the tables. `problems` gets those that would change something, and `notes`
+    what became of the others."""
     tree, tables = apply_async_rl(tree.copy(), problems, notes), key_tables()
     for key in ("grpo.adv_estimator", "data.sampler"):
         node = tree.find(f"{key}.name")
@@ -60,13 +60,13 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
 
 
 def _note(notes: list[Problem], node: Node, message: str) -> None:
-    """Note what became of a key, unless its value switches nothing on."""
+    """Add a note on what became of a key, unless its value switches nothing on."""
     if not is_off(node.plain()):
         notes.append(node.problem(message))
 
 
 def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem], notes: list[Problem]) -> None:
-    """Give the key `entry["to"]` the value at `path`, which keeps its place and its name in messages."""
+    """Move the value at `path` to the key `entry["to"]`. It keeps its place and its written name for messages."""
     if "unless_set" in entry and tree.find(entry["unless_set"]) is not None:
         return
     *sections, name = entry["to"].split(".")
@@ -105,7 +105,7 @@ def _replace_value(tree: Node, path: str, entry: dict[str, Any], notes: list[Pro
 
 
 def _split_tokens_of_experts(tree: Node, notes: list[Problem]) -> None:
-    """Turn on sequence parallelism that a recipe turns off where experts are spread over ranks under tensor
+    """Turn sequence parallelism on where a recipe turns it off although experts are spread over ranks under tensor
     parallelism: Megatron-Core needs it there, and it changes no result."""
     prefix = "policy.megatron_cfg."
     split = tree.find(prefix + "sequence_parallel")
@@ -117,7 +117,8 @@ def _split_tokens_of_experts(tree: Node, notes: list[Problem]) -> None:
 
 
 def _without_truncation(tree: Node, notes: list[Problem]) -> None:
-    """Drop the type of truncated importance sampling where the recipe sets its bound to null: it is off there."""
+    """Drop the type of truncated importance sampling where the recipe sets its bound to null, which turns it off in
+    NeMo RL."""
     bound, by_age = (tree.find(f"loss_fn.truncated_importance_sampling_ratio{end}") for end in ("", "_by_age"))
     if bound is None or bound.value is not None or (by_age is not None and by_age.value is not None):
         return
@@ -146,7 +147,8 @@ def is_off(value: Any) -> bool:
 
 
 def _places(tree: Node, path: str) -> list[tuple[Node, Any]]:
-    """Return each mapping or list that has the key at the end of a path, and the key's name or its position."""
+    """Return, for each mapping or list that holds the last part of a path, the mapping or list and the key's name or
+    position in it."""
     places: list[tuple[Node, Any]] = []
     nodes = [tree]
     for part in path.split("."):
@@ -172,7 +174,7 @@ def _switched_on(node: Node) -> Node:
 
 SAMPLERS = {"in_order": "in_order", "weight_fifo": "oldest_first", "windowed": "oldest_first",
             "ready_first": "oldest_first"}  # fmt: skip
-"""What NeMo RL's asynchronous controller calls its samplers, and our grpo.async_grpo.group_order."""
+"""Value of grpo.async_grpo.group_order for each sampler of NeMo RL's asynchronous controller."""
 
 
 def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
@@ -240,10 +242,10 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
 
 
 def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
-    """Return the tree without the switches that NeMo RL has in `env`, after doing what they say. Idempotent.
+    """Return the tree without the switches that NeMo RL has in `env`, with their effects applied. Idempotent.
 
     should_use_nemo_gym: true makes NeMo Gym the environment of datasets that name none; false removes its section.
-    `reward_penalties`, which stands at the top there, becomes a key of that section.
+    `reward_penalties`, a top-level section in NeMo RL, becomes a key of that section.
     """
     env = tree.find("env")
     if env is None or not env.is_mapping:

@@ -104,9 +104,10 @@ class DatasetEntry(Section):
     chat_key: str = "messages"
     """Field of a row that holds the messages. Only for openai_format."""
     choices_key: str | None = None
-    """Field of a row that holds the choices of its question, which are shown below it as `A) ...`; the truth becomes
-    the right one's letter. null: `choices`, `options` or another usual field, where a row has it and the question does
-    not show them; none: they are not shown. Only for ResponseDataset and BinaryPreferenceDataset."""
+    """Field of a row that holds the choices of its question. They are shown below the question as `A) ...`, and the
+    ground truth becomes the letter of the right one. null: `choices`, `options` or another usual field, where a row has
+    it and the question does not show them; none: they are not shown. Only for ResponseDataset and
+    BinaryPreferenceDataset."""
     context_key: str | None = None
     """Field of a row that holds the text or the passages that its question is about, shown above it. Only for
     ResponseDataset and BinaryPreferenceDataset."""
@@ -130,8 +131,9 @@ class DatasetEntry(Section):
     processor: Annotated[str | CustomCode, NameOrCode()] | None = None
     """Data processor by name, or a custom one: docs/extending.md. null: the default of the algorithm."""
     train_on: Literal["all", "last"] = "all"
-    """Answers of a conversation that SFT and DPO train on: all, as the chat template shows them once later turns follow
-    (Qwen3 and DeepSeek leave out earlier thoughts then), or the last, as it would be generated."""
+    """Answers of a conversation that SFT and DPO train on. all: every answer, as the chat template shows it once
+    later turns follow (Qwen3 and DeepSeek leave out earlier reasoning then). last: the last answer, as it would be
+    generated."""
     hint_key: str | None = None
     """Field of a row with a hint, such as a worked solution, that only teachers of on_policy_distillation get, in the
     question. null: they read what the policy read."""
@@ -150,11 +152,11 @@ class DatasetEntry(Section):
 
 
 class SamplerConfig(Section):
-    """`data.sampler`: which prompts of the training data are worth their tokens. Each prompt is taken or passed over
-    when its turn comes; passed over, it comes again in the next pass."""
+    """`data.sampler`: which prompts of the training data are worth their tokens. Each prompt is taken or skipped when
+    its turn comes; a skipped prompt comes again in the next pass."""
 
     enabled: bool = False
-    """Pass over prompts. Otherwise all are taken, in their order."""
+    """Skip prompts. Otherwise all are taken, in their order."""
     name: Literal["difficulty"] = "difficulty"
     """difficulty: by the pool of a prompt's pass rate."""
     path: ImportPath | None = None

@@ -36,7 +36,7 @@ class EvalConfig(Section):
     """Maximum number of prompts, the first of the data, one of each dataset in turn. null: all."""
     save_path: str = "results/eval"
     """Folder of samples and report, relative to the working directory. Samples of the same settings that it already
-    holds are kept, so that an interrupted evaluation goes on."""
+    holds are kept, so that an interrupted evaluation continues."""
     sets: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Keys of a dataset by its name (split, env_name, prompt_file, ...), for names that data.dataset_name gives."""
 

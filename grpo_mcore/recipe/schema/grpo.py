@@ -224,10 +224,10 @@ class GRPOConfig(Section):
     max_rollout_turns: Positive = 1
     """Maximum number of generated turns of a trajectory. An environment may end it earlier."""
     turns: Literal["free", "together"] | None = None
-    """When a sample goes on. free: its turn is scored as soon as it is generated, and its next turn starts as soon as
-    its environment has answered. together: a group is scored when all its samples are generated, and the samples of one
-    step on one engine start each turn together, so that a rerun gives an engine equal batches. null: free; together
-    where cluster.backend is local."""
+    """When a sample continues with its next turn. free: a turn is scored as soon as it is generated, and the next one
+    starts as soon as the environment has answered. together: a group is scored when all its samples are generated, and
+    the samples of one step on one engine start each turn together, so that a rerun gives an engine equal batches. null:
+    free; together where cluster.backend is local."""
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of their group, for estimators with this option."""
     use_leave_one_out_baseline: bool = True
@@ -240,7 +240,7 @@ class GRPOConfig(Section):
     """Advantage, before clipping, of the tokens of messages in which a Gym's agent left a tool call as text. null: that
     of the sample."""
     malformed_thinking_advantage: float | None = None
-    """Advantage, before clipping, of the tokens of a Gym's messages with a mark of a thought in their text. null: that
+    """Advantage, before clipping, of the tokens of a Gym's messages whose text contains a mark of reasoning. null: that
     of the sample."""
     val_period: NonNegative = 10
     """Steps between two validations. 0: never."""

@@ -63,13 +63,13 @@ def _check_dataset(entry: DatasetEntry, prefix: str, algorithm: Algorithm) -> It
 
 
 def check_sampler(config: RecipeSections) -> Iterator[Finding]:
-    """Only GRPO has pass rates."""
+    """Prompts can be sampled by their pass rates in GRPO only."""
     if config.data.sampler.enabled and not runs_grpo(config):
         yield Finding(("data.sampler.enabled",), f"{algorithm_of(config).upper()} has no pass rates; leave it false")
 
 
 def check_loaders(config: RecipeSections) -> Iterator[Finding]:
-    """With one data loader per dataset, a step consists of whole batches."""
+    """If each dataset has a data loader of its own, a step must consist of whole batches."""
     data, key = config.data, "data.num_prompts_per_dataloader"
     if not data.use_multiple_dataloader:
         return

@@ -1,4 +1,4 @@
-"""Rules of distillation: which teachers there are, and what their advantage goes with."""
+"""Rules of distillation: which teachers there are, their layouts, and the options that fit their advantage."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _HAVE_KEYS = {
     "data_parallel_size": "the teacher's devices",
     "gpu_memory_utilization": "the teacher's gpu_memory_utilization",
 }
-"""Arguments of a teacher's engines that come from other keys of a recipe."""
+"""Arguments of a teacher's engines that a recipe sets by other keys."""
 
 
 def check_teachers(config: RecipeSections) -> Iterator[Finding]:
-    """Teachers must exist where their log-probs are wanted, and be wanted where they exist."""
+    """Teachers must exist where the advantage needs their log-probs, and must be used where they exist."""
     section, estimator = config.on_policy_distillation, config.grpo.adv_estimator
     names = section.teacher_model_by_agent_name
     given_answers = algorithm_of(config) == "sft"
@@ -135,7 +135,8 @@ def _layouts(config: RecipeSections) -> Iterator[Finding]:
 
 
 def _place(config: RecipeSections, alias: str, name: str = "") -> str:
-    """Return the key under which a teacher is laid out: of `name`, where that is given."""
+    """Return the key of a teacher's layout, or of the value `name` in it: in its own override if that sets it, else in
+    the default."""
     override = config.on_policy_distillation.non_colocated_teachers.teacher_overrides.get(alias)
     ours = override is not None and (not name or name in override.model_fields_set)
     section = f"{_AT}non_colocated_teachers." + (f"teacher_overrides.{alias}" if ours else "default_teacher_cfg")
@@ -143,7 +144,7 @@ def _place(config: RecipeSections, alias: str, name: str = "") -> str:
 
 
 def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
-    """vLLM scores sampled tokens, under the whole distribution, on ranks that divide a model in vLLM's ways."""
+    """A vllm teacher must only score sampled tokens, under the whole distribution, with a layout that vLLM has."""
     generation = config.policy.generation
     for alias, settings in teacher_settings(config).items():
         backend = _place(config, alias, "backend")
@@ -184,7 +185,7 @@ def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _pure(config: RecipeSections) -> Iterator[Finding]:
-    """What reads rewards or groups has nothing to read if only the teacher's log-probs count."""
+    """Options that read rewards or groups must be off if only the teacher's log-probs count."""
     section, grpo = config.on_policy_distillation, config.grpo
     if grpo.adv_estimator.name != "opd":
         if section.use_orm_advantage:

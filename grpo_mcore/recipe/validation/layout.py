@@ -41,7 +41,7 @@ HAVE_KEYS = {
     "enable_lora": "policy.megatron_cfg.peft.refit",
     "max_lora_rank": "policy.megatron_cfg.peft.dim",
 }
-"""Arguments of an engine that come from other keys of a recipe."""
+"""Engine arguments that a recipe sets by other keys."""
 OF_EVERY_ENGINE = {
     "logprobs_mode": "training needs log-probs of the distribution that samples are drawn from",
     "enable_sleep_mode": "engines sleep when they share their devices with the policy",
@@ -53,7 +53,7 @@ OF_EVERY_ENGINE = {
     "master_addr": "the run places engines on nodes",
     "master_port": "the run places engines on nodes",
 }
-"""Arguments that are no one's to choose, and why: of a teacher's engines as of the policy's."""
+"""Engine arguments that a run decides, and why, for engines of the policy and of teachers alike."""
 DECIDED = OF_EVERY_ENGINE | {
     "watermark_config": "training needs samples of the policy's own distribution",
     "quantization": "a refit brings weights that are not quantized",
@@ -68,7 +68,7 @@ DECIDED = OF_EVERY_ENGINE | {
     "weight_transfer_config": "refits have one of their own",
     "max_loras": "an engine has the policy's adapter, and no other",
 }
-"""Arguments of the policy's engines that are no one's to choose, and why."""
+"""Engine arguments that a run decides, and why, for the policy's engines."""
 
 
 def check_layout(config: RecipeSections) -> Iterator[Finding]:
@@ -123,7 +123,7 @@ def check_pools(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_engine_arguments(config: RecipeSections) -> Iterator[Finding]:
-    """vllm_kwargs must not contradict what other keys say, or what a run needs: vLLM would take it without a word."""
+    """vllm_kwargs must not contradict other keys or what a run needs: vLLM would accept it silently."""
     for name in config.policy.generation.vllm_kwargs:
         if (key := HAVE_KEYS.get(name)) is not None:
             yield Finding((f"{_KWARGS}.{name}",), f"is set by {key}; set it there")

@@ -37,7 +37,7 @@ def loss_findings(loss: ClippedPGLossConfig) -> list[Finding]:
 
 
 def _custom_loss(loss: ClippedPGLossConfig) -> Iterator[Finding]:
-    """Options are those of a loss of one's own."""
+    """Options are only read by a custom loss."""
     if loss.options and loss.path is None:
         yield Finding((_LOSS + "options", _LOSS + "path"), "are for a loss of your own: set loss_fn.path")
 
@@ -171,7 +171,7 @@ def check_rewards(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_shaping_acts(config: RecipeSections) -> Iterator[Finding]:
-    """Some answers must be able to become long enough for the penalty on long answers."""
+    """Some answers must be able to reach the length at which the penalty on long answers begins."""
     shaping, generation = config.grpo.reward_shaping, config.policy.generation
     longest, turns = shaping.max_response_length, config.grpo.max_rollout_turns
     if (
@@ -192,7 +192,7 @@ def check_shaping_acts(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_advantages(config: RecipeSections) -> Iterator[Finding]:
-    """Options of the advantage estimator must be among those that it has."""
+    """Options of the advantage estimator must be options that it reads."""
     grpo, estimator = config.grpo, config.grpo.adv_estimator
     name: str = estimator.path or estimator.name
     if estimator.path is not None:

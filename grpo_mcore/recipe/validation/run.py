@@ -10,8 +10,8 @@ from grpo_mcore.recipe.errors import in_yaml, nearest_hint
 from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
 
 VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")
-"""Metrics of every validation, over all its data and per task (`TASK/accuracy`). pass@k comes with several
-samples a prompt, reward/NAME with rewards that have parts."""
+"""Metrics of every validation, over all its data and per task (`TASK/accuracy`). With several samples a prompt there is
+also pass@k, and with rewards that have parts reward/NAME."""
 
 
 MIRRORS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file")
@@ -39,7 +39,7 @@ def check_mirror(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_webhook(config: RecipeSections) -> Iterator[Finding]:
-    """Alarms go to an address of the web. It may be a secret, and is not shown."""
+    """Alarms go to a web address. It may hold a secret, so messages do not show it."""
     webhook = config.logger.alarms.webhook
     if webhook is not None and not re.match(r"https?://\w", webhook):
         yield Finding(("logger.alarms.webhook",), "expected an address that begins with https:// or http://")
@@ -49,7 +49,7 @@ VARIABLE = re.compile(r"[A-Za-z_*][A-Za-z0-9_*?]*")
 
 
 def check_variables(config: RecipeSections) -> Iterator[Finding]:
-    """cluster.env_vars holds names: their values come from the shell that starts the run."""
+    """cluster.env_vars must hold names only: their values come from the shell that starts the run."""
     for name in config.cluster.env_vars:
         if not VARIABLE.fullmatch(name):
             yield Finding(
@@ -60,7 +60,7 @@ def check_variables(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_ages(config: RecipeSections) -> Iterator[Finding]:
-    """Requirements of generation ahead of training, and of its options."""
+    """Generation ahead of training needs importance weights, and its options must fit each other."""
     ahead, prompts = config.grpo.async_grpo, config.grpo.num_prompts_per_step
     prefix, enabled, age_key = "grpo.async_grpo.", "grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"
     if not ahead.max_age:
@@ -107,7 +107,7 @@ def check_ages(config: RecipeSections) -> Iterator[Finding]:
 
 
 def unknown_validation_metric(name: str, samples_per_prompt: int) -> str | None:
-    """Return the message for a metric, without `val:`, that no validation has; None for one that it may have."""
+    """Return the error message for a metric (without `val:`) that no validation reports, None for a known one."""
     short, several = name.rpartition("/")[2], samples_per_prompt > 1
     if short in VALIDATION_METRICS or (several and re.fullmatch(r"pass@\d+", short)) or "reward/" in name:
         return None
@@ -116,7 +116,7 @@ def unknown_validation_metric(name: str, samples_per_prompt: int) -> str | None:
 
 
 def check_deterministic(config: RecipeSections) -> Iterator[Finding]:
-    """Yield what keeps policy.deterministic from working."""
+    """Nothing may be on that changes the order of sums under policy.deterministic."""
     policy, megatron, key = config.policy, config.policy.megatron_cfg, "policy.deterministic"
     if not policy.deterministic:
         return
@@ -135,7 +135,7 @@ def check_deterministic(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
-    """Early stop needs a metric that there is, and validations."""
+    """Early stop needs a metric that validations report, and validations."""
     grpo, metric_key = config.grpo, "grpo.stop_at_validation_metric"
     if grpo.stop_at_validation_metric is None:
         return
@@ -166,7 +166,7 @@ def check_exports(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_eval(config: RecipeSections) -> Iterator[Finding]:
-    """The metric needs enough samples, and several samples need a temperature above 0."""
+    """The metric must not need more samples than there are, and several samples need a temperature above 0."""
     evaluation, generation = config.eval, config.policy.generation
     samples = evaluation.samples_per_prompt
     if evaluation.k_value > samples:

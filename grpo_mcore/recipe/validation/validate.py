@@ -1,4 +1,4 @@
-"""From a resolved tree to a typed configuration, with every problem tied to the place where its value was written."""
+"""Turns a resolved tree into a typed configuration. Every problem names the place where its value was written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
 
 
 def check_unsupported(config: RecipeSections) -> Iterator[Finding]:
-    """No key may ask for a feature that does not exist."""
+    """No key may ask for a feature that does not exist yet."""
     for key, (neutral, feature) in UNSUPPORTED.items():
         value = value_at(config, key)
         if value != neutral:
@@ -73,8 +73,8 @@ CHECKS = (
     data.check_sampler,
     layout.check_endpoint,
 )
-"""Checks between keys. Each yields findings; the first key of a finding that a file or the command line sets gives it
-its place."""
+"""Checks between keys. Each yields findings. A finding's place is that of the first of its keys that a file or the
+command line sets."""
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -96,7 +96,7 @@ _FORMS = {
     "launch.slurm.account": "a name without spaces and #",
     "launch.slurm.partition": "a name without spaces and #",
 }
-"""Words for the pattern of a key's text, by key."""
+"""Description of the form that a text must have, by key."""
 _BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
@@ -112,9 +112,9 @@ def validated(
     earlier: list[Problem] | None = None,
     notes: list[Problem] | None = None,
 ) -> tuple[ConfigT, Node]:
-    """Return the configuration of a tree, and the tree in the nested data layout without keys of NeMo RL
-    and spellings of before. What became of these is added to `notes`. Raises RecipeError with all problems, `earlier`
-    ones included."""
+    """Return the configuration of a tree, and the tree itself in the nested data layout, without keys of NeMo RL and
+    former spellings. `notes` gets a line on each of those. Raises RecipeError with all problems, `earlier` ones
+    included."""
     problems = list(earlier or ())
     if not tree.is_mapping:
         message = f"expected a mapping of keys, got {in_yaml(tree.plain())}"
