@@ -141,7 +141,7 @@ def _without_value(error: OmegaConfBaseException, nearest: Nearest) -> str:
     if match := re.search(r"Interpolation key '(.+)' not found", reason):
         key = match[1]
         if key in os.environ:
-            return f"{key} is no key of the recipe; for the environment variable write ${{oc.env:{key}}}"
+            return f"{key} is not a key of the recipe; for the environment variable write ${{oc.env:{key}}}"
         near = nearest(key)
         return f"{key} has no value" + (f"; nearest known key: {near}" if near and near != key else "")
     if match := re.search(r"Unsupported interpolation type (.+)", reason):

@@ -250,7 +250,7 @@ def _expand_home(node: Node, problems: list[Problem]) -> None:
         if isinstance(child.value, str) and child.value.startswith("~/"):
             child.value = os.path.expanduser(child.value)
         elif isinstance(child.value, str) and (variable := _SHELL_VARIABLE.match(child.value)):
-            message = f"{in_yaml(child.value)}: a recipe is read by no shell; write ${{oc.env:{variable[1]}}}/..."
+            message = f"{in_yaml(child.value)}: no shell reads a recipe; write ${{oc.env:{variable[1]}}}/..."
             problems.append(child.problem(message))
         else:
             _expand_home(child, problems)

@@ -66,7 +66,7 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
     default = section.default_teacher_alias
     if default is not None and default not in names:
         yield Finding(
-            (_AT + "default_teacher_alias",), f"{default!r} is none of the teachers{nearest_hint(default, list(names))}"
+            (_AT + "default_teacher_alias",), f"{default!r} is not a teacher{nearest_hint(default, list(names))}"
         )
     if default is None and len(names) > 1 and not section.strict_agent_name_match:
         yield Finding(
@@ -87,7 +87,7 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
         if alias not in names:
             yield Finding(
                 (f"{_AT}non_colocated_teachers.teacher_overrides.{alias}",),
-                f"{alias!r} is none of the teachers{nearest_hint(alias, list(names))}",
+                f"{alias!r} is not a teacher{nearest_hint(alias, list(names))}",
             )
     yield from _layouts(config)
     if not given_answers:
@@ -113,7 +113,7 @@ def _layouts(config: RecipeSections) -> Iterator[Finding]:
         hint = f"; nearest: {near.rpartition('.')[2]}" if near else ""
         unknown = problem["type"] == "extra_forbidden"
         message = (
-            f"is no key of policy.megatron_cfg{hint}" if unknown else f"{problem['msg']}, got {problem['input']!r}"
+            f"is not a key of policy.megatron_cfg{hint}" if unknown else f"{problem['msg']}, got {problem['input']!r}"
         )
         yield Finding((f"{_AT}non_colocated_teachers.{key}",), message)
     if not wrong and (left := nodes_left(config)) < 1:
