@@ -149,9 +149,9 @@ def plan_step(
 
 
 def plan_alone(lengths: Sequence[int], *, dp: int, optimizer_steps: int = 1) -> StepPlan:
-    """Distribute samples one a bin, consecutive ones to each rank: of two ranks each has a half of the binary tree over
-    their numbers. Global batches are those of `plan_step`. Raises PackingError if an optimizer step has fewer samples
-    than there are ranks."""
+    """Put each sample into a bin of its own and give each rank consecutive samples, so that each of two ranks has half
+    of the binary tree over their numbers. Global batches are those of `plan_step`. Raises PackingError if an optimizer
+    step has fewer samples than there are ranks."""
     sizes = tuple(int(length) for length in lengths)
     _check(sizes, dp, optimizer_steps, None)
     cost, batches = CostModel(), []

@@ -93,7 +93,8 @@ def check_adapters(
     refitted: bool = False,
 ) -> None:
     """Raise FamilyError if a name matches no linear layer of this model, if no layer gets an adapter, or if an expert
-    would get one that is split over other ranks than the layers beside it, or that is `refitted` by itself."""
+    gets one although it is split over other ranks than the layers around it, or although adapters are refitted by
+    themselves (`refitted`)."""
     linear = [param for param in params if _is_linear(param)]
     kinds = ", ".join(sorted({_kind(layer_name(param)) for param in linear}))
     for key, patterns in (("target_modules", shape.targets), ("exclude_modules", shape.excluded)):
@@ -123,7 +124,7 @@ def layer_name(param: Param) -> str:
 
 
 def _is_linear(param: Param) -> bool:
-    """Whether the parameter is a weight that can have an adapter: a matrix of a layer, but not a router's."""
+    """Return whether the parameter is a weight that can have an adapter: a matrix of a layer, but not a router's."""
     matrix = len(param.hf[0].shape) == 2 and param.megatron.endswith(".weight") and not param.buffer
     return matrix and param.stage is Stage.LAYER and not param.megatron.endswith("router.weight")
 

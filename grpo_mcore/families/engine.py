@@ -117,8 +117,8 @@ def engine_options(shape: ModelShape, *, gpu: bool = False) -> dict[str, Any]:
 
 
 def needs_output_layer(shape: ModelShape) -> bool:
-    """Return whether vLLM gives this model, whose embeddings are tied, an output layer of its own. No file and no refit
-    fills it: it would hold whatever its memory held."""
+    """Return whether vLLM gives this model, whose embeddings are tied, an output layer of its own. Neither a file nor a
+    refit fills it, so it would hold arbitrary values."""
     untied = shape.family in ("deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss")
     return shape.tied_embeddings and (untied or (shape.delta is not None and shape.delta.inputs_by_head))
 

@@ -329,20 +329,20 @@ class Param:
 
     @cached_property
     def form(self) -> tuple[object, ...]:
-        """All that decides how it is cut, here and in vLLM, names and ranks aside: equal of parameters that are cut
-        alike."""
+        """Everything that decides how the parameter is cut, here and in vLLM, apart from names and ranks. Parameters
+        that are cut alike have equal forms."""
         shapes = tuple(tensor.shape for tensor in self.hf)
         cut = (self.split, self.engine_form, shapes, self.parts, self.groups)
         return (*cut, self.expert is not None, self.engine is None)
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of its tensors."""
+        """Number of elements of the parameter's tensors."""
         return sum(tensor.numel for tensor in self.hf)
 
     @cached_property
     def travels_in_float32(self) -> bool:
-        """Whether a refit moves it in float32, regardless of the precision of the others."""
+        """Whether a refit sends the parameter in float32, whatever the precision of the others."""
         return self.engine_form.negative_exp or any(tensor.float32 for tensor in self.hf)
 
 

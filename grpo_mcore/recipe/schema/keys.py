@@ -72,7 +72,7 @@ def nullable(key: str) -> bool:
 
 
 def choices(key: str) -> tuple[Any, ...]:
-    """Return the allowed values of a key, or of an entry of its list, if it has a fixed set of them; otherwise ()."""
+    """Return the allowed values of a key, or of an entry of its list; () if any value of its type is allowed."""
     of_list, _, last = key.rpartition(".")
     field = field_at(of_list if last.isdecimal() else key)
     return _literal(field.annotation) if field is not None else ()

@@ -140,7 +140,7 @@ are. In this order: an entry may use the entries above it."""
 
 def null_means(key: str) -> str | int | None:
     """Return the value of a key that is null, as a recipe would write it: 1024, "${a}" or "${mul:${a},${b}}". None if
-    null is a value of its own."""
+    null means null."""
     meaning = NULL_MEANS.get(key)
     if not isinstance(meaning, tuple):
         return meaning
