@@ -20,8 +20,8 @@ FROM_ROOT = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CH
 """File of the repository's root -> page of the site."""
 DOCUMENTED = (
     "algorithms/grpo.py", "algorithms/nemo_rl_api.py", "driver/interfaces.py", "environments/interfaces.py",
-    "environments/config.py",
-    "environments/registry.py", "parallel/policy.py", "generation/engine.py", "recipe/master.py",
+    "environments/config.py", "environments/registry.py", "parallel/policy.py", "generation/engine.py",
+    "recipe/validation/validate.py",
 )  # fmt: skip
 """Modules whose public names must have a place in the API pages, besides those of objective/ and recipe/schema/."""
 FOLDER = re.compile(r"^::: ([\w.]+)\.\*$", re.MULTILINE)

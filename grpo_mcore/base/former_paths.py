@@ -18,7 +18,14 @@ MOVED = {
     "environments.math_environment": "environments.math.math_environment",
     "environments.reward_functions": "environments.rules.reward_functions",
     "environments.nemo_gym": "environments.gym.nemo_gym",
+    "objective.evaluation": "objective.metrics",
+    "objective.kl_in_reward": "objective.kl",
+    "objective.rewards": "objective.advantages",
     "processes": "base.processes",
+    "recipe.master": "recipe.validation.validate",
+    "recipe.schema.launch": "recipe.schema.cluster",
+    "recipe.schema.loss": "recipe.schema.grpo",
+    "recipe.schema.rehearsal": "recipe.schema.evaluation",
     "refit.sender": "refit.policy_side.sender",
 }
 """Module of 0.2 -> module, both below grpo_mcore."""

@@ -77,11 +77,11 @@ def padded(sizes: Sequence[int], room: int, multiple: int) -> Bins:
     """Fill bins from the longest sample down, as if they were padded: a bin takes its number of samples times the
     longest, rounded up to `multiple`."""
     bins: Bins = []
-    each = 0
+    padded_length = 0
     for sample in decreasing(sizes):
-        if not bins or (len(bins[-1]) + 1) * each > room:
+        if not bins or (len(bins[-1]) + 1) * padded_length > room:
             bins.append([])
-            each = -(-sizes[sample] // multiple) * multiple
+            padded_length = -(-sizes[sample] // multiple) * multiple
         bins[-1].append(sample)
     return bins
 

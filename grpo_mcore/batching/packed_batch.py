@@ -243,6 +243,7 @@ def _assemble(
 
 
 def _numbered(sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return which of the parts of these sizes each of T tokens is in, int64 [T], and where each part starts, and T."""
+    """Return two tensors: for each of T tokens the number of its part, int64 [T], and the start of each part followed
+    by T."""
     tokens = torch.tensor(sizes, dtype=torch.int64)
     return torch.repeat_interleave(torch.arange(len(sizes)), tokens), torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])

@@ -9,7 +9,7 @@ from grpo_mcore.batching.fitting import FITTERS, Bins, decreasing, first_fit, pa
 
 PACKING_ALGORITHMS: tuple[str, ...] = (*FITTERS, "balanced")
 PADDED = "padded"
-"""How `pack` batches without packing: by length, each sample counting as the longest of its bin."""
+"""Algorithm of `pack` for dynamic batching: samples of similar length share a bin, and each counts as the longest."""
 
 
 class PackingError(ValueError):

@@ -149,9 +149,9 @@ def plan_step(
 
 
 def plan_alone(lengths: Sequence[int], *, dp: int, optimizer_steps: int = 1) -> StepPlan:
-    """Distribute samples one a bin, consecutive ones to each rank: of two ranks each has a half of the binary tree over
-    their numbers. Global batches are those of `plan_step`. Raises PackingError if an optimizer step has fewer samples
-    than there are ranks."""
+    """Put each sample into a bin of its own and give each rank consecutive samples, so that each of two ranks has half
+    of the binary tree over their numbers. Global batches are those of `plan_step`. Raises PackingError if an optimizer
+    step has fewer samples than there are ranks."""
     sizes = tuple(int(length) for length in lengths)
     _check(sizes, dp, optimizer_steps, None)
     cost, batches = CostModel(), []
@@ -232,13 +232,13 @@ def _bins_of_ranks(shares: list[list[int]], trees: Sequence[Tree], fill: BinMake
     for members, rank_lengths, bins in zip(shares, lengths, packed, strict=True):
         if len(bins) < count:
             bins = fill(rank_lengths, min(count, len(members)))
-        named = [
+        sized_bins = [
             (sum(rank_lengths[i] for i in bin), tuple(sorted(s for i in bin for s in trees[members[i]].samples)))
             for bin in bins
         ]
-        named.sort(key=lambda bin: (-bin[0], bin[1]))
-        ranks.append(tuple(bin for _, bin in named) + ((),) * (count - len(named)))
-        tokens.append(tuple(size for size, _ in named) + (0,) * (count - len(named)))
+        sized_bins.sort(key=lambda bin: (-bin[0], bin[1]))
+        ranks.append(tuple(bin for _, bin in sized_bins) + ((),) * (count - len(sized_bins)))
+        tokens.append(tuple(size for size, _ in sized_bins) + (0,) * (count - len(sized_bins)))
     costs = tuple(sum(trees[i].cost for i in members) for members in shares)
     return BatchPlan(tuple(ranks), tuple(tokens), costs)
 

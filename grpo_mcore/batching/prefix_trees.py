@@ -42,14 +42,14 @@ def prefix_hashes(token_ids: Sequence[int], block: int = BLOCK_TOKENS) -> Prefix
 
 def prefix_sketch(token_ids: Sequence[int], block: int = BLOCK_TOKENS) -> str:
     """Return the hashes of the first 1, 2, 4, 8, ... blocks of tokens and of all whole blocks, each in 8 characters of
-    one byte: what a sample that stays in the store is known by."""
+    one byte. The driver keeps this of a sample whose tokens stay in the object store."""
     hashes = prefix_hashes(token_ids, block)
     return array("Q", (hashes[count - 1] for count in _sketched(len(hashes)))).tobytes().decode("latin-1")
 
 
 def prefixes_of(sketch: str, length: int, block: int = BLOCK_TOKENS) -> Prefixes:
-    """Return the prefixes of the `length` tokens with this sketch. Two samples have as many in common as their sketches
-    have: all of equal beginnings, and of others at least half of what they have in common."""
+    """Return the prefixes of the `length` tokens with this sketch. Samples that begin alike throughout share all of
+    them; others share at least half of what they have in common."""
     counts = _sketched(length // block)
     hashes = array("Q", sketch.encode("latin-1"))
     starts = [0, *counts]
@@ -72,13 +72,14 @@ def in_blocks(prefixes: Prefixes, block: int) -> Prefixes:
 
 
 def computed_tokens(lengths: Sequence[int], prefixes: Sequence[Prefixes], block: int = BLOCK_TOKENS) -> int:
-    """Return the tokens to compute of samples of one bin, of which the arguments give lengths and prefixes."""
-    hashes = [each for of_sample in prefixes for each in of_sample]
+    """Return how many tokens of one bin's samples have to be computed. The arguments are the samples' lengths and
+    prefixes."""
+    hashes = [block_hash for of_sample in prefixes for block_hash in of_sample]
     return sum(lengths) - block * (len(hashes) - len(set(hashes)))
 
 
 def saves_enough(computed: int, tokens: int) -> bool:
-    """Return whether samples of `tokens` tokens share prefixes if `computed` of them are left to compute."""
+    """Return whether sharing prefixes is worth its extra work if it leaves `computed` of `tokens` tokens to compute."""
     return computed <= (1 - MIN_SAVED) * tokens
 
 
@@ -118,4 +119,4 @@ def make_trees(
 def _common(first: Prefixes, second: Prefixes) -> int:
     """Return how many hashes at the start are equal."""
     pairs = zip(first, second, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -64,32 +64,32 @@ def find_shared_prefixes(
     for length in lengths:
         ids = tokens[start : start + length].tolist()
         shared: list[int] = []
-        before, at = -1, 0
-        while at + block <= length:
-            earlier = first_places.get((before, tuple(ids[at : at + block])))
+        before, position = -1, 0
+        while position + block <= length:
+            earlier = first_places.get((before, tuple(ids[position : position + block])))
             if earlier is None:
                 break
             shared.append(earlier)
-            before, at = earlier, at + block
-        new, new_start = length - at, computed - at
-        for first in range(at, length - block + 1, block):
+            before, position = earlier, position + block
+        new, new_start = length - position, computed - position
+        for first in range(position, length - block + 1, block):
             first_places[before, tuple(ids[first : first + block])] = new_start + first
             before = new_start + first
         places += [(torch.tensor(shared, dtype=torch.int64)[:, None] + in_block).flatten()]
         places += [torch.arange(computed, computed + new)]
-        source.append(torch.arange(start + at, start + length))
+        source.append(torch.arange(start + position, start + length))
         new_tokens.append(new)
         computed, start = computed + new, start + length
     if computed == start:
         return None
-    place, computed_from = torch.cat(places), torch.cat(source)
+    places_of_tokens, computed_from = torch.cat(places), torch.cat(source)
     goes_on = torch.ones(start, dtype=torch.bool)
     goes_on[torch.tensor(lengths).cumsum(0) - 1] = False  # a sample's last token has no routes to replay
-    computed_from.scatter_reduce_(0, place[goes_on], torch.arange(start)[goes_on], "amax")
+    computed_from.scatter_reduce_(0, places_of_tokens[goes_on], torch.arange(start)[goes_on], "amax")
     padding = torch.zeros(round_up(computed, multiple) - computed, dtype=torch.int64)
     rest = torch.zeros(len(tokens) - start, dtype=torch.int64)
     return SharedPrefixes(
         torch.cat([computed_from, padding]).to(tokens.device),
-        torch.cat([place, rest]).to(tokens.device),
+        torch.cat([places_of_tokens, rest]).to(tokens.device),
         tuple(new_tokens),
     )

@@ -22,7 +22,7 @@ LOSS_BYTES_PER_TOKEN = 60
 
 @dataclass(frozen=True)
 class Rank:
-    """How layers are split over ranks, and computed. `element`: bytes per activation (2 or 4)."""
+    """Layout of the layers over ranks, and the kernels that compute them. `element`: bytes per activation (2 or 4)."""
 
     tensor: int = 1
     sequence_parallel: bool = False
@@ -59,12 +59,10 @@ def layer_bytes(
     padding: float = 1.0,
     recomputed: Collection[str] = (),
 ) -> float:
-    """Return the bytes kept for the backward pass of one layer over `tokens` tokens of this rank.
-
-    `length`: tokens per sequence. `padding`: on CPU, gathered positions per real token (sequences of similar length
-    share a batch). `recomputed`: parts of the layer that are not kept; only mlp and moe count here, so that with others
-    the result is too high.
-    """
+    """Return the bytes kept for the backward pass of one layer over `tokens` tokens of this rank. `length`: tokens per
+    sequence. `padding`: on CPU, gathered positions per real token (sequences of similar length share a batch).
+    `recomputed`: parts of the layer that are not kept. Only mlp and moe are subtracted; with other parts the result is
+    too high."""
     norms = 2 if shape.sandwich_norms else 1
     entry = rank.share * (norms * _norm(shape.hidden_size, 1, rank) + rank.element * shape.hidden_size)
     parts = _parts(shape, rank, layer, length, padding)

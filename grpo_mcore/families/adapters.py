@@ -75,12 +75,12 @@ def adapter_params(params: Iterable[Param], shape: AdapterShape) -> list[Param]:
 
 
 def is_adapted(param: Param, shape: AdapterShape) -> bool:
-    """Whether the parameter is the weight of a linear layer that gets an adapter."""
+    """Return whether the parameter is the weight of a linear layer that gets an adapter."""
     if not _is_linear(param):
         return False
     name = layer_name(param)
-    wanted = not shape.targets or any(_matches(name, pattern) for pattern in shape.targets)
-    return wanted and not any(_matches(name, pattern) for pattern in shape.excluded)
+    targeted = not shape.targets or any(_matches(name, pattern) for pattern in shape.targets)
+    return targeted and not any(_matches(name, pattern) for pattern in shape.excluded)
 
 
 def check_adapters(
@@ -93,7 +93,8 @@ def check_adapters(
     refitted: bool = False,
 ) -> None:
     """Raise FamilyError if a name matches no linear layer of this model, if no layer gets an adapter, or if an expert
-    would get one that is split over other ranks than the layers beside it, or that is `refitted` by itself."""
+    gets one although it is split over other ranks than the layers around it, or although adapters are refitted by
+    themselves (`refitted`)."""
     linear = [param for param in params if _is_linear(param)]
     kinds = ", ".join(sorted({_kind(layer_name(param)) for param in linear}))
     for key, patterns in (("target_modules", shape.targets), ("exclude_modules", shape.excluded)):
@@ -123,7 +124,7 @@ def layer_name(param: Param) -> str:
 
 
 def _is_linear(param: Param) -> bool:
-    """Whether the parameter is a weight that can have an adapter: a matrix of a layer, but not a router's."""
+    """Return whether the parameter is a weight that can have an adapter: a matrix of a layer, but not a router's."""
     matrix = len(param.hf[0].shape) == 2 and param.megatron.endswith(".weight") and not param.buffer
     return matrix and param.stage is Stage.LAYER and not param.megatron.endswith("router.weight")
 

@@ -26,7 +26,7 @@ from grpo_mcore.families.spec import (
 )
 
 ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""How experts are chosen, under the keys that published configs have; transformers' own do not."""
+"""The only supported routing of experts, by keys of published configs; those that transformers writes lack them."""
 
 
 def shape(config: dict[str, Any]) -> ModelShape:

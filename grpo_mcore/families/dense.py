@@ -114,7 +114,7 @@ def _rope(config: dict[str, Any]) -> _Rope:
 
 
 def yarn_shape(rope: dict[str, Any]) -> YarnShape:
-    """Read a YarnShape from rotary settings. Raises FamilyError for those that Megatron-Core's has not."""
+    """Read a YarnShape from rotary settings. Raises FamilyError for settings that Megatron-Core's YaRN lacks."""
     if rope.get("attention_factor") is not None or bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
         raise FamilyError(
             f"config.json: RoPE scaling {rope}: YaRN with attention_factor, or with one of mscale and mscale_all_dim "

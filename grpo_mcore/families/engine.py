@@ -1,7 +1,5 @@
-"""Where each slice of a Hugging Face tensor lies in vLLM's parameters: the engine's half of the declaration.
-
-vLLM fuses the same tensors as Megatron-Core, in another order, and splits the vocabulary differently.
-"""
+"""The engine's half of a family's declaration: where each slice of a Hugging Face tensor lies in vLLM's parameters.
+vLLM fuses the same tensors as Megatron-Core, in another order, and splits the vocabulary differently."""
 
 from __future__ import annotations
 
@@ -50,10 +48,10 @@ def engine_pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -
                 return []
             return [Piece(param.hf[0].name, ((start, start + count), *tail), ((0, count), *tail))]
         case Split.QKV:
-            placed, at = [], 0
+            placed, row = [], 0
             for tensor, start, count in _qkv_rows(param, shape, tp_rank, tp_size):
-                placed.append(Piece(tensor.name, ((start, start + count), *tail), ((at, at + count), *tail)))
-                at += count
+                placed.append(Piece(tensor.name, ((start, start + count), *tail), ((row, row + count), *tail)))
+                row += count
             return placed
         case split:
             placed = pieces(replace(param, split=split), shape, tp_rank, tp_size)
@@ -119,8 +117,8 @@ def engine_options(shape: ModelShape, *, gpu: bool = False) -> dict[str, Any]:
 
 
 def needs_output_layer(shape: ModelShape) -> bool:
-    """Return whether vLLM gives this model, whose embeddings are tied, an output layer of its own. No file and no refit
-    fills it: it would hold whatever its memory held."""
+    """Return whether vLLM gives this model, whose embeddings are tied, an output layer of its own. Neither a file nor a
+    refit fills it, so it would hold arbitrary values."""
     untied = shape.family in ("deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss")
     return shape.tied_embeddings and (untied or (shape.delta is not None and shape.delta.inputs_by_head))
 

@@ -78,12 +78,12 @@ def _experts(layer: Layer) -> list[Param]:
             ("linear_fc2.weight", Split.COLUMNS, "down_proj", "w2_weight", h, f),
             ("linear_fc2.bias", Split.REPLICATED, "down_proj_bias", "w2_bias", h),
         ):
-            at = f"{shape.root}.layers.{layer.index}.mlp.experts.{expert}.{name}"
+            tensor_name = f"{shape.root}.layers.{layer.index}.mlp.experts.{expert}.{name}"
             declared.append(
                 layer.param(
                     f"mlp.experts.local_experts.{{expert}}.{megatron}",
                     split,
-                    HfTensor(at, tuple(size), stack=(expert, count)),
+                    HfTensor(tensor_name, tuple(size), stack=(expert, count)),
                     fused=f"mlp.experts.routed_experts.{fused}",
                     expert=(expert, count),
                 )

@@ -172,8 +172,8 @@ def _block_params(layer: Layer, block: Block) -> list[Param]:
                 if latent:
                     mixer.append(param(f"mlp.{name}", Split.REPLICATED, hf(f"mixer.{name}", *size)))
             for i in range(experts.count):
-                at, expert = "mlp.experts.local_experts.{expert}", (i, experts.count)
-                mixer += network(at, f"mixer.experts.{i}.", experts.ffn_hidden_size, expert, latent or h)
+                expert_path, expert = "mlp.experts.local_experts.{expert}", (i, experts.count)
+                mixer += network(expert_path, f"mixer.experts.{i}.", experts.ffn_hidden_size, expert, latent or h)
             if experts.shared_ffn_hidden_size:
                 mixer += network("mlp.shared_experts", "mixer.shared_experts.", experts.shared_ffn_hidden_size)
     return [norm, *mixer]

@@ -77,8 +77,8 @@ def _mixer(layer: Layer) -> list[Param]:
             form = EngineForm(Split.ROWS)
             return part(f"{name}.weight", Split.PARTS, sum(parts), h, parts=parts, groups=delta.key_heads, form=form)
         tensors = [layer.hf(f"linear_attn.in_proj_{kind}.weight", count, h) for kind, count in rows.items()]
-        own = f"self_attention.{name}.weight"
-        return layer.param(own, Split.PARTS, *tensors, fused=f"linear_attn.{name}.weight", parts=parts)
+        megatron_name = f"self_attention.{name}.weight"
+        return layer.param(megatron_name, Split.PARTS, *tensors, fused=f"linear_attn.{name}.weight", parts=parts)
 
     return [
         fused("in_proj_qkvz", {"qkv": convolved, "z": delta.values}, (*delta.convolved_parts, delta.values)),

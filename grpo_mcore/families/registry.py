@@ -79,7 +79,7 @@ def _instead_of(folder: Path) -> str:
     inside = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     deeper = sorted(folder.glob("*/*/config.json"), key=lambda path: path.stat().st_mtime)
     whole = [path.parent for path in (*deeper, *inside) if next(path.parent.glob("*.safetensors"), None)]
-    ends = [path.parent for at in ("", "step_*/") for path in folder.glob(f"{at}training_info.json")]
+    ends = [path.parent for depth in ("", "step_*/") for path in folder.glob(f"{depth}training_info.json")]
     if not whole and any(not (end / "policy" / "weights").exists() for end in ends):  # there are NeMo RL's
         return f"it is a checkpoint of a run: `grpo-mcore export {folder} --output DIR` makes a model of it"
     if not whole and (made_by := other_trainers_checkpoint(folder)) is not None:
@@ -109,33 +109,37 @@ _CHECKPOINTS = {
 
 
 def other_trainers_checkpoint(folder: Path) -> str | None:
-    """Return what a folder without a model's weights is, if another trainer has written its weights into it, or beside
-    it or into folders of it, in a form of its own."""
-    for pattern, what in _CHECKPOINTS.items():
-        for place in (pattern, f"*/{pattern}", f"*/*/{pattern}", f"*/*/*/{pattern}"):
-            if found := next(iter(sorted(folder.glob(place))), None):
-                return f"it is a checkpoint of {what.format(at=found.parent)}"
+    """Return what a folder without a model's weights is, if another trainer has written its own format of weights into
+    it, beside it or into sub-folders. None: there are no such files."""
+    for pattern, form in _CHECKPOINTS.items():
+        for deeper in (pattern, f"*/{pattern}", f"*/*/{pattern}", f"*/*/*/{pattern}"):
+            if path := next(iter(sorted(folder.glob(deeper))), None):
+                return f"it is a checkpoint of {form.format(at=path.parent)}"
         if folder.name == "huggingface" and next(folder.parent.glob(pattern), None):  # config and tokenizer alone
-            return f"the weights are beside it, in a checkpoint of {what.format(at=folder.parent)}"
+            return f"the weights are beside it, in a checkpoint of {form.format(at=folder.parent)}"
     return None
 
 
-def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], at: str = OVERRIDES_KEY) -> dict[str, Any]:
+def with_overrides(
+    config: Mapping[str, Any], overrides: Mapping[str, Any], overrides_key: str = OVERRIDES_KEY
+) -> dict[str, Any]:
     """Return a Hugging Face config with values replaced; mappings are merged, and with fewer layers their lists cut.
-    Raises FamilyError for a key that it does not have, except one of OPTIONAL. `at`: the key of the overrides, for
-    messages."""
+    Raises FamilyError for a key that it does not have, except one of OPTIONAL. `overrides_key`: the key of the
+    overrides, for messages."""
     replaced, text = dict(config), config.get("text_config")
     if isinstance(text, Mapping):  # of a vision model: the rest of its config says nothing of the text's layers
         if stray := [key for key in overrides if key in OPTIONAL and key not in config]:
-            raise FamilyError(f"{at}.{stray[0]}: this model has its layers in text_config; set text_config.{stray[0]}")
+            raise FamilyError(
+                f"{overrides_key}.{stray[0]}: this model has its layers in text_config; set text_config.{stray[0]}"
+            )
         if isinstance(overrides.get("text_config"), Mapping):
-            replaced["text_config"] = with_overrides(text, overrides["text_config"], f"{at}.text_config")
+            replaced["text_config"] = with_overrides(text, overrides["text_config"], f"{overrides_key}.text_config")
             overrides = {key: value for key, value in overrides.items() if key != "text_config"}
-    for key, value in _in_the_form_of(config, overrides, at).items():
+    for key, value in _in_the_form_of(config, overrides, overrides_key).items():
         if key not in config and key not in OPTIONAL:
             near = get_close_matches(key, [*config, *OPTIONAL], n=1)
             hint = f"; nearest: {near[0]}" if near else ""
-            raise FamilyError(f"{at}.{key}: the model's config.json has no such key{hint}")
+            raise FamilyError(f"{overrides_key}.{key}: the model's config.json has no such key{hint}")
         before = config.get(key)
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             value = _merged(_with_type(before) if key in ROPE_KEYS else before, value)
@@ -159,7 +163,7 @@ def _merged(before: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any], at: str) -> dict[str, Any]:
+def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any], overrides_key: str) -> dict[str, Any]:
     """Return the overrides with rotary settings in the form that the config has them in.
 
     A config has `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before). Whoever reads one form
@@ -176,19 +180,19 @@ def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any], at:
         return others
     parts = {key: value for key, value in rope.items() if isinstance(value, Mapping)}
     for key, value in parts.items():
-        inner = [each for each in value.values() if isinstance(each, Mapping)]
+        inner = [kind for kind in value.values() if isinstance(kind, Mapping)]
         for name in (name for part in inner or [value] for name in part):
             if name not in ROPE_SETTINGS:
                 near = get_close_matches(name, ROPE_SETTINGS, n=1)
                 hint = f"; nearest: {near[0]}" if near else f"; known are {', '.join(ROPE_SETTINGS)}"
-                raise FamilyError(f"{at}.{key}: there is no rotary setting {name!r}{hint}")
+                raise FamilyError(f"{overrides_key}.{key}: there is no rotary setting {name!r}{hint}")
     new = config.get("rope_parameters")
     if isinstance(new, Mapping):
         by_kind = [kind for kind, value in new.items() if isinstance(value, Mapping)]
         flat = {key: value for key, value in rope.items() if key != "rope_parameters"}
         if by_kind and (flat or any(name not in by_kind for name in parts.get("rope_parameters", {}))):
             raise FamilyError(
-                f"{at}: the model's config.json has rope_parameters by kind of layer "
+                f"{overrides_key}: the model's config.json has rope_parameters by kind of layer "
                 f"({', '.join(by_kind)}); override rope_parameters.{by_kind[0]}, and so on"
             )
         settings = dict(rope.get("rope_parameters") or {})
@@ -203,7 +207,7 @@ def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any], at:
     settings = dict(rope["rope_parameters"] or {})
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise FamilyError(
-            f"{at}.rope_parameters: the model's config.json has rope_theta and rope_scaling; override these"
+            f"{overrides_key}.rope_parameters: the model's config.json has rope_theta and rope_scaling; override these"
         )
     old = {key: settings.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in settings}
     if settings.get("rope_type") == "default":
@@ -218,8 +222,8 @@ def _old_form(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_type(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary settings whose type has its new name, also those by kind of layer."""
-    named = {"rope_type": settings["type"]} if "type" in settings else {}
-    return named | {
+    rope_type = {"rope_type": settings["type"]} if "type" in settings else {}
+    return rope_type | {
         key: _with_type(value) if isinstance(value, Mapping) else value
         for key, value in settings.items()
         if key != "type"
@@ -227,11 +231,9 @@ def _with_type(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what vLLM must be told so that it sees the config that `with_overrides` returns.
-
-    `config`: of config.json. vLLM replaces attributes of transformers' config object, which has rotary settings as
-    `rope_parameters` whatever form the file has: they are given whole.
-    """
+    """Return the overrides for vLLM with which it sees the config that `with_overrides` returns. `config` is the
+    content of config.json. vLLM replaces attributes of transformers' config object, which always holds rotary settings
+    as `rope_parameters`: these are given whole."""
     result = with_overrides(config, overrides)
     changed = {key: value for key, value in result.items() if key not in config or value != config[key]}
     if FAMILIES.get(str(config.get("model_type"))) is deepseek_v3:  # transformers takes these, vLLM others
@@ -329,9 +331,11 @@ def _two_ropes(config: Mapping[str, Any]) -> bool:
     older, newer = config.get("rope_scaling"), config.get("rope_parameters")
     if not isinstance(older, Mapping) or not isinstance(newer, Mapping) or not older:
         return False
-    said = _with_type(older)
-    said |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    return any(newer.get(key, "default" if key == "rope_type" else None) != value for key, value in said.items())
+    older_settings = _with_type(older)
+    older_settings |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+    return any(
+        newer.get(key, "default" if key == "rope_type" else None) != value for key, value in older_settings.items()
+    )
 
 
 @lru_cache(maxsize=8)  # DeepSeek-V3 has 45,000

@@ -29,13 +29,13 @@ def check_settings(shape: ModelShape, megatron: MegatronSettings) -> None:
         sizes = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size
         refitted = megatron.peft.refit == "adapters"
         check_adapters(params_of(shape), shape, adapters, *sizes, refitted=refitted)
-    experts, at = shape.experts, "policy.megatron_cfg."
+    experts, section = shape.experts, "policy.megatron_cfg."
     if experts is None:
         return
     if megatron.moe_token_dispatcher_type == "allgather" and megatron.pipeline_model_parallel_size > 1:
         raise FamilyError(
-            f"{at}moe_token_dispatcher_type allgather needs rows of one length, which pipeline stages do not have; use "
-            "alltoall"
+            f"{section}moe_token_dispatcher_type allgather needs rows of one length, which pipeline stages do not have"
+            "; use alltoall"
         )
     for name, neutral in (
         ("moe_router_load_balancing_type", "none"),
@@ -43,7 +43,7 @@ def check_settings(shape: ModelShape, megatron: MegatronSettings) -> None:
         ("moe_shared_expert_overlap", False),
     ):
         if (value := getattr(megatron, name)) != neutral:
-            raise FamilyError(f"{at}{name} {value}: not supported; set it to {neutral}")
+            raise FamilyError(f"{section}{name} {value}: not supported; set it to {neutral}")
 
 
 def check_context_parallel(shape: ModelShape, ranks: int, *, fused_attention: bool) -> None:
@@ -51,11 +51,11 @@ def check_context_parallel(shape: ModelShape, ranks: int, *, fused_attention: bo
     its ring of ranks takes neither windows nor sinks. `fused_attention`: attention is TransformerEngine's."""
     if ranks == 1 or not fused_attention or not (shape.sinks or any(shape.windows)):
         return
-    what = "attention sinks" if shape.sinks else "windows of keys"
+    feature = "attention sinks" if shape.sinks else "windows of keys"
     way = "" if shape.sinks else ", or set policy.sequence_packing.shared_prefix.enabled: true to use our attention"
     raise FamilyError(
-        f"policy.megatron_cfg.context_parallel_size {ranks}: TransformerEngine has no attention kernel for {what} over "
-        f"several context-parallel ranks; set it to 1{way}"
+        f"policy.megatron_cfg.context_parallel_size {ranks}: TransformerEngine has no attention kernel for {feature} "
+        f"over several context-parallel ranks; set it to 1{way}"
     )
 
 

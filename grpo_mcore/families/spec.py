@@ -329,20 +329,20 @@ class Param:
 
     @cached_property
     def form(self) -> tuple[object, ...]:
-        """All that decides how it is cut, here and in vLLM, names and ranks aside: equal of parameters that are cut
-        alike."""
+        """Everything that decides how the parameter is cut, here and in vLLM, apart from names and ranks. Parameters
+        that are cut alike have equal forms."""
         shapes = tuple(tensor.shape for tensor in self.hf)
         cut = (self.split, self.engine_form, shapes, self.parts, self.groups)
         return (*cut, self.expert is not None, self.engine is None)
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of its tensors."""
+        """Number of elements of the parameter's tensors."""
         return sum(tensor.numel for tensor in self.hf)
 
     @cached_property
     def travels_in_float32(self) -> bool:
-        """Whether a refit moves it in float32, regardless of the precision of the others."""
+        """Whether a refit sends the parameter in float32, whatever the precision of the others."""
         return self.engine_form.negative_exp or any(tensor.float32 for tensor in self.hf)
 
 
@@ -406,13 +406,13 @@ def _part_pieces(
     param: Param, tp_rank: int, tp_size: int, rows: Callable[[HfTensor, int, int, int], Piece]
 ) -> list[Piece]:
     tensors = iter(param.hf)
-    tensor, placed, whole, at = next(tensors), [], 0, 0
+    tensor, placed, whole, local_row = next(tensors), [], 0, 0
     for part in param.parts:
         if whole == tensor.shape[0]:
             tensor, whole = next(tensors), 0
         count = part // tp_size
-        placed.append(rows(tensor, whole + tp_rank * count, count, at))
-        whole, at = whole + part, at + count
+        placed.append(rows(tensor, whole + tp_rank * count, count, local_row))
+        whole, local_row = whole + part, local_row + count
     return placed
 
 
@@ -422,10 +422,10 @@ def _grouped_pieces(
     local, shares = param.groups // tp_size, [part // param.groups for part in param.parts]
     placed = []
     for group in range(local):
-        whole, at = (tp_rank * local + group) * sum(shares), 0
+        whole, local_row = (tp_rank * local + group) * sum(shares), 0
         for share in shares:
-            placed.append(rows(param.hf[0], whole, share, at + group * share))
-            whole, at = whole + share, at + local * share
+            placed.append(rows(param.hf[0], whole, share, local_row + group * share))
+            whole, local_row = whole + share, local_row + local * share
     return placed
 
 
@@ -438,17 +438,17 @@ def _qkv_pieces(
     q, k, v = param.hf
     width, query_rows = shape.head_dim, q.shape[0] // shape.num_kv_heads
     first = tp_rank * (whole := shape.num_kv_heads * (query_rows + 2 * width)) // tp_size
-    last, at, placed = first + whole // tp_size, 0, []
+    last, row, placed = first + whole // tp_size, 0, []
     for group in range(shape.num_kv_heads):
         blocks = [(q, group * query_rows, query_rows)]
         if param.split is Split.GATED_QKV:  # [q | gate] per head becomes [q of all heads | gates of all heads]
             heads = range(group * query_rows, (group + 1) * query_rows, 2 * width)
             blocks = [(q, head + part, width) for part in (0, width) for head in heads]
         for tensor, start, count in [*blocks, (k, group * width, width), (v, group * width, width)]:
-            begin, end = max(at, first), min(at + count, last)
+            begin, end = max(row, first), min(row + count, last)
             if begin < end:
-                placed.append(rows(tensor, start + begin - at, end - begin, begin - first))
-            at += count
+                placed.append(rows(tensor, start + begin - row, end - begin, begin - first))
+            row += count
     return placed
 
 

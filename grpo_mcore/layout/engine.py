@@ -83,9 +83,9 @@ class EngineLayout:
         """Return the bytes that each rank reads of all these parameters. `width`: bytes of an element."""
         alike: dict[object, tuple[Param, int]] = {}  # one of each kind, and the width of all of them
         for param in params:
-            place = (param.layer if self.pipeline > 1 else None, param.expert if self.expert_parallel else None)
-            first, sum_of_widths = alike.get((param.form, place), (param, 0))
-            alike[param.form, place] = first, sum_of_widths + width(param)
+            home = (param.layer if self.pipeline > 1 else None, param.expert if self.expert_parallel else None)
+            first, sum_of_widths = alike.get((param.form, home), (param, 0))
+            alike[param.form, home] = first, sum_of_widths + width(param)
         nbytes = [0] * self.ranks
         for param, sum_of_widths in alike.values():
             for part, ranks in enumerate(self.readers(param, shape.num_layers)):
@@ -113,6 +113,6 @@ def _readers(tensor: int, width: int, stages: range, owner: int | None) -> tuple
 def _engine_stages(stages: int, num_layers: int) -> list[int]:
     """Return the first layer of every stage of an engine, as vLLM's get_pp_indices divides them: of the layers that
     remain, one goes to each stage from the last but one down."""
-    each, more = divmod(num_layers, stages)
-    counts = [each + (stages - 1 - more <= stage < stages - 1) for stage in range(stages)]
+    per_stage, more = divmod(num_layers, stages)
+    counts = [per_stage + (stages - 1 - more <= stage < stages - 1) for stage in range(stages)]
     return list(accumulate(counts, initial=0))[:-1]

@@ -30,8 +30,8 @@ class DevicePool:
 
 @dataclass(frozen=True)
 class EngineDevices:
-    """`count` engines of one layout on the devices of `pool`. `counted`: each rank takes one of them. On CPU, engines
-    that share the policy's take none."""
+    """`count` engines of one layout on the devices of `pool`. `counted`: each rank takes one device. On CPU, engines
+    that share the policy's devices take none."""
 
     layout: EngineLayout
     count: int
@@ -43,9 +43,7 @@ def fits(
     policy: PolicyLayout, ranks: int, shape: ModelShape | None = None, engines: EngineDevices | None = None
 ) -> list[Finding]:
     """Return all that is wrong with a policy's layout on `ranks` ranks and with the engines' layout; [] if nothing is.
-
-    `shape`: of the model; None: it is not known yet. `engines`: None: there are none, or they are not known.
-    """
+    `shape` is the model's, None while it is not known. `engines` is None if there are none or they are not known."""
     findings = list(_ranks(policy, ranks))
     if engines is not None:
         findings += _devices(engines)
@@ -129,23 +127,23 @@ def _policy_model(policy: PolicyLayout, shape: ModelShape) -> Iterator[Finding]:
 
 def _devices(engines: EngineDevices) -> Iterator[Finding]:
     """Engines must fit their devices: an engine uses a part of one node, or whole nodes."""
-    pool, each = engines.pool, engines.layout.ranks
+    pool, ranks = engines.pool, engines.layout.ranks
     keys = (Key.ENGINE_TENSOR, Key.ENGINE_PIPELINE, "policy.generation.num_engines", "cluster.gpus_per_node")
-    if engines.counted and pool.per_node % each and each % pool.per_node:
+    if engines.counted and pool.per_node % ranks and ranks % pool.per_node:
         yield Finding(
             keys,
-            f"the {each} ranks of an engine (TP {engines.layout.tensor} x PP {engines.layout.pipeline}) are neither a "
+            f"the {ranks} ranks of an engine (TP {engines.layout.tensor} x PP {engines.layout.pipeline}) are neither a "
             f"divisor nor a multiple of the {pool.per_node} devices of a node; an engine uses a part of one node, or "
             "whole nodes",
         )
-    elif engines.counted and max(1, engines.count) * each > pool.ranks:
+    elif engines.counted and max(1, engines.count) * ranks > pool.ranks:
         yield Finding(
             keys,
-            f"{max(1, engines.count)} engines of {each} ranks do not fit {pool.nodes} nodes x {pool.per_node} devices; "
-            "lower num_engines or the ranks of an engine",
+            f"{max(1, engines.count)} engines of {ranks} ranks do not fit {pool.nodes} nodes x {pool.per_node} devices"
+            "; lower num_engines or the ranks of an engine",
         )
-    elif each % engines.layout.nodes:
-        yield Finding(keys, f"the {each} ranks of an engine do not divide over {engines.layout.nodes} nodes")
+    elif ranks % engines.layout.nodes:
+        yield Finding(keys, f"the {ranks} ranks of an engine do not divide over {engines.layout.nodes} nodes")
 
 
 def _engine_model(engine: EngineLayout, shape: ModelShape) -> Iterator[Finding]:

@@ -77,9 +77,9 @@ class PolicyLayout:
         )
 
     def is_reporting_rank(self, rank: int) -> bool:
-        """Whether the rank reports for its data-parallel rank: of the ranks with the same samples, one reports."""
-        here = self.coordinates(rank)
-        return here.tensor == 0 and here.context == 0 and here.pipeline == self.pipeline - 1
+        """Return whether the rank reports for its data-parallel rank: one of the ranks with the same samples does."""
+        coordinates = self.coordinates(rank)
+        return coordinates.tensor == 0 and coordinates.context == 0 and coordinates.pipeline == self.pipeline - 1
 
     def layers(self, num_layers: int) -> tuple[tuple[range, ...], ...]:
         """Return the layers of each model chunk of each pipeline stage; a forward pass visits all stages `virtual`
@@ -113,11 +113,11 @@ class PolicyLayout:
         else:
             index, count = param.expert
             group = self.expert * self.expert_tensor  # ranks that together hold every expert once
-            at = first + index // self.experts_per_rank(count) * self.expert_tensor
+            start = first + index // self.experts_per_rank(count) * self.expert_tensor
             groups = [
                 [
                     replica + offset
-                    for replica in range(at, first + self.stage_size, group)
+                    for replica in range(start, first + self.stage_size, group)
                     for offset in range(part, self.expert_tensor, width)
                 ]
                 for part in range(width)
@@ -125,8 +125,8 @@ class PolicyLayout:
         return [HeldSlice(name, tuple(ranks), part) for part, ranks in enumerate(groups)]
 
     def place(self, param: Param, num_layers: int) -> tuple[int, int]:
-        """Return (pipeline stage, number of the ranks there that hold the expert): the same ranks hold all parameters
-        of one place that are split alike."""
+        """Return (pipeline stage, number of the group of ranks there that holds the expert). Parameters of one place
+        that are split alike are held by the same ranks."""
         group = param.expert[0] // self.experts_per_rank(param.expert[1]) if param.expert else 0
         return self._chunk(param, num_layers)[0] % self.pipeline, group
 
@@ -166,16 +166,16 @@ class PolicyLayout:
 def _layers(layout: PolicyLayout, num_layers: int) -> tuple[tuple[range, ...], ...]:
     stages = layout.pipeline
     fixed = {0: layout.first_layers, stages - 1: layout.last_layers}
-    given = {stage: count for stage, count in fixed.items() if count is not None and stages > 1}
-    others, rest = stages - len(given), num_layers - sum(given.values())
+    fixed_counts = {stage: count for stage, count in fixed.items() if count is not None and stages > 1}
+    others, rest = stages - len(fixed_counts), num_layers - sum(fixed_counts.values())
     if rest < others or (rest % others if others else rest):
-        among = f"the other {others} stages" if given else f"{others} stages"
+        among = f"the other {others} stages" if fixed_counts else f"{others} stages"
         message = f"{rest} of {num_layers} layers do not divide over {among}; set {Key.FIRST} or {Key.LAST}"
         raise LayoutError(Finding((Key.PIPELINE, Key.FIRST, Key.LAST), message))
-    counts = [given.get(stage, rest // others if others else 0) for stage in range(stages)]
+    counts = [fixed_counts.get(stage, rest // others if others else 0) for stage in range(stages)]
     if any(count % layout.virtual for count in counts):
-        each = ", ".join(map(str, sorted(set(counts))))
-        message = f"{layout.virtual} does not divide the layers of every stage ({each})"
+        different = ", ".join(map(str, sorted(set(counts))))
+        message = f"{layout.virtual} does not divide the layers of every stage ({different})"
         raise LayoutError(Finding((Key.VIRTUAL, Key.PIPELINE), message))
     sizes = [count // layout.virtual for count in counts] * layout.virtual
     ends = list(accumulate(sizes))

@@ -9,7 +9,10 @@ from grpo_mcore.objective.advantages import (
     group_index,
     group_stats,
     grpo_advantages,
+    overlong_filter,
     rewards_differ,
+    scale_reward_values,
+    shape_rewards,
 )
 from grpo_mcore.objective.combine import METRIC_REDUCTIONS, CombinedMetrics, combine_metrics, step_metrics
 from grpo_mcore.objective.custom import (
@@ -31,12 +34,10 @@ from grpo_mcore.objective.distillation import (
     teacher_gap,
 )
 from grpo_mcore.objective.estimators import RewardWeights, estimate_advantages, weights_by_name
-from grpo_mcore.objective.evaluation import majority_at_k, mean_interval
-from grpo_mcore.objective.kl_in_reward import SampleKL, kl_to_go, token_advantages
+from grpo_mcore.objective.kl import SampleKL, kl_to_go, token_advantages
 from grpo_mcore.objective.loss import ClippedPGLossFn, NLLLossFn, PolicyTerm
-from grpo_mcore.objective.metrics import CORRECT, pass_at_k, pass_numbers
+from grpo_mcore.objective.metrics import CORRECT, majority_at_k, mean_interval, pass_at_k, pass_numbers
 from grpo_mcore.objective.preference import PreferenceLossFn, dpo_loss, ipo_loss, simpo_loss
 from grpo_mcore.objective.reduce import MaskedTokens, valid_counts
-from grpo_mcore.objective.rewards import overlong_filter, scale_reward_values, shape_rewards
 from grpo_mcore.objective.sample_stats import nonfinite_samples, sample_stats
 from grpo_mcore.recipe import ClippedPGLossConfig

@@ -20,8 +20,7 @@ from torch import Tensor
 from grpo_mcore.base.imports import import_by_path, no_exit, place_of
 from grpo_mcore.objective.advantages import AdvantageEstimate, group_stats
 from grpo_mcore.objective.combine import CUSTOM, METRIC_REDUCTIONS
-from grpo_mcore.objective.kl import custom_kl_estimate
-from grpo_mcore.objective.kl_in_reward import SampleKL
+from grpo_mcore.objective.kl import SampleKL, custom_kl_estimate
 from grpo_mcore.objective.loss import ClippedPGLossFn
 from grpo_mcore.objective.reduce import Count
 from grpo_mcore.recipe import ClippedPGLossConfig, CustomCode, KLType
@@ -30,12 +29,12 @@ LOSS_INPUTS = ("curr_logprobs", "batch", "global_valid_seqs", "global_valid_toks
 
 
 class CustomCodeError(ValueError):
-    """Code that a recipe names by import path and that does not do what its key asks for."""
+    """A recipe names code by import path that does not do what its key asks for."""
 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The N samples of a step, as an estimator or a reward shaping of a user's own gets them."""
+    """The N samples of a step as a custom estimator or reward shaping gets them."""
 
     rewards: Tensor
     """float64 [N]: scaled and, for an estimator, shaped; NaN for a failed sample."""
@@ -90,8 +89,10 @@ def _called(code: Callable[..., Any], key: str, *arguments: Any, **options: Any)
 
 def _values(result: Any, valid: Tensor, key: str) -> Tensor:
     if not isinstance(result, Tensor) or result.shape != valid.shape:
-        what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-        raise CustomCodeError(f"{key} returned {what}; expected a tensor of shape {tuple(valid.shape)}: one per sample")
+        shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise CustomCodeError(
+            f"{key} returned {shape}; expected a tensor of shape {tuple(valid.shape)}: one per sample"
+        )
     result = result.detach().cpu().to(torch.float64)
     bad = (valid & ~result.isfinite()).nonzero().flatten().tolist()
     if bad:
@@ -141,10 +142,10 @@ class CustomLoss:
             raise CustomCodeError(f"{self._key} returned a loss without a gradient: compute it from curr_logprobs")
         for name, value in metrics.items():
             if not (_is_scalar(value) or isinstance(value, float | int) or name.partition("/age_")[0] in _OF_SEQUENCES):
-                what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:100]
-                raise CustomCodeError(f"{self._key} returned {what} as the metric {name!r}; expected a scalar")
-        named = {name if _is_built_in(name) else CUSTOM + name: value for name, value in metrics.items()}
-        return loss.reshape(()), {"loss": loss.detach().to(torch.float64)} | named
+                shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:100]
+                raise CustomCodeError(f"{self._key} returned {shape} as the metric {name!r}; expected a scalar")
+        by_name = {name if _is_built_in(name) else CUSTOM + name: value for name, value in metrics.items()}
+        return loss.reshape(()), {"loss": loss.detach().to(torch.float64)} | by_name
 
 
 _OF_SEQUENCES = {name for name, reduction in METRIC_REDUCTIONS.items() if reduction == "values"}
@@ -188,7 +189,7 @@ class CustomPart:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> Any:
-        """Import it and return it. Raises CustomCodeError where it cannot be called with these arguments."""
+        """Import the code and return it. Raises CustomCodeError if it cannot be called with these arguments."""
         code = custom_function(self.path, f"{self.key} {self.path}")
         if isinstance(code, type) and self.key == "loss_fn.path":
             if not issubclass(code, ClippedPGLossFn):
@@ -203,7 +204,7 @@ class CustomPart:
         return code
 
 
-def check_call(function: Callable[..., Any], takes: tuple[str, ...], options: Mapping[str, Any], what: str) -> None:
+def check_call(function: Callable[..., Any], takes: tuple[str, ...], options: Mapping[str, Any], caller: str) -> None:
     """Raise CustomCodeError where `function` cannot be called with these arguments and options."""
     try:
         signature = inspect.signature(function)
@@ -212,10 +213,12 @@ def check_call(function: Callable[..., Any], takes: tuple[str, ...], options: Ma
     try:
         signature.bind(*takes, **options)
     except TypeError as error:
-        given = ", ".join([*takes, *(f"{name}=" for name in options)])
-        named = next((name for name in options if repr(name) in str(error)), None)
-        hint = f"; the recipe's options have {named!r}: `grpo-mcore config RECIPE` shows where" if named else ""
-        raise CustomCodeError(f"{what} is called with ({given}), but it takes {signature}: {error}{hint}") from error
+        arguments = ", ".join([*takes, *(f"{name}=" for name in options)])
+        option = next((name for name in options if repr(name) in str(error)), None)
+        hint = f"; the recipe's options have {option!r}: `grpo-mcore config RECIPE` shows where" if option else ""
+        raise CustomCodeError(
+            f"{caller} is called with ({arguments}), but it takes {signature}: {error}{hint}"
+        ) from error
 
 
 def check_custom_kl(code: CustomCode) -> None:

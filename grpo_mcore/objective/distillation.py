@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_mcore.objective.kl_in_reward import every_sample
+from grpo_mcore.objective.kl import every_sample
 from grpo_mcore.objective.reduce import Count, MaskedTokens
 from grpo_mcore.recipe import DivergenceConfig, DivergenceKind
 

@@ -18,7 +18,7 @@ from grpo_mcore.objective.advantages import (
     group_stats,
     grpo_advantages,
 )
-from grpo_mcore.objective.kl_in_reward import SampleKL, rewards_minus_kl, token_moments
+from grpo_mcore.objective.kl import SampleKL, rewards_minus_kl, token_moments
 
 AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo"]
 RewardWeights: TypeAlias = Mapping[str, float] | Sequence[float]

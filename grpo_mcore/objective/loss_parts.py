@@ -23,8 +23,8 @@ INSIDE, BOUNDED, STOPPED = range(3)
 
 
 def token_gradient(loss_fn: Loss, logprobs: Tensor, batch: Batch, seqs: Count, toks: Count) -> Tensor:
-    """Return the derivative of a micro-batch's loss by each token's log-prob, in the shape and dtype of `logprobs`. Of
-    the term of the entropies nothing comes through the log-probs."""
+    """Return the derivative of a micro-batch's loss by each token's log-prob, in the shape and dtype of `logprobs`. The
+    entropy term has no gradient through the log-probs, so it adds nothing."""
     leaf = logprobs.detach().requires_grad_()
     with torch.enable_grad():
         loss, _ = loss_fn(leaf, batch, global_valid_seqs=seqs, global_valid_toks=toks)
@@ -63,8 +63,8 @@ class LossPart:
     """The part of a loss that comes from some tokens, as a loss: its gradient is that of the loss with all other tokens
     held fixed. Its metric `num_valid_tokens` is their number.
 
-    `by`: "signs", "ages", "regions", or a column of integers; the tokens are those where it is `value`. `ages` above
-    `value` count too with `and_above`. `of`: the loss whose regions are meant, None: this one.
+    `by` is "signs", "ages", "regions", or a column of integers: tokens with the value `value` are selected, with
+    `and_above` also those above it. `of` is the loss whose regions select the tokens; None: this one.
     """
 
     loss: Loss
@@ -84,9 +84,9 @@ class LossPart:
             numbers = regions(self.of or self.loss, curr_logprobs, batch, *counts)
         else:
             numbers = batch[self.by].reshape(curr_logprobs.shape)
-        mine = numbers >= self.value if self.and_above else numbers == self.value
-        valid = MaskedTokens.from_batch(curr_logprobs.shape, batch, *counts).valid.reshape(mine.shape)
-        part = torch.where(mine & valid, gradient, 0.0)
+        selected = numbers >= self.value if self.and_above else numbers == self.value
+        valid = MaskedTokens.from_batch(curr_logprobs.shape, batch, *counts).valid.reshape(selected.shape)
+        part = torch.where(selected & valid, gradient, 0.0)
         return (part.to(torch.float64) * curr_logprobs).sum(), {
-            "num_valid_tokens": (mine & valid).sum().to(torch.float64)
+            "num_valid_tokens": (selected & valid).sum().to(torch.float64)
         }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.objective.distillation import teacher_gap
-from grpo_mcore.objective.kl_in_reward import every_sample, suffix_sums, token_kl
+from grpo_mcore.objective.kl import every_sample, suffix_sums, token_kl
 from grpo_mcore.objective.reduce import MaskedTokens
 from grpo_mcore.recipe import KLType
 

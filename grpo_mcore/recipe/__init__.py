@@ -1,10 +1,14 @@
 """The typed configuration of a run: `load_recipe` reads a YAML file, `MasterConfig.model_validate` a dict.
 
 schema/      the sections: every key with its type, default and meaning
-loading/     YAML files, `defaults:`, overrides, interpolation; prints resolved recipes and the reference
-validation/  what must hold between keys, by topic
-changes.py   what a resumed run changes
 derived.py   numbers that follow from a configuration: batch sizes, devices, engines, log-prob passes
+yaml_tree.py values that know the file and line they were written in
+nemo_rl/     what makes recipes of NeMo RL load
+validation/  what must hold between keys, by topic; `MasterConfig`
+loading/     YAML files, `defaults:`, overrides, interpolation; prints resolved recipes and the reference
+changes.py   what a resumed run changes
+
+Each uses only those above it.
 
 Imports no torch, and of the other rooms only layout/.
 """
@@ -51,8 +55,7 @@ from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, nearest, nea
 from grpo_mcore.recipe.loading.load import Recipe, find_recipe, load_recipe, recipe_folders, recipe_name, shown
 from grpo_mcore.recipe.loading.merge import is_override
 from grpo_mcore.recipe.loading.show import resolved_yaml, without_secrets
-from grpo_mcore.recipe.master import MasterConfig
-from grpo_mcore.recipe.schema.cluster import ClusterConfig
+from grpo_mcore.recipe.schema.cluster import ClusterConfig, KubernetesConfig, LaunchConfig, SlurmConfig
 from grpo_mcore.recipe.schema.data import (
     DATASETS,
     FILE_DATASETS,
@@ -77,16 +80,16 @@ from grpo_mcore.recipe.schema.generation import GenerationConfig, VllmConfig
 from grpo_mcore.recipe.schema.grpo import (
     AdvEstimatorConfig,
     AsyncGRPOConfig,
+    ClippedPGLossConfig,
     GRPOConfig,
+    KLType,
     RewardScalingConfig,
     RewardShapingConfig,
 )
-from grpo_mcore.recipe.schema.launch import KubernetesConfig, LaunchConfig, SlurmConfig
-from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig, KLType
 from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of, only_evaluates, runs_grpo
 from grpo_mcore.recipe.schema.megatron import MegatronConfig, OptimizerConfig, PeftConfig, SchedulerConfig
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig
 from grpo_mcore.recipe.schema.section import CustomCode, Section
 from grpo_mcore.recipe.validation.run import VALIDATION_METRICS, unknown_validation_metric
-from grpo_mcore.recipe.validation.validate import checked_loss
+from grpo_mcore.recipe.validation.validate import MasterConfig, checked_loss

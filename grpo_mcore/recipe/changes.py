@@ -26,8 +26,8 @@ class Change:
 def changes(saved: Mapping[str, Any], config: RecipeSections) -> list[Change]:
     """Return the values of `config` that differ from those of a checkpoint's recipe, in the order of the schema.
 
-    `saved`: the resolved recipe, as `model_dump` returned it. Keys that only one of the two versions of the schema has
-    are left out: nobody wrote them.
+    `saved` is the resolved recipe as `model_dump` returned it. Keys that only one version of the schema has are left
+    out: nobody changed them.
     """
     before, after = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
     changed = []
@@ -52,7 +52,8 @@ def _leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
 
 
 def _free(key: str) -> bool:
-    """Return whether one recipe may have the key and another not: inside a mapping without a schema, or in a list."""
+    """Return whether the key may be in one recipe and not in another: it is inside a mapping without a schema, or in a
+    list."""
     parts = key.split(".")
     above = [field_at(".".join(parts[:count])) for count in range(1, len(parts))]
     return any(field is not None and section_of(field.annotation) == (None, False) for field in above) or any(

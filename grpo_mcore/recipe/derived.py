@@ -34,7 +34,8 @@ def policy_pool(config: RecipeSections) -> DevicePool:
 
 
 def divides_nodes(config: RecipeSections) -> bool:
-    """Return whether engines with their own devices have some of each node, and the policy the others."""
+    """Return whether engines with their own devices take some devices of each node and leave the others to the
+    policy."""
     resources, cluster = config.policy.generation.colocated.resources, config.cluster
     if resources.num_nodes is None:
         return True
@@ -54,13 +55,13 @@ def engine_pool(config: RecipeSections) -> DevicePool | None:
 
 
 def nodes_left(config: RecipeSections) -> int:
-    """Return the nodes of the cluster without those that teachers have to themselves."""
+    """Return the number of nodes of the cluster that no teacher has to itself."""
     return config.cluster.num_nodes - sum(pool.nodes for pool in teacher_pools(config).values())
 
 
 def num_engines(config: RecipeSections, *, gpu: bool) -> int:
     """Return the number of engines: policy.generation.num_engines, or as many as fit their devices, which may be 0. On
-    CPU engines without devices of their own are one by default."""
+    CPU the default is 1 engine where engines share the policy's devices."""
     pool, generation = engine_pool(config), config.policy.generation
     if generation.num_engines is not None:
         return generation.num_engines
@@ -102,13 +103,13 @@ def engine_layout(config: RecipeSections) -> EngineLayout:
 def layout_findings(
     config: RecipeSections, shape: ModelShape | None = None, *, gpu: bool | None = None
 ) -> list[Finding]:
-    """Return all that is wrong with the layouts of policy and engines. `shape`: of the model, where it is known. `gpu`:
-    whether they run on GPUs; None: as cluster.platform says."""
+    """Return all that is wrong with the layouts of policy and engines. `shape` is the model's, where it is known. `gpu`
+    says whether they run on GPUs; None: cluster.platform decides."""
     gpu = config.cluster.platform == "gpu" if gpu is None else gpu
-    own, devices = engine_pool(config), engine_pool(config) or policy_pool(config)
+    engines_pool, devices = engine_pool(config), engine_pool(config) or policy_pool(config)
     engines = None
     if algorithm_of(config) in ("grpo", "eval") and devices.ranks:
-        counted = gpu or own is not None
+        counted = gpu or engines_pool is not None
         engines = EngineDevices(engine_layout(config), num_engines(config, gpu=gpu), devices, counted)
     layout = policy_layout(config.policy.megatron_cfg, world_size(config))
     return fits(layout, world_size(config), shape, engines)
@@ -146,10 +147,11 @@ def bins_per_logprob_row(config: PolicyConfig) -> int:
 
 
 def shares_prefixes(packing: SequencePackingConfig, *, transformer_engine: bool) -> bool:
-    """Return whether samples may share what is computed of their prefixes. By default they do where attention is
-    `PackedAttention` anyway; it would replace TransformerEngine's kernels of attention and rotary embedding."""
-    wanted = packing.shared_prefix.enabled
-    return packing.enabled and (not transformer_engine if wanted is None else wanted)
+    """Return whether samples may share the computation of their common prefixes. The default is to share where
+    attention is `PackedAttention` anyway: sharing needs it, in place of TransformerEngine's kernels of attention and
+    rotary embedding."""
+    enabled = packing.shared_prefix.enabled
+    return packing.enabled and (not transformer_engine if enabled is None else enabled)
 
 
 def own_attention(packing: SequencePackingConfig) -> bool:
@@ -197,7 +199,7 @@ def needs_prev(config: RecipeSections) -> bool:
 
 
 def trains_on_rewards(config: RecipeSections) -> bool:
-    """Return whether rewards have a part in the advantages; without one, teachers alone say what is better."""
+    """Return whether rewards are part of the advantages. Otherwise teachers alone decide them."""
     return config.grpo.adv_estimator.name != "opd" or config.on_policy_distillation.use_orm_advantage
 
 
@@ -211,8 +213,8 @@ def teacher_weight(config: RecipeSections) -> float:
 
 
 def teacher_settings(config: RecipeSections) -> dict[str, TeacherConfig]:
-    """Return how each teacher is laid out, by alias: default_teacher_cfg with what teacher_overrides replaces, key by
-    key also in megatron_cfg_overrides and vllm_kwargs."""
+    """Return the layout of each teacher, by alias: default_teacher_cfg, with the values of teacher_overrides in place
+    of its own. megatron_cfg_overrides and vllm_kwargs are merged key by key."""
     section = config.on_policy_distillation
     if not section.enabled:
         return {}
@@ -227,8 +229,8 @@ def teacher_settings(config: RecipeSections) -> dict[str, TeacherConfig]:
 
 
 def teacher_copies(config: RecipeSections) -> dict[str, str]:
-    """Return, for each alias, the first one that uses the same copy of a model: of the same model, layout and backend.
-    It is the alias itself without deduplicate_shared_teacher_checkpoints."""
+    """Return, for each alias, the first alias that uses the same copy of a model: the same model, layout and backend.
+    Without deduplicate_shared_teacher_checkpoints every alias has a copy of its own."""
     settings, first = teacher_settings(config), dict[str, str]()
     if not config.on_policy_distillation.deduplicate_shared_teacher_checkpoints:
         return {alias: alias for alias in settings}
@@ -239,8 +241,8 @@ def teacher_copies(config: RecipeSections) -> dict[str, str]:
 
 
 def teacher_pools(config: RecipeSections) -> dict[str, DevicePool]:
-    """Return the nodes that teachers have to themselves, by alias, aliases that share one copy once; none if teachers
-    share the policy's devices."""
+    """Return the nodes that teachers have to themselves, by alias; aliases that share a copy appear once, under the
+    first. Empty if teachers share the policy's devices."""
     section, cluster = config.on_policy_distillation, config.cluster
     if not (section.enabled and section.non_colocated_teachers.enabled):
         return {}
@@ -252,28 +254,28 @@ def teacher_pools(config: RecipeSections) -> dict[str, DevicePool]:
 
 
 def teacher_ranks(config: RecipeSections, alias: str) -> int:
-    """Return the number of a teacher's ranks: as many as the policy's, or as its own nodes have devices. `alias`: the
-    first of those that share a copy."""
+    """Return the number of a teacher's ranks: the devices of its own nodes, or as many ranks as the policy has. `alias`
+    is the first of the aliases that share its copy."""
     pool = teacher_pools(config).get(alias)
     return world_size(config) if pool is None else pool.ranks
 
 
 def teacher_engines(config: RecipeSections, alias: str, *, gpu: bool) -> EngineDevices | None:
-    """Return the engines of a teacher whose backend is vllm, and None for another. `alias`: the first of those that
-    share a copy."""
+    """Return the engines of a teacher whose backend is vllm, None for another backend. `alias` is the first of the
+    aliases that share its copy."""
     if teacher_settings(config)[alias].backend != "vllm":
         return None
-    vllm, own = teacher_policies(config)[alias].generation.vllm_cfg, teacher_pools(config).get(alias)
+    vllm, nodes = teacher_policies(config)[alias].generation.vllm_cfg, teacher_pools(config).get(alias)
     layout = EngineLayout(vllm.tensor_parallel_size, vllm.pipeline_parallel_size, vllm.expert_parallel_size > 1)
-    pool, counted = own or policy_pool(config), gpu or own is not None
+    pool, counted = nodes or policy_pool(config), gpu or nodes is not None
     return EngineDevices(layout, pool.ranks // layout.ranks if counted else 1, pool, counted)
 
 
 def teacher_findings(
     config: RecipeSections, alias: str, shape: ModelShape | None = None, *, gpu: bool | None = None
 ) -> list[Finding]:
-    """Return all that is wrong with a teacher's layout on its devices. `shape`, `gpu`: as of `layout_findings`;
-    `alias`: the first of those that share a copy."""
+    """Return all that is wrong with a teacher's layout on its devices. `alias` is the first of the aliases that share
+    its copy; `shape` and `gpu` are those of `layout_findings`."""
     gpu = config.cluster.platform == "gpu" if gpu is None else gpu
     engines, ranks = teacher_engines(config, alias, gpu=gpu), teacher_ranks(config, alias)
     if engines is None:
@@ -289,9 +291,9 @@ def teacher_findings(
 
 
 def teacher_policies(config: RecipeSections) -> dict[str, PolicyConfig]:
-    """Return the model and the layout of each teacher by alias, as the section `policy` would describe them; none
-    without teachers. A teacher samples as the policy does: its log-probs are of the same temperature and cut. Of a vllm
-    teacher `generation` describes the engines, and megatron_cfg has their sizes."""
+    """Return the model and the layout of each teacher by alias, written as a section `policy`; empty without teachers.
+    A teacher's log-probs have the temperature, top_k and top_p of the policy's. For a vllm teacher `generation`
+    describes the engines, and megatron_cfg holds their sizes."""
     models = config.on_policy_distillation.teacher_model_by_agent_name
     return {
         alias: _teacher_policy(config.policy, models[alias], settings)
@@ -345,8 +347,8 @@ def _teacher_policy(policy: PolicyConfig, model: str, settings: TeacherConfig) -
 def _teacher_generation(
     policy: PolicyConfig, sizes: Mapping[str, int], precision: str, settings: TeacherConfig
 ) -> GenerationConfig:
-    """Return `policy.generation` with the engines of a teacher. They say one token, which nobody reads, after the
-    longest sample."""
+    """Return `policy.generation` with the engines of a teacher. Each request generates one token after the sample,
+    which nobody reads."""
     generation, vllm = policy.generation, policy.generation.vllm_cfg
     engine = {
         "tensor_parallel_size": sizes["tensor_model_parallel_size"],
@@ -384,7 +386,7 @@ def bin_tokens(config: RecipeSections, algorithm: Algorithm) -> int | None:
 
 def batch_equation(config: RecipeSections, algorithm: Algorithm | None = None) -> str:
     """Return one line, such as "32 prompts x 16 generations = 512 samples = 2 optimizer steps x 256 = 2 x DP 4 x 64
-    samples, packed into bins of at most 2,048 tokens". `algorithm`: None for that of the recipe."""
+    samples, packed into bins of at most 2,048 tokens". `algorithm` is the recipe's by default."""
     policy, dp, algorithm = config.policy, data_parallel_size(config), algorithm or algorithm_of(config)
     per_rank = policy.train_global_batch_size // dp
     noun = "pair" if algorithm == "dpo" else "sample"
@@ -412,8 +414,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def scoring_settings(env: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the environments without the settings of how many samples they score at a time, on which no reward
-    depends."""
+    """Return the environments without the settings that only change how fast they score, not the rewards."""
     speed = ("num_workers", "threads_per_worker", "batch")
     return {
         name: {key: value for key, value in section.items() if key not in speed}
@@ -424,8 +425,8 @@ def scoring_settings(env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_class(name: str, section: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name or import path of the class of the environment `env.<name>`, and the section that it reads: that
-    of a custom class has its `options` and what stands beside them."""
+    """Return the name or import path of the class of the environment `env.<name>`, and the section that the class
+    reads. A custom class reads its `options` together with the other keys of the section."""
     rest = dict(section)
     if "environment" in rest:
         return str(rest.pop("environment")), rest

@@ -13,8 +13,8 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong at one place. `source` is where the value was written: "recipes/x.yaml:12", "command line" or
-    "default"."""
+    """Something wrong with the value at one place of a recipe. `source` says where the value was written:
+    "recipes/x.yaml:12", "command line" or "default"."""
 
     source: str
     key: str
@@ -62,7 +62,8 @@ def joined(path: str, name: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known word most like `word`, or None if none is similar: `cutoff` from 0, any, to 1, equal."""
+    """Return the known word most like `word`, or None if none is similar enough. `cutoff` is the least similarity, from
+    0 (any word) to 1 (equal)."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 

@@ -90,7 +90,7 @@ def recipe_with(args: argparse.Namespace, overrides: Sequence[str]) -> str:
 
     from grpo_mcore.recipe.loading.load import PRESET, presets_of
     from grpo_mcore.recipe.loading.merge import apply_overrides
-    from grpo_mcore.recipe.loading.yaml_tree import Node
+    from grpo_mcore.recipe.yaml_tree import Node
 
     given, problems = Path(args.recipe), list[Problem]()
     words = [*args.overrides, *overrides]

@@ -1,1 +1,1 @@
-"""From YAML files to a resolved tree that knows the file and line of every value, and back to text."""
+"""Reads YAML files into a resolved recipe in which every value knows its file and line, and writes recipes as text."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from omegaconf import Container, OmegaConf
@@ -15,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 
 from grpo_mcore.recipe.errors import Problem, in_yaml
-from grpo_mcore.recipe.loading.yaml_tree import Node
+from grpo_mcore.recipe.yaml_tree import Node
 
 Complete = Callable[[dict[str, Any]], dict[str, Any]]
 Nearest = Callable[[str], str | None]
@@ -52,16 +51,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., float], int | None]] = {
 """Functions of an interpolation by name, with their number of arguments (None: any, at least 1)."""
 
 
-LONGEST = 100_000
-"""Maximum characters of a value with its interpolations."""
-
-_REFERENCE = re.compile(r"\$\{ *(\.*)([\w.\-]+) *\}")
-"""An interpolation of another key: dots of a relative one, and the key."""
-
-_BUILT = re.compile(r"[\w.\-\]{]\$\{|\}[\w.\-\[]")
-"""Where an interpolation may be a part of a key, which is not known before its value."""
-
-
 def _register(name: str, function: Callable[..., float], arity: int | None) -> None:
     def resolver(*arguments: Any, _root_: Any) -> Any:
         if arity is not None and len(arguments) != arity:
@@ -87,60 +76,10 @@ def resolve_tree(tree: Node, complete: Complete, nearest: Nearest, problems: lis
     """Return the tree with every interpolation replaced by its value; one without a value becomes null and is added to
     `problems`. `complete` returns plain values with those of keys that the recipe does not set; they may hold
     interpolations too. `nearest` returns the known key that an unknown one most likely means."""
+    if "${" not in str(tree.plain()):
+        return tree
     tree = _without_bad_syntax(tree, problems)
-    tree = _without_bombs(tree, tree, {}, problems)
-    return _resolved(tree, _parsed(_Values(_needed(complete(tree.plain())))), nearest, problems)
-
-
-class _Values:
-    """Plain values, which are the same key of a cache if they read the same: 1, 1.0, true and "1" do not."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values, self.text = values, repr(values)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Values) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-
-@lru_cache(maxsize=64)  # recipes inherit the same few, and OmegaConf parses each again
-def _parsed(values: _Values) -> Any:
-    """Return the values as OmegaConf has them, to be read only: interpolations are replaced wherever they are read."""
-    return OmegaConf.create(values.values)
-
-
-def _needed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with interpolations, and those that may be named in one: OmegaConf would take most of the time
-    of loading a recipe over the others. Only words of keys are compared, so that a few too many are kept."""
-    texts = " ".join(_interpolated(values))
-    if _BUILT.search(texts):
-        return values
-    keys = [key.split(".") for key in re.findall(r"""[^\s${}:,\[\]'"]+""", texts)]
-    return _named(values, {word for key in keys for word in key}, {key[-1] for key in keys})
-
-
-def _named(values: dict[str, Any], words: Collection[str], ends: Collection[str]) -> dict[str, Any]:
-    """Return the values with interpolations or named by one of the words, and whole sections named by one of the
-    ends."""
-    kept = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and str(key) not in ends:
-            if below := _named(value, words, ends):
-                kept[key] = below
-        elif str(key) in words or any(_interpolated(value)):
-            kept[key] = value
-    return kept
-
-
-def _interpolated(value: Any) -> Iterator[str]:
-    """Yield the texts with interpolations in a value."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _interpolated(item)
-    elif isinstance(value, str) and "${" in value:
-        yield value
+    return _resolved(tree, OmegaConf.create(complete(tree.plain())), nearest, problems)
 
 
 def variables_of(tree: Node, sections: Collection[str], texts: Iterable[str]) -> list[str]:
@@ -154,82 +93,46 @@ def variables_of(tree: Node, sections: Collection[str], texts: Iterable[str]) ->
 
 
 def _without_bad_syntax(node: Node, problems: list[Problem]) -> Node:
+    """Return the node with null for texts that OmegaConf cannot parse: it would refuse the whole recipe."""
     value = node.value
     if isinstance(value, dict):
         value = {name: _without_bad_syntax(child, problems) for name, child in value.items()}
     elif isinstance(value, list):
         value = [_without_bad_syntax(child, problems) for child in value]
-    elif isinstance(value, str) and "${" in value and (why := _bad_syntax(value)) is not None:
-        problems.append(_problem(node, f"not an interpolation such as ${{policy.model_name}}: {why}"))
-        value = None
+    elif _is_interpolated(node):
+        try:
+            parse(value)
+        except OmegaConfBaseException as error:
+            message = f"not an interpolation such as ${{policy.model_name}}: {_reason(error)}"
+            problems.append(_problem(node, message))
+            value = None
     return node.having(value)
 
 
-@lru_cache(maxsize=1024)  # recipes inherit the same few
-def _bad_syntax(text: str) -> str | None:
-    try:
-        parse(text)
-    except OmegaConfBaseException as error:
-        return _reason(error)
-    return None
-
-
-def _without_bombs(node: Node, root: Node, sizes: dict[str, int], problems: list[Problem]) -> Node:
-    """Return the node without texts that would be longer than LONGEST once their interpolations are replaced: a few
-    lines of keys that name each other twice can fill any memory."""
-    value = node.value
-    if isinstance(value, dict):
-        value = {name: _without_bombs(child, root, sizes, problems) for name, child in value.items()}
-    elif isinstance(value, list):
-        value = [_without_bombs(child, root, sizes, problems) for child in value]
-    elif _size(node, root, sizes) > LONGEST:
-        told = node.having(f"{value[:60]}...")
-        problems.append(_problem(told, f"longer than {LONGEST:,} characters with its interpolations"))
-        value = None
-    return node.having(value)
-
-
-def _size(node: Node, root: Node, sizes: dict[str, int]) -> int:
-    """Return the number of characters of a value once its interpolations are replaced. `sizes`: those known, by key."""
-    value = node.value
-    if not (isinstance(value, str) and "${" in value):
-        return len(value) if isinstance(value, str) else 1
-    if node.key not in sizes:
-        sizes[node.key] = 1  # in a circle, which is a problem by itself
-        size = len(value)
-        for dots, name in _REFERENCE.findall(value):
-            parts = node.key.split(".")[: -len(dots)] if dots else []
-            named = root.find(".".join([*parts, name]))
-            size += 0 if named is None else _size(named, root, sizes)
-            if size > LONGEST:
-                break
-        sizes[node.key] = size
-    return sizes[node.key]
-
-
-def _resolved(node: Node, config: Any, nearest: Nearest, problems: list[Problem]) -> Node:
-    """Return the node without interpolations. `config` is its section in the whole configuration."""
-    value: Any = node.value
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        resolved = {name: _item(child, config, name, nearest, problems) for name, child in items}
-        value = resolved if isinstance(value, dict) else list(resolved.values())
-    return node.having(value)
+def _resolved(node: Node, section: Any, nearest: Nearest, problems: list[Problem]) -> Node:
+    """Return a mapping or list without interpolations. `section`: the same mapping or list as OmegaConf has it."""
+    if isinstance(node.value, dict):
+        return node.having({name: _item(item, section, name, nearest, problems) for name, item in node.value.items()})
+    return node.having([_item(item, section, index, nearest, problems) for index, item in enumerate(node.value)])
 
 
 def _item(node: Node, section: Any, name: str | int, nearest: Nearest, problems: list[Problem]) -> Node:
     if isinstance(node.value, dict | list):
-        return _resolved(node, section[name], nearest, problems) if any(_interpolated(node.plain())) else node
-    if not (isinstance(node.value, str) and "${" in node.value):
+        return _resolved(node, section[name], nearest, problems)
+    if not _is_interpolated(node):
         return node
     try:
         value = section[name]
         if isinstance(value, Container):
             return Node.of(OmegaConf.to_container(value, resolve=True), node.source, node.key)
+        return node.having(value)
     except OmegaConfBaseException as error:
         problems.append(_problem(node, _without_value(error, nearest)))
-        value = None
-    return node.having(value)
+        return node.having(None)
+
+
+def _is_interpolated(node: Node) -> bool:
+    return isinstance(node.value, str) and "${" in node.value
 
 
 def _without_value(error: OmegaConfBaseException, nearest: Nearest) -> str:
@@ -238,7 +141,7 @@ def _without_value(error: OmegaConfBaseException, nearest: Nearest) -> str:
     if match := re.search(r"Interpolation key '(.+)' not found", reason):
         key = match[1]
         if key in os.environ:
-            return f"{key} is no key of the recipe; for the environment variable write ${{oc.env:{key}}}"
+            return f"{key} is not a key of the recipe; for the environment variable write ${{oc.env:{key}}}"
         near = nearest(key)
         return f"{key} has no value" + (f"; nearest known key: {near}" if near and near != key else "")
     if match := re.search(r"Unsupported interpolation type (.+)", reason):

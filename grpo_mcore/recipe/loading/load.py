@@ -15,11 +15,10 @@ import grpo_mcore
 from grpo_mcore.base.formats import newer_format
 from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, nearest_hint
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
-from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file, parse_text
-from grpo_mcore.recipe.master import MasterConfig
 from grpo_mcore.recipe.schema.keys import nearest_key, plain_defaults
 from grpo_mcore.recipe.schema.master import NULL_MEANS, null_means
-from grpo_mcore.recipe.validation.validate import validated
+from grpo_mcore.recipe.validation.validate import MasterConfig, validated
+from grpo_mcore.recipe.yaml_tree import Node, parse_file, parse_text
 
 _SUFFIXES = ("", ".yaml", ".yml")
 PRESET = "defaults="
@@ -42,9 +41,10 @@ _FILE_KEYS = {
 class Recipe:
     """A recipe, resolved and checked.
 
-    `provenance`: for every key of `config`, where its value was written: "recipes/x.yaml:12", "command line" or
-    "default". `files`: the files that it was read from, the recipe itself first. `imported`: what became of the keys
-    of NeMo RL that it sets."""
+    `provenance` says for every key of `config` where its value was written: "recipes/x.yaml:12", "command line" or
+    "default". `files` are the files that were read, the recipe itself first. `imported` says what became of keys of
+    NeMo RL that it sets.
+    """
 
     config: MasterConfig
     provenance: dict[str, str]
@@ -55,9 +55,9 @@ class Recipe:
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of a YAML file (a path, or a name in recipes/) with the overrides of a command line, of which
-    `defaults=NAME` puts another file, such as a preset, on the recipe, below all other overrides. Raises RecipeError
-    with all problems."""
+    """Return the recipe of a YAML file (a path, or a name in recipes/) with overrides as on a command line. The
+    override `defaults=NAME` merges another file, such as a preset, into the recipe, below all other overrides. Raises
+    RecipeError with all problems."""
     file = find_recipe(str(path))
     name = shown(file)
     files: list[Path] = []
@@ -68,7 +68,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         preset_file = _find(preset, [Path(), *recipe_folders()], (COMMAND_LINE, "defaults"), name)
         tree = merge(tree, _load(preset_file, files, (file,)))
     tree = apply_overrides(tree, [word for word in overrides if not word.startswith(PRESET)], problems)
-    texts = [*(each.read_text(encoding="utf-8") for each in files), *overrides]
+    texts = [*(source.read_text(encoding="utf-8") for source in files), *overrides]
     # Here, because OmegaConf takes a quarter of the time of importing this package.
     from grpo_mcore.recipe.loading.interpolate import resolve_tree, variables_of
 
@@ -87,11 +87,10 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def _without_format(tree: Node, recipe: str) -> Node:
-    """Return the tree without `format`, the number of the form that a recipe is written in. Raises RecipeError for one
-    of a newer version."""
+    """Return the tree without `format`, the version of the recipe's format. Raises RecipeError for a newer version."""
     node = tree.value.pop("format", None) if tree.is_mapping else None
-    if node is not None and (why := newer_format("recipe", node.value)) is not None:
-        raise RecipeError([node.problem(why)], recipe)
+    if node is not None and (reason := newer_format("recipe", node.value)) is not None:
+        raise RecipeError([node.problem(reason)], recipe)
     return tree
 
 
@@ -143,8 +142,8 @@ def leaf_values(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe, completed by those that an interpolation of a key gives that the recipe does not
-    set, or sets to null: the interpolation that null stands for, else the key's default."""
+    """Return the values of a recipe completed by defaults, so that an interpolation may name any key. A key that is
+    null and derived from others gets the interpolation that null stands for."""
     complete = _filled(values, deepcopy(plain_defaults()))
     for key in NULL_MEANS:
         *sections, name = key.split(".")
@@ -219,7 +218,7 @@ def _entries(defaults: Node | None, name: str) -> list[Node]:
 
 
 def _find(
-    name: str, folders: Sequence[Path], place: tuple[str, str], recipe: str, other_than: Path | None = None
+    name: str, folders: Sequence[Path], written_at: tuple[str, str], recipe: str, other_than: Path | None = None
 ) -> Path:
     for folder in folders:
         for suffix in _SUFFIXES:
@@ -232,24 +231,26 @@ def _find(
             if file.stem.replace("_", "-") == written and file.resolve() != other_than:
                 return file.resolve()
     if (algorithm := _UNSUPPORTED.get(Path(name).stem)) is not None:
-        raise RecipeError([Problem(*place, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe)
+        raise RecipeError(
+            [Problem(*written_at, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe
+        )
     below = Path(name).parent  # such as presets
     known: list[str] = []
     for inside in dict.fromkeys((below, Path())):  # recipes/X, where X is meant
         known = known or sorted({file.stem for folder in folders[1:] for file in (folder / inside).glob("*.yaml")})
     places = list(dict.fromkeys(shown(folder.resolve()) for folder in folders if folder.is_dir()))
     message = f"no recipe {in_yaml(name)} in {', '.join(places)}" + nearest_hint(Path(name).stem, known)
-    raise RecipeError([Problem(*place, message)], recipe)
+    raise RecipeError([Problem(*written_at, message)], recipe)
 
 
 def _expand_home(node: Node, problems: list[Problem]) -> None:
-    """Replace ~/ at the start of texts: shells leave it in key=~/folder, and it is the submitter's home. $SCRATCH/,
-    which only a shell would replace, is a problem: it would be the name of a folder."""
+    """Replace ~/ at the start of texts by the home folder: shells do not expand it in key=~/folder. $SCRATCH/ at the
+    start is a problem: only a shell would replace it, and it would become the name of a folder."""
     for _, child in node.children():
         if isinstance(child.value, str) and child.value.startswith("~/"):
             child.value = os.path.expanduser(child.value)
         elif isinstance(child.value, str) and (variable := _SHELL_VARIABLE.match(child.value)):
-            message = f"{in_yaml(child.value)}: a recipe is read by no shell; write ${{oc.env:{variable[1]}}}/..."
+            message = f"{in_yaml(child.value)}: no shell reads a recipe; write ${{oc.env:{variable[1]}}}/..."
             problems.append(child.problem(message))
         else:
             _expand_home(child, problems)
@@ -261,12 +262,12 @@ def _is_there(path: str | Path) -> bool:
 
 
 def _find_files_beside(node: Node, folder: Path) -> None:
-    """Give a file that is not in the working directory its path in `folder`, or in a folder of recipes: prompts/x.txt
-    there, which recipes of NeMo RL call examples/prompts/x.txt."""
+    """Replace the path of a file that does not exist in the working directory by one in `folder`, or in a folder of
+    recipes. Recipes of NeMo RL name prompts/x.txt there as examples/prompts/x.txt."""
     for name, child in node.children():
         if name in _FILE_KEYS and isinstance(child.value, str) and "\n" not in child.value and "{" not in child.value:
             places = [folder, *recipe_folders()]
-            beside = [place / child.value.removeprefix("examples/") for place in places]
+            beside = [base / child.value.removeprefix("examples/") for base in places]
             if not _is_there(child.value) and (file := next(filter(_is_there, beside), None)):
                 child.value = shown(file.resolve())
         else:

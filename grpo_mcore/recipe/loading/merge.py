@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 
 from grpo_mcore.recipe.errors import COMMAND_LINE, Problem, RecipeError, in_yaml, joined
-from grpo_mcore.recipe.loading.yaml_tree import Node, parse_text
 from grpo_mcore.recipe.nemo_rl.data_layouts import same_layout
+from grpo_mcore.recipe.yaml_tree import Node, parse_text
 
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~|)(?P<path>[^\s=+~][^\s=]*?)(?:=(?P<value>.*))?$", re.DOTALL)
 
@@ -35,7 +35,7 @@ def is_override(word: str) -> bool:
 
 
 def override(key: str, text: str) -> str:
-    """Return the override of a key by a text, in quotes if YAML would read something else."""
+    """Return the override that sets a key to a text. The text is quoted if YAML would read something else."""
     try:
         same = parse_text(text, key, COMMAND_LINE).plain() == text and "${" not in text
     except RecipeError:

@@ -44,7 +44,7 @@ _BY_TOPIC = {
     "machines and jobs": "cluster launch",
     "an evaluation, a rehearsal": "eval rehearse",
 }
-"""Sections by what a user wants to choose."""
+"""Sections by the topic that a user looks for."""
 
 
 def reference() -> str:
@@ -59,11 +59,11 @@ def _link(key: str) -> str:
 
 
 def explain(key: str) -> str:
-    """Return what a key means: type, default, meaning, who reads it, where it has an effect, whether a resumed run may
-    change it. For a section, its purpose and its keys. The last parts of a key suffice where only one ends with them,
-    such as `optimizer.lr`.
+    """Return what a key means: its type, default, meaning, where it has an effect, and whether a resumed run may change
+    it; for a section, its purpose and its keys. The last parts of a key suffice if only one key ends with them, such as
+    `optimizer.lr`.
 
-    Raises KeyError with a message, for a key that is unknown, with the nearest known one, or not the only one.
+    Raises KeyError with a message for an unknown key, which names the nearest known one, and for an ambiguous key.
     """
     path = _full_key(key)
     above, _, name = path.rpartition(".")
@@ -71,11 +71,11 @@ def explain(key: str) -> str:
     inner, is_list = section_of(field.annotation)
     meaning = docstrings(section).get(name, "")
     if inner is not None:
-        each = " (a list; each entry has these keys)" if is_list else ""
+        suffix = " (a list; each entry has these keys)" if is_list else ""
         keys = docstrings(inner)
         width = max(map(len, keys))
         rows = [f"  {inside:<{width}}  {_first_sentence(text)}" for inside, text in keys.items()]
-        return "\n".join([path + each, *_wrapped(_purpose(inner) or meaning), "", *rows]) + "\n"
+        return "\n".join([path + suffix, *_wrapped(_purpose(inner) or meaning), "", *rows]) + "\n"
     facts = [("type", _type(field.annotation, field.metadata)), ("default", _default(field))]
     facts += [("effect", effect) for effect in _EFFECT.findall(meaning)]
     if "enabled" in section.model_fields and name != "enabled":
@@ -89,15 +89,15 @@ _EFFECT = re.compile(r"((?:No effect|Only (?:with|for)|Needs)[^.]*)")
 
 
 def _full_key(key: str) -> str:
-    """Return the known key, with `*` for positions in lists, that is written as `key` or ends with it."""
-    wanted = "." + ".".join(part for part in key.split(".") if not part.isdecimal() and part != "*")
+    """Return the known key that is `key`, or the only one that ends with it, with `*` for positions in lists."""
+    end = "." + ".".join(part for part in key.split(".") if not part.isdecimal() and part != "*")
     ends = {f".{path}".replace(".*", ""): path for path in known_keys()}
-    keys = [ends[wanted]] if wanted in ends else [path for plain, path in ends.items() if plain.endswith(wanted)]
+    keys = [ends[end]] if end in ends else [path for plain, path in ends.items() if plain.endswith(end)]
     if len(keys) == 1:
         return keys[0]
     if keys:
         raise KeyError(f"{key}: which one? {', '.join(keys)}")
-    if wanted.startswith(".env."):
+    if end.startswith(".env."):
         raise KeyError(f"{key}: an environment's keys are those of its class; docs/environments.md has them")
     near = nearest_key(key)
     raise KeyError(f"{key}: unknown key" + (f"; nearest known key: {near}" if near else ""))
@@ -123,8 +123,8 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _sections(section: type[Section], path: str, meaning: str, written: dict[type[Section], str]) -> Iterator[str]:
-    """Yield the text of a section, then those of the sections in it. `meaning`: of the section's key, for a section
-    that says nothing of itself. `written`: where sections were written before."""
+    """Yield the text of a section, then those of the sections in it. `meaning` is the text for a section without a
+    docstring. `written` holds the key at which each section was printed already."""
     if section in written:
         yield f"## `{path}`\n\nSame keys as `{written[section]}`.\n"
         return
@@ -160,8 +160,8 @@ def _type(annotation: Any, metadata: Any = ()) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0], arguments[1].metadata if isinstance(arguments[1], FieldInfo) else arguments[1:])
-    if named := next((item for item in metadata if isinstance(item, NameOrCode)), None):
-        return ", ".join([*(f"`{name}`" for name in named.names or ["text"]), "`{path, options}`"])
+    if names := next((item for item in metadata if isinstance(item, NameOrCode)), None):
+        return ", ".join([*(f"`{name}`" for name in names.names or ["text"]), "`{path, options}`"])
     if annotation is str and any(getattr(item, "func", None) is check_import_path for item in metadata):
         return "import path"
     if origin is Literal:

@@ -10,8 +10,8 @@ import yaml
 
 from grpo_mcore.recipe.errors import DEFAULT, joined
 from grpo_mcore.recipe.loading.load import Recipe, shown
-from grpo_mcore.recipe.loading.yaml_tree import FLOAT
 from grpo_mcore.recipe.schema.master import null_means, runs_grpo
+from grpo_mcore.recipe.yaml_tree import FLOAT
 
 _WIDEST = 72
 
@@ -30,7 +30,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
 
 def resolved_yaml(recipe: Recipe, *, sources: bool = True, without: frozenset[str] = frozenset()) -> str:
     """Return YAML that loads to the same configuration. With `sources`, a comment after each value says where it was
-    written. Sections of the algorithm that the recipe does not run, and those in `without`, are left out."""
+    written. It leaves out `without`, and the sections of algorithms that the recipe does not run."""
     unused = set(without) | ({"sft", "dpo", "eval"} - recipe.config.model_fields_set)
     unused |= set() if runs_grpo(recipe.config) else {"grpo", "loss_fn"}
     lines = list(_lines(recipe.config.model_dump(exclude=unused), "", 0, recipe.provenance))
@@ -47,7 +47,7 @@ def _lines(value: dict[str, Any], path: str, depth: int, provenance: dict[str, s
         if isinstance(item, dict) and item:
             yield f"{indent}{_scalar(name)}:", ""
             yield from _lines(item, key, depth + 1, provenance)
-        elif isinstance(item, list) and item and isinstance(item[0], dict):
+        elif isinstance(item, list) and item and all(isinstance(entry, dict) and entry for entry in item):
             yield f"{indent}{_scalar(name)}:", ""
             for position, entry in enumerate(item):
                 inner = list(_lines(entry, joined(key, str(position)), depth + 2, provenance))
@@ -65,7 +65,7 @@ def _origin(key: str, provenance: dict[str, str]) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """Return a scalar or a list of scalars on one line, which YAML 1.1 and YAML 1.2 read alike."""
+    """Return a scalar or a list of scalars on one line that YAML 1.1 and YAML 1.2 read alike."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True).rstrip()
     return text.removesuffix("\n...").rstrip()
 
@@ -76,8 +76,8 @@ HIDDEN = "(hidden)"
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
-    """Return a recipe's plain values, to show to others: without the texts under names such as TOKEN, PASSWORD or
-    webhook, and without user names, passwords and keys in addresses. Keys that name an environment variable stay."""
+    """Return a recipe's plain values in a form to show to others: texts under names such as TOKEN, PASSWORD or webhook
+    are hidden, and so are user names, passwords and keys in addresses. Names of environment variables stay."""
     if isinstance(values, Mapping):
         return {key: without_secrets(value, str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):

@@ -10,8 +10,8 @@ nested layout."""
 from __future__ import annotations
 
 from grpo_mcore.recipe.errors import Problem, in_yaml
-from grpo_mcore.recipe.loading.yaml_tree import Node
 from grpo_mcore.recipe.schema.data import FILE_DATASETS, DatasetEntry
+from grpo_mcore.recipe.yaml_tree import Node
 
 _TRAIN = {"dataset_name": "dataset_name", "train_data_path": "data_path", "train_split": "split"}
 _VALIDATION = {"val_data_path": "data_path", "val_split": "split"}
@@ -29,8 +29,8 @@ _GYM_FILES = {"train_jsonl_fpath": "train", "validation_jsonl_fpath": "validatio
 
 
 def same_layout(base: Node, top: Node) -> tuple[Node, Node]:
-    """Return the `data` sections of a file (`top`) and of what it inherits (`base`) in a form that can be merged key by
-    key."""
+    """Return the `data` sections of a file (`top`) and of the file that it inherits from (`base`) in one layout, so
+    that they can be merged key by key."""
     base, top = _named_by_entry(base), _named_by_entry(top)
     base_names, top_names = set(base.value), set(top.value)
     if top_names & {"train", "validation", "default"} and base_names & (_NAMES_DATASETS | _SHARED):
@@ -50,7 +50,7 @@ def same_layout(base: Node, top: Node) -> tuple[Node, Node]:
 
 
 def _named_by_entry(data: Node) -> Node:
-    """Return the section with the files of _GYM_FILES as datasets, unless it has these datasets too."""
+    """Return the section with the files of _GYM_FILES as datasets, unless it names these datasets itself."""
     value = {name: node for name, node in data.value.items() if name not in _GYM_FILES}
     for old, name in _GYM_FILES.items():
         if old in data.value and name not in value:
@@ -111,9 +111,9 @@ def _nested(data: Node) -> Node:
 
 def _entry(data: Node, keys: dict[str, str], also: dict[str, str] | None = None) -> Node:
     """Return the dataset that flat keys describe, or null if all of them are null."""
-    named = [data.value[flat] for flat in keys if flat in data.value]
-    source, key = named[0].source, named[0].key
-    if all(node.value is None for node in named):
+    nodes = [data.value[flat] for flat in keys if flat in data.value]
+    source, key = nodes[0].source, nodes[0].key
+    if all(node.value is None for node in nodes):
         return Node(None, source, key)
     fields = {**keys, **(also or {})}
     return Node({new: data.value[flat] for flat, new in fields.items() if flat in data.value}, source, key)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from grpo_mcore.recipe.errors import Problem, in_yaml, joined, nearest_hint
-from grpo_mcore.recipe.loading.yaml_tree import Node
 from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import without_nemo_rl_keys
 from grpo_mcore.recipe.schema.distillation import DivergenceConfig, TeacherConfig
 from grpo_mcore.recipe.schema.fine_tuning import SFTConfig
 from grpo_mcore.recipe.schema.grpo import GRPOConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig
+from grpo_mcore.recipe.yaml_tree import Node
 
 ALIAS = "teacher"
 """Alias of the only teacher."""
@@ -19,13 +19,13 @@ _OF_TRAINING = {"enabled", "optimizer", "scheduler", "distributed_data_parallel_
 
 
 def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
-    """Return the tree with the keys of `distillation`, `teacher` and `loss_fn` where this trainer has them. What became
-    of each is added to `notes`. A tree without `distillation` stays as it is."""
+    """Return the tree with the keys of `distillation`, `teacher` and `loss_fn` moved to their places in our recipes.
+    `notes` gets a line for each. A tree without `distillation` stays as it is."""
     section = tree.value.get("distillation")
     if section is None or not section.is_mapping:
         return tree
     value = {name: node for name, node in tree.value.items() if name != "distillation"}
-    settings, given = dict(section.value), value.pop("teacher", None)
+    settings, teacher = dict(section.value), value.pop("teacher", None)
     on_policy = settings.pop("on_policy", Node(True, section.source, "distillation.on_policy"))
     if not isinstance(on_policy.value, bool):
         message = f"expected true or false, got {in_yaml(on_policy.plain())}"
@@ -54,8 +54,8 @@ def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem
         "enabled": Node(True, section.source, "distillation"),
         "divergence": Node(divergence, section.source, "distillation"),
     }
-    if given is not None and given.is_mapping:
-        teaching |= _teacher(given, problems, notes)
+    if teacher is not None and teacher.is_mapping:
+        teaching |= _teacher(teacher, problems, notes)
     _into(value, "on_policy_distillation", teaching, section, problems)
     return tree.having(value)
 
@@ -68,8 +68,8 @@ def _into(
     sections: dict[str, Node], name: str, values: dict[str, Node], written: Node, problems: list[Problem]
 ) -> None:
     """Add values to a section of the recipe, which may hold some of them already."""
-    there = sections.get(name)
-    known = dict(there.value) if there is not None and there.is_mapping else {}
+    present = sections.get(name)
+    known = dict(present.value) if present is not None and present.is_mapping else {}
     for key, node in values.items():
         if key in known and known[key].plain() != node.plain():
             message = f"contradicts {known[key].key} = {in_yaml(known[key].plain())} ({known[key].source})"
@@ -77,15 +77,16 @@ def _into(
     sections[name] = Node({**known, **values}, written.source, name)
 
 
-def _teacher(given: Node, problems: list[Problem], notes: list[Problem]) -> dict[str, Node]:
-    """Return the keys of `on_policy_distillation` that say which teacher there is, and how it is laid out."""
-    given = without_nemo_rl_keys(Node({"policy": given}, given.source, ""), problems, notes).value["policy"]
-    layout, megatron = dict[str, Node](), given.value.get("megatron_cfg")
+def _teacher(policy: Node, problems: list[Problem], notes: list[Problem]) -> dict[str, Node]:
+    """Return the keys of `on_policy_distillation` that name the teacher and its layout, made of its section
+    `policy`."""
+    policy = without_nemo_rl_keys(Node({"policy": policy}, policy.source, ""), problems, notes).value["policy"]
+    layout, megatron = dict[str, Node](), policy.value.get("megatron_cfg")
     if megatron is not None and megatron.is_mapping:
         settings = {name: node for name, node in megatron.value.items() if name not in _OF_TRAINING}
         layout |= {name: settings.pop(name) for name in _SIZES if name in settings}
         layout["megatron_cfg_overrides"] = megatron.having(settings)
-    for key, node in given.children():
+    for key, node in policy.children():
         if key not in PolicyConfig.model_fields:
             hint = nearest_hint(key, list(PolicyConfig.model_fields))
             problems.append(node.problem(f"unknown key of a teacher{hint}"))
@@ -97,8 +98,8 @@ def _teacher(given: Node, problems: list[Problem], notes: list[Problem]) -> dict
             layout[key] = node
         elif key not in ("model_name", "megatron_cfg", "hf_config_overrides"):
             notes.append(node.problem("dropped: a teacher reads the policy's samples, and no more"))
-    if (model := given.value.get("model_name")) is None or model.value is None:
-        problems.append(Problem(given.source, joined(given.key, "model_name"), "this key is required"))
+    if (model := policy.value.get("model_name")) is None or model.value is None:
+        problems.append(Problem(policy.source, joined(policy.key, "model_name"), "this key is required"))
         return {}
     notes += [
         _used(model, f"on_policy_distillation.teacher_model_by_agent_name.{ALIAS}"),
@@ -107,6 +108,6 @@ def _teacher(given: Node, problems: list[Problem], notes: list[Problem]) -> dict
             for name, node in layout.items()
         ),
     ]
-    places = given.having({"default_teacher_cfg": given.having(layout)})
-    models = given.having({ALIAS: model})
+    places = policy.having({"default_teacher_cfg": policy.having(layout)})
+    models = policy.having({ALIAS: model})
     return {"teacher_model_by_agent_name": models, "non_colocated_teachers": places}

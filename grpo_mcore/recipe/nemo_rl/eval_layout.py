@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mcore.recipe.errors import Problem, in_yaml
-from grpo_mcore.recipe.loading.yaml_tree import Node
 from grpo_mcore.recipe.schema.data import DatasetEntry, dataset_by_name
+from grpo_mcore.recipe.yaml_tree import Node
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 # Values by which NeMo RL says "no limit" or "as it is".
@@ -15,8 +15,8 @@ _NEUTRAL: dict[str, Any] = {"top_k": -1, "chat_template": "default"}
 
 
 def eval_layout(tree: Node, problems: list[Problem]) -> Node:
-    """Return the tree with `policy` and `data.validation` made of these keys. Idempotent; a tree without `eval` stays
-    as it is."""
+    """Return the tree with `policy` and `data.validation` made of the top-level sections. Idempotent; a tree without
+    `eval` stays as it is."""
     if "eval" not in tree.value or not ({"generation", "tokenizer"} & set(tree.value) or _named(tree)):
         return tree
     value = dict(tree.value)
@@ -38,7 +38,7 @@ def _named(tree: Node) -> bool:
 
 
 def _policy(generation: dict[str, Node], policy: dict[str, Node]) -> dict[str, Node]:
-    """Return the section `policy` for this section `generation`."""
+    """Return the section `policy` with the values of the section `generation`."""
     generation.pop("num_prompts_per_step", None)  # prompts go to the engines as these have room
     if "model_name" in generation:
         policy["model_name"] = generation.pop("model_name")
@@ -63,7 +63,7 @@ def _data(tree: Node, problems: list[Problem]) -> Node:
     written = data.value["dataset_name"]
     names = written.plain() if written.is_list else str(written.value).split(",")
     of_entry = {key for key in data.value if key in DatasetEntry.model_fields and key != "dataset_name"}
-    given = {key: data.value[key] for key in of_entry if data.value[key].value is not None}
+    shared = {key: data.value[key] for key in of_entry if data.value[key].value is not None}
     presets = {_canonical(name): node for name, node in (sets.children() if sets is not None else ())}
     entries = []
     for name in (str(name).strip() for name in names):
@@ -72,14 +72,14 @@ def _data(tree: Node, problems: list[Problem]) -> Node:
             problems.append(preset.problem(f"expected keys of a dataset, got {in_yaml(preset.value)}"))
             continue
         entry = {"dataset_name": written.having(name)}
-        entries.append(written.having({**entry, **(dict(preset.value) if preset else {}), **given}))
+        entries.append(written.having({**entry, **(dict(preset.value) if preset else {}), **shared}))
     rest = {key: node for key, node in data.value.items() if key not in {*of_entry, "dataset_name"}}
     return data.having({**rest, "validation": written.having(entries)})
 
 
 def _nemo_rl_dataset(data: Node) -> Node:
-    """Return the section with our names of what NeMo RL writes otherwise: a file or address as the dataset's name with
-    the keys of its problems and solutions, and MMLU or GPQA with a part in its name."""
+    """Return the section `data` with our names for what NeMo RL writes differently: a file as the dataset's name, with
+    the keys of its problems and solutions, and MMLU or GPQA with their part in the name."""
     value = dict(data.value)
     language, name = value.pop("language", None), value["dataset_name"]
     for theirs, ours in (("problem_key", "input_key"), ("solution_key", "output_key")):

@@ -1,6 +1,6 @@
-"""Keys of NeMo RL that do not exist here, from the tables of nemo_rl_keys.yaml. A key that exists under another name is
-moved there, one whose value changes nothing is dropped, and each leaves a note for `grpo-mcore config --imported`.
-Otherwise the recipe is refused with what to use instead."""
+"""Handles keys of NeMo RL that do not exist here, by the tables of nemo_rl_keys.yaml. A key that has another name here
+is moved there, and a key that changes nothing is dropped; each leaves a note for `grpo-mcore config --imported`. Any
+other is an error that says what to use instead."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from grpo_mcore.recipe.errors import Problem, in_yaml
-from grpo_mcore.recipe.loading.yaml_tree import Node
-from grpo_mcore.recipe.validation.engines import GYM
+from grpo_mcore.recipe.schema.master import GYM
+from grpo_mcore.recipe.schema.section import is_path
+from grpo_mcore.recipe.yaml_tree import Node
 
 
 @cache
@@ -22,9 +23,13 @@ def key_tables() -> dict[str, dict[str, Any]]:
 
 
 def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
-    """Return the tree without the keys of the tables. Those that would change something are added to `problems`, and
-    what became of the others to `notes`."""
+    """Return the tree without the keys of the tables. `problems` gets those that would change something, and `notes`
+    what became of the others."""
     tree, tables = apply_async_rl(tree.copy(), problems, notes), key_tables()
+    for key in ("grpo.adv_estimator", "data.sampler"):
+        node = tree.find(f"{key}.name")
+        if node is not None and is_path(node.value):  # how recipes of 0.2 name custom code
+            _move(tree, f"{key}.name", {"to": f"{key}.path"}, problems, notes)
     for path, entry in tables["mapped"].items():
         _move(tree, path, entry, problems, notes)
     for path, entry in tables["values"].items():
@@ -55,25 +60,28 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
 
 
 def _note(notes: list[Problem], node: Node, message: str) -> None:
-    """Note what became of a key, unless its value switches nothing on."""
+    """Add a note on what became of a key, unless its value switches nothing on."""
     if not is_off(node.plain()):
         notes.append(node.problem(message))
 
 
 def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem], notes: list[Problem]) -> None:
-    """Give the key `entry["to"]` the value at `path`, which keeps its place and its name in messages."""
+    """Move the value at `path` to the key `entry["to"]`. It keeps its place and its written name for messages."""
     if "unless_set" in entry and tree.find(entry["unless_set"]) is not None:
         return
     *sections, name = entry["to"].split(".")
     for section, old in _places(tree, path):
-        node, there = section.value.pop(old), tree.find(entry["to"])
-        if there is not None and there.is_mapping and node.is_mapping:
-            own = there.value
-            if all(name not in own or own[name].plain() == child.plain() for name, child in node.value.items()):
-                node = node.having(node.value | own)
-                there = None
-        if there is not None and there.value is not None and there.plain() != node.plain():
-            message = f"a key of NeMo RL; contradicts {there.key} = {in_yaml(there.plain())} ({there.source})"
+        node, present = section.value.pop(old), tree.find(entry["to"])
+        if present is not None and present.is_mapping and node.is_mapping:
+            present_keys = present.value
+            if all(
+                name not in present_keys or present_keys[name].plain() == child.plain()
+                for name, child in node.value.items()
+            ):
+                node = node.having(node.value | present_keys)
+                present = None
+        if present is not None and present.value is not None and present.plain() != node.plain():
+            message = f"contradicts {present.key} = {in_yaml(present.plain())} ({present.source})"
             problems.append(node.problem(message))
             continue
         target = tree
@@ -97,19 +105,20 @@ def _replace_value(tree: Node, path: str, entry: dict[str, Any], notes: list[Pro
 
 
 def _split_tokens_of_experts(tree: Node, notes: list[Problem]) -> None:
-    """Turn on sequence parallelism that a recipe turns off where experts are spread over ranks under tensor
+    """Turn sequence parallelism on where a recipe turns it off although experts are spread over ranks under tensor
     parallelism: Megatron-Core needs it there, and it changes no result."""
-    at = "policy.megatron_cfg."
-    split = tree.find(at + "sequence_parallel")
+    prefix = "policy.megatron_cfg."
+    split = tree.find(prefix + "sequence_parallel")
     names = ("tensor_model_parallel_size", "expert_model_parallel_size")
-    sizes = [node.value if (node := tree.find(at + name)) is not None else 1 for name in names]
+    sizes = [node.value if (node := tree.find(prefix + name)) is not None else 1 for name in names]
     if split is not None and split.value is False and all(isinstance(size, int) and size > 1 for size in sizes):
         split.value = True
         notes.append(split.problem("false is true: experts under tensor parallelism need it"))
 
 
 def _without_truncation(tree: Node, notes: list[Problem]) -> None:
-    """Drop the type of truncated importance sampling where the recipe sets its bound to null: it is off there."""
+    """Drop the type of truncated importance sampling where the recipe sets its bound to null, which turns it off in
+    NeMo RL."""
     bound, by_age = (tree.find(f"loss_fn.truncated_importance_sampling_ratio{end}") for end in ("", "_by_age"))
     if bound is None or bound.value is not None or (by_age is not None and by_age.value is not None):
         return
@@ -138,7 +147,8 @@ def is_off(value: Any) -> bool:
 
 
 def _places(tree: Node, path: str) -> list[tuple[Node, Any]]:
-    """Return each mapping or list that has the key at the end of a path, and the key's name or its position."""
+    """Return, for each mapping or list that holds the last part of a path, the mapping or list and the key's name or
+    position in it."""
     places: list[tuple[Node, Any]] = []
     nodes = [tree]
     for part in path.split("."):
@@ -164,7 +174,7 @@ def _switched_on(node: Node) -> Node:
 
 SAMPLERS = {"in_order": "in_order", "weight_fifo": "oldest_first", "windowed": "oldest_first",
             "ready_first": "oldest_first"}  # fmt: skip
-"""What NeMo RL's asynchronous controller calls its samplers, and our grpo.async_grpo.group_order."""
+"""Value of grpo.async_grpo.group_order for each sampler of NeMo RL's asynchronous controller."""
 
 
 def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
@@ -206,19 +216,23 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
         else:
             _note(notes, node, "dropped: lost engines, environments and samples are handled as docs/faults.md says")
     grpo = tree.find("grpo") or Node({}, section.source, "grpo")
-    there = grpo.value.get("async_grpo")
-    for key, node in there.children() if there is not None else ():
+    async_grpo = grpo.value.get("async_grpo")
+    for key, node in async_grpo.children() if async_grpo is not None else ():
         if key in ours and ours[key].plain() != node.plain():
             message = f"contradicts {node.key} = {in_yaml(node.plain())} ({node.source})"
             problems.append(Problem(ours[key].source, ours[key].key, message))
         ours.setdefault(key, node)
-    there = Node(ours, section.source, "grpo.async_grpo")
-    rest["grpo"] = grpo.having({**grpo.value, "async_grpo": there})
+    async_grpo = Node(ours, section.source, "grpo.async_grpo")
+    rest["grpo"] = grpo.having({**grpo.value, "async_grpo": async_grpo})
     loss = rest.get("loss_fn") or Node({}, section.source, "loss_fn")
     key = "use_importance_sampling_correction"
     age = ours.get("max_trajectory_age_steps")
-    given = loss.value.get(key) if loss.is_mapping else None
-    if loss.is_mapping and not (age is not None and age.value == 0) and (given is None or given.value is not True):
+    correction = loss.value.get(key) if loss.is_mapping else None
+    if (
+        loss.is_mapping
+        and not (age is not None and age.value == 0)
+        and (correction is None or correction.value is not True)
+    ):
         # NeMo RL asks for it with grpo.async_grpo alone, where its recipes set it.
         corrected = Node(True, section.source, f"loss_fn.{key}")
         rest["loss_fn"] = loss.having({**loss.value, key: corrected})
@@ -228,10 +242,10 @@ def apply_async_rl(tree: Node, problems: list[Problem], notes: list[Problem]) ->
 
 
 def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
-    """Return the tree without the switches that NeMo RL has in `env`, after doing what they say. Idempotent.
+    """Return the tree without the switches that NeMo RL has in `env`, with their effects applied. Idempotent.
 
     should_use_nemo_gym: true makes NeMo Gym the environment of datasets that name none; false removes its section.
-    `reward_penalties`, which stands at the top there, becomes a key of that section.
+    `reward_penalties`, a top-level section in NeMo RL, becomes a key of that section.
     """
     env = tree.find("env")
     if env is None or not env.is_mapping:
@@ -249,8 +263,8 @@ def apply_gym_switches(tree: Node, problems: list[Problem]) -> Node:
     if penalties is not None and gym is not None and gym.is_mapping:
         tree = tree.having({name: node for name, node in tree.value.items() if name != "reward_penalties"})
         if penalties.value is not None:
-            own = {**gym.value, "reward_penalties": penalties}
-            sections[GYM] = gym.having(own)
+            gym_keys = {**gym.value, "reward_penalties": penalties}
+            sections[GYM] = gym.having(gym_keys)
     tree = tree.having({**tree.value, "env": env.having(sections)})
     if use is None:
         return tree

@@ -1,4 +1,4 @@
-"""`data`: datasets and their loading, in the nested layout. loading/data_layouts.py converts the flat layout."""
+"""`data`: datasets and their loading, in the nested layout. nemo_rl/data_layouts.py converts the flat layout."""
 
 from __future__ import annotations
 
@@ -104,9 +104,10 @@ class DatasetEntry(Section):
     chat_key: str = "messages"
     """Field of a row that holds the messages. Only for openai_format."""
     choices_key: str | None = None
-    """Field of a row that holds the choices of its question, which are shown below it as `A) ...`; the truth becomes
-    the right one's letter. null: `choices`, `options` or another usual field, where a row has it and the question does
-    not show them; none: they are not shown. Only for ResponseDataset and BinaryPreferenceDataset."""
+    """Field of a row that holds the choices of its question. They are shown below the question as `A) ...`, and the
+    ground truth becomes the letter of the right one. null: `choices`, `options` or another usual field, where a row has
+    it and the question does not show them; none: they are not shown. Only for ResponseDataset and
+    BinaryPreferenceDataset."""
     context_key: str | None = None
     """Field of a row that holds the text or the passages that its question is about, shown above it. Only for
     ResponseDataset and BinaryPreferenceDataset."""
@@ -117,8 +118,6 @@ class DatasetEntry(Section):
     """System prompt of rows without one. Only for openai_format."""
     tool_key: str | None = "tools"
     """Field of a row that holds its tools. Only for openai_format. null: tools."""
-    use_preserving_dataset: bool = False
-    """No effect, accepted for recipes of NeMo RL: rows of JSON files always keep all their fields."""
     prompt_key: str = "prompt"
     """Field of a row that holds the prompt. Only for BinaryPreferenceDataset."""
     chosen_key: str = "chosen"
@@ -132,8 +131,9 @@ class DatasetEntry(Section):
     processor: Annotated[str | CustomCode, NameOrCode()] | None = None
     """Data processor by name, or a custom one: docs/extending.md. null: the default of the algorithm."""
     train_on: Literal["all", "last"] = "all"
-    """Answers of a conversation that SFT and DPO train on: all, as the chat template shows them once later turns follow
-    (Qwen3 and DeepSeek leave out earlier thoughts then), or the last, as it would be generated."""
+    """Answers of a conversation that SFT and DPO train on. all: every answer, as the chat template shows it once
+    later turns follow (Qwen3 and DeepSeek leave out earlier reasoning then). last: the last answer, as it would be
+    generated."""
     hint_key: str | None = None
     """Field of a row with a hint, such as a worked solution, that only teachers of on_policy_distillation get, in the
     question. null: they read what the policy read."""
@@ -152,11 +152,11 @@ class DatasetEntry(Section):
 
 
 class SamplerConfig(Section):
-    """`data.sampler`: which prompts of the training data are worth their tokens. Each prompt is taken or passed over
-    when its turn comes; passed over, it comes again in the next pass."""
+    """`data.sampler`: which prompts of the training data are worth their tokens. Each prompt is taken or skipped when
+    its turn comes; a skipped prompt comes again in the next pass."""
 
     enabled: bool = False
-    """Pass over prompts. Otherwise all are taken, in their order."""
+    """Skip prompts. Otherwise all are taken, in their order."""
     name: Literal["difficulty"] = "difficulty"
     """difficulty: by the pool of a prompt's pass rate."""
     path: ImportPath | None = None
@@ -199,14 +199,6 @@ class DataConfig(Section):
     excluded and counted by reason; beyond the share the data is refused. Prompts that are too long do not count."""
     shuffle: Fixed[bool] = True
     """Read the training data in an order drawn from the seed."""
-    num_workers: NonNegative = 1
-    """No effect, accepted for recipes of NeMo RL: the driver tokenises a prompt in well under a millisecond."""
-    add_bos: bool = True
-    """No effect, accepted for recipes of NeMo RL: only the chat template adds special tokens."""
-    add_eos: bool = True
-    """No effect, accepted for recipes of NeMo RL: an answer ends with the token that ends it in a rollout."""
-    add_generation_prompt: bool = False
-    """No effect, accepted for recipes of NeMo RL: SFT trains on what follows the generation prompt."""
     use_multiple_dataloader: Fixed[bool] = False
     """Use one data loader per dataset, for GRPO. There are no epochs then: a dataset that has ended starts again, and
     the run ends at grpo.max_num_steps."""

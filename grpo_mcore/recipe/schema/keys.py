@@ -72,7 +72,7 @@ def nullable(key: str) -> bool:
 
 
 def choices(key: str) -> tuple[Any, ...]:
-    """Return the allowed values of a key, or of an entry of its list, if it has a fixed set of them; otherwise ()."""
+    """Return the allowed values of a key, or of an entry of its list; () if any value of its type is allowed."""
     of_list, _, last = key.rpartition(".")
     field = field_at(of_list if last.isdecimal() else key)
     return _literal(field.annotation) if field is not None else ()
@@ -121,7 +121,8 @@ def _section_meant(section: str) -> str:
 
 
 def _same_words(name: str, known: str, least: int = 1) -> bool:
-    """Return whether all words of one, at least so many, are in the other, or one is the other's initials."""
+    """Return whether all words of one name, of which it has at least `least`, are in the other, or one name is the
+    initials of the other."""
     words, others = name.split("_"), known.split("_")
     initials = ("".join(word[:1] for word in words), "".join(word[:1] for word in others))
     return (

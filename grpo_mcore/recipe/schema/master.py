@@ -8,18 +8,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from grpo_mcore.recipe.schema.cluster import ClusterConfig
+from grpo_mcore.recipe.schema.cluster import ClusterConfig, LaunchConfig
 from grpo_mcore.recipe.schema.data import DataConfig
 from grpo_mcore.recipe.schema.distillation import OnPolicyDistillationConfig
-from grpo_mcore.recipe.schema.evaluation import EvalConfig
+from grpo_mcore.recipe.schema.evaluation import EvalConfig, RehearseConfig
 from grpo_mcore.recipe.schema.fine_tuning import DPOConfig, SFTConfig
-from grpo_mcore.recipe.schema.grpo import GRPOConfig
-from grpo_mcore.recipe.schema.launch import LaunchConfig
-from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
+from grpo_mcore.recipe.schema.grpo import ClippedPGLossConfig, GRPOConfig
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig
-from grpo_mcore.recipe.schema.rehearsal import RehearseConfig
 from grpo_mcore.recipe.schema.section import OffWhenNull, Section
+
+GYM = "nemo_gym"
+"""Name of the environment class, and usually of the section of `env`, through which agents of a NeMo Gym train."""
 
 
 class RecipeSections(Section):
@@ -140,7 +140,7 @@ are. In this order: an entry may use the entries above it."""
 
 def null_means(key: str) -> str | int | None:
     """Return the value of a key that is null, as a recipe would write it: 1024, "${a}" or "${mul:${a},${b}}". None if
-    null is a value of its own."""
+    null means null."""
     meaning = NULL_MEANS.get(key)
     if not isinstance(meaning, tuple):
         return meaning

@@ -113,9 +113,7 @@ class PeftConfig(Section):
     before and during training, and recomputed layers, see the same policy on every layout. Engines, validation and
     export use all features."""
     lora_A_init_method: Literal["xavier", "kaiming", "normal"] = "xavier"
-    """Initialisation of A."""
-    lora_B_init_method: Literal["zero"] = "zero"
-    """Initialisation of B. Zero means that training starts at the model itself."""
+    """Initialisation of A. B starts at zero, so that training starts at the model itself."""
     refit: Literal["merged", "adapters"] = "merged"
     """Content of a refit. merged: all weights, with the adapters added. adapters: the adapters alone, which vLLM then
     applies beside the weights that it has loaded from policy.model_name. It has none for experts, and not for every

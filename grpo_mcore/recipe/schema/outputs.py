@@ -53,8 +53,6 @@ class GpuMonitoringConfig(Section):
 
     collection_interval: PositiveFloat = 10.0
     """Seconds between two samples."""
-    flush_interval: PositiveFloat = 10.0
-    """No effect, accepted for recipes of NeMo RL: the metrics are written with those of each step."""
 
 
 class TensorBoardConfig(Section):
@@ -71,7 +69,7 @@ class PrometheusConfig(Section):
     """Address of the driver's machine at which `/metrics` is served, such as that of the cluster's network. Whoever
     reaches it can read the metrics."""
     port: Annotated[int, Field(gt=0, le=65535)] = 9464
-    """Port of the endpoint. If it is taken, the run goes on and tries again."""
+    """Port of the endpoint. If it is taken, the run continues and tries again."""
 
 
 class AlarmsConfig(Section):
@@ -153,9 +151,9 @@ class CheckpointingConfig(Section):
     """Write the optimizer's state too, which is most of a checkpoint. false: a run that resumes has the weights as the
     model computes with them, in policy.precision, and moments of 0."""
     save_hf: Literal["last", "best", "all", "none"] = "none"
-    """Kept checkpoints that `train` also writes in Hugging Face's format when it ends, as `hf_step_N` beside them: the
-    newest, the best by metric_name, all or none. `sft` and `dpo` write their
-    last weights as `hf`, unless checkpointing.enabled is false and this is none."""
+    """Kept checkpoints that `train` also writes in Hugging Face's format when it ends, as `hf_step_N` next to them: the
+    newest, the best by metric_name, all or none. `sft` and `dpo` write their last weights as `hf`, unless
+    checkpointing.enabled is false and this is none."""
     is_async: bool = False
     """Write a checkpoint during the steps that follow it: training waits only until the values are copied. A run that
     dies may lose the checkpoint that was being written. false: training waits until it is written."""

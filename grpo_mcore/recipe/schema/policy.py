@@ -137,7 +137,7 @@ class PolicyConfig(Section):
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
     """Packing of sequences into bins."""
     dynamic_batching: Annotated[DynamicBatchingConfig, OffWhenNull] = Field(default_factory=DynamicBatchingConfig)
-    """Micro-batches by token budget. Not supported yet."""
+    """Micro-batches bounded by tokens."""
     router_replay: Annotated[RouterReplayConfig, OffWhenNull] = Field(default_factory=RouterReplayConfig)
     """Replay of the engine's expert choices."""
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)

@@ -107,7 +107,7 @@ class CustomCode(Section):
     path: ImportPath
     """Import path of the function or class: docs/extending.md."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments that it gets besides those that its key gives it."""
+    """Further keyword arguments of every call."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Checks of a recipe: keys of NeMo RL, unsupported keys, and what must hold between keys, by topic."""
+"""Checks of a recipe: types, unsupported keys, and what must hold between keys, by topic."""

@@ -64,16 +64,9 @@ def _advice(config: RecipeSections, dp: int) -> str:
 
 
 def check_lengths(config: RecipeSections) -> Iterator[Finding]:
-    """Token limits must not exceed the longest sequence, and bins must hold it."""
+    """Bins must hold the longest sequence."""
     policy, longest = config.policy, config.policy.max_total_sequence_length
     limit_key = "policy.max_total_sequence_length"
-    for key, value in (
-        ("policy.generation.max_new_tokens", policy.generation.max_new_tokens),
-        ("policy.generation.vllm_cfg.max_model_len", policy.generation.vllm_cfg.max_model_len),
-        ("data.max_input_seq_length", config.data.max_input_seq_length),
-    ):
-        if value is not None and value > longest:
-            yield Finding((key, limit_key), f"{value} tokens are more than {limit_key} = {longest}")
     packing, dynamic = policy.sequence_packing, policy.dynamic_batching
     if packing.enabled and dynamic.enabled:
         yield Finding(

@@ -27,48 +27,50 @@ def check_data(config: RecipeSections) -> Iterator[Finding]:
         )
     for part, entries in (("train", config.data.train), ("validation", config.data.validation)):
         for position, entry in enumerate(entries):
-            at = f"data.{part}.{position}."
+            prefix = f"data.{part}.{position}."
             if entry.dataset_name.endswith((".jsonl", ".json", ".parquet")):
                 yield Finding(
-                    (at + "dataset_name",),
+                    (prefix + "dataset_name",),
                     f"{entry.dataset_name} is a file: give it as data_path, with dataset_name ResponseDataset if its "
                     "rows have input and output",
                 )
                 continue
-            yield from _check_dataset(entry, at, algorithm_of(config))
+            yield from _check_dataset(entry, prefix, algorithm_of(config))
             if entry.env_name is None and (runs_grpo(config) or only_evaluates(config)) and len(config.env) > 1:
                 yield Finding(
-                    (at + "env_name", f"data.{part}"),
+                    (prefix + "env_name", f"data.{part}"),
                     f"{entry.dataset_name}: name the environment that scores it with env_name: {', '.join(config.env)}",
                 )
             if entry.env_name is not None and entry.env_name not in config.env:
                 hint = nearest_hint(entry.env_name, config.env)
                 known = ", ".join(config.env) or "no entries"
-                yield Finding((at + "env_name",), f"{in_yaml(entry.env_name)} is not in env, which has {known}{hint}")
+                yield Finding(
+                    (prefix + "env_name",), f"{in_yaml(entry.env_name)} is not in env, which has {known}{hint}"
+                )
 
 
-def _check_dataset(entry: DatasetEntry, at: str, algorithm: Algorithm) -> Iterator[Finding]:
+def _check_dataset(entry: DatasetEntry, prefix: str, algorithm: Algorithm) -> Iterator[Finding]:
     name = dataset_by_name(entry.dataset_name)
     if name is None and not {".", ":"} & set(entry.dataset_name):
-        yield Finding((at + "dataset_name",), unknown_dataset(entry.dataset_name))
+        yield Finding((prefix + "dataset_name",), unknown_dataset(entry.dataset_name))
     elif name in PREFERENCE_DATASETS and algorithm != "dpo":
         yield Finding(
-            (at + "dataset_name",),
+            (prefix + "dataset_name",),
             f"{name} holds pairs of answers for DPO; GRPO and SFT cannot use them. A recipe for DPO has a section dpo",
         )
     elif name in FILE_DATASETS and not entry.data_path:
-        yield Finding((at + "data_path", at + "dataset_name"), f"{entry.dataset_name} needs a data_path")
+        yield Finding((prefix + "data_path", prefix + "dataset_name"), f"{entry.dataset_name} needs a data_path")
 
 
 def check_sampler(config: RecipeSections) -> Iterator[Finding]:
-    """Only GRPO has pass rates."""
+    """Prompts can be sampled by their pass rates in GRPO only."""
     if config.data.sampler.enabled and not runs_grpo(config):
         yield Finding(("data.sampler.enabled",), f"{algorithm_of(config).upper()} has no pass rates; leave it false")
 
 
 def check_loaders(config: RecipeSections) -> Iterator[Finding]:
-    """With one data loader per dataset, a step consists of whole batches."""
-    data, at = config.data, "data.num_prompts_per_dataloader"
+    """If each dataset has a data loader of its own, a step must consist of whole batches."""
+    data, key = config.data, "data.num_prompts_per_dataloader"
     if not data.use_multiple_dataloader:
         return
     if not runs_grpo(config):
@@ -80,19 +82,19 @@ def check_loaders(config: RecipeSections) -> Iterator[Finding]:
     size, prompts = data.num_prompts_per_dataloader, config.grpo.num_prompts_per_step
     if size is None:
         yield Finding(
-            (at, "data.use_multiple_dataloader"),
+            (key, "data.use_multiple_dataloader"),
             "required with use_multiple_dataloader: the number of prompts per loader",
         )
     elif prompts % size:
         below = prompts // size * size
         sizes = " or ".join(str(number) for number in (below, below + size) if number)
         yield Finding(
-            (at, "grpo.num_prompts_per_step"),
+            (key, "grpo.num_prompts_per_step"),
             f"grpo.num_prompts_per_step = {prompts} is not a multiple of {size}; nearest that is: {sizes}",
         )
     elif data.custom_dataloader is None and data.train and prompts != size * len(data.train):
         yield Finding(
-            (at, "grpo.num_prompts_per_step"),
+            (key, "grpo.num_prompts_per_step"),
             f"one batch of each of {len(data.train)} datasets is {len(data.train)} x {size} = "
             f"{size * len(data.train)} prompts, but grpo.num_prompts_per_step is {prompts}; make them equal, or name a "
             "custom_dataloader that mixes the datasets differently",

@@ -1,4 +1,4 @@
-"""Rules of distillation: which teachers there are, and what their advantage goes with."""
+"""Rules of distillation: which teachers there are, their layouts, and the options that fit their advantage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_mcore.recipe.errors import nearest_hint
 from grpo_mcore.recipe.schema.keys import nearest_key
 from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
 from grpo_mcore.recipe.schema.megatron import MegatronConfig
-from grpo_mcore.recipe.validation.engines import OF_EVERY_ENGINE
+from grpo_mcore.recipe.validation.layout import OF_EVERY_ENGINE
 
 _AT = "on_policy_distillation."
 _ESTIMATOR = "grpo.adv_estimator."
@@ -33,19 +33,19 @@ _HAVE_KEYS = {
     "data_parallel_size": "the teacher's devices",
     "gpu_memory_utilization": "the teacher's gpu_memory_utilization",
 }
-"""Arguments of a teacher's engines that come from other keys of a recipe."""
+"""Arguments of a teacher's engines that a recipe sets by other keys."""
 
 
 def check_teachers(config: RecipeSections) -> Iterator[Finding]:
-    """Teachers must exist where their log-probs are wanted, and be wanted where they exist."""
+    """Teachers must exist where the advantage needs their log-probs, and must be used where they exist."""
     section, estimator = config.on_policy_distillation, config.grpo.adv_estimator
     names = section.teacher_model_by_agent_name
     given_answers = algorithm_of(config) == "sft"
-    wanted = estimator.name == "opd" or estimator.opd_weight > 0 or given_answers
+    needed = estimator.name == "opd" or estimator.opd_weight > 0 or given_answers
     if estimator.name == "opd" and estimator.opd_weight > 0:
         message = "the weight of the estimator opd is 1; remove it"
         yield Finding((_ESTIMATOR + "opd_weight", _ESTIMATOR + "name"), message)
-    if wanted and not section.enabled and not given_answers:
+    if needed and not section.enabled and not given_answers:
         key = "name" if estimator.name == "opd" else "opd_weight"
         yield Finding(
             (_ESTIMATOR + key, _AT + "enabled"),
@@ -56,7 +56,7 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
             if entry.hint_key is not None:
                 yield Finding((f"data.train.{position}.hint_key",), "is for teachers of on_policy_distillation alone")
         return
-    if not wanted:
+    if not needed:
         yield Finding(
             (_AT + "enabled", _ESTIMATOR + "name"),
             "has no effect without grpo.adv_estimator.name: opd, or opd_weight above 0 with another estimator",
@@ -66,7 +66,7 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
     default = section.default_teacher_alias
     if default is not None and default not in names:
         yield Finding(
-            (_AT + "default_teacher_alias",), f"{default!r} is none of the teachers{nearest_hint(default, list(names))}"
+            (_AT + "default_teacher_alias",), f"{default!r} is not a teacher{nearest_hint(default, list(names))}"
         )
     if default is None and len(names) > 1 and not section.strict_agent_name_match:
         yield Finding(
@@ -87,7 +87,7 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
         if alias not in names:
             yield Finding(
                 (f"{_AT}non_colocated_teachers.teacher_overrides.{alias}",),
-                f"{alias!r} is none of the teachers{nearest_hint(alias, list(names))}",
+                f"{alias!r} is not a teacher{nearest_hint(alias, list(names))}",
             )
     yield from _layouts(config)
     if not given_answers:
@@ -97,25 +97,25 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
 def _layouts(config: RecipeSections) -> Iterator[Finding]:
     """Teachers must have keys of policy.megatron_cfg, and fit the devices."""
     places = config.on_policy_distillation.non_colocated_teachers
-    named = [("default_teacher_cfg", places.default_teacher_cfg)]
-    named += [(f"teacher_overrides.{alias}", teacher) for alias, teacher in places.teacher_overrides.items()]
+    configs = [("default_teacher_cfg", places.default_teacher_cfg)]
+    configs += [(f"teacher_overrides.{alias}", teacher) for alias, teacher in places.teacher_overrides.items()]
     wrong = []
-    for at, teacher in named:
+    for key, teacher in configs:
         try:
             MegatronConfig.model_validate(config.policy.megatron_cfg.model_dump() | teacher.megatron_cfg_overrides)
         except ValidationError as error:
             wrong += [
-                (f"{at}.megatron_cfg_overrides.{'.'.join(map(str, problem['loc']))}", problem)
+                (f"{key}.megatron_cfg_overrides.{'.'.join(map(str, problem['loc']))}", problem)
                 for problem in error.errors(include_url=False)
             ]
-    for at, problem in wrong:
+    for key, problem in wrong:
         near = nearest_key(f"policy.megatron_cfg.{problem['loc'][0]}")
         hint = f"; nearest: {near.rpartition('.')[2]}" if near else ""
         unknown = problem["type"] == "extra_forbidden"
         message = (
-            f"is no key of policy.megatron_cfg{hint}" if unknown else f"{problem['msg']}, got {problem['input']!r}"
+            f"is not a key of policy.megatron_cfg{hint}" if unknown else f"{problem['msg']}, got {problem['input']!r}"
         )
-        yield Finding((f"{_AT}non_colocated_teachers.{at}",), message)
+        yield Finding((f"{_AT}non_colocated_teachers.{key}",), message)
     if not wrong and (left := nodes_left(config)) < 1:
         taken = config.cluster.num_nodes - left
         message = f"teachers take {taken} of {config.cluster.num_nodes} nodes, and the policy needs at least one"
@@ -135,15 +135,16 @@ def _layouts(config: RecipeSections) -> Iterator[Finding]:
 
 
 def _place(config: RecipeSections, alias: str, name: str = "") -> str:
-    """Return the key under which a teacher is laid out: of `name`, where that is given."""
+    """Return the key of a teacher's layout, or of the value `name` in it: in its own override if that sets it, else in
+    the default."""
     override = config.on_policy_distillation.non_colocated_teachers.teacher_overrides.get(alias)
     ours = override is not None and (not name or name in override.model_fields_set)
-    at = f"{_AT}non_colocated_teachers." + (f"teacher_overrides.{alias}" if ours else "default_teacher_cfg")
-    return f"{at}.{name}" if name else at
+    section = f"{_AT}non_colocated_teachers." + (f"teacher_overrides.{alias}" if ours else "default_teacher_cfg")
+    return f"{section}.{name}" if name else section
 
 
 def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
-    """vLLM scores sampled tokens, under the whole distribution, on ranks that divide a model in vLLM's ways."""
+    """A vllm teacher must only score sampled tokens, under the whole distribution, with a layout that vLLM has."""
     generation = config.policy.generation
     for alias, settings in teacher_settings(config).items():
         backend = _place(config, alias, "backend")
@@ -173,10 +174,10 @@ def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
             message = f"{experts} is neither 1 nor the {tensor} tensor-parallel ranks that share an engine's experts"
             yield (_place(config, alias, "expert_model_parallel_size"), backend), message
         for name in settings.vllm_kwargs:
-            if (there := _HAVE_KEYS.get(name)) is not None:
-                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"is set by {there}; change it there"
-            elif (why := OF_EVERY_ENGINE.get(name)) is not None:
-                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"cannot be chosen: {why}; remove it"
+            if (setter := _HAVE_KEYS.get(name)) is not None:
+                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"is set by {setter}; change it there"
+            elif (reason := OF_EVERY_ENGINE.get(name)) is not None:
+                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"cannot be chosen: {reason}; remove it"
         hinted = [number for number, entry in enumerate(config.data.train) if entry.hint_key is not None]
         if hinted and "max_model_len" not in settings.vllm_kwargs:
             message = "with a hint an engine must know the longest prompt with its answer: {max_model_len: TOKENS}"
@@ -184,7 +185,7 @@ def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _pure(config: RecipeSections) -> Iterator[Finding]:
-    """What reads rewards or groups has nothing to read if only the teacher's log-probs count."""
+    """Options that read rewards or groups must be off if only the teacher's log-probs count."""
     section, grpo = config.on_policy_distillation, config.grpo
     if grpo.adv_estimator.name != "opd":
         if section.use_orm_advantage:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.derived import trains_on_rewards
 from grpo_mcore.recipe.errors import in_yaml
-from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
+from grpo_mcore.recipe.schema.grpo import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
 
 _ESTIMATOR = "grpo.adv_estimator."
@@ -37,7 +37,7 @@ def loss_findings(loss: ClippedPGLossConfig) -> list[Finding]:
 
 
 def _custom_loss(loss: ClippedPGLossConfig) -> Iterator[Finding]:
-    """Options are those of a loss of one's own."""
+    """Options are only read by a custom loss."""
     if loss.options and loss.path is None:
         yield Finding((_LOSS + "options", _LOSS + "path"), "are for a loss of your own: set loss_fn.path")
 
@@ -161,14 +161,6 @@ def check_rewards(config: RecipeSections) -> Iterator[Finding]:
             f"the source interval [{scaling.source_min:g}, {scaling.source_max:g}] is empty",
         )
     longest, buffer = shaping.max_response_length, shaping.overlong_buffer_length
-    if shaping.path is not None and not shaping.enabled:
-        yield Finding(
-            ("grpo.reward_shaping.path", "grpo.reward_shaping.enabled"), "has no effect without enabled: true"
-        )
-    if shaping.options and shaping.path is None:
-        yield Finding(
-            ("grpo.reward_shaping.options", "grpo.reward_shaping.path"), "are for a function of your own: set path"
-        )
     if shaping.path is not None:
         return
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and longest is not None and buffer > longest:
@@ -179,7 +171,7 @@ def check_rewards(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_shaping_acts(config: RecipeSections) -> Iterator[Finding]:
-    """Some answers must be able to become long enough for the penalty on long answers."""
+    """Some answers must be able to reach the length at which the penalty on long answers begins."""
     shaping, generation = config.grpo.reward_shaping, config.policy.generation
     longest, turns = shaping.max_response_length, config.grpo.max_rollout_turns
     if (
@@ -200,11 +192,9 @@ def check_shaping_acts(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_advantages(config: RecipeSections) -> Iterator[Finding]:
-    """Options of the advantage estimator must be among those that it has."""
+    """Options of the advantage estimator must be options that it reads."""
     grpo, estimator = config.grpo, config.grpo.adv_estimator
     name: str = estimator.path or estimator.name
-    if estimator.options and estimator.path is None:
-        yield Finding((_ESTIMATOR + "options", _ESTIMATOR + "name"), f"are for a custom estimator; {name} has none")
     if estimator.path is not None:
         for key in ("normalize_rewards", "use_leave_one_out_baseline", "reward_weights"):
             if estimator[key] is not None:
@@ -246,12 +236,6 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
         yield Finding(
             ("grpo.num_generations_per_prompt",),
             "a group of 1 has nothing to be compared with, so every advantage would be 0; use 2 or more",
-        )
-    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
-    if low is not None and high is not None and low > high:
-        yield Finding(
-            ("grpo.advantage_clip_low", "grpo.advantage_clip_high"),
-            f"the lower bound {low:g} is above the upper bound {high:g}",
         )
 
 

@@ -10,8 +10,8 @@ from grpo_mcore.recipe.errors import in_yaml, nearest_hint
 from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
 
 VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")
-"""Metrics of every validation, over all its data and per task (`TASK/accuracy`). pass@k comes with several
-samples a prompt, reward/NAME with rewards that have parts."""
+"""Metrics of every validation, over all its data and per task (`TASK/accuracy`). With several samples a prompt there is
+also pass@k, and with rewards that have parts reward/NAME."""
 
 
 MIRRORS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file")
@@ -36,12 +36,10 @@ def check_mirror(config: RecipeSections) -> Iterator[Finding]:
     elif wrong := [sign for sign in "#%" if sign in rest]:
         others = "the checkpoints would lie under another prefix, maybe that of another run"
         yield Finding((key,), f"{wrong[0]} has a meaning of its own in an address: {others}; leave it out")
-    if not saving.enabled:
-        yield Finding((key, "checkpointing.enabled"), "there are no checkpoints to copy; set it to null")
 
 
 def check_webhook(config: RecipeSections) -> Iterator[Finding]:
-    """Alarms go to an address of the web. It may be a secret, and is not shown."""
+    """Alarms go to a web address. It may hold a secret, so messages do not show it."""
     webhook = config.logger.alarms.webhook
     if webhook is not None and not re.match(r"https?://\w", webhook):
         yield Finding(("logger.alarms.webhook",), "expected an address that begins with https:// or http://")
@@ -51,7 +49,7 @@ VARIABLE = re.compile(r"[A-Za-z_*][A-Za-z0-9_*?]*")
 
 
 def check_variables(config: RecipeSections) -> Iterator[Finding]:
-    """cluster.env_vars holds names: their values come from the shell that starts the run."""
+    """cluster.env_vars must hold names only: their values come from the shell that starts the run."""
     for name in config.cluster.env_vars:
         if not VARIABLE.fullmatch(name):
             yield Finding(
@@ -62,9 +60,9 @@ def check_variables(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_ages(config: RecipeSections) -> Iterator[Finding]:
-    """Requirements of generation ahead of training, and of its options."""
+    """Generation ahead of training needs importance weights, and its options must fit each other."""
     ahead, prompts = config.grpo.async_grpo, config.grpo.num_prompts_per_step
-    at, enabled, age_key = "grpo.async_grpo.", "grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"
+    prefix, enabled, age_key = "grpo.async_grpo.", "grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"
     if not ahead.max_age:
         return
     if not config.loss_fn.use_importance_sampling_correction:
@@ -75,41 +73,41 @@ def check_ages(config: RecipeSections) -> Iterator[Finding]:
         )
     if ahead.max_groups_in_flight is not None and ahead.max_groups_in_flight < prompts:
         yield Finding(
-            (at + "max_groups_in_flight", "grpo.num_prompts_per_step"),
+            (prefix + "max_groups_in_flight", "grpo.num_prompts_per_step"),
             f"{ahead.max_groups_in_flight} groups are fewer than the {prompts} of a step",
         )
     if ahead.recompute_kv_cache_after_weight_updates and not ahead.in_flight_weight_updates:
         yield Finding(
-            (at + "recompute_kv_cache_after_weight_updates", at + "in_flight_weight_updates"),
+            (prefix + "recompute_kv_cache_after_weight_updates", prefix + "in_flight_weight_updates"),
             "has no effect without in_flight_weight_updates: true: no sample is unfinished at a refit",
         )
     if ahead.min_samples_per_group is not None:
         samples = config.grpo.num_generations_per_prompt
         if ahead.min_samples_per_group > samples:
             yield Finding(
-                (at + "min_samples_per_group", "grpo.num_generations_per_prompt"),
+                (prefix + "min_samples_per_group", "grpo.num_generations_per_prompt"),
                 f"{ahead.min_samples_per_group} samples are more than the {samples} of a group",
             )
         together = config.grpo.turns == "together" or (config.grpo.turns is None and config.cluster.backend == "local")
         if config.grpo.max_rollout_turns > 1 and together:
             yield Finding(
-                (at + "min_samples_per_group", "grpo.max_rollout_turns"),
+                (prefix + "min_samples_per_group", "grpo.max_rollout_turns"),
                 "works with samples of several turns only if they do not wait for each other: set grpo.turns to free",
             )
     if ahead.partial_rollouts and not ahead.in_flight_weight_updates:
         yield Finding(
-            (at + "partial_rollouts", at + "in_flight_weight_updates"),
+            (prefix + "partial_rollouts", prefix + "in_flight_weight_updates"),
             "needs in_flight_weight_updates: true: without it a refit waits for every unfinished sample",
         )
     if ahead.partial_rollouts and not config.policy.generation.colocated.enabled:
         yield Finding(
-            (at + "partial_rollouts", "policy.generation.colocated.enabled"),
+            (prefix + "partial_rollouts", "policy.generation.colocated.enabled"),
             "engines with their own devices need not pause while the policy trains; switch it off",
         )
 
 
 def unknown_validation_metric(name: str, samples_per_prompt: int) -> str | None:
-    """Return the message for a metric, without `val:`, that no validation has; None for one that it may have."""
+    """Return the error message for a metric (without `val:`) that no validation reports, None for a known one."""
     short, several = name.rpartition("/")[2], samples_per_prompt > 1
     if short in VALIDATION_METRICS or (several and re.fullmatch(r"pass@\d+", short)) or "reward/" in name:
         return None
@@ -118,7 +116,7 @@ def unknown_validation_metric(name: str, samples_per_prompt: int) -> str | None:
 
 
 def check_deterministic(config: RecipeSections) -> Iterator[Finding]:
-    """Yield what keeps policy.deterministic from working."""
+    """Nothing may be on that changes the order of sums under policy.deterministic."""
     policy, megatron, key = config.policy, config.policy.megatron_cfg, "policy.deterministic"
     if not policy.deterministic:
         return
@@ -128,38 +126,26 @@ def check_deterministic(config: RecipeSections) -> Iterator[Finding]:
         yield Finding((key, "cluster.platform"), "its order of sums is that of CPU kernels; set cluster.platform: cpu")
     for name in ("expert_model_parallel_size", "context_parallel_size"):
         if megatron[name] > 1:
-            at = f"policy.megatron_cfg.{name}"
-            yield Finding((key, at), f"{at} = {megatron[name]} adds up samples of several ranks; set it to 1")
+            size_key = f"policy.megatron_cfg.{name}"
+            yield Finding(
+                (key, size_key), f"{size_key} = {megatron[name]} adds up samples of several ranks; set it to 1"
+            )
     if megatron.peft.enabled and megatron.peft.dropout:
         yield Finding((key, "policy.megatron_cfg.peft.dropout"), "dropout depends on the row; set it to 0")
 
 
 def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
-    """Early stop needs a metric, a threshold and validations."""
+    """Early stop needs a metric that validations report, and validations."""
     grpo, metric_key = config.grpo, "grpo.stop_at_validation_metric"
-    threshold_key = "grpo.stop_at_validation_threshold"
     if grpo.stop_at_validation_metric is None:
-        if grpo.stop_at_validation_threshold is not None:
-            yield Finding((threshold_key, metric_key), "needs stop_at_validation_metric (such as accuracy)")
         return
     name = grpo.stop_at_validation_metric.removeprefix("val:")
-    if why := unknown_validation_metric(name, grpo.val_num_generations_per_prompt):
-        yield Finding((metric_key,), why)
-    if grpo.stop_at_validation_threshold is None:
-        yield Finding((metric_key, threshold_key), "needs stop_at_validation_threshold (such as 0.9)")
+    if reason := unknown_validation_metric(name, grpo.val_num_generations_per_prompt):
+        yield Finding((metric_key,), reason)
     if not grpo.val_period and not grpo.val_at_start:
         yield Finding((metric_key, "grpo.val_period"), "there is no validation before the end: set val_period above 0")
     if not config.data.validation and not any(entry.split_validation_size for entry in config.data.train):
         yield Finding((metric_key, "data.validation"), "there is nothing to validate on: set data.validation")
-
-
-def check_restarts(config: RecipeSections) -> Iterator[Finding]:
-    """A run that restarts by itself needs checkpoints."""
-    if config.cluster.max_restarts and not config.checkpointing.enabled:
-        yield Finding(
-            ("cluster.max_restarts", "checkpointing.enabled"),
-            "a run restarts from its newest checkpoint: set checkpointing.enabled: true, or max_restarts: 0",
-        )
 
 
 def check_exports(config: RecipeSections) -> Iterator[Finding]:
@@ -180,7 +166,7 @@ def check_exports(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_eval(config: RecipeSections) -> Iterator[Finding]:
-    """The metric needs enough samples, and several samples need a temperature above 0."""
+    """The metric must not need more samples than there are, and several samples need a temperature above 0."""
     evaluation, generation = config.eval, config.policy.generation
     samples = evaluation.samples_per_prompt
     if evaluation.k_value > samples:
@@ -195,55 +181,27 @@ def check_eval(config: RecipeSections) -> Iterator[Finding]:
         )
 
 
-def check_recovery(config: RecipeSections) -> Iterator[Finding]:
-    """The number of recovery checkpoints needs their period."""
-    saving = config.checkpointing
-    if saving.ft_keep_latest_k is not None and saving.ft_save_period is None:
-        yield Finding(
-            ("checkpointing.ft_keep_latest_k", "checkpointing.ft_save_period"),
-            "has no effect without checkpointing.ft_save_period: the steps between recovery checkpoints",
-        )
-
-
 def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
-    """Requirements of Megatron-Core on optimizer and learning rate, and keys that must agree with policy."""
-    policy, megatron = config.policy, config.policy.megatron_cfg
-    optimizer, scheduler = megatron.optimizer, megatron.scheduler
-    at = "policy.megatron_cfg.optimizer."
-    schedule = "policy.megatron_cfg.scheduler."
-    if optimizer.min_lr > optimizer.lr:
-        yield Finding((at + "min_lr", at + "lr"), f"{optimizer.min_lr:g} is above lr = {optimizer.lr:g}")
+    """Requirements of Megatron-Core on optimizer and learning rate."""
+    policy, optimizer = config.policy, config.policy.megatron_cfg.optimizer
+    scheduler, prefix = config.policy.megatron_cfg.scheduler, "policy.megatron_cfg.optimizer."
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if optimizer[name] and policy.precision != "bfloat16":
-            yield Finding((at + name, "policy.precision"), f"needs policy.precision bfloat16, got {policy.precision}")
+            message = f"needs policy.precision bfloat16, got {policy.precision}"
+            yield Finding((prefix + name, "policy.precision"), message)
     if optimizer.optimizer_cpu_offload and not optimizer.optimizer_offload_fraction:
         yield Finding(
-            (at + "optimizer_offload_fraction", at + "optimizer_cpu_offload"),
+            (prefix + "optimizer_offload_fraction", prefix + "optimizer_cpu_offload"),
             "0 moves nothing to the host; set it above 0, or optimizer_cpu_offload: false",
-        )
-    if scheduler.lr_warmup_init > optimizer.lr:
-        yield Finding(
-            (schedule + "lr_warmup_init", at + "lr"),
-            f"{scheduler.lr_warmup_init:g} is above {at}lr = {optimizer.lr:g}",
         )
     if scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
         yield Finding(
-            (schedule + "lr_warmup_iters", schedule + "lr_decay_iters"),
+            ("policy.megatron_cfg.scheduler.lr_warmup_iters", "policy.megatron_cfg.scheduler.lr_decay_iters"),
             f"{scheduler.lr_warmup_iters} steps of warm-up must be fewer than "
             f"lr_decay_iters = {scheduler.lr_decay_iters}",
         )
-    if (optimizer.clip_grad or 0) != (policy.max_grad_norm or 0):
-        yield Finding(
-            (at + "clip_grad", "policy.max_grad_norm"),
-            f"{optimizer.clip_grad} contradicts policy.max_grad_norm = {policy.max_grad_norm}; set only that",
-        )
     if optimizer.bf16 != (policy.precision == "bfloat16"):
         yield Finding(
-            (at + "bf16", "policy.precision"),
+            (prefix + "bf16", "policy.precision"),
             f"{in_yaml(optimizer.bf16)} contradicts policy.precision = {policy.precision}; set only that",
-        )
-    if megatron.pipeline_dtype != policy.precision:
-        yield Finding(
-            ("policy.megatron_cfg.pipeline_dtype", "policy.precision"),
-            f"{megatron.pipeline_dtype} contradicts policy.precision = {policy.precision}; set only that",
         )

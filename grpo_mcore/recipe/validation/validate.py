@@ -1,25 +1,24 @@
-"""From a resolved tree to a typed configuration, with every problem tied to the place where its value was written."""
+"""Turns a resolved tree into a typed configuration. Every problem names the place where its value was written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
 from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
-from grpo_mcore.recipe.loading.yaml_tree import Node
-from grpo_mcore.recipe.nemo_rl.custom_code import custom_code
 from grpo_mcore.recipe.nemo_rl.data_layouts import nested_layout
 from grpo_mcore.recipe.nemo_rl.distillation_layout import distillation_layout
 from grpo_mcore.recipe.nemo_rl.eval_layout import eval_layout
 from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import apply_gym_switches, without_nemo_rl_keys
+from grpo_mcore.recipe.schema.grpo import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
-from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 from grpo_mcore.recipe.schema.section import Section
-from grpo_mcore.recipe.validation import batch_sizes, data, distillation, engines, layout, objective, run
+from grpo_mcore.recipe.validation import batch_sizes, data, distillation, layout, objective, pairs, run
+from grpo_mcore.recipe.yaml_tree import Node
 
 ConfigT = TypeVar("ConfigT", bound=RecipeSections)
 SectionT = TypeVar("SectionT", bound=Section)
@@ -33,7 +32,7 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
 
 
 def check_unsupported(config: RecipeSections) -> Iterator[Finding]:
-    """No key may ask for a feature that does not exist."""
+    """No key may ask for a feature that does not exist yet."""
     for key, (neutral, feature) in UNSUPPORTED.items():
         value = value_at(config, key)
         if value != neutral:
@@ -44,13 +43,13 @@ def check_unsupported(config: RecipeSections) -> Iterator[Finding]:
 
 CHECKS = (
     check_unsupported,
-    engines.check_pools,
+    pairs.check_pairs,
+    layout.check_pools,
     layout.check_layout,
-    engines.check_engine_experts,
-    engines.check_engine_arguments,
-    engines.check_engine_stages,
+    layout.check_engine_experts,
+    layout.check_engine_arguments,
+    layout.check_engine_stages,
     layout.check_router_replay,
-    layout.check_shared_prefix,
     batch_sizes.check_batches,
     batch_sizes.check_lengths,
     objective.check_loss,
@@ -66,18 +65,16 @@ CHECKS = (
     run.check_webhook,
     run.check_deterministic,
     run.check_early_stop,
-    run.check_restarts,
     run.check_exports,
     run.check_eval,
-    run.check_recovery,
     run.check_optimizer,
     data.check_data,
     data.check_loaders,
     data.check_sampler,
-    engines.check_endpoint,
+    layout.check_endpoint,
 )
-"""Checks between keys. Each yields findings; the first key of a finding that a file or the command line sets gives it
-its place."""
+"""Checks between keys. Each yields findings. A finding's place is that of the first of its keys that a file or the
+command line sets."""
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -99,7 +96,7 @@ _FORMS = {
     "launch.slurm.account": "a name without spaces and #",
     "launch.slurm.partition": "a name without spaces and #",
 }
-"""Words for the pattern of a key's text, by key."""
+"""Description of the form that a text must have, by key."""
 _BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
@@ -115,15 +112,14 @@ def validated(
     earlier: list[Problem] | None = None,
     notes: list[Problem] | None = None,
 ) -> tuple[ConfigT, Node]:
-    """Return the configuration of a tree, and the tree in the nested data layout without keys of NeMo RL
-    and spellings of before. What became of these is added to `notes`. Raises RecipeError with all problems, `earlier`
-    ones included."""
+    """Return the configuration of a tree, and the tree itself in the nested data layout, without keys of NeMo RL and
+    former spellings. `notes` gets a line on each of those. Raises RecipeError with all problems, `earlier` ones
+    included."""
     problems = list(earlier or ())
     if not tree.is_mapping:
         message = f"expected a mapping of keys, got {in_yaml(tree.plain())}"
         raise RecipeError([*problems, Problem(tree.source, "", message)], recipe or "the configuration")
     notes = [] if notes is None else notes
-    tree = custom_code(tree, problems, notes)
     tree = apply_gym_switches(tree, problems)
     tree = eval_layout(tree, problems)
     tree = nested_layout(tree, problems)
@@ -135,11 +131,23 @@ def validated(
             if not any(_overlap(key, bad) for key in finding.keys for bad in faulty):
                 problems.append(_placed(finding.keys, finding.message, tree, recipe))
     if problems or config is None:
-        told = {problem.key for problem in earlier or () if problem.key}  # an interpolation without a value became null
-        more = [problem for problem in problems[len(earlier or ()) :] if problem.key not in told]
+        reported = {
+            problem.key for problem in earlier or () if problem.key
+        }  # an interpolation without a value became null
+        more = [problem for problem in problems[len(earlier or ()) :] if problem.key not in reported]
         problems = [*(earlier or ()), *more]
         raise RecipeError(sorted(problems, key=_place), recipe or "the configuration")
     return config, tree
+
+
+class MasterConfig(RecipeSections):
+    """A whole recipe as one typed object whose values go together. `model_validate(dict)` accepts both data layouts and
+    makes every check of `load_recipe`; the constructor checks keys and types only."""
+
+    @classmethod
+    def model_validate(cls, obj: Any, **_options: Any) -> Self:
+        """Return the configuration of a plain dict. Raises RecipeError with all problems."""
+        return obj if isinstance(obj, cls) else validated(cls, Node.of(obj, ""))[0]
 
 
 def checked_loss(values: ClippedPGLossConfig | Mapping[str, Any]) -> ClippedPGLossConfig:
@@ -162,29 +170,31 @@ def _place(problem: Problem) -> tuple[str, int]:
 
 
 def _typed(
-    kind: type[SectionT], at: str, tree: Node, recipe: str, problems: list[Problem]
+    kind: type[SectionT], key_prefix: str, tree: Node, recipe: str, problems: list[Problem]
 ) -> tuple[SectionT | None, set[str]]:
-    """Return the section `kind` at the key `at` of a tree, and the keys with faulty values.
+    """Return the section `kind` at the key `key_prefix` of a tree, and the keys with faulty values.
 
     Faulty values are added to `problems` and replaced by their defaults, so that the checks between keys can still run.
     The section is None if it does not even exist without them."""
     faulty: set[str] = {problem.key for problem in problems}
-    section, errors = _attempt(kind, at, tree)
+    section, errors = _attempt(kind, key_prefix, tree)
     if section is not None:
         return section, faulty
     tree = tree.copy()
-    paths = [[*(at.split(".") if at else []), *(str(part) for part in error["loc"])] for error in errors]
+    paths = [
+        [*(key_prefix.split(".") if key_prefix else []), *(str(part) for part in error["loc"])] for error in errors
+    ]
     for error, path in zip(errors, paths, strict=True):
         key, problem = ".".join(path), _problem(error, path, tree, recipe)
         problems.append(problem)
         faulty |= {key, problem.key, *([near] if (near := nearest_key(key)) else [])}
     for path in paths:
         _drop(tree, path)
-    return _attempt(kind, at, tree)[0], faulty
+    return _attempt(kind, key_prefix, tree)[0], faulty
 
 
-def _attempt(kind: type[SectionT], at: str, tree: Node) -> tuple[SectionT | None, list[Any]]:
-    node = tree.find(at)
+def _attempt(kind: type[SectionT], key: str, tree: Node) -> tuple[SectionT | None, list[Any]]:
+    node = tree.find(key)
     assert node is not None
     try:
         return kind(**node.plain()), []

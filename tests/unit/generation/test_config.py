@@ -14,7 +14,7 @@ from grpo_mcore.generation.config import (
     engine_environment,
     set_engine_environment,
 )
-from grpo_mcore.recipe.validation.engines import DECIDED, HAVE_KEYS
+from grpo_mcore.recipe.validation.layout import DECIDED, HAVE_KEYS
 
 
 def test_the_environment_is_a_pure_function_of_the_config() -> None:

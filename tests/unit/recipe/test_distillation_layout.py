@@ -125,7 +125,7 @@ def test_what_became_of_every_key_is_said(tmp_path: Path) -> None:
         (["+teacher.hf_config_overrides={x: 1}"], ["teacher.hf_config_overrides: not supported for a teacher"]),
         (["teacher.dtensor_cfg.enabled=true"], ["teacher.dtensor_cfg", "the policy is Megatron-Core"]),
         (["+teacher.megatron_cfg.tensor_model_parallel=2"], ["tensor_model_parallel_size"]),
-        (["+teacher.megatron_cfg.sequence_paralell=true"], ["is no key of policy.megatron_cfg; nearest: sequence_par"]),
+        (["+teacher.megatron_cfg.sequence_paralell=true"], ["is not a key of policy.megatron_cfg; nearest: seq"]),
         (
             ["teacher.megatron_cfg.tensor_model_parallel_size=3"],
             ["teacher: the teacher: one copy of the model needs TP 3", "8 is not a multiple"],

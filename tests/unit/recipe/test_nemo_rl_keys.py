@@ -358,7 +358,7 @@ def test_a_key_under_both_names_must_agree(load, problems) -> None:
     both = ["policy.megatron_cfg.checkpoint={async_save: true}", "checkpointing.is_async"]
     assert load(MINIMAL, both[0], both[1] + "=true").config.checkpointing.is_async
     assert problems(MINIMAL, both[0], both[1] + "=false") == [
-        "command line: policy.megatron_cfg.checkpoint.async_save: a key of NeMo RL; contradicts "
+        "command line: policy.megatron_cfg.checkpoint.async_save: contradicts "
         "checkpointing.is_async = false (command line)"
     ]
 
@@ -396,6 +396,9 @@ def test_a_decay_of_null_lasts_as_long_as_the_run(load, overrides: list[str], st
         ("+policy.sequence_packing.microbatch_order=largest_first", None),
         ("+grpo.zero_variance_prompt_filtering=false", None),
         ("+grpo.zero_variance_prompt_filtering=true", "use grpo.use_dynamic_sampling"),
+        ("+policy.megatron_cfg.batch_invariant_mode=false", None),
+        ("+policy.megatron_cfg.batch_invariant_mode=true", "on CPU use policy.deterministic"),
+        ("+policy.megatron_cfg.zero_train_gen_mismatch=true", "on CPU policy.deterministic"),
         ("policy.megatron_cfg={mtp_num_layers: 5, mtp_use_repeated_layer: true, mtp_detach_heads: true}", None),
         ("+policy.megatron_cfg.optimizer.use_distributed_optimizer=false", None),
     ],
@@ -405,6 +408,17 @@ def test_keys_of_peers_without_an_effect_do_not_stop_a_recipe(load, problems, ov
         assert load(MINIMAL, override).config
     else:
         assert any(outcome in problem for problem in problems(MINIMAL, override))
+
+
+def test_keys_without_an_effect_load_with_a_note_each(load, problems) -> None:
+    """They were keys of this schema in 0.2: its recipes and checkpoints set them."""
+    words = ["+cluster.segment_size=2", "+data.num_workers=4", "+data.add_bos=true", "+data.add_eos=true"]
+    words += ["+data.add_generation_prompt=true", "+data.train.use_preserving_dataset=true"]
+    words += ["+logger.gpu_monitoring.flush_interval=5", "+policy.megatron_cfg.peft.lora_B_init_method=zero"]
+    notes = {note.key: note.message for note in load(MINIMAL, *words).imported}
+    assert len(notes) == len(words) and all(message.startswith("dropped: ") for message in notes.values())
+    (line,) = problems(MINIMAL, "+policy.megatron_cfg.peft.lora_B_init_method=normal")
+    assert "lora_B_init_method: a key of NeMo RL; B starts at zero" in line
 
 
 def test_recipes_of_the_single_controller(load) -> None:

@@ -112,8 +112,8 @@ def test_variables_of_the_environment_are_named_as_omegaconf_names_them(
     assert load(text % "${oc.env:SCRATCH}").config.checkpointing.checkpoint_dir == "/scratch/me/runs"
     assert load(MINIMAL, "grpo.seed=${oc.decode:${oc.env:SEED_OF_NOBODY,7}}").config.grpo.seed == 7
     for written, said in (
-        ("$SCRATCH", "a recipe is read by no shell; write ${oc.env:SCRATCH}/..."),
-        ("${SCRATCH}", "SCRATCH is no key of the recipe; for the environment variable write ${oc.env:SCRATCH}"),
+        ("$SCRATCH", "no shell reads a recipe; write ${oc.env:SCRATCH}/..."),
+        ("${SCRATCH}", "SCRATCH is not a key of the recipe; for the environment variable write ${oc.env:SCRATCH}"),
         ("${env:SCRATCH}", "there is no function 'env'; known: add, sub, mul, div, floordiv, max, min, oc.env"),
         ("${oc.env:NOT_THERE}", "Environment variable 'NOT_THERE' not found"),
     ):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,13 @@ def test_there_are_sections() -> None:
 )
 def test_the_nearest_known_key(wrong: str, right: str | None) -> None:
     assert nearest_key(wrong) == right
+
+
+def test_every_key_of_the_policy_is_read_or_refused() -> None:
+    """The code beside the schema names it as an attribute or in a table of keys."""
+    sources = [path for path in PACKAGE.parent.rglob("*.py") if path.parent.name != "schema"]
+    words = set(re.findall(r"""(?<=[."])\w+""", "\n".join(path.read_text() for path in sources)))
+    assert not [key for key in known_keys() if key.startswith("policy.") and key.rpartition(".")[2] not in words]
 
 
 def test_one_key_lowers_the_learning_rate_and_the_other_rates_follow_unless_they_are_set() -> None:

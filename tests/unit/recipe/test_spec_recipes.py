@@ -54,7 +54,7 @@ def test_sft_template(load) -> None:
         "sft_train.jsonl",
         "messages",
     )
-    assert train.use_preserving_dataset is True and train.processor == "sft_processor"
+    assert train.processor == "sft_processor"
     assert config.data.validation == [] and config.sft.max_num_steps == 60
     assert config.policy.train_global_batch_size == 32
 

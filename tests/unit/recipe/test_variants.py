@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_mcore.cli.main import _parsers, _sort_words
-from grpo_mcore.recipe import RecipeError, load_recipe
+from grpo_mcore.cli.main import main
+from grpo_mcore.recipe import RecipeError, load_recipe, resolved_yaml
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "variants"
 VARIANTS = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "curriculum")  # of data, not of an algorithm
@@ -90,13 +90,12 @@ def test_of_two_presets_of_algorithms_the_last_decides_alone(path: Path) -> None
             assert values[0] == values[1], (key, other.stem)
 
 
-def test_a_preset_is_put_on_any_recipe_below_the_overrides() -> None:
-    options = ["--preset", "gspo", "--preset", "async"]
-    _, verb_parser = _parsers("config")
-    args = verb_parser.parse_args([*options, "grpo-qwen3-8B-1n8g", "loss_fn.ratio_clip_min=0.5"])
-    _sort_words(args, verb_parser, takes_recipe=True)
-    assert args.overrides == ["defaults=presets/gspo", "defaults=presets/async", "loss_fn.ratio_clip_min=0.5"]
-    recipe = load_recipe("grpo-qwen3-8B-1n4g", args.overrides)
+def test_a_preset_is_put_on_any_recipe_below_the_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["grpo-qwen3-8B-1n4g", "loss_fn.ratio_clip_min=0.5"]
+    assert main(["config", "--preset", "gspo", "--preset", "async", *words]) == 0
+    presets = ["defaults=presets/gspo", "defaults=presets/async"]
+    recipe = load_recipe(words[0], [*presets, words[1]])
+    assert capsys.readouterr().out.endswith(resolved_yaml(recipe))
     loss = recipe.config.loss_fn
     assert (loss.ratio_clip_min, loss.ratio_clip_max, loss.sequence_level_importance_ratios) == (0.5, 4e-4, True)
     assert recipe.config.grpo.async_grpo.enabled

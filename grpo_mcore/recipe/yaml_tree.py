@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,12 @@ from grpo_mcore.recipe.errors import COMMAND_LINE, Problem, RecipeError, in_yaml
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
 OVERRIDE_KEY = "_override_"
-MAX_DEPTH = 100
-"""Mappings and lists inside of each other that a recipe may have. Python's own limit differs between processes."""
-MAX_VALUES = 100_000
-"""Values that a recipe may have, those that its aliases repeat counted each time."""
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[Any]] = {}
-    depth = 0
+    """Reads scalars as YAML 1.2 does."""
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
 
 FLOAT = re.compile(r"^(?:[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf)|\.(nan|NaN))$")
@@ -52,8 +39,9 @@ for _name, _pattern in {
 class Node:
     """A value of a recipe: a scalar, a mapping of nodes or a list of nodes.
 
-    `source`: where it was written ("recipes/x.yaml:12"). `key`: its full key as it was written there. `replaces`: this
-    mapping replaces the inherited one instead of being merged into it."""
+    `source` says where the value was written ("recipes/x.yaml:12"), and `key` is its full key there. `replaces`: this
+    mapping replaces the inherited one instead of being merged into it.
+    """
 
     value: Any
     source: str
@@ -80,7 +68,7 @@ class Node:
         return self.at(path.split(".") if path else ())
 
     def at(self, parts: Iterable[str]) -> Node | None:
-        """Return the node at a path whose parts may have dots, or None."""
+        """Return the node at a path whose parts may contain dots, or None."""
         node = self
         for part in parts:
             value = node.value
@@ -101,11 +89,11 @@ class Node:
         return self.value
 
     def problem(self, message: str) -> Problem:
-        """Return what is wrong with the value, or what became of it, with its place."""
+        """Return a problem with this value, or a note on what became of it, at its place."""
         return Problem(self.source, self.key, message)
 
     def having(self, value: Any) -> Node:
-        """Return a node from the same place with another value."""
+        """Return a node with another value at the same place."""
         return Node(value, self.source, self.key, self.replaces)
 
     def copy(self) -> Node:
@@ -143,12 +131,12 @@ def parse_text(text: str, key: str, source: str) -> Node:
 
 def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> Node:
     try:
-        root = _composed(text)
+        root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = ", ".join(part for part in (error.context, error.problem) if part)
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
         source = source_of(mark.line + 1) if mark else name
-        raise RecipeError([Problem(source, key, f"not valid YAML: {what}")], name) from None
+        raise RecipeError([Problem(source, key, f"not valid YAML: {reason}")], name) from None
     except yaml.YAMLError as error:
         raise RecipeError([Problem(name, key, f"not valid YAML: {error}")], name) from None
     if root is None:
@@ -160,26 +148,17 @@ def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> N
     return node
 
 
-@lru_cache(maxsize=64)  # recipes inherit the same few
-def _composed(text: str) -> yaml.Node | None:
-    return yaml.compose(text, Loader=_Loader)
-
-
 class _Conversion:
-    """From the nodes of the YAML library, in which aliases share nodes, to a tree of our own."""
+    """Converts nodes of the YAML library, which aliases share, to a tree of our own."""
 
     def __init__(self, source_of: Callable[[int], str], name: str) -> None:
         self.problems: list[Problem] = []
         self._source_of = source_of
         self._name = name
         self._around: list[yaml.Node] = []  # the mappings and lists around the present node
-        self._values = 0
 
     def convert(self, node: yaml.Node, line: int, key: str) -> Node:
         source = self._source_of(line)
-        self._values += 1
-        if self._values > MAX_VALUES:
-            raise RecipeError([Problem(source, key, f"more than {MAX_VALUES:,} values with its aliases")], self._name)
         if isinstance(node, yaml.ScalarNode):
             try:
                 return Node(_scalar(node), source, key)
@@ -187,7 +166,8 @@ class _Conversion:
                 self.problems.append(Problem(source, key, str(error)))
                 return Node(None, source, key)
         if any(node is outer for outer in self._around):
-            raise RecipeError([Problem(source, key, "an alias (*name) stands inside of what it names")], self._name)
+            message = "the alias (*name) refers to the mapping or list that contains it"
+            raise RecipeError([Problem(source, key, message)], self._name)
         self._around.append(node)
         if isinstance(node, yaml.MappingNode):
             converted = self._mapping(node, source, key)
@@ -204,7 +184,7 @@ class _Conversion:
         return Node(items, source, key)
 
     def _mapping(self, node: yaml.MappingNode, source: str, key: str) -> Node:
-        own: dict[str, Node] = {}
+        values: dict[str, Node] = {}
         inherited: dict[str, Node] = {}
         replaces = False
         for key_node, value_node in node.value:
@@ -222,7 +202,7 @@ class _Conversion:
             if node.flow_style and _lacks_space(key_node, value_node):
                 name, _, rest = name.partition(":")
                 if self._name == COMMAND_LINE:  # as Hydra reads it
-                    own[name] = parse_text(rest, joined(key, name), COMMAND_LINE)
+                    values[name] = parse_text(rest, joined(key, name), COMMAND_LINE)
                     continue
                 message = f"{name}:{rest} is one word in YAML; write {name}: {rest}, with a space"
                 self.problems.append(Problem(self._source_of(line), joined(key, name), message))
@@ -233,12 +213,12 @@ class _Conversion:
                     message = f"expected true or false, got {in_yaml(child.plain())}"
                     self.problems.append(child.problem(message))
                 replaces = child.value is True
-            elif name in own:
-                message = f"the key is given twice; the first time at {own[name].source}"
+            elif name in values:
+                message = f"the key is given twice; the first time at {values[name].source}"
                 self.problems.append(child.problem(message))
             else:
-                own[name] = child
-        return Node({**inherited, **own}, source, key, replaces)
+                values[name] = child
+        return Node({**inherited, **values}, source, key, replaces)
 
 
 def _lacks_space(key: yaml.ScalarNode, value: yaml.Node) -> bool:
