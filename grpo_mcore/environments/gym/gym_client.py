@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import aiohttp
 import yaml
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from grpo_mcore.base.addresses import with_port
 from grpo_mcore.environments.gym.gym_result import GymFailure
@@ -62,15 +61,11 @@ class GymClient:
         if name not in self._agents:
             if self._head is None:
                 raise GymError(f"env.nemo_gym: no URL for the agent {name!r}; set agents, or head_server_url")
-            end = time.monotonic() + self._start_timeout_s
-            while True:
-                try:
-                    self._agents |= agents_of(await self._global_config())
-                    break
-                except GymError:
-                    if time.monotonic() >= end:
-                        raise
-                await asyncio.sleep(1.0)
+            stop = stop_after_delay(self._start_timeout_s)
+            until_it_is_up = AsyncRetrying(
+                stop=stop, wait=wait_fixed(1.0), retry=retry_if_exception_type(GymError), reraise=True
+            )
+            self._agents |= agents_of(await until_it_is_up(self._global_config))
         if name not in self._agents:
             raise GymError(f"the Gym at {self._head} has no agent {name!r}, it has {sorted(self._agents) or 'none'}")
         return self._agents[name]
