@@ -1,4 +1,4 @@
-"""When a request that failed is repeated: one policy for Gyms, the policy's endpoint and judges."""
+"""When a failed request is repeated: one policy for Gyms, the policy's endpoint and asynchronous reward functions."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def retry_after_s(headers: Any) -> float:
 
 def failure_of(error: BaseException) -> tuple[int | None, float]:
     """Return the HTTP status of an exception, as aiohttp, httpx, requests, urllib and openai raise it, and the seconds
-    that the server asks to wait. None: it has no status of a failure, as a broken connection, or a page of HTML with
-    status 200."""
-    while isinstance(error, BaseExceptionGroup):  # of a TaskGroup
+    that the server asks to wait. The status is None for an exception that is no HTTP failure, such as a broken
+    connection or a page of HTML with status 200."""
+    while isinstance(error, BaseExceptionGroup):  # a TaskGroup raises one
         error = error.exceptions[0]
     reply = _attribute(error, "response")
     for source in (error, reply):
@@ -66,7 +66,7 @@ def _attribute(source: object, name: str) -> Any:
 
 
 def repetition_wait_s(error: BaseException) -> float | None:
-    """Return the seconds that a server asks to wait before the same request is repeated, 0 where it asks for nothing.
+    """Return the seconds that a server asks to wait before the same request is repeated, 0 if it asks for nothing.
     None: a repetition would fail as well, because the server refuses the request or the caller's code is wrong."""
     status, wait_s = failure_of(error)
     if status is None:

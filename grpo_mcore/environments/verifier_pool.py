@@ -87,8 +87,8 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Result:
-    """`value`: what the function returned, or None with the reason in `failure`. `seconds`: of the function; 0 where
-    its process died."""
+    """The result of one job. `value`: what the function returned, or None with the reason in `failure`. `seconds`: how
+    long the function ran; 0 if its process died."""
 
     value: Any
     failure: str | None

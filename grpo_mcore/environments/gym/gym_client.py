@@ -95,9 +95,8 @@ class GymClient:
         except aiohttp.ClientError as error:
             raise GymFailure(f"the agent {agent} at {url}: {_describe(error)}", again=True) from error
         if reply.status >= 400:
-            said = content[:300].decode(errors="replace")
             raise GymFailure(
-                f"the agent {agent} answers {reply.status}: {said}",
+                f"the agent {agent} answers {reply.status}: {content[:300].decode(errors='replace')}",
                 again=is_transient(reply.status),
                 wait_s=retry_after_s(reply.headers),
             )
@@ -109,16 +108,6 @@ class GymClient:
     async def weight_versions(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
         """Return for each call which weights read and generated its tokens, as the endpoint has recorded them. Raises
         GymFailure for tokens that the endpoint has not generated."""
-        known = await self._ask_endpoint(endpoint, fingerprints)
-        if None in known:
-            raise GymFailure(
-                f"the policy's endpoint has not generated these tokens (turn {known.index(None) + 1}): the Gym's model "
-                f"server must ask {endpoint.url}/v1"
-            )
-        return known
-
-    async def _ask_endpoint(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
-        """Ask for weight versions, again where a failure may pass. Raises GymFailure."""
 
         async def ask() -> list[Any]:
             assert self._session is not None
@@ -132,9 +121,15 @@ class GymClient:
                 return list((await reply.json())["weight_versions"])
 
         try:
-            return await _ENDPOINT_RETRIES.run(ask)
+            known = await _ENDPOINT_RETRIES.run(ask)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise GymFailure(f"the policy's endpoint at {endpoint.url}: {_describe(error)}") from error
+        if None in known:
+            raise GymFailure(
+                f"the policy's endpoint has not generated these tokens (turn {known.index(None) + 1}): the Gym's model "
+                f"server must ask {endpoint.url}/v1"
+            )
+        return known
 
 
 def agents_of(config: Any) -> dict[str, str]:

@@ -32,9 +32,9 @@ from grpo_mcore.environments.rules.reward_functions import Sample, failed_rule, 
 from grpo_mcore.environments.verifier_pool import VerifierPool, WorkerSpec, described, limit_memory, result_text
 
 THREADS = 64
-"""Threads for functions that use asyncio.to_thread."""
+"""Number of threads for functions that use asyncio.to_thread."""
 MOST_CACHED = 100_000
-"""Maximum number of calls of one function that are remembered."""
+"""Maximum number of remembered calls of one function."""
 _TICK_S = 0.25
 
 
@@ -48,8 +48,9 @@ class AsyncPool(VerifierPool):
 class AsyncReward:
     """One asynchronous reward function with its limits, inside the event loop.
 
-    `concurrency`: maximum calls at a time; `timeout_s`: of one attempt; `requests_per_second`: attempts started, None:
-    no limit; `cache`: calls with the same arguments are made once. A server's Retry-After holds back all calls.
+    `concurrency`: maximum concurrent calls. `timeout_s`: limit of one attempt. `requests_per_second`: maximum attempts
+    started in a second; None: no limit. `cache`: whether calls with the same arguments are made once. A server's
+    Retry-After holds back all calls.
     """
 
     def __init__(
@@ -118,9 +119,9 @@ class AsyncReward:
         await asyncio.sleep(max(start - time.monotonic(), 0.0))
 
 
-def make_async_rules(rewards: Sequence[AsyncReward]) -> Callable[[Sample], Awaitable[dict[str, Any]]]:
-    """Return sample -> what `rules.make_rules` returns, with "failures" of the attempts. All functions are asked at the
-    same time; where several fail, the first one counts."""
+def gathered(rewards: Sequence[AsyncReward]) -> Callable[[Sample], Awaitable[dict[str, Any]]]:
+    """Return a function of a sample that returns what `rules.make_rules` describes, with the "failures" of the
+    attempts. It calls all reward functions at the same time; if several fail, the first one counts."""
 
     async def apply(sample: Sample) -> dict[str, Any]:
         failures: list[str] = []
@@ -132,7 +133,7 @@ def make_async_rules(rewards: Sequence[AsyncReward]) -> Callable[[Sample], Await
             if isinstance(answer, BaseException):
                 raise answer
             if answer is not None and not math.isfinite(answer):
-                return {"failed": reward.name, "why": f"its value is {answer}", "failures": failures}
+                return {"failed": reward.name, "error": f"its value is {answer}", "failures": failures}
             if answer is not None:
                 values[reward.name] = answer
         return {"values": values, "notes": sample.notes, "failures": failures}

@@ -134,13 +134,13 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, tuple):
-        return {"tuple": [plain(one) for one in value]}
+        return {"tuple": [plain(item) for item in value]}
     if isinstance(value, set | frozenset | KeysView):
-        return {"set": [plain(one) for one in value]}
+        return {"set": [plain(item) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[plain(key), plain(one)] for key, one in value.items()]}
+        return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, complex):

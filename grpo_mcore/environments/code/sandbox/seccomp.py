@@ -79,13 +79,13 @@ def filter_program(machine: str = "") -> bytes:
     return b"".join([*program, _instruction(_RETURN, _ALLOW)])
 
 
-def _if_argument(call: int, test: bytes, verdict: bytes) -> list[bytes]:
-    """Return `verdict` for a `call` whose first argument passes the test; the test skips it otherwise."""
+def _if_argument(call: int, test: bytes, action: bytes) -> list[bytes]:
+    """Return `action` for a `call` whose first argument passes the test; the test skips it otherwise."""
     return [
         _instruction(_EQUAL, call, 0, 4),
         _instruction(_LOAD, _FIRST_ARGUMENT),
         test,
-        verdict,
+        action,
         _instruction(_LOAD, _NUMBER),
     ]
 
