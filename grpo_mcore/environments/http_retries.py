@@ -24,7 +24,7 @@ def is_transient(status: int) -> bool:
 
 
 def retry_after_s(headers: Any) -> float:
-    """Return the seconds that a reply's Retry-After asks to wait, a minute at most; 0 where it asks for nothing.
+    """Return the seconds that a reply's Retry-After asks to wait, a minute at most; 0 if it asks for nothing.
     `headers`: a mapping or pairs, of any library."""
     try:
         pairs = dict(headers or {}).items()
@@ -58,7 +58,7 @@ def failure_of(error: BaseException) -> tuple[int | None, float]:
 
 
 def _attribute(source: object, name: str) -> Any:
-    """Return an attribute, None where there is none. A property of a library's exception may raise anything."""
+    """Return an attribute, None if there is none. A property of a library's exception may raise anything."""
     try:
         return getattr(source, name, None)
     except Exception:
@@ -88,7 +88,7 @@ class RetryPolicy:
         wait_s: Callable[[BaseException], float | None] = repetition_wait_s,
     ) -> T:
         """Return the result of the first attempt that succeeds. Raises the last one's error. `wait_s(error)`: the least
-        seconds to wait; None where the error is final."""
+        seconds to wait; None if the error is final."""
         backoff = wait_exponential(self.backoff_s, max=_MOST_WAIT_S)
 
         def is_repeated(error: BaseException) -> bool:

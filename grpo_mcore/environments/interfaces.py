@@ -80,7 +80,7 @@ class EnvironmentBase:
     needs: ClassVar[dict[str, float]] = {"cpus": 1.0, "gpus": 0.0}
     """Processors and accelerators that one instance needs."""
     concurrent_calls: ClassVar[int] = 1
-    """Maximum concurrent calls of one instance, each in a thread, where the instance is a cluster worker."""
+    """Maximum concurrent calls of one instance that is a cluster worker; each has a thread."""
     config_class: ClassVar[type[EnvConfig] | None] = None
     """The type of `config`. None: a dict with any keys."""
 
@@ -101,7 +101,7 @@ class EnvironmentBase:
     @classmethod
     def resources(cls, config: Mapping[str, Any]) -> dict[str, float]:
         """Return what an instance with this section needs of the cluster: {"cpus", "gpus"}. Raises
-        EnvironmentConfigError where the section is wrong, before anything is started."""
+        EnvironmentConfigError if the section is wrong, before anything is started."""
         cls.read_config(config)
         return dict(cls.needs)
 
@@ -112,18 +112,18 @@ class EnvironmentBase:
 
     @classmethod
     def completed(cls, config: Mapping[str, Any], tokenizer: Any) -> Mapping[str, Any]:
-        """Return the section with what its keys leave to the policy's tokenizer."""
+        """Return the section with the values that depend on the policy's tokenizer filled in."""
         return config
 
     @classmethod
     def check(cls, config: Mapping[str, Any]) -> None:
-        """Raise EnvironmentConfigError where an instance with this section could not be built. Quick: called before
+        """Raise EnvironmentConfigError if an instance with this section could not be built. Quick: called before
         anything is started."""
         cls.read_config(config)
 
     @classmethod
     def check_row(cls, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Raise EnvironmentConfigError where answers to a prompt with the fields `info`, its `extra_env_info`, could
+        """Raise EnvironmentConfigError if answers to a prompt with the fields `info`, its `extra_env_info`, could
         not be scored. Called as `check` is, with the first row of a dataset."""
 
     @classmethod

@@ -94,7 +94,7 @@ class Result:
     failure: str | None
     seconds: float
     timed_out: bool = False
-    """The job itself ran out of its time; False where its worker was lost."""
+    """Whether the job itself ran out of time. False if its worker was lost."""
 
 
 class VerifierPool:
@@ -126,7 +126,7 @@ class VerifierPool:
         return [result or self._ask_alone(payload) for payload, result in zip(payloads, results, strict=True)]
 
     def _ask(self, payloads: Sequence[bytes]) -> list[Result | None]:
-        """Return the results; None where the host ended before."""
+        """Return the results; None for a job that its host did not finish."""
         host = self._running_host()
         if host is None:
             return [Result(None, "not done: the verifier pool was closed", 0.0)] * len(payloads)

@@ -1,4 +1,4 @@
-"""Programs that are run on tests: reward 1 where all pass, else 0, or with `partial_credit` the share that passes.
+"""Programs that are run on tests: reward 1 if all pass, else 0, or with `partial_credit` the share that passes.
 
 A program that fails or exceeds a limit fails its test. If the sandbox itself breaks, or a prompt's tests cannot be
 read, the sample has no reward: it is excluded and counted.

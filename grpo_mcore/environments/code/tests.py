@@ -68,18 +68,12 @@ class CallTest:
 @dataclass(frozen=True)
 class AssertTest:
     """`code` runs after the program, in its namespace, and must not raise; asserts.py says which values are compared
-    outside the sandbox. `before`: the prompt. Its head (imports and helpers) comes before a program that defines
-    `defines`, and all of it before one that does not: that is the function's body, or goes on from the prompt."""
+    outside the sandbox. `before`: the prompt. A program that defines `defines` gets its head (imports and helpers) in
+    front. Any other program is the function's body, or continues the prompt, and gets all of it in front."""
 
     code: str
     before: str = ""
     defines: str = ""
-
-    def program(self, answer: str) -> str:
-        """Return the answer as a program that defines the function."""
-        if self.before and not defines(answer, self.defines):
-            return self.before + answer
-        return answer
 
     def head(self) -> str:
         """Return what comes before a program that defines the function itself."""
@@ -149,8 +143,8 @@ def imported_names() -> frozenset[str]:
     return frozenset(scope) - set(dir(builtins))
 
 
-# Of the standard library, as LiveCodeBench's harness has them: answers to starter code name List, inf or deque without
-# an import. The built-in functions come back after the stars; a name that the program defines itself replaces any.
+# The imports of LiveCodeBench's harness: answers to starter code use List, inf or deque without an import. `builtins`
+# is last, so that no built-in function is hidden; names that the program defines itself hide all of these.
 _STARS = "string collections heapq bisect copy math random itertools functools operator typing builtins"
 _MODULES = (
     "bisect, collections, copy, datetime, functools, heapq, io, itertools, json, math, operator, random, re, string"
@@ -261,7 +255,7 @@ def _inputs_and_outputs(content: Mapping[str, Any]) -> Iterator[CodeTest]:
 
 
 def _call(function: str, args: Any, expected: Any) -> CallTest:
-    """Read a call's arguments: a list, or text with a JSON value a line, as in Eurus-2; so is its result then."""
+    """Read a call's arguments: a list, or text with a JSON value a line, as in Eurus-2, whose result is JSON too."""
     if isinstance(args, str):
         args = [_parsed(line) for line in args.splitlines() if line.strip()]
         expected = _parsed(expected)
@@ -311,14 +305,14 @@ def _human_eval(row: Row) -> Iterator[CodeTest]:
 
 
 def _runs_something(code: str) -> bool:
-    """Return whether code does more than define what nobody calls."""
+    """Return whether code does more than define functions and classes that nobody calls."""
     nodes = ast.parse(code).body
     calls = (node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
     return any(isinstance(node, ast.Assert | ast.For | ast.With | ast.Try) for node in nodes) or any(calls)
 
 
 def _pytest(code: str) -> Iterator[CodeTest]:
-    """Read functions test_...(): a test each, without the import of the program, whose names are there."""
+    """Read each function test_...() as a test. The import of the program is left out: its names are there already."""
     module = [node for node in ast.parse(code).body if not _imports(node, "pytest")]
     inside = [part for node in module if isinstance(node, ast.ClassDef) for part in node.body]
     if any(isinstance(part, ast.FunctionDef) and part.name.startswith("test") for part in inside):
@@ -379,7 +373,7 @@ class _TextUnpickler(pickle.Unpickler):
 
 def _unpacked(value: str) -> Any:
     """Return LiveCodeBench's private tests as it publishes them: JSON, pickled, compressed and in base64. None for
-    other text. Raises CodeTestError where they are too large, or are more than a text."""
+    other text. Raises CodeTestError if they are too large, or the pickle holds more than text."""
     try:
         stream = zlib.decompressobj()
         content = stream.decompress(base64.b64decode(value, validate=True), _MOST_UNPACKED)

@@ -15,7 +15,7 @@ Conversation = Sequence[dict[str, str]]
 
 class Classifier:
     """Scores conversations. Those of one call go through the model together. The arguments are keys of the section
-    `env.reward_model`. Raises ValueError where they do not fit the model."""
+    `env.reward_model`. Raises ValueError if they do not fit the model."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Classifier:
         self.text_template, self.max_length = text_template, max_length
 
     def __call__(self, conversations: Sequence[Conversation]) -> list[float | str]:
-        """Return for each conversation its score, or the reason why there is none."""
+        """Return for each conversation its score, or the reason why it has none."""
         ids = [self.tokens(conversation) for conversation in conversations]
         scores: list[float | str] = [
             f"{len(tokens)} tokens are more than env.reward_model.max_length, {self.max_length}" for tokens in ids

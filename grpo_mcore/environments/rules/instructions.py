@@ -1,4 +1,4 @@
-"""Instructions whose following a program can check, as in IFEval (arXiv 2311.07911), without the language ones.
+"""Instructions that a program can check, as in IFEval (arXiv 2311.07911), without those about the language.
 
 `followed` is a rule for `env.rules`: the prompt's `instructions` are [{"name": "length_constraints:number_words",
 "num_words": 200, "relation": "at least"}, ...], and all of them must be followed ("strict" accuracy per prompt). Also
@@ -68,7 +68,7 @@ def _checks(info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     if "instructions" in info or "instruction_id_list" not in info:
         return list(_parsed(info["instructions"]))
     pairs = zip(_parsed(info["instruction_id_list"]), _parsed(info["kwargs"]), strict=True)
-    return [  # tables have every argument of any instruction, null where it is another's
+    return [  # tables have the arguments of all instructions, null for those of others
         {"name": name} | {key: value for key, value in (_parsed(arguments) or {}).items() if value is not None}
         for name, arguments in pairs
     ]

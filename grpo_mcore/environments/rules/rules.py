@@ -182,7 +182,7 @@ class VerifierComponent(_Component):
 
 
 class FunctionComponent(_Component):
-    """The value of a user's function. The keys from `concurrency` on are for `async` functions, whose calls for all
+    """The value of a user's function. The keys from `concurrency` on are for `async` functions: their calls for all
     samples wait together in one process."""
 
     type: Literal["function"]

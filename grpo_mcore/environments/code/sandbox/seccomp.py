@@ -53,7 +53,7 @@ _KILL, _ALLOW = 0x80000000, 0x7FFF0000
 def filter_program(machine: str = "") -> bytes:
     """Return the filter for this machine, or for `machine` (as platform.machine() writes it): consecutive structs
     sock_filter, as bubblewrap reads them. Refused calls fail with EPERM; clone3 and calls that are newer than the list
-    with ENOSYS, upon which the C library falls back to older ones. A call of another architecture ends the process.
+    with ENOSYS, after which the C library falls back to older ones. A call of another architecture ends the process.
 
     Raises KeyError for another machine than x86_64 and aarch64.
     """
