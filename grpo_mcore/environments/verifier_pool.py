@@ -269,11 +269,9 @@ def serve(descriptor: int) -> None:
 
 def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, str]:
     """Return "ready", "not loaded" or "not started", and the problem."""
-    try:
-        for module in spec.preload:
+    for module in spec.preload:
+        with contextlib.suppress(Exception, SystemExit):  # if the function needs it, its loader says what is wrong
             importlib.import_module(module)
-    except Exception as error:
-        return "not loaded", described(error)
     deadline = time.monotonic() + spec.start_s
     try:
         job = pool.schedule(_load_problem)

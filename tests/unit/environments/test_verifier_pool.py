@@ -26,7 +26,8 @@ JOBS = "tests.unit.environments.pool_jobs"
 
 
 def spec(loader: str = "make", *arguments: Any, **limits: Any) -> WorkerSpec:
-    settings = {"num_workers": 2, "timeout_s": 2.0, "memory_gb": 0.25, "preload": (JOBS,)} | limits
+    preload = (JOBS, "no_such_module")  # one that the function may never reach
+    settings = {"num_workers": 2, "timeout_s": 2.0, "memory_gb": 0.25, "preload": preload} | limits
     return WorkerSpec("these jobs", f"{JOBS}:{loader}", arguments, **settings)
 
 
