@@ -287,12 +287,23 @@ def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, 
 
 def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerSpec, parent: int) -> None:
     """Answer jobs until the run has ended, or Pebble gives up, as it does when all idle workers were killed; the run
-    then starts a new host. Raises EOFError or OSError when the connection closes."""
+    then starts a new host. Raises EOFError or OSError when the connection closes.
+
+    A job whose worker ended is done again, once: on a loaded machine, Pebble takes the job before for the one that a
+    worker died of."""
     sending = threading.Lock()
 
-    def answer(number: int, job: Future[str]) -> None:
-        with contextlib.suppress(BrokenProcessPool, OSError), sending:
-            connection.send_bytes(f"[{number}, {_result_of(job, spec)}]".encode())
+    def start(number: int, payload: bytes, is_last: bool = False) -> None:
+        job = pool.schedule(_work, args=(payload,), timeout=spec.timeout_s)
+        job.add_done_callback(functools.partial(answer, number, payload, is_last))
+
+    def answer(number: int, payload: bytes, is_last: bool, job: Future[str]) -> None:
+        with contextlib.suppress(BrokenProcessPool, RuntimeError, OSError):  # the host ends, and the run notices
+            if isinstance(job.exception(), pebble.ProcessExpired) and not is_last:
+                start(number, payload, is_last=True)
+                return
+            with sending:
+                connection.send_bytes(f"[{number}, {_result_of(job, spec)}]".encode())
 
     next_look, seen_before = 0.0, set[int]()
     while pool.active and os.getppid() == parent:  # a fork of the run may keep the connection open
@@ -302,12 +313,10 @@ def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerS
             _end(orphans & seen_before)  # only those seen twice: a new worker is a child before it is known as a worker
             seen_before = orphans
         if connection.poll(_POLL_S):
-            number, payload = connection.recv()
             try:
-                job = pool.schedule(_work, args=(payload,), timeout=spec.timeout_s)
+                start(*connection.recv())
             except RuntimeError:
                 return  # Pebble has given up
-            job.add_done_callback(functools.partial(answer, number))
 
 
 def _orphans() -> set[int]:
