@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from grpo_mcore.base.text import shorten
 from grpo_mcore.environments.answers import UNFINISHED, split_messages
 from grpo_mcore.environments.code.asserts import SplitTest, split_test
 from grpo_mcore.environments.code.sandbox.sandboxes import (
@@ -40,7 +41,6 @@ from grpo_mcore.environments.code.tests import (
 )
 from grpo_mcore.environments.config import AnswerConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, single_turn_return
-from grpo_mcore.environments.math.verifiers import shorten
 
 _REASONS = 3  # failed tests that a reason names
 _NO_TEST = "the program ended before its test"

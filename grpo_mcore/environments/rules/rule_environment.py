@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from grpo_mcore.base.text import shorten
 from grpo_mcore.environments.config import AnswerConfig
 from grpo_mcore.environments.interfaces import (
     EnvironmentInterface,
@@ -22,7 +23,6 @@ from grpo_mcore.environments.interfaces import (
     single_turn_return,
 )
 from grpo_mcore.environments.math.truths import truth_problems
-from grpo_mcore.environments.math.verifiers import shorten
 from grpo_mcore.environments.rules.async_rewards import AsyncPool
 from grpo_mcore.environments.rules.reward_functions import Sample
 from grpo_mcore.environments.rules.rules import Component, FunctionComponent, VerifierComponent

@@ -23,10 +23,10 @@ from grpo_mcore.environments.rules.async_rewards import AsyncReward, gathered
 from grpo_mcore.environments.rules.reward_functions import (
     Sample,
     failed_rule,
-    imported_when_called,
     reward_arguments,
     reward_call,
 )
+from grpo_mcore.environments.user_code import imported_when_called
 
 _ATTEMPT_S = 60.0
 _ASYNC_KEYS = {"concurrency", "timeout_s", "retries", "backoff_s", "requests_per_second", "cache"}
