@@ -44,22 +44,6 @@ Process = subprocess.Popen[Any] | multiprocessing.process.BaseProcess | psutil.P
 multiprocessing.Process stands for, since only one of the two would learn its exit code."""
 
 
-def seconds_waited_for_processor(pid: int) -> float:
-    """Return the seconds for which a process's main thread was ready to run and had no core; 0 where the kernel keeps
-    no such record, or the process has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
-def is_zombie(pid: int) -> bool:
-    """Whether a process has ended and its parent has not noticed."""
-    with suppress(psutil.Error):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return False
-
-
 def shorten_socket_paths() -> None:
     """Let the multiprocessing of this process put its sockets below /tmp where the path of the temporary folder is too
     long for them."""

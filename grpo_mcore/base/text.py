@@ -33,6 +33,12 @@ def as_written(value: Any) -> str:
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
+def shorten(text: str, length: int = 200) -> str:
+    """Return the beginning of a text, on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[:length] + " ..."
+
+
 def replaced(text: str) -> str:
     """Return Unicode: halves of surrogate pairs become U+FFFD."""
     return SURROGATE.sub("\ufffd", text)

@@ -13,16 +13,16 @@ from grpo_mcore.recipe import nearest
 
 
 class EnvConfig(BaseModel):
-    """A section with known keys and typed values."""
+    """A section of a recipe with known keys and typed values."""
 
     model_config = ConfigDict(extra="forbid")
 
     section: ClassVar[str]
-    """The section's place in a recipe, such as `env.math`."""
+    """Dotted name of the section in a recipe, such as `env.math`."""
 
     solved_at: float | None = None
-    """Reward from which on a sample counts as solved, for `accuracy` and `pass@k`. null: 1, if all rewards are 0 or 1;
-    graded rewards have no accuracy then."""
+    """Lowest reward of a sample that counts as solved, for `accuracy` and `pass@k`. null: 1 if all rewards are 0 or 1;
+    graded rewards then have no accuracy."""
 
     @classmethod
     def read(cls, section: Mapping[str, Any]) -> Self:
@@ -39,23 +39,23 @@ class EnvConfig(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
-            said = first["msg"]
+            problem = first["msg"]
             if first["type"] == "union_tag_not_found":
-                said = f"the key {first['ctx']['discriminator']} is missing"
-            raise EnvironmentConfigError(f"{cls.section}.{key}: {said}, got {first['input']!r}") from error
+                problem = f"the key {first['ctx']['discriminator']} is missing"
+            raise EnvironmentConfigError(f"{cls.section}.{key}: {problem}, got {first['input']!r}") from error
 
 
 class AnswerConfig(EnvConfig):
-    """The section of an environment that scores the answer of a response, without its thought."""
+    """The section of an environment that scores the answer of a response, without its reasoning."""
 
     thoughts: Thoughts = "auto"
-    """Marks around the thought, behind which the answer stands. `auto`: `<think>` and its like, and Harmony's
-    channels, wherever the response or the end of its prompt has them; then `<answer>` where there is one. `none`: the
-    whole response is the answer. Or two marks of your own: [OPENING, CLOSING]."""
+    """Marks around the reasoning; the answer follows it. `auto`: `<think>` and its like, and Harmony's channels, in the
+    response or at the end of its prompt; then the content of `<answer>` if there is one. `none`: the whole response is
+    the answer. Or two marks of your own: [OPENING, CLOSING]."""
 
     @field_validator("thoughts")
     @classmethod
     def _marks_have_text(cls, thoughts: Thoughts) -> Thoughts:
         if isinstance(thoughts, tuple) and not all(mark.strip() for mark in thoughts):
-            raise ValueError("both marks need text")
+            raise ValueError("opening and closing mark must both be non-empty")
         return thoughts

@@ -1,14 +1,15 @@
-"""When a request that failed is repeated: one policy for Gyms, the policy's endpoint and judges."""
+"""When a failed request is repeated: one policy for Gyms, the policy's endpoint and asynchronous reward functions."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ def is_transient(status: int) -> bool:
 
 
 def retry_after_s(headers: Any) -> float:
-    """Return the seconds that a reply's Retry-After asks to wait, a minute at most; 0 where it asks for nothing.
+    """Return the seconds that a reply's Retry-After asks to wait, a minute at most; 0 if it asks for nothing.
     `headers`: a mapping or pairs, of any library."""
     try:
         pairs = dict(headers or {}).items()
@@ -40,17 +41,11 @@ def retry_after_s(headers: Any) -> float:
     return min(max(seconds, 0.0), _MOST_WAIT_S) if math.isfinite(seconds) else 0.0
 
 
-def backoff_s(first_s: float, attempt: int, asked_s: float = 0.0) -> float:
-    """Return the seconds to wait before an attempt (1: the first repetition): twice as long each time, a minute at
-    most, and no less than a server has asked for."""
-    return max(min(first_s * 2.0 ** (attempt - 1), _MOST_WAIT_S), asked_s)
-
-
 def failure_of(error: BaseException) -> tuple[int | None, float]:
     """Return the HTTP status of an exception, as aiohttp, httpx, requests, urllib and openai raise it, and the seconds
-    that the server asks to wait. None: it has no status of a failure, as a broken connection, or a page of HTML with
-    status 200."""
-    while isinstance(error, BaseExceptionGroup):  # of a TaskGroup
+    that the server asks to wait. The status is None for an exception that is no HTTP failure, such as a broken
+    connection or a page of HTML with status 200."""
+    while isinstance(error, BaseExceptionGroup):  # a TaskGroup raises one
         error = error.exceptions[0]
     reply = _attribute(error, "response")
     for source in (error, reply):
@@ -63,15 +58,15 @@ def failure_of(error: BaseException) -> tuple[int | None, float]:
 
 
 def _attribute(source: object, name: str) -> Any:
-    """Return an attribute, None where there is none. A property of a library's exception may raise anything."""
+    """Return an attribute, None if there is none. A property of a library's exception may raise anything."""
     try:
         return getattr(source, name, None)
     except Exception:
         return None
 
 
-def repetition_wait_s(error: Exception) -> float | None:
-    """Return the seconds that a server asks to wait before the same request is repeated, 0 where it asks for nothing.
+def repetition_wait_s(error: BaseException) -> float | None:
+    """Return the seconds that a server asks to wait before the same request is repeated, 0 if it asks for nothing.
     None: a repetition would fail as well, because the server refuses the request or the caller's code is wrong."""
     status, wait_s = failure_of(error)
     if status is None:
@@ -81,7 +76,8 @@ def repetition_wait_s(error: Exception) -> float | None:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often a request is repeated, and the seconds before the first repetition (see `backoff_s`)."""
+    """How often a request is repeated. The wait before the first repetition is `backoff_s`, then twice as long each
+    time, a minute at most, and no less than the server has asked for."""
 
     retries: int
     backoff_s: float
@@ -89,19 +85,18 @@ class RetryPolicy:
     async def run(
         self,
         attempt: Callable[[], Awaitable[T]],
-        wait_s: Callable[[Exception], float | None] = repetition_wait_s,
-        on_failure: Callable[[Exception], None] = lambda error: None,
+        wait_s: Callable[[BaseException], float | None] = repetition_wait_s,
     ) -> T:
-        """Return the result of the first attempt that succeeds. Raises the last one's error. `wait_s`: of an error, the
-        least seconds to wait; None where it is final. `on_failure`: called for each attempt that fails."""
-        number = 0
-        while True:
-            number += 1
-            try:
-                return await attempt()
-            except Exception as error:
-                on_failure(error)
-                asked_s = wait_s(error)
-                if number > self.retries or asked_s is None:
-                    raise
-            await asyncio.sleep(backoff_s(self.backoff_s, number, asked_s))
+        """Return the result of the first attempt that succeeds. Raises the last one's error. `wait_s(error)`: the least
+        seconds to wait; None if the error is final."""
+        backoff = wait_exponential(self.backoff_s, max=_MOST_WAIT_S)
+
+        def is_repeated(error: BaseException) -> bool:
+            return isinstance(error, Exception) and wait_s(error) is not None
+
+        def wait(state: RetryCallState) -> float:
+            error = state.outcome and state.outcome.exception()
+            return max(backoff(state), (error and wait_s(error)) or 0.0)
+
+        stop = stop_after_attempt(self.retries + 1)
+        return await AsyncRetrying(stop=stop, wait=wait, retry=retry_if_exception(is_repeated), reraise=True)(attempt)

@@ -20,17 +20,17 @@ from grpo_mcore.rollout.trajectory import Outcome, Trajectory
 
 
 class EnvironmentReturn(NamedTuple):
-    """The results of one step. Every list has one entry per conversation; None in place of one says None of each, but
-    for observations, rewards and terminateds.
+    """The results of one step. Every list has one entry per conversation. An optional field may be None instead of a
+    list, which means None for every conversation.
 
-    `observations`: {"role", "content"}, the environment's next message; the role `tool` is kept where the chat
-    template has it, any other becomes `user`. `metadata`: passed to the next step; None: unchanged.
-    `next_stop_strings`: of the next turn; None: unchanged. `terminateds`: whether the conversation is over.
-    `rewards`: of this turn alone, a conversation's turns are added up; None where the environment failed (excluded
-    and counted, never 0). `answers`: the extracted answer. `reasons`: why it got that reward. `seconds`: that scoring
-    took. `rewards_by_name`: the parts of a reward that has several. `tracebacks`: text for the run's console, such as
-    the first traceback of a function that raises. `failures`: of each attempt to score it that failed, whether or not a
-    later one succeeded, "COMPONENT: KIND", such as "judge: HTTP 503".
+    `observations`: the environment's next message, {"role", "content"}; the role `tool` is kept if the chat template
+    has it, any other becomes `user`. `metadata`: what the next step gets; None: unchanged. `next_stop_strings`: strings
+    that end the next turn; None: unchanged. `terminateds`: whether the conversation is over. `rewards`: reward of this
+    turn alone (the rewards of a conversation's turns are added up); None: the environment failed, and the sample is
+    excluded and counted, never scored 0. `answers`: the extracted answer. `reasons`: why it got that reward. `seconds`:
+    how long scoring took. `rewards_by_name`: the components of a reward that has several. `tracebacks`: text for the
+    run's console, such as the first traceback of a function that raises. `failures`: "COMPONENT: KIND" for each attempt
+    to score it that failed, such as "judge: HTTP 503", also if a later attempt succeeded.
     """
 
     observations: list[dict[str, str]]
@@ -80,7 +80,7 @@ class EnvironmentBase:
     needs: ClassVar[dict[str, float]] = {"cpus": 1.0, "gpus": 0.0}
     """Processors and accelerators that one instance needs."""
     concurrent_calls: ClassVar[int] = 1
-    """Maximum concurrent calls of one instance, each in a thread, where the instance is a cluster worker."""
+    """Maximum concurrent calls of one instance that is a cluster worker; each has a thread."""
     config_class: ClassVar[type[EnvConfig] | None] = None
     """The type of `config`. None: a dict with any keys."""
 
@@ -89,8 +89,8 @@ class EnvironmentBase:
 
     @classmethod
     def play_timeout_s(cls, config: Mapping[str, Any]) -> float | None:
-        """Return the longest time, in seconds, that an environment may work on a sample that it plays itself, as a NeMo
-        Gym does. None: the environment scores turns of our own rollouts."""
+        """Return the maximum seconds for one sample of an environment that runs agents, as a NeMo Gym does. None: the
+        environment scores turns that our engines generate."""
         return None
 
     @classmethod
@@ -101,7 +101,7 @@ class EnvironmentBase:
     @classmethod
     def resources(cls, config: Mapping[str, Any]) -> dict[str, float]:
         """Return what an instance with this section needs of the cluster: {"cpus", "gpus"}. Raises
-        EnvironmentConfigError where the section is wrong, before anything is started."""
+        EnvironmentConfigError if the section is wrong, before anything is started."""
         cls.read_config(config)
         return dict(cls.needs)
 
@@ -112,24 +112,24 @@ class EnvironmentBase:
 
     @classmethod
     def completed(cls, config: Mapping[str, Any], tokenizer: Any) -> Mapping[str, Any]:
-        """Return the section with what its keys leave to the policy's tokenizer."""
+        """Return the section with the values that depend on the policy's tokenizer filled in."""
         return config
 
     @classmethod
     def check(cls, config: Mapping[str, Any]) -> None:
-        """Raise EnvironmentConfigError where an instance with this section could not be built. Quick: called before
+        """Raise EnvironmentConfigError if an instance with this section could not be built. Quick: called before
         anything is started."""
         cls.read_config(config)
 
     @classmethod
     def check_row(cls, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Raise EnvironmentConfigError where answers to a prompt with the fields `info`, its `extra_env_info`, could
+        """Raise EnvironmentConfigError if answers to a prompt with the fields `info`, its `extra_env_info`, could
         not be scored. Called as `check` is, with the first row of a dataset."""
 
     @classmethod
     def check_truths(cls, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """Return for each prompt, given by its `extra_env_info`, why no answer to it could be right, such as a truth
-        that its own verifier does not accept; None where one could."""
+        """Return for each prompt, given by its `extra_env_info`, why no answer to it could be right, such as a ground
+        truth that its own verifier does not accept; None if there is no such reason."""
         return [None] * len(rows)
 
     @classmethod
@@ -139,7 +139,7 @@ class EnvironmentBase:
 
     @property
     def solved_at(self) -> float | None:
-        """Reward from which on a sample counts as solved: the key `solved_at` of the section. None: not set."""
+        """Lowest reward of a sample that counts as solved: the key `solved_at` of the section. None: not set."""
         config = getattr(self, "config", None)  # a class that does not call our constructor has none
         return config.solved_at if isinstance(config, EnvConfig) else (config or {}).get("solved_at")
 
@@ -155,7 +155,7 @@ class RemoteEnvironment:
         cls.check(config)
         if cls.play_timeout_s(config) is not None:
             raise EnvironmentConfigError(
-                f"{cls.__name__} plays whole samples itself: name it in the recipe's section env"
+                f"{cls.__name__} runs agents that generate whole samples: name it in the recipe's section env"
             )
         self.cls, self.config = cls, dict(config)
         self.workers: dict[int, Any] = {}
@@ -179,18 +179,18 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         if len(metadata) != len(trajectories):
             raise ValueError(f"advance: {len(metadata)} metadata for {len(trajectories)} trajectories")
         start = time.perf_counter()
-        of_each = [dict(info) for info in metadata]  # those of a prompt's samples may be one mapping
-        what = f"{type(self).__name__}.step"
-        with no_exit(what):
-            result = self.step([conversation(trajectory) for trajectory in trajectories], of_each)
+        copies = [dict(info) for info in metadata]  # the samples of a prompt may share one mapping
+        name = f"{type(self).__name__}.step"
+        with no_exit(name):
+            result = self.step([conversation(trajectory) for trajectory in trajectories], copies)
         if inspect.isawaitable(result):
-            result = asyncio.run_coroutine_threadsafe(_awaited(result, what), _event_loop()).result()
+            result = asyncio.run_coroutine_threadsafe(_awaited(result, name), _event_loop()).result()
         seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
         return [self._outcome(row, seconds) for row in _rows(result, len(trajectories))]
 
     def _outcome(self, row: Mapping[str, Any], seconds: float) -> Outcome:
         """Return the outcome of one conversation. `row`: its entry of each field of an EnvironmentReturn; a field of
-        another type costs the sample its reward. `seconds`: the call's, for a return that has none."""
+        the wrong type costs the sample its reward. `seconds`: used if the EnvironmentReturn has none."""
         try:
             content, role = _observation(row["observations"])
             name = type(self).__name__
@@ -223,8 +223,8 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process's environments, which runs in a thread: clients that they open are bound to
-    it."""
+    """Return the event loop of this process's environments, which runs in a thread. There is only one, because clients
+    that an environment opens are bound to it."""
     global _loop
     with _loop_lock:
         if _loop is None:
@@ -233,8 +233,8 @@ def _event_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-async def _awaited(result: Awaitable[EnvironmentReturn], what: str) -> EnvironmentReturn:
-    with no_exit(what):
+async def _awaited(result: Awaitable[EnvironmentReturn], name: str) -> EnvironmentReturn:
+    with no_exit(name):
         return await result
 
 
@@ -243,8 +243,8 @@ OPTIONAL_FIELDS = tuple(name for name in EnvironmentReturn._fields if name not i
 
 
 def _rows(result: EnvironmentReturn, count: int) -> list[dict[str, Any]]:
-    """Return, for each of `count` conversations, its entry of every field. Raises ValueError for a field that is no
-    list of as many: which entry is whose is then unknown."""
+    """Return, for each of `count` conversations, its entry of every field. Raises ValueError for a field that is not a
+    list of `count` entries: nobody knows which entry belongs to which conversation then."""
     columns: dict[str, list[Any]] = {}
     if not hasattr(result, "rewards"):
         raise TypeError(f"step returned {type(result).__name__}; an EnvironmentReturn is needed")
@@ -258,13 +258,13 @@ def _rows(result: EnvironmentReturn, count: int) -> list[dict[str, Any]]:
             raise ValueError(f"step returned {field} of type {type(values).__name__}; a list is needed")
         columns[field] = list(islice(values, count + 1))  # an iterator may have no end
         if len(columns[field]) != count:
-            told = f"more than {count}" if len(columns[field]) > count else len(columns[field])
-            raise ValueError(f"step returned {told} {field} for {count} conversations")
+            entries = f"more than {count}" if len(columns[field]) > count else len(columns[field])
+            raise ValueError(f"step returned {entries} {field} for {count} conversations")
     return [{field: values[index] for field, values in columns.items()} for index in range(count)]
 
 
 def _finite(field: str, value: Any) -> float:
-    """Return a number; also of numpy or a tensor of one element."""
+    """Return a finite number as a float. It may be of numpy, or a tensor with one element."""
     if isinstance(value, str | bytes | list) or not math.isfinite(value):
         raise ValueError(f"{field} with {value!r:.80}, which is not a finite number")
     return float(value)
@@ -278,8 +278,8 @@ def _text(field: str, value: Any) -> str | None:
 
 def _texts(field: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
-        raise TypeError(f"{field} with {value!r:.80}; a list of texts is needed")
-    return tuple(replaced(_text(field, one) or "") for one in value or ())
+        raise TypeError(f"{field} with {value!r:.80}; a list of strings is needed")
+    return tuple(replaced(_text(field, entry) or "") for entry in value or ())
 
 
 def _answer(value: Any) -> str | None:
@@ -307,7 +307,7 @@ def _mapping(field: str, value: Any) -> dict[str, Any] | None:
 
 
 def _parts(value: Any) -> dict[str, float]:
-    """Return the parts of a reward; those of None, which did not apply, are left out."""
+    """Return the components of a reward."""
     parts = _mapping("rewards_by_name", value) or {}
     return {str(name): _finite(f"rewards_by_name[{name!r}]", part) for name, part in parts.items()}
 
@@ -315,8 +315,8 @@ def _parts(value: Any) -> dict[str, float]:
 def _stop_strings(value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
-    if isinstance(value, str) or not all(isinstance(one, str) and one for one in value):
-        raise TypeError(f"next_stop_strings with {value!r:.80}; a list of texts is needed, each of a character or more")
+    if isinstance(value, str) or not all(isinstance(string, str) and string for string in value):
+        raise TypeError(f"next_stop_strings with {value!r:.80}; a list of non-empty strings is needed")
     return tuple(value)
 
 
@@ -326,14 +326,15 @@ def _observation(value: Any) -> tuple[str | None, str]:
     content, role = _text("observations[].content", message.get("content")), message.get("role", "user")
     if not isinstance(role, str) or not role:
         raise TypeError(f"observations[].role with {role!r:.80}, which is no role")
-    if content is not None and (why := not_unicode(content)):
-        raise ValueError(f"an observation that is no Unicode: {why}")
+    if content is not None and (problem := not_unicode(content)):
+        raise ValueError(f"an observation that is no Unicode: {problem}")
     return content, role
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return a trajectory as messages. `generated` marks those that the policy wrote, which have their `token_ids`;
-    `tokens` is the number of tokens of each; the last one has the sample's `finish_reason`."""
+    """Return a trajectory as messages {"role", "content", "generated", "tokens"}. `generated`: whether the policy wrote
+    the message; those that it wrote have their `token_ids` too. `tokens`: number of tokens. The last message has the
+    sample's `finish_reason`."""
     messages: list[dict[str, Any]] = [
         {"role": turn.role, "content": turn.text, "generated": turn.loss_mask, "tokens": len(turn)}
         for turn in trajectory.turns
@@ -347,7 +348,7 @@ def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def response_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the policy's text: of the generated messages where they are marked, else of those of the assistant."""
+    """Return the policy's text: all messages marked as generated, or all of the assistant's if none is marked."""
     marked = [message for message in messages if message.get("generated")]
     chosen = marked or [message for message in messages if message["role"] == "assistant"]
     return "".join(message["content"] for message in chosen)

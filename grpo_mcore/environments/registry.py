@@ -1,7 +1,7 @@
 """Environments by name or by import path ("package.module:Class" or "package.module.Class").
 
-Verifier processes import this, so it does without pydantic, the recipe and torch: importing them would take most of the
-time that such a process needs to start."""
+Verifier processes import this module, so it imports neither pydantic, the recipe nor torch: these would take most of
+the time that such a process needs to start."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def create_env_class(env_name: str) -> tuple[type[EnvironmentBase], dict[str, fl
     from grpo_mcore.environments.interfaces import EnvironmentBase
 
     if not (isinstance(cls, type) and issubclass(cls, EnvironmentBase)):
-        what = f"the class {cls.__name__}" if isinstance(cls, type) else type(cls).__name__
+        kind = f"the class {cls.__name__}" if isinstance(cls, type) else type(cls).__name__
         raise EnvironmentConfigError(
-            f"the environment {path!r} is {what}, which does not derive from EnvironmentInterface of "
+            f"the environment {path!r} is {kind}, which does not derive from EnvironmentInterface of "
             "grpo_mcore.environments.interfaces; a reward function is a component of env.rules: {type: function, path}"
         )
     return cls, dict(cls.needs)

@@ -1,23 +1,24 @@
 """Worker processes for verifiers that may hang, crash or exhaust memory: such a job costs its own sample and no other.
 
-    run, several threads -- jobs (pickle) --> host program -- Pebble's ProcessPool --> workers, forked from a server
-                        <-- results (JSON) --                                          that has the verifier imported
+    run, several threads -- jobs (pickle) --> host program -- Pebble's ProcessPool --> workers, forked from it
+                        <-- results (JSON) --
 
 Pebble ends a job that exceeds its time limit, notices a worker that has died, and starts another one. It runs in a
-program of its own, the host, because workers must not be forked from a process with threads, as the run's are;
-because multiprocessing would import the run's `__main__` in each worker; and because workers read what a model wrote,
-so the run's environment variables, its secrets among them, and its pickle loader stay out of their reach.
+program of its own, the host, for three reasons: the run's process has threads, and forking it is unsafe; starting
+workers in any other way imports the run's `__main__` in each; and workers read what a model wrote, so the run's
+environment variables, its secrets among them, and its pickle loader stay out of their reach.
 
-A function may start processes, such as programs that it tests. Those of a worker that has ended become children of the
-host, which ends them.
+A function may start processes, such as programs that it tests. The kernel makes those of a worker that has ended
+children of the host, which ends them.
 
 When the run closes the pool, or dies, the host sees its connection close and stops its workers. When the host dies, the
-fork server sees that and ends, and the kernel kills the workers with it (PR_SET_PDEATHSIG).
+kernel kills the workers with it (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -35,7 +36,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -43,7 +43,7 @@ import pebble
 
 from grpo_mcore.base import processes
 from grpo_mcore.base.hub_variables import HUB_VARIABLES
-from grpo_mcore.environments.math.verifiers import shorten
+from grpo_mcore.base.text import shorten
 from grpo_mcore.environments.registry import EnvironmentConfigError, import_by_path
 
 # The environment variables that workers see. The rest stays out, secrets (HF_TOKEN, WANDB_API_KEY) above all.
@@ -55,9 +55,7 @@ _INHERITED = (
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _STOP_S = 10.0  # seconds that a host has to stop its workers
 _POLL_S = 0.5  # how often the host checks that its parent and its pool are there
-_TERMINATE_S = 0.3  # from SIGTERM to SIGKILL; Pebble's 3 s would hold up all workers where one is stopped
 _OUT_OF_MEMORY = 86  # exit code of a worker whose job ran out of memory
-_IMPORTED_IN = os.getpid()  # in a worker: the fork server, which imports this module before it forks
 
 
 class WorkerStartError(RuntimeError):
@@ -76,8 +74,7 @@ class WorkerSpec:
     """The loader's arguments."""
     num_workers: int
     timeout_s: float
-    """Limit of one job, from the moment that a worker, which has loaded the function, takes it. Time in which it waits
-    for a processor does not count."""
+    """Limit of one job, from the moment that a worker, which has loaded the function, takes it."""
     memory_gb: float = 0.0
     """Limit of a worker's data (RLIMIT_DATA), in GiB. 0: none."""
     preload: tuple[str, ...] = ()
@@ -90,14 +87,14 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Result:
-    """`value`: what the function returned, or None with the reason in `failure`. `seconds`: of the function; 0 where
-    its process died."""
+    """The result of one job. `value`: what the function returned, or None with the reason in `failure`. `seconds`: how
+    long the function ran; 0 if its process died."""
 
     value: Any
     failure: str | None
     seconds: float
     timed_out: bool = False
-    """The job itself ran out of its time; False where its worker was lost."""
+    """Whether the job itself ran out of time. False if its worker was lost."""
 
 
 class VerifierPool:
@@ -113,20 +110,35 @@ class VerifierPool:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self._lock = threading.Lock()
+        self._alone = threading.Lock()
         self._closed = False
         self._host = _Host(spec, self.program)
 
     def run(self, jobs: Sequence[Sequence[Any]]) -> list[Result]:
-        """Apply the function to each job's arguments. Return the results in order, when the last is there. If the host
-        dies, a new one does all these jobs again, once."""
+        """Apply the function to each job's arguments. Return the results in order, when the last is there.
+
+        If the host dies, the next one does the jobs that are left. If it dies as well, they are done one at a time."""
         payloads = [pickle.dumps(tuple(arguments)) for arguments in jobs]
-        for _ in range(2):
-            results = self._running_host().submit(payloads).result()
-            if results is not None:
-                return results
-            if self._closed:
-                return [Result(None, "not done: the verifier pool was closed", 0.0)] * len(payloads)
-        return [Result(None, "crashed: its processes were ended", 0.0)] * len(payloads)
+        results = self._ask(payloads)
+        if None in results:
+            again = iter(self._ask([payload for payload, result in zip(payloads, results, strict=True) if not result]))
+            results = [result or next(again) for result in results]
+        return [result or self._ask_alone(payload) for payload, result in zip(payloads, results, strict=True)]
+
+    def _ask(self, payloads: Sequence[bytes]) -> list[Result | None]:
+        """Return the results; None for a job that its host did not finish."""
+        host = self._running_host()
+        if host is None:
+            return [Result(None, "not done: the verifier pool was closed", 0.0)] * len(payloads)
+        return [future.result() for future in [host.submit(payload) for payload in payloads]]
+
+    def _ask_alone(self, payload: bytes) -> Result:
+        with self._alone:
+            for _ in range(2):  # a new call of another thread may end the host, too
+                (result,) = self._ask([payload])
+                if result is not None:
+                    return result
+        return Result(None, "crashed: it ended its process", 0.0)
 
     def close(self) -> None:
         """End the workers, whatever they are doing. Jobs that are not done fail."""
@@ -134,10 +146,10 @@ class VerifierPool:
             self._closed = True
             self._host.stop()
 
-    def _running_host(self) -> _Host:
+    def _running_host(self) -> _Host | None:
         with self._lock:
             if self._closed:
-                raise RuntimeError("the verifier pool is closed")
+                return None
             if self._host.ended:
                 self._host.stop()
                 try:
@@ -152,7 +164,7 @@ class _Host:
 
     def __init__(self, spec: WorkerSpec, program: str) -> None:
         self.ended = False
-        self._futures: dict[int, Future[list[Result] | None]] = {}
+        self._futures: dict[int, Future[Result | None]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._connection, theirs = multiprocessing.Pipe()
@@ -191,9 +203,9 @@ class _Host:
                 "overloaded, or num_workers too large for it"
             )
 
-    def submit(self, payloads: list[bytes]) -> Future[list[Result] | None]:
-        """Send jobs. The future's result is None when the host ends before the last job does."""
-        future: Future[list[Result] | None] = Future()
+    def submit(self, payload: bytes) -> Future[Result | None]:
+        """Send a job. The future's result is None when the host ends before the job does."""
+        future: Future[Result | None] = Future()
         with self._lock:
             if self.ended:
                 future.set_result(None)
@@ -201,7 +213,7 @@ class _Host:
             number = next(self._numbers)
             self._futures[number] = future
             with contextlib.suppress(OSError):  # the host has ended: the reader notices
-                self._connection.send((number, payloads))
+                self._connection.send((number, payload))
         return future
 
     def stop(self) -> None:
@@ -220,8 +232,8 @@ class _Host:
         """Set the futures' results until the host ends. A malformed answer ends the host too."""
         with contextlib.suppress(EOFError, OSError, ValueError, TypeError, KeyError):
             while True:
-                number, results = json.loads(self._connection.recv_bytes())
-                self._futures.pop(number).set_result([Result(**result) for result in results])
+                number, result = json.loads(self._connection.recv_bytes())
+                self._futures.pop(number).set_result(Result(**result))
         with self._lock:
             self.ended = True
             for future in self._futures.values():
@@ -229,19 +241,14 @@ class _Host:
 
 
 def serve(descriptor: int) -> None:
-    """Run the host program: take jobs from the connection, and answer them with [number, results]."""
+    """Run the host program: take jobs from the connection, and answer them with [number, result]."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     connection = Connection(descriptor)
     spec, parent = connection.recv()
-    pebble.CONSTS.term_timeout = _TERMINATE_S
-    processes.shorten_socket_paths()
     processes.adopt_orphans()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *spec.preload])
-    pool = pebble.ProcessPool(spec.num_workers, initializer=_start_worker, initargs=(spec,), context=context)
-    read_last_messages_first(pool)
-    count_no_waits(pool)
+    context, initial = multiprocessing.get_context("fork"), (spec, os.getpid())
+    pool = pebble.ProcessPool(spec.num_workers, initializer=_start_worker, initargs=initial, context=context)
     try:
         state = _wait_until_ready(pool, spec)
         connection.send_bytes(json.dumps(state).encode())
@@ -255,123 +262,78 @@ def serve(descriptor: int) -> None:
         connection.close()  # first: the run need not wait for what follows
         pool.stop()
         pool.join()
-        while _end_orphans():
+        while orphans := _orphans():
+            _end(orphans)
             time.sleep(processes.POLL_S)
-
-
-def read_last_messages_first(pool: pebble.ProcessPool) -> None:
-    """Read what workers have sent, then say which job ended one or ran out of time. Pebble 5.2 reads messages in
-    another thread: on a loaded machine that still took a worker's last job, whose result had been sent, for the one
-    that it died of, and waited for that one until its time was over."""
-    manager: Any = pool._pool_manager
-    process, expire, time_out = manager.process_next_message, manager.handle_worker_expiration, manager.update_tasks
-    reading = threading.Lock()
-
-    def process_next_message(timeout: float) -> None:
-        with contextlib.suppress(OSError):  # it is closed, which Pebble notices below
-            if not manager.worker_manager.pool_channel.poll(timeout):
-                return
-        with reading:
-            process(0.0)
-
-    def read_all() -> None:
-        with reading:
-            while manager.worker_manager.pool_channel.poll(0):
-                process(0.0)
-
-    def handle_worker_expiration(expiration: tuple[int, int]) -> None:
-        read_all()
-        expire(expiration)
-
-    def update_tasks() -> None:
-        read_all()
-        time_out()
-
-    manager.process_next_message, manager.update_tasks = process_next_message, update_tasks
-    manager.handle_worker_expiration = handle_worker_expiration
-
-
-def count_no_waits(pool: pebble.ProcessPool) -> None:
-    """Do not count the time for which a job's worker waits for a processor. Where more processes compute than there are
-    cores, an innocent job would run out of time, and its reward would depend on what else the machine does. Nor does a
-    worker that has died run out of time, before Pebble sees its end."""
-    tasks: Any = pool._pool_manager.task_manager
-    timeout_tasks = tasks.timeout_tasks
-    waited: dict[int, float] = {}  # by task, until now
-
-    def after_its_own_time() -> tuple[Any, ...]:
-        nonlocal waited
-        before, waited = waited, {}
-        for task in tasks.tasks.copy().values():
-            if task.started:
-                now = processes.seconds_waited_for_processor(task.worker_id)  # 0 once it has ended
-                waited[task.id] = max(now, before.get(task.id, now))
-                task.timestamp += waited[task.id] - before.get(task.id, now)
-        return tuple(task for task in timeout_tasks() if not processes.is_zombie(task.worker_id))
-
-    tasks.timeout_tasks = after_its_own_time
 
 
 def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, str]:
     """Return "ready", "not loaded" or "not started", and the problem."""
+    for module in spec.preload:
+        with contextlib.suppress(Exception, SystemExit):  # if the function needs it, its loader says what is wrong
+            importlib.import_module(module)
     deadline = time.monotonic() + spec.start_s
     try:
-        answer = pool.schedule(_load_problem)
-        while not answer.done() and time.monotonic() < deadline:
-            wait([answer], _POLL_S)
-            if not pool.active and not answer.done():  # Pebble may give up before it has seen the task
-                raise BrokenProcessPool("all workers ended")
-        if not answer.done():
+        job = pool.schedule(_load_problem)
+        while pool.active and not job.done() and time.monotonic() < deadline:
+            wait([job], _POLL_S)
+        if pool.active and not job.done():
             return "not started", f"none is ready after {spec.start_s:g} s"
-        problem = answer.result()
+        problem = job.result(_POLL_S)  # where the pool broke before it saw the job, none comes
         return "not loaded" if problem else "ready", problem
     except (BrokenProcessPool, RuntimeError, OSError) as error:
-        for module in spec.preload:  # a fork server that cannot import one ends without a word
-            try:
-                importlib.import_module(module)
-            except Exception as cause:
-                return "not loaded", described(cause)
         return "not started", f"one ended before it was ready ({described(error)})"
 
 
 def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerSpec, parent: int) -> None:
     """Answer jobs until the run has ended, or Pebble gives up, as it does when all idle workers were killed; the run
-    then starts a new host. Raises EOFError or OSError when the connection closes."""
+    then starts a new host. Raises EOFError or OSError when the connection closes.
+
+    A job whose worker ended is done again, once: on a loaded machine, Pebble takes the job before for the one that a
+    worker died of."""
     sending = threading.Lock()
 
-    def answer(number: int, futures: list[Future[str]]) -> None:
-        with contextlib.suppress(BrokenProcessPool, OSError):
-            results = ", ".join(_result_of(future, spec) for future in futures)
-            with sending:
-                connection.send_bytes(f"[{number}, [{results}]]".encode())
+    def start(number: int, payload: bytes, is_last: bool = False) -> None:
+        job = pool.schedule(_work, args=(payload,), timeout=spec.timeout_s)
+        job.add_done_callback(functools.partial(answer, number, payload, is_last))
 
-    next_look = 0.0
+    def answer(number: int, payload: bytes, is_last: bool, job: Future[str]) -> None:
+        with contextlib.suppress(BrokenProcessPool, RuntimeError, OSError):  # the host ends, and the run notices
+            if isinstance(job.exception(), pebble.ProcessExpired) and not is_last:
+                start(number, payload, is_last=True)
+                return
+            with sending:
+                connection.send_bytes(f"[{number}, {_result_of(job, spec)}]".encode())
+
+    next_look, seen_before = 0.0, set[int]()
     while pool.active and os.getppid() == parent:  # a fork of the run may keep the connection open
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + _POLL_S
-            _end_orphans()
+            orphans = _orphans()
+            _end(orphans & seen_before)  # only those seen twice: a new worker is a child before it is known as a worker
+            seen_before = orphans
         if connection.poll(_POLL_S):
-            number, payloads = connection.recv()
             try:
-                futures = [pool.schedule(_work, args=(payload,), timeout=spec.timeout_s) for payload in payloads]
+                start(*connection.recv())
             except RuntimeError:
                 return  # Pebble has given up
-            threading.Thread(target=answer, args=(number, futures), daemon=True).start()
 
 
-def _end_orphans() -> bool:
-    """Kill what jobs have started and their ended workers have left. Return whether there was anything."""
-    own = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+def _orphans() -> set[int]:
+    """Return the processes that jobs have started and their ended workers have left."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as children:
-            orphans = {int(pid) for pid in children.read().split()} - own
+            started = {int(pid) for pid in children.read().split()}
     except OSError:  # not on this system
-        return False
+        return set()
+    return started - {worker.pid for worker in multiprocessing.active_children()}
+
+
+def _end(orphans: set[int]) -> None:
     for pid in orphans:  # they stay children of this process, and keep their numbers, until it has waited for them
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)
-    return bool(orphans)
 
 
 def _result_of(future: Future[str], spec: WorkerSpec) -> str:
@@ -401,12 +363,10 @@ _function: Callable[..., Any] | None = None
 _problem = ""  # why it did not load
 
 
-def _start_worker(spec: WorkerSpec) -> None:
+def _start_worker(spec: WorkerSpec, host: int) -> None:
     """Load the function. A problem is kept for `_load_problem`: Pebble would only report that the worker died."""
     global _function, _problem
-    processes.die_with_parent(_IMPORTED_IN)
-    # The fork server lives until the last copy of this pipe is closed: without ours it ends with the host, and we too.
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    processes.die_with_parent(host)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Pebble's handler would wait until C code returns to Python
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)  # math-verify logs each answer that it cannot read

@@ -12,7 +12,7 @@ from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerF
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.driver.interfaces import GenerationInterface
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.environments.gym.nemo_gym import GymOutcome, GymSample
+from grpo_mcore.environments.gym.nemo_gym import GymOutcome, GymRequest
 from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef, sample_seed
 
 _MAX_FAILURES = 3
@@ -26,7 +26,7 @@ class AgentWorker:
         self._environment = cls(section)
 
     def run_agents(
-        self, samples: Sequence[GymSample], sampling: Sampling, endpoint: Any, keep_results: bool
+        self, samples: Sequence[GymRequest], sampling: Sampling, endpoint: Any, keep_results: bool
     ) -> Iterator[Parcel | GymOutcome]:
         """Yield one item a sample: Parcel((TrajectoryRef without its ref, GymOutcome without its trajectory),
         trajectory), or the GymOutcome if there is no trajectory."""
@@ -49,7 +49,7 @@ class AgentBatch:
     worker: EnvironmentWorker
     sampling: Sampling
     stream: Stream
-    expected: dict[tuple[str, int], GymSample]
+    expected: dict[tuple[str, int], GymRequest]
     num_given_up: int = 0
 
 
@@ -90,7 +90,7 @@ class AgentRollouts:
     def dispatch(self, prompts: Sequence[DatumSpec], sampling: Sampling, *, generations: int, step: int) -> None:
         """Ask for `generations` samples of each prompt. Does not wait. Raises ValueError for a prompt without a task
         of the Gym."""
-        by_worker: dict[int, tuple[EnvironmentWorker, list[GymSample]]] = {}
+        by_worker: dict[int, tuple[EnvironmentWorker, list[GymRequest]]] = {}
         for prompt in prompts:
             uid, task = prompt["uid"], prompt["extra_env_info"].get("gym_task")
             if task is None:
@@ -100,13 +100,13 @@ class AgentRollouts:
                 )
             worker = self._environments[prompt["task_name"]]
             by_worker.setdefault(id(worker), (worker, []))[1].extend(
-                GymSample(uid, index, task, prompt["idx"], sample_seed(self._seed, step, uid, index), self._max_tokens)
+                GymRequest(uid, index, task, prompt["idx"], sample_seed(self._seed, step, uid, index), self._max_tokens)
                 for index in range(generations)
             )
         for worker, samples in by_worker.values():
             self._start(worker, sampling, samples)
 
-    def _start(self, worker: EnvironmentWorker, sampling: Sampling, samples: list[GymSample]) -> None:
+    def _start(self, worker: EnvironmentWorker, sampling: Sampling, samples: list[GymRequest]) -> None:
         assert self._engines.endpoint is not None
         purpose = f"{len(samples)} samples that {worker.name} plays"
         run = remote_stream(worker, AgentWorker.run_agents, timeout_s=worker.timeout_s, what=purpose)

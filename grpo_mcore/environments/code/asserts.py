@@ -52,7 +52,7 @@ class SplitTest:
 
 @functools.lru_cache(maxsize=256)
 def split_test(code: str) -> SplitTest | None:
-    """Split a test's assertions. Return None where none can be split, or the code is not valid Python."""
+    """Split a test's assertions. Return None if none can be split, or the code is not valid Python."""
     try:
         steps, conditions = _Splitter().split(ast.parse(code).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -72,7 +72,7 @@ class _Splitter:
             self.add(statements)
         else:
             function, argument = check
-            self.add([one for one in statements[:-1] if one is not function])
+            self.add([statement for statement in statements[:-1] if statement is not function])
             self.run_rest()
             name = function.args.args[0].arg if function.args.args else "_"
             self.steps.append(("scope", ast.unparse(argument), name))
@@ -98,20 +98,22 @@ class _Splitter:
 
 
 def _checker(statements: list[ast.stmt]) -> tuple[ast.FunctionDef, ast.expr] | None:
-    """Return the function of at most one argument that the last statement calls, and that argument (None where there is
-    none). None where there is no such function whose body could be moved to the top level."""
+    """Return the function of at most one argument that the last statement calls, and that argument (the constant None
+    if there is none). Return None if there is no such function, or its body cannot be moved to the top level."""
     match statements[-1:]:
         case [ast.Expr(ast.Call(ast.Name(name), [] | [_] as arguments, []))]:
-            named = [one for one in statements if isinstance(one, ast.FunctionDef) and one.name == name]
-            uses = sum(isinstance(node, ast.Name) and node.id == name for one in statements for node in ast.walk(one))
-            if len(named) == uses == 1 and _can_be_inlined(named[0], len(arguments)):
-                return named[0], arguments[0] if arguments else ast.Constant(None)
+            functions = [part for part in statements if isinstance(part, ast.FunctionDef) and part.name == name]
+            nodes = [node for statement in statements for node in ast.walk(statement)]
+            uses = sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
+            if len(functions) == uses == 1 and _can_be_inlined(functions[0], len(arguments)):
+                return functions[0], arguments[0] if arguments else ast.Constant(None)
     return None
 
 
 def _can_be_inlined(function: ast.FunctionDef, arguments: int) -> bool:
-    given = function.args
-    plain = len(given.args) == arguments and not (given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg)
+    formal = function.args
+    others = formal.posonlyargs or formal.kwonlyargs or formal.vararg or formal.kwarg
+    plain = len(formal.args) == arguments and not others
     needs_function = (ast.Return, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
     inside = [node for statement in function.body for node in ast.walk(statement)]
     return plain and not function.decorator_list and not any(isinstance(node, needs_function) for node in inside)
@@ -121,11 +123,11 @@ Part = tuple[str, ast.expr, Condition]
 
 
 def _parts(test: ast.expr) -> list[Part] | None:
-    """Return (kind of step, expression, condition) for each part of an assertion. None where it must run as it is."""
+    """Return (kind of step, expression, condition) for each part of an assertion; None if it must run as it is."""
     match test:
         case ast.BoolOp(ast.And(), parts):
             nested = [_parts(part) for part in parts]
-            return None if None in nested else [one for part in nested for one in part or []]
+            return None if None in nested else [part for parts in nested for part in parts or []]
         case ast.UnaryOp(ast.Not(), operand):
             inner = _parts(operand)
             if inner is None or len(inner) != 1:
@@ -144,8 +146,8 @@ def _shapes(test: ast.expr) -> Iterator[list[Part]]:
                     unequal = functools.partial(_differs, expected=literal[0])
                     yield [("value", expression, equal if isinstance(operator, ast.Eq) else unequal)]
         case ast.Compare(left, [ast.Is() | ast.IsNot() as operator], [ast.Constant(None | True | False as constant)]):
-            wanted = isinstance(operator, ast.Is)
-            yield [("value", left, lambda claim: (claim is constant) is wanted)]
+            must_be = isinstance(operator, ast.Is)
+            yield [("value", left, lambda claim: (claim is constant) is must_be)]
         case ast.Compare(
             ast.Call(ast.Name("abs"), [ast.BinOp(left, ast.Sub(), right)], []),
             [ast.Lt() | ast.LtE() as operator],
@@ -173,7 +175,8 @@ def _literal(node: ast.expr) -> tuple[Any] | None:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return None if any(isinstance(one, ast.Constant) and one.value is ... for one in ast.walk(node)) else (value,)
+    has_ellipsis = any(isinstance(part, ast.Constant) and part.value is ... for part in ast.walk(node))
+    return None if has_ellipsis else (value,)
 
 
 def _number(node: ast.expr) -> Any:

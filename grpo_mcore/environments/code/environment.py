@@ -1,6 +1,6 @@
-"""Programs that are run on tests: reward 1 where all pass, else 0, or with `partial_credit` the share that passes.
+"""Programs that are run on tests: reward 1 if all pass, else 0, or with `partial_credit` the share that passes.
 
-A program that fails or exceeds a limit fails its test. Where the sandbox itself breaks, or a prompt's tests cannot be
+A program that fails or exceeds a limit fails its test. If the sandbox itself breaks, or a prompt's tests cannot be
 read, the sample has no reward: it is excluded and counted.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from grpo_mcore.base.text import shorten
 from grpo_mcore.environments.answers import UNFINISHED, split_messages
 from grpo_mcore.environments.code.asserts import SplitTest, split_test
 from grpo_mcore.environments.code.sandbox.sandboxes import (
@@ -39,12 +40,7 @@ from grpo_mcore.environments.code.tests import (
     with_imports,
 )
 from grpo_mcore.environments.config import AnswerConfig
-from grpo_mcore.environments.interfaces import (
-    EnvironmentInterface,
-    EnvironmentReturn,
-    single_turn_return,
-)
-from grpo_mcore.environments.math.verifiers import shorten
+from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, single_turn_return
 
 _REASONS = 3  # failed tests that a reason names
 _NO_TEST = "the program ended before its test"
@@ -59,17 +55,17 @@ class CodeEnvConfig(AnswerConfig):
     section: ClassVar[str] = "env.code"
 
     solved_at: float | None = 1.0
-    """Reward from which on a sample counts as solved, for `accuracy` and `pass@k`: with 1, all tests passed."""
+    """Lowest reward of a sample that counts as solved, for `accuracy` and `pass@k`. 1: all tests passed."""
     num_workers: int = Field(8, ge=1)
     """Maximum programs that run at the same time."""
     sandbox: SandboxKind = BUBBLEWRAP
     """Where programs run. bubblewrap: without this machine's network, files, processes and users.
     none_i_trust_the_code: with the rights of this process, and only the limits below."""
     partial_credit: bool = False
-    """Whether the reward is the share of tests that pass. false: 1 where all pass, else 0; an answer's tests are then
-    skipped after the first that fails."""
+    """Whether the reward is the share of tests that pass. false: 1 if all pass, else 0; the tests after the first that
+    fails are then skipped."""
     max_tests: int | None = Field(None, ge=1)
-    """Maximum tests of a prompt, from its first. null: all."""
+    """Maximum tests of a prompt: the first ones are run. null: all."""
     cpu_limit_s: float = Field(5.0, gt=0)
     """Seconds of processor time of one test."""
     wall_limit_s: float = Field(20.0, gt=0)
@@ -90,8 +86,8 @@ class CodeEnvConfig(AnswerConfig):
     """Strings that end a generation for this environment."""
 
     def tests(self, row: Mapping[str, Any]) -> list[CodeTest]:
-        """Return the tests of a prompt that are run. Raises CodeTestError where they cannot be read, or need packages,
-        of which the sandbox has none: every answer would fail."""
+        """Return the tests of a prompt that are run. Raises CodeTestError if they cannot be read, or need packages: the
+        sandbox has none, so every answer would fail."""
         tests = read_tests(row)[: self.max_tests]
         if self.sandbox == BUBBLEWRAP and (missing := missing_packages(tests)):
             raise CodeTestError(f"its tests import {', '.join(missing)}; the sandbox has the standard library alone")
@@ -120,8 +116,8 @@ class Report(NamedTuple):
             return self.broken
         if self.program is None:
             return "no code block found"
-        named = self.failed[:_REASONS] + (["..."] if len(self.failed) > _REASONS else [])
-        return "; ".join([f"{self.passed} of {self.tests} tests passed", *named])
+        shown = self.failed[:_REASONS] + (["..."] if len(self.failed) > _REASONS else [])
+        return "; ".join([f"{self.passed} of {self.tests} tests passed", *shown])
 
 
 class CodeEnvironment(EnvironmentInterface):
@@ -215,7 +211,7 @@ class CodeEnvironment(EnvironmentInterface):
         return Report(program, passed, len(tests), failed, None, time.perf_counter() - start)
 
     def _problem(self, sandbox: Sandbox, program: str, test: CodeTest) -> str | None:
-        """Return why a test failed; None where it passed."""
+        """Return why a test failed; None if it passed."""
         limits, tolerance = self._sandboxes.limits, self.config.float_tolerance
         match test:
             case StdinTest(given, expected):
@@ -245,7 +241,7 @@ class CodeEnvironment(EnvironmentInterface):
 
 
 def _failure(split: SplitTest | None, result: dict[str, Any] | None) -> str | None:
-    """Return why an assertion failed; None where it holds."""
+    """Return why an assertion failed; None if it holds."""
     if result is None or ("passed" if split is None else "values") not in result:
         return _NO_TEST
     return None if split is None or split.holds(result["values"]) else "crashed: AssertionError"
@@ -256,7 +252,7 @@ def _shown(value: Any) -> str:
 
 
 def _function_of(test: CodeTest) -> str:
-    """Return the name of the function that a test calls; "" where it calls none, or says not which."""
+    """Return the name of the function that a test calls; "" if it calls none, or does not say which."""
     match test:
         case CallTest(function):
             return function
@@ -266,8 +262,8 @@ def _function_of(test: CodeTest) -> str:
 
 
 def last_program(response: str, function: str = "") -> str | None:
-    """Return the last closed block that is marked as Python, else the last that is not marked; None where there is
-    none. Of several, the last that defines `function`: a later one may show how to call it, or what it prints.
+    """Return the last closed block that is marked as Python, else the last that is not marked; None if there is none.
+    A block that defines `function` is preferred: a later one may show how to call it, or what it prints.
 
     A fence is a line of three or more backticks or tildes; a block ends at a line with as many or more of the same and
     nothing else. The indentation of the opening fence is removed from every line.

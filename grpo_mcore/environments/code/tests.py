@@ -68,18 +68,12 @@ class CallTest:
 @dataclass(frozen=True)
 class AssertTest:
     """`code` runs after the program, in its namespace, and must not raise; asserts.py says which values are compared
-    outside the sandbox. `before`: the prompt. Its head (imports and helpers) comes before a program that defines
-    `defines`, and all of it before one that does not: that is the function's body, or goes on from the prompt."""
+    outside the sandbox. `before`: the prompt. A program that defines `defines` gets its head (imports and helpers) in
+    front. Any other program is the function's body, or continues the prompt, and gets all of it in front."""
 
     code: str
     before: str = ""
     defines: str = ""
-
-    def program(self, answer: str) -> str:
-        """Return the answer as a program that defines the function."""
-        if self.before and not defines(answer, self.defines):
-            return self.before + answer
-        return answer
 
     def head(self) -> str:
         """Return what comes before a program that defines the function itself."""
@@ -135,10 +129,10 @@ def _called(test: CodeTest) -> set[str]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {test.defines} - {""}
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    own = {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    local = {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    local |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes)
-    return {test.defines} - {""} if stars else (called - own) | ({test.defines} - {""})
+    return {test.defines} - {""} if stars else (called - local) | ({test.defines} - {""})
 
 
 @cache
@@ -149,8 +143,8 @@ def imported_names() -> frozenset[str]:
     return frozenset(scope) - set(dir(builtins))
 
 
-# Of the standard library, as LiveCodeBench's harness has them: answers to starter code name List, inf or deque without
-# an import. The built-in functions come back after the stars; a name that the program defines itself replaces any.
+# The imports of LiveCodeBench's harness: answers to starter code use List, inf or deque without an import. `builtins`
+# is last, so that no built-in function is hidden; names that the program defines itself hide all of these.
 _STARS = "string collections heapq bisect copy math random itertools functools operator typing builtins"
 _MODULES = (
     "bisect, collections, copy, datetime, functools, heapq, io, itertools, json, math, operator, random, re, string"
@@ -194,8 +188,8 @@ def read_tests(row: Row) -> list[CodeTest]:
 
 
 def _holds_tests(row: Row, field: str) -> bool:
-    """Return whether a field has the row's tests: a truth that is more than an answer; of LeetCodeDataset `test`, and
-    not the list under `input_output`, whose texts are for readers."""
+    """Return whether a field has the row's tests. `ground_truth` has them if it is more than an answer. LeetCodeDataset
+    has them in `test`; its list under `input_output` is for readers."""
     value = row[field]
     if field == "ground_truth":
         return isinstance(value, Mapping | list) or (isinstance(value, str) and value.lstrip()[:1] in ("{", "["))
@@ -212,7 +206,7 @@ def missing_packages(tests: Sequence[CodeTest]) -> list[str]:
             except (SyntaxError, ValueError, RecursionError, MemoryError):
                 continue
             for node in nodes:
-                names |= {one.name for one in node.names} if isinstance(node, ast.Import) else set()
+                names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
                 names |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
     return sorted({name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"", "solution"})
 
@@ -225,8 +219,8 @@ def _cases(content: Any, field: str) -> Iterator[CodeTest]:
         content = _parsed(content["test_cases"])
     if isinstance(content, Mapping):
         if "test_code" in content:
-            named = {"test": content["test_code"], "prompt": content.get("import_prefix")}
-            yield from _human_eval({**named, "entry_point": content.get("entry_point")})
+            prompt, name = content.get("import_prefix"), content.get("entry_point")
+            yield from _human_eval({"test": content["test_code"], "prompt": prompt, "entry_point": name})
         elif "assert_case" in content:
             yield from map(AssertTest, content["assert_case"])
         else:
@@ -253,15 +247,15 @@ def _cases(content: Any, field: str) -> Iterator[CodeTest]:
 
 def _inputs_and_outputs(content: Mapping[str, Any]) -> Iterator[CodeTest]:
     several = [[part] if isinstance(part, str) else part for part in (content["inputs"], content["outputs"])]
-    for given, expected in zip(*several, strict=True):
+    for value, expected in zip(*several, strict=True):
         if content.get("fn_name"):
-            yield _call(content["fn_name"], given, expected)
+            yield _call(content["fn_name"], value, expected)
         else:
-            yield StdinTest(_lines(given), _lines(expected))
+            yield StdinTest(_lines(value), _lines(expected))
 
 
 def _call(function: str, args: Any, expected: Any) -> CallTest:
-    """Read a call's arguments: a list, or text with a JSON value a line, as in Eurus-2; so is its result then."""
+    """Read a call's arguments: a list, or text with a JSON value a line, as in Eurus-2, whose result is JSON too."""
     if isinstance(args, str):
         args = [_parsed(line) for line in args.splitlines() if line.strip()]
         expected = _parsed(expected)
@@ -290,8 +284,8 @@ def _case_of_live_code_bench(test: Mapping[str, Any], function: str | None, fiel
 def _code_contests(row: Row) -> Iterator[CodeTest]:
     for field in ("public_tests", "private_tests", "generated_tests"):
         cases = row.get(field) or {}
-        for given, expected in zip(cases.get("input") or [], cases.get("output") or [], strict=True):
-            yield StdinTest(_lines(given), _lines(expected))
+        for value, expected in zip(cases.get("input") or [], cases.get("output") or [], strict=True):
+            yield StdinTest(_lines(value), _lines(expected))
 
 
 def _mbpp(row: Row) -> Iterator[CodeTest]:
@@ -311,29 +305,29 @@ def _human_eval(row: Row) -> Iterator[CodeTest]:
 
 
 def _runs_something(code: str) -> bool:
-    """Return whether code does more than define what nobody calls."""
+    """Return whether code does more than define functions and classes that nobody calls."""
     nodes = ast.parse(code).body
     calls = (node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
     return any(isinstance(node, ast.Assert | ast.For | ast.With | ast.Try) for node in nodes) or any(calls)
 
 
 def _pytest(code: str) -> Iterator[CodeTest]:
-    """Read functions test_...(): a test each, without the import of the program, whose names are there."""
-    given = [node for node in ast.parse(code).body if not _imports(node, "pytest")]
-    inside = [part for node in given if isinstance(node, ast.ClassDef) for part in node.body]
+    """Read each function test_...() as a test. The import of the program is left out: its names are there already."""
+    module = [node for node in ast.parse(code).body if not _imports(node, "pytest")]
+    inside = [part for node in module if isinstance(node, ast.ClassDef) for part in node.body]
     if any(isinstance(part, ast.FunctionDef) and part.name.startswith("test") for part in inside):
         raise CodeTestError("'test' has tests in a class, as unittest's; functions test_...() and check() are run")
-    needs_pytest = any(isinstance(node, ast.Name) and node.id == "pytest" for one in given for node in ast.walk(one))
-    renamed = any(alias.asname for node in given if _imports(node, "solution") for alias in node.names)
-    given = [node for node in given if isinstance(node, ast.Import) or not _imports(node, "solution")]
-    tests = [node for node in given if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
-    if needs_pytest or renamed or any(test.args.args or test.decorator_list for test in tests):
+    names = [node.id for part in module for node in ast.walk(part) if isinstance(node, ast.Name)]
+    renamed = any(alias.asname for node in module if _imports(node, "solution") for alias in node.names)
+    module = [node for node in module if isinstance(node, ast.Import) or not _imports(node, "solution")]
+    tests = [node for node in module if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
+    if "pytest" in names or renamed or any(test.args.args or test.decorator_list for test in tests):
         raise CodeTestError("'test' needs pytest (fixtures, marks, raises) or renames what it imports")
     if not tests:
         raise CodeTestError("'test' has no function test_...(), and the row no 'entry_point' that it could check")
     for test in tests:
-        module = ast.Module([node for node in given if node not in tests or node is test], [])
-        yield AssertTest(f"{ast.unparse(module)}\n{test.name}()\n")
+        alone = ast.Module([node for node in module if node not in tests or node is test], [])
+        yield AssertTest(f"{ast.unparse(alone)}\n{test.name}()\n")
 
 
 def _imports(node: ast.stmt, module: str) -> TypeGuard[ast.Import | ast.ImportFrom]:
@@ -379,7 +373,7 @@ class _TextUnpickler(pickle.Unpickler):
 
 def _unpacked(value: str) -> Any:
     """Return LiveCodeBench's private tests as it publishes them: JSON, pickled, compressed and in base64. None for
-    other text. Raises CodeTestError where they are too large, or are more than a text."""
+    other text. Raises CodeTestError if they are too large, or the pickle holds more than text."""
     try:
         stream = zlib.decompressobj()
         content = stream.decompress(base64.b64decode(value, validate=True), _MOST_UNPACKED)
@@ -401,9 +395,9 @@ def _lines(value: Any) -> str:
 
 
 def same_text(printed: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Return whether texts are equal but for spaces and empty lines around them, spaces at the ends of lines, and the
-    way in which numbers are written: 3.0 is 3. So are spaces before and between the numbers of a line that has nothing
-    else. Numbers may differ by `tolerance`, relative or absolute, where the expected one is written with a point or an
+    """Return whether two texts are equal, apart from white space around them and at the ends of lines, and from the way
+    in which numbers are written: 3.0 is 3. In a line of numbers alone, spaces before and between them do not count
+    either. Numbers may differ by `tolerance`, relative or absolute, if the expected one is written with a point or an
     exponent."""
     lines, expected_lines = _trimmed_lines(printed), _trimmed_lines(expected)
     return len(lines) == len(expected_lines) and all(
@@ -418,7 +412,7 @@ def same_value(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
         return value is expected
     if isinstance(expected, list) and isinstance(value, list):
         return len(value) == len(expected) and all(
-            same_value(one, other, tolerance) for one, other in zip(value, expected, strict=True)
+            same_value(entry, other, tolerance) for entry, other in zip(value, expected, strict=True)
         )
     if isinstance(expected, dict) and isinstance(value, dict):
         return value.keys() == expected.keys() and all(same_value(value[k], expected[k], tolerance) for k in expected)

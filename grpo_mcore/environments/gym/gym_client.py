@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import aiohttp
 import yaml
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from grpo_mcore.base.addresses import with_port
 from grpo_mcore.environments.gym.gym_result import GymFailure
@@ -62,15 +61,11 @@ class GymClient:
         if name not in self._agents:
             if self._head is None:
                 raise GymError(f"env.nemo_gym: no URL for the agent {name!r}; set agents, or head_server_url")
-            end = time.monotonic() + self._start_timeout_s
-            while True:
-                try:
-                    self._agents |= agents_of(await self._global_config())
-                    break
-                except GymError:
-                    if time.monotonic() >= end:
-                        raise
-                await asyncio.sleep(1.0)
+            stop = stop_after_delay(self._start_timeout_s)
+            until_it_is_up = AsyncRetrying(
+                stop=stop, wait=wait_fixed(1.0), retry=retry_if_exception_type(GymError), reraise=True
+            )
+            self._agents |= agents_of(await until_it_is_up(self._global_config))
         if name not in self._agents:
             raise GymError(f"the Gym at {self._head} has no agent {name!r}, it has {sorted(self._agents) or 'none'}")
         return self._agents[name]
@@ -100,9 +95,8 @@ class GymClient:
         except aiohttp.ClientError as error:
             raise GymFailure(f"the agent {agent} at {url}: {_describe(error)}", again=True) from error
         if reply.status >= 400:
-            said = content[:300].decode(errors="replace")
             raise GymFailure(
-                f"the agent {agent} answers {reply.status}: {said}",
+                f"the agent {agent} answers {reply.status}: {content[:300].decode(errors='replace')}",
                 again=is_transient(reply.status),
                 wait_s=retry_after_s(reply.headers),
             )
@@ -114,16 +108,6 @@ class GymClient:
     async def weight_versions(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
         """Return for each call which weights read and generated its tokens, as the endpoint has recorded them. Raises
         GymFailure for tokens that the endpoint has not generated."""
-        known = await self._ask_endpoint(endpoint, fingerprints)
-        if None in known:
-            raise GymFailure(
-                f"the policy's endpoint has not generated these tokens (turn {known.index(None) + 1}): the Gym's model "
-                f"server must ask {endpoint.url}/v1"
-            )
-        return known
-
-    async def _ask_endpoint(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
-        """Ask for weight versions, again where a failure may pass. Raises GymFailure."""
 
         async def ask() -> list[Any]:
             assert self._session is not None
@@ -137,9 +121,15 @@ class GymClient:
                 return list((await reply.json())["weight_versions"])
 
         try:
-            return await _ENDPOINT_RETRIES.run(ask)
+            known = await _ENDPOINT_RETRIES.run(ask)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise GymFailure(f"the policy's endpoint at {endpoint.url}: {_describe(error)}") from error
+        if None in known:
+            raise GymFailure(
+                f"the policy's endpoint has not generated these tokens (turn {known.index(None) + 1}): the Gym's model "
+                f"server must ask {endpoint.url}/v1"
+            )
+        return known
 
 
 def agents_of(config: Any) -> dict[str, str]:

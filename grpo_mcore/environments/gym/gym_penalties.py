@@ -1,5 +1,5 @@
-"""Form of a NeMo Gym rollout: which of its rewards become 0, and which messages are flagged for an advantage of their
-own. Both look at what the policy wrote, not at what the Gym's verifier said of it.
+"""Checks of the form of a NeMo Gym rollout: which faults make its reward 0, and which messages are flagged for an
+advantage of their own. Both look at what the policy wrote, not at the score of the Gym's verifier.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class PenaltyTokens(BaseModel):
     unwanted: list[int] | None = None
     """Tokens that a rollout must not generate. null: none."""
     think_open: int | None = None
-    """Token that opens a thought. null: env.nemo_gym.thinking_tags, where each is one token of the policy's tokenizer;
-    else only the text is looked at."""
+    """Token that opens the reasoning. null: that of env.nemo_gym.thinking_tags, if each of them is one token of the
+    policy's tokenizer; otherwise only the text is checked."""
     think_close: int | None = None
-    """Token that closes a thought."""
+    """Token that closes the reasoning."""
 
 
 class RewardPenalties(BaseModel):
@@ -35,14 +35,14 @@ class RewardPenalties(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     penalize_duplicated_reasoning: bool = False
-    """A message repeats the thought right before it."""
+    """Whether a message that repeats the reasoning right before it costs the reward."""
     penalize_empty_final_answer: bool = False
-    """The last thing is neither a text nor a call of a tool."""
+    """Whether a rollout that ends with neither text nor a tool call loses its reward."""
     penalize_unwanted_tokens: bool = False
-    """A token of token_ids.unwanted was generated."""
+    """Whether generating a token of token_ids.unwanted costs the reward."""
     penalize_malformed_think_tag: bool = False
-    """A thought was opened by the policy, or not closed exactly once where the prompt opens it; or a message has a mark
-    of a thought in its text."""
+    """Whether malformed reasoning costs the reward: the policy opens it, or does not close it exactly once after a
+    prompt that opens it, or a message has a mark of reasoning in its text."""
     token_ids: PenaltyTokens = PenaltyTokens()
 
     @field_validator("token_ids", mode="before")
@@ -57,13 +57,13 @@ class RewardPenalties(BaseModel):
         return self
 
     def with_thought_tokens(self, tokenizer: Any, marks: Sequence[str]) -> RewardPenalties:
-        """Return the penalties with the tokens of the `marks` around a thought, where each is one token, none is set,
-        and they are needed. `tokenizer`: of transformers."""
+        """Return the penalties with the tokens of the `marks` around the reasoning, if they are needed, none is set,
+        and each mark is one token. `tokenizer`: a tokenizer of transformers."""
         tokens = self.token_ids
         if not self.penalize_malformed_think_tag or (tokens.think_open, tokens.think_close) != (None, None):
             return self
         ids = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
-        if len(ids) != 2 or any(len(one) != 1 for one in ids):
+        if len(ids) != 2 or any(len(tokens_of_mark) != 1 for tokens_of_mark in ids):
             return self
         update = {"think_open": ids[0][0], "think_close": ids[1][0]}
         return self.model_copy(update={"token_ids": tokens.model_copy(update=update)})
@@ -72,11 +72,11 @@ class RewardPenalties(BaseModel):
         self, output: Sequence[Any], calls: Sequence[tuple[Sequence[int], Sequence[int]]], marks: Sequence[str]
     ) -> list[str]:
         """Return the conditions that a rollout meets, in words. `output`: items of the response; `calls`: (prompt,
-        generated tokens) of each call; `marks`: of thoughts."""
+        generated tokens) of each call; `marks`: those around the reasoning."""
         items = [item for item in output if isinstance(item, dict)]
         tokens = self.token_ids
         checks = (
-            (self.penalize_duplicated_reasoning, "duplicated reasoning", lambda: _repeats_a_thought(items)),
+            (self.penalize_duplicated_reasoning, "duplicated reasoning", lambda: _repeats_its_reasoning(items)),
             (self.penalize_empty_final_answer, "empty final answer", lambda: _has_no_end(items)),
             (
                 self.penalize_unwanted_tokens,
@@ -88,24 +88,24 @@ class RewardPenalties(BaseModel):
                 "malformed thought",
                 lambda: (
                     any(mark in _message(item) for item in items for mark in marks)
-                    or any(not _closes_its_thought(*call, tokens) for call in calls)
+                    or any(not _closes_its_reasoning(*call, tokens) for call in calls)
                 ),
             ),
         )
-        return [name for wanted, name, met in checks if wanted and met()]
+        return [name for is_on, name, met in checks if is_on and met()]
 
 
-def flag_of(texts: Sequence[str], tool_marks: Sequence[str], thought_marks: Sequence[str]) -> str:
-    """Return what is wrong with the messages of one call: a tool call that was left in the text, or a mark of a thought
-    outside it; "" where nothing is."""
+def flag_of(messages: Sequence[str], tool_marks: Sequence[str], thought_marks: Sequence[str]) -> str:
+    """Return what is wrong with the messages of one call: a tool call that was left in the text, or a mark of reasoning
+    in it; "" if nothing is."""
     for marks, flag in ((tool_marks, INVALID_TOOL_CALL), (thought_marks, MALFORMED_THINKING)):
-        if any(mark in text for mark in marks for text in texts):
+        if any(mark in text for mark in marks for text in messages):
             return flag
     return ""
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: a text, or a list of parts."""
+    """Return the text of a message's content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
@@ -117,10 +117,10 @@ def _message(item: Mapping[str, Any]) -> str:
     return text_of(item.get("content")) if is_message else ""
 
 
-def _repeats_a_thought(items: Sequence[Mapping[str, Any]]) -> bool:
-    for thought, after in zip(items, items[1:], strict=False):
-        text = text_of(thought.get("summary") or thought.get("content")) if thought.get("type") == "reasoning" else ""
-        if text.strip() and text.strip() == _message(after).strip():
+def _repeats_its_reasoning(items: Sequence[Mapping[str, Any]]) -> bool:
+    for item, after in zip(items, items[1:], strict=False):
+        reasoning = text_of(item.get("summary") or item.get("content")) if item.get("type") == "reasoning" else ""
+        if reasoning.strip() and reasoning.strip() == _message(after).strip():
             return True
     return False
 
@@ -132,7 +132,7 @@ def _has_no_end(items: Sequence[Mapping[str, Any]]) -> bool:
     return not messages or not messages[-1].strip()
 
 
-def _closes_its_thought(prompt: Sequence[int], generated: Sequence[int], tokens: PenaltyTokens) -> bool:
+def _closes_its_reasoning(prompt: Sequence[int], generated: Sequence[int], tokens: PenaltyTokens) -> bool:
     if tokens.think_open is None or tokens.think_close is None:
         return True
     count = [

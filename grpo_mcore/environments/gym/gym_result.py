@@ -16,15 +16,12 @@ FAILURE, NOT_KEPT, TERMINAL = "_ng_failure_class", "_ng_no_persist", "_ng_failur
 
 
 class GymFailure(Exception):
-    """A rollout that gives no reward to learn from. The text says why; `again`: another attempt may succeed, after
-    `wait_s` at the earliest."""
+    """A rollout that gives no reward to learn from. `again`: another attempt may succeed, after `wait_s` at the
+    earliest."""
 
-    def __init__(self, why: str, again: bool = False, wait_s: float = 0.0) -> None:
-        super().__init__(why, again, wait_s)
-        self.why, self.again, self.wait_s = why, again, wait_s
-
-    def __str__(self) -> str:
-        return self.why
+    def __init__(self, reason: str, again: bool = False, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.again, self.wait_s = again, wait_s
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,8 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class GymRollout:
-    """`branches`: calls, each of whose prompts begins with all tokens of the call before it. `cut_calls`: the number of
-    calls after these, which are left out."""
+    """The calls of a rollout and its score. `branches`: in each, the prompt of a call begins with all tokens of the
+    call before it. `cut_calls`: number of further calls, which are left out."""
 
     branches: tuple[tuple[ModelCall, ...], ...]
     cut_calls: int
@@ -105,8 +102,8 @@ class GymRollout:
 
 @dataclass(frozen=True)
 class FormRules:
-    """Checks of the form of a rollout: marks of tool calls and thoughts in its messages' texts, and the faults that
-    make its reward 0."""
+    """Checks of the form of a rollout: marks of tool calls and reasoning in its messages, and the faults that make its
+    reward 0."""
 
     tool_marks: Sequence[str] = TOOL_CALL_MARKS
     thought_marks: Sequence[str] = THOUGHT_MARKS
@@ -140,24 +137,23 @@ def read_result(
         )
     branches, kept = _branches(calls, max_tokens)
     details = response.get("incomplete_details")
-    reason = details.get("reason") if isinstance(details, dict) else None
+    stopped_by = details.get("reason") if isinstance(details, dict) else None
     cut = len(calls) - kept
-    why = f"{kept} turns" + (f" in {len(branches)} branches" if len(branches) > 1 else "")
-    why += f", {cut} more for which there is no room are cut off" if cut else ""
+    turns = f"{kept} turns" + (f" in {len(branches)} branches" if len(branches) > 1 else "")
+    turns += f", {cut} more for which there is no room are cut off" if cut else ""
     if broken := form.penalties.broken(output, [(call.prompt, call.generated) for call in calls], form.thought_marks):
-        why, reward = f"{why}; penalised: {', '.join(broken)}; its reward was {reward:g}", 0.0
-    score = Score(reward, calls[kept - 1].text, why, seconds, _parts(result))
+        turns, reward = f"{turns}; penalised: {', '.join(broken)}; its reward was {reward:g}", 0.0
+    score = Score(reward, calls[kept - 1].text, turns, seconds, _parts(result))
     return GymRollout(
-        tuple(map(tuple, branches)), cut, reason == "max_output_tokens" and not cut, score, _prompt_text(result)
+        tuple(map(tuple, branches)), cut, stopped_by == "max_output_tokens" and not cut, score, _prompt_text(result)
     )
 
 
 def _calls(output: Sequence[Any], form: FormRules) -> list[ModelCall]:
     calls = []
-    messages: list[str] = []  # texts since the last call
-    flat = (one for item in output for one in (item if isinstance(item, list) else [item]))
+    messages: list[str] = []  # those since the last call
     text = ""
-    for item in flat:
+    for item in (part for entry in output for part in (entry if isinstance(entry, list) else [entry])):
         if not isinstance(item, dict):
             continue
         text += _text(item)
@@ -180,18 +176,18 @@ def _calls(output: Sequence[Any], form: FormRules) -> list[ModelCall]:
 
 
 def _branches(calls: Sequence[ModelCall], max_tokens: int | None) -> tuple[list[list[ModelCall]], int]:
-    """Return the branches, and the number of calls in them: from the first on, as long as there is room for all tokens.
-    A call continues the newest branch with all of whose tokens its prompt begins, or opens one of its own."""
+    """Return the branches, and the number of calls in them. Calls are taken in order while there is room for all
+    tokens. A call continues the newest branch that its prompt begins with, or else opens a new one."""
     branches: list[list[ModelCall]] = []
     tokens = 0
     for number, call in enumerate(calls):
-        own = next((branch for branch in reversed(branches) if call.continues(branch[-1])), [])
-        tokens += len(call.tokens) - (len(own[-1].tokens) if own else 0)
+        branch = next((branch for branch in reversed(branches) if call.continues(branch[-1])), [])
+        tokens += len(call.tokens) - (len(branch[-1].tokens) if branch else 0)
         if number and max_tokens is not None and tokens > max_tokens:
             return branches, number
-        if not own:
-            branches.append(own)
-        own.append(call)
+        if not branch:
+            branches.append(branch)
+        branch.append(call)
     return branches, len(calls)
 
 
@@ -230,7 +226,7 @@ def _text(item: Mapping[str, Any]) -> str:
 
 def _prompt_text(result: Mapping[str, Any]) -> str:
     params = result.get("responses_create_params")
-    asked = params.get("input") if isinstance(params, dict) else None
-    if isinstance(asked, list):
-        return "\n".join(text_of(item.get("content")) for item in asked if isinstance(item, dict))
-    return asked if isinstance(asked, str) else ""
+    prompt = params.get("input") if isinstance(params, dict) else None
+    if isinstance(prompt, list):
+        return "\n".join(text_of(item.get("content")) for item in prompt if isinstance(item, dict))
+    return prompt if isinstance(prompt, str) else ""

@@ -1,4 +1,5 @@
-"""NeMo Gym: its agents play whole samples, the policy's endpoint generates their turns, their verifier scores them.
+"""NeMo Gym: its agents generate whole samples, asking the policy's endpoint for each turn, and its verifier scores
+them.
 
 The Gym runs by itself, in a Python of its own; this module only speaks its HTTP interface. A rollout that fails has no
 reward but a reason, and is never scored 0: the agent does not answer, the result is malformed, or its tokens are not
@@ -47,20 +48,20 @@ class NemoGymConfig(EnvConfig):
     start_timeout_s: float = Field(600.0, ge=0)
     """Seconds that the head server may take to come up."""
     rollout_timeout_s: float = Field(600.0, gt=0)
-    """Seconds of one rollout, from the request to its result; then the sample has no reward."""
+    """Seconds of one rollout, from the request to its result. A sample that takes longer has no reward."""
     max_row_attempts: int = Field(3, ge=1)
-    """Attempts of one rollout when the Gym fails (5xx, 408, 425, 429 with their Retry-After,
-    broken connections, failures that it does not call final)."""
+    """Maximum attempts of one rollout. Those that fail with 5xx, 408, 425, 429 (Retry-After is respected), a broken
+    connection, or a failure that the Gym does not call final, are repeated."""
     num_samples_in_parallel: int | None = Field(None, ge=1)
     """Maximum concurrent rollouts. null: all."""
     invalid_tool_call_patterns: list[str] = list(TOOL_CALL_MARKS)
-    """Texts that a message must not have, because they belong to a call of a tool: such a message is flagged, for
+    """Strings that a message must not have, because they belong to a call of a tool. A message with one is flagged, for
     grpo.invalid_tool_call_advantage."""
     thinking_tags: list[str] = list(THOUGHT_MARKS)
-    """Marks of thoughts that a message must not have: such a message is flagged, for
+    """Marks of reasoning that a message must not have. A message with one is flagged, for
     grpo.malformed_thinking_advantage."""
     reward_penalties: RewardPenalties = Field(default_factory=RewardPenalties)
-    """What makes the reward of a rollout 0. In NeMo RL's recipes it stands at the top."""
+    """Faults that make the reward of a rollout 0. NeMo RL's recipes have this section at the top."""
     responses_create_params: dict[str, Any] = Field(default_factory=dict)
     """Replaces these fields of every task's responses_create_params."""
 
@@ -96,9 +97,9 @@ class NemoGymConfig(EnvConfig):
 
 
 @dataclass(frozen=True)
-class GymSample:
-    """A rollout to request: `task` as its file has it; `task_index` and `generation_index` identify it. `max_tokens`:
-    maximum of all its branches together; None: no limit."""
+class GymRequest:
+    """A rollout to request. `task`: as its file has it. `task_index`, `generation_index`: what identifies the rollout
+    in the Gym. `max_tokens`: maximum tokens of all its branches together; None: no limit."""
 
     uid: str
     generation_index: int
@@ -110,7 +111,7 @@ class GymSample:
 
 @dataclass(frozen=True)
 class GymOutcome:
-    """The outcome of one rollout. `trajectory` None: it failed, `score` says why. `result`: the agent's reply, when
+    """The outcome of one rollout. `trajectory`: None if it failed; `score` says why. `result`: the agent's reply, if
     `keep_results` was set."""
 
     uid: str
@@ -122,7 +123,7 @@ class GymOutcome:
 
 
 class NemoGymEnvironment(EnvironmentBase):
-    """Has whole samples played by the Gym's agents. Several threads may use one instance."""
+    """Lets the Gym's agents generate whole samples. Several threads may use one instance."""
 
     concurrent_calls = 4
     config_class = NemoGymConfig
@@ -161,42 +162,44 @@ class NemoGymEnvironment(EnvironmentBase):
         asyncio.run_coroutine_threadsafe(work, self._loop).result(60.0)
 
     def play(
-        self, samples: Sequence[GymSample], sampling: Sampling, endpoint: PolicyEndpoint, keep_results: bool = False
+        self, requests: Sequence[GymRequest], sampling: Sampling, endpoint: PolicyEndpoint, keep_results: bool = False
     ) -> Iterator[GymOutcome]:
-        """Yield each outcome as it ends, in any order. `endpoint`: url and token of the policy's endpoint.
+        """Yield each outcome when its rollout ends, in any order. `endpoint`: url and token of the policy's endpoint.
 
-        Raises GymError where there is no Gym, or no such agent: then no other sample would do better.
+        Raises GymError if there is no Gym, or no such agent: then no other sample would do better.
         """
         done: queue.SimpleQueue[GymOutcome | Exception] = queue.SimpleQueue()
 
-        async def one(sample: GymSample) -> None:
+        async def run(request: GymRequest) -> None:
             try:
-                done.put(await self._play(sample, sampling, endpoint, keep_results))
-            except Exception as error:  # raised below, in the thread that asked
+                done.put(await self._rollout(request, sampling, endpoint, keep_results))
+            except Exception as error:  # raised below, in the thread of the caller
                 done.put(error)
 
-        asked = [asyncio.run_coroutine_threadsafe(one(sample), self._loop) for sample in samples]
+        rollouts = [asyncio.run_coroutine_threadsafe(run(request), self._loop) for request in requests]
         try:
-            for _ in samples:
+            for _ in requests:
                 outcome = done.get()
                 if isinstance(outcome, Exception):
                     raise outcome
                 yield outcome
         finally:
-            for work in asked:
-                work.cancel()
+            for rollout in rollouts:
+                rollout.cancel()
 
-    async def _play(self, sample: GymSample, sampling: Sampling, endpoint: PolicyEndpoint, keep: bool) -> GymOutcome:
-        began = time.perf_counter()
-        row = self.row(sample, sampling)
+    async def _rollout(
+        self, request: GymRequest, sampling: Sampling, endpoint: PolicyEndpoint, keep: bool
+    ) -> GymOutcome:
+        start = time.perf_counter()
+        row = self.row(request, sampling)
         agent = row["agent_ref"]["name"]
 
         async def attempt() -> tuple[Any, GymRollout, Trajectory]:
             async with self._room:
                 result = await self._client.run(agent, row)
-            rollout = read_result(result, time.perf_counter() - began, sample.max_tokens, self._form)
+            rollout = read_result(result, time.perf_counter() - start, request.max_tokens, self._form)
             versions = await self._client.weight_versions(endpoint, rollout.fingerprints())
-            return result, rollout, rollout.trajectory(sample.uid, sample.generation_index, versions)
+            return result, rollout, rollout.trajectory(request.uid, request.generation_index, versions)
 
         try:
             policy = RetryPolicy(self.config.max_row_attempts - 1, _BACKOFF_S)
@@ -206,19 +209,19 @@ class NemoGymEnvironment(EnvironmentBase):
         except Exception as error:  # a reply of an unforeseen form costs its own sample
             unforeseen = f"the Gym's result cannot be read: {type(error).__name__}: {error}"
             reason = str(error) if isinstance(error, GymFailure) else unforeseen
-            score = Score(None, None, reason, time.perf_counter() - began, terminated=False)
-            return GymOutcome(sample.uid, sample.generation_index, None, score)
-        kept = result | _indices(sample, row) if keep else None
+            score = Score(None, None, reason, time.perf_counter() - start, terminated=False)
+            return GymOutcome(request.uid, request.generation_index, None, score)
+        kept = result | _indices(request, row) if keep else None
         score = replace(rollout.score, solved_at=self.solved_at)
-        return GymOutcome(sample.uid, sample.generation_index, trajectory, score, rollout.cut_calls, kept)
+        return GymOutcome(request.uid, request.generation_index, trajectory, score, rollout.cut_calls, kept)
 
-    def row(self, sample: GymSample, sampling: Sampling) -> dict[str, Any]:
-        """Return the agent's request: the task, with the policy's sampling and a seed of its own. Raises GymError for a
-        task without an agent."""
-        row = dict(sample.task)
+    def row(self, request: GymRequest, sampling: Sampling) -> dict[str, Any]:
+        """Return the agent's request: the task with the policy's sampling parameters and the sample's seed. Raises
+        GymError for a task without an agent."""
+        row = dict(request.task)
         if not isinstance(row.get("agent_ref"), dict) or "name" not in row["agent_ref"]:
             if self.config.agent_name is None:
-                raise GymError(f"{sample.uid} has no agent_ref.name; set env.nemo_gym.agent_name")
+                raise GymError(f"{request.uid} has no agent_ref.name; set env.nemo_gym.agent_name")
             row["agent_ref"] = {"type": "responses_api_agents", "name": self.config.agent_name}
         params = dict(row["responses_create_params"]) | self.config.responses_create_params
         params["temperature"], params["top_p"] = sampling.temperature, sampling.top_p
@@ -226,9 +229,9 @@ class NemoGymEnvironment(EnvironmentBase):
             params["max_output_tokens"] = sampling.max_new_tokens
         metadata = dict(params.get("metadata") or {})
         extra = json.loads(metadata.get("extra_body") or "{}")
-        metadata["extra_body"] = json.dumps({**extra, "seed": sample.seed})
+        metadata["extra_body"] = json.dumps({**extra, "seed": request.seed})
         params["metadata"] = metadata
-        return {**row, "responses_create_params": params, **_indices(sample, row)}
+        return {**row, "responses_create_params": params, **_indices(request, row)}
 
     def shutdown(self) -> None:
         self._call(self._client.close())
@@ -240,14 +243,14 @@ def _is_http_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port or of brackets
+    except ValueError:  # a malformed port, or brackets without an IPv6 address
         return False
 
 
-def _repetition_wait_s(error: Exception) -> float | None:
+def _repetition_wait_s(error: BaseException) -> float | None:
     return error.wait_s if isinstance(error, GymFailure) and error.again else None
 
 
-def _indices(sample: GymSample, row: Mapping[str, Any]) -> dict[str, Any]:
-    index = row.get("_ng_task_index", sample.task_index)
-    return {"_ng_task_index": index, "_ng_rollout_index": sample.generation_index, "agent_ref": row["agent_ref"]}
+def _indices(request: GymRequest, row: Mapping[str, Any]) -> dict[str, Any]:
+    index = row.get("_ng_task_index", request.task_index)
+    return {"_ng_task_index": index, "_ng_rollout_index": request.generation_index, "agent_ref": row["agent_ref"]}

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_mcore.base.text import shorten
 from grpo_mcore.environments.math.verifiers import (
     HF_MATH_VERIFY,
     compare_plain_numbers,
     ground_truths,
     is_built_in,
-    shorten,
     verifier_modules,
 )
 from grpo_mcore.environments.verifier_pool import VerifierPool, WorkerSpec

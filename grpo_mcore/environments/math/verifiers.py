@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from grpo_mcore.base.text import as_written
+from grpo_mcore.base.text import as_written, shorten
 from grpo_mcore.environments.registry import import_by_path
-from grpo_mcore.environments.rules.reward_functions import imported_when_called
+from grpo_mcore.environments.user_code import imported_when_called
 
 Verifier = Callable[[str, str], Any]
 
@@ -27,7 +27,6 @@ _BY_NAME = {
     "english_multichoice": "grpo_mcore.environments.math.multiple_choice:english_choice",
     "multilingual_multichoice": "grpo_mcore.environments.math.multiple_choice:multilingual_choice",
 }
-_SHOWN = 200  # characters of a text in a reason
 
 # Within 15 digits before the point and 6 after it, decimals are equal exactly when math-verify, which rounds
 # to 6 places, calls them equal.
@@ -84,12 +83,6 @@ def reason_for(reward: float, answer: str | None, truth: str) -> str:
     if answer is None:
         return "no answer found"
     return f"wrong: {shorten(answer)} != {shorten(truth)}"
-
-
-def shorten(text: str) -> str:
-    """Return the beginning of a text, on one line."""
-    text = " ".join(text.split())
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
 
 
 def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:

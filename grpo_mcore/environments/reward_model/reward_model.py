@@ -13,11 +13,7 @@ from pydantic import Field
 
 from grpo_mcore.environments.answers import Thoughts, split_messages
 from grpo_mcore.environments.config import AnswerConfig
-from grpo_mcore.environments.interfaces import (
-    EnvironmentInterface,
-    EnvironmentReturn,
-    single_turn_return,
-)
+from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, single_turn_return
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 
 Messages = list[dict[str, str]]
@@ -33,7 +29,7 @@ class RewardModelConfig(AnswerConfig):
     model_name: str
     """Folder, or name on the Hugging Face hub, of a sequence classification model and its tokenizer."""
     label: int | None = Field(None, ge=0)
-    """Which of the model's outputs is the reward. null: the only one."""
+    """Index of the model's output that is the reward. null: the only one."""
     sigmoid: bool = False
     """Whether the reward is the logit's sigmoid, from 0 to 1."""
     text_template: str | None = None
@@ -47,7 +43,7 @@ class RewardModelConfig(AnswerConfig):
     threads_per_worker: int = Field(1, ge=1)
     """Processor threads of each worker."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the model. cuda: one GPU besides those of the policy, shared by all workers."""
+    """Device of the model. cuda: one more GPU than those of the policy, shared by all workers."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights."""
     timeout_s: float = Field(120.0, gt=0)
@@ -58,7 +54,7 @@ class RewardModelConfig(AnswerConfig):
 
 class RewardModelEnvironment(EnvironmentInterface):
     """Single-turn. A conversation is the prompt's `messages` in the metadata, then the policy's answer without its
-    thought."""
+    reasoning."""
 
     concurrent_calls = 32
     config_class = RewardModelConfig
@@ -134,5 +130,5 @@ def _conversation(messages: Sequence[Mapping[str, Any]], metadata: Mapping[str, 
             f"the reward model needs the prompt as 'messages' in extra_env_info, got {sorted(metadata)}; set "
             "processor: chat_data_processor for the dataset under data"
         )
-    asked = [{"role": message["role"], "content": message["content"]} for message in prompt]
-    return [*asked, {"role": "assistant", "content": split_messages(messages, thoughts).answer or ""}]
+    question = [{"role": message["role"], "content": message["content"]} for message in prompt]
+    return [*question, {"role": "assistant", "content": split_messages(messages, thoughts).answer or ""}]

@@ -15,7 +15,7 @@ Conversation = Sequence[dict[str, str]]
 
 class Classifier:
     """Scores conversations. Those of one call go through the model together. The arguments are keys of the section
-    `env.reward_model`. Raises ValueError where they do not fit the model."""
+    `env.reward_model`. Raises ValueError if they do not fit the model."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class Classifier:
         self.text_template, self.max_length = text_template, max_length
 
     def __call__(self, conversations: Sequence[Conversation]) -> list[float | str]:
-        """Return for each conversation its score, or the reason why there is none."""
+        """Return for each conversation its score, or the reason why it has none."""
         ids = [self.tokens(conversation) for conversation in conversations]
         scores: list[float | str] = [
             f"{len(tokens)} tokens are more than env.reward_model.max_length, {self.max_length}" for tokens in ids
         ]
-        fitting = [place for place, tokens in enumerate(ids) if len(tokens) <= self.max_length]
+        fitting = [index for index, tokens in enumerate(ids) if len(tokens) <= self.max_length]
         if fitting:
-            values = self.forward([ids[place] for place in fitting])
-            for place, value in zip(fitting, values, strict=True):
-                scores[place] = value if math.isfinite(value) else f"the reward model gives {value}"
+            values = self.forward([ids[index] for index in fitting])
+            for index, value in zip(fitting, values, strict=True):
+                scores[index] = value if math.isfinite(value) else f"the reward model gives {value}"
         return scores
 
     def tokens(self, conversation: Conversation) -> list[int]:
@@ -84,10 +84,11 @@ class Classifier:
         return (logits.sigmoid() if self.sigmoid else logits).tolist()
 
     def padding_for(self, sequences: Sequence[Sequence[int]]) -> int:
-        """Return a token that is in none of the sequences. A decoder takes the last token that is not padding for the
-        end of the text; that would be the wrong one where the padding token also ends texts."""
+        """Return a token that is in none of the sequences. A decoder reads its score at the last token that is not
+        padding; if the padding token also ends the text, that would be the wrong place."""
         present = {token for tokens in sequences for token in tokens}
-        own = self.tokenizer.pad_token_id
-        padding = own if own is not None and own not in present else next(t for t in range(10**9) if t not in present)
+        padding = self.tokenizer.pad_token_id
+        if padding is None or padding in present:
+            padding = next(token for token in range(10**9) if token not in present)
         self.model.config.get_text_config().pad_token_id = padding  # where transformers looks for it
         return padding

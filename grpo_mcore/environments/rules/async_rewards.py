@@ -1,4 +1,4 @@
-"""Asynchronous reward functions, such as judges behind HTTP: the calls for all samples wait together, in the event loop
+"""Asynchronous reward functions, such as models behind HTTP: the calls for all samples wait together, in the event loop
 of one process, each function with its own limits.
 
     run, several threads -- jobs (pickle), one a sample --> this program: a task for each job, in one event loop
@@ -6,7 +6,7 @@ of one process, each function with its own limits.
 
 The program is a host like that of `verifier_pool.py`, with the same environment variables and the same ends. A call
 that blocks the event loop is interrupted after its time limit, and costs its own sample. Where the program dies, the
-run starts another one and finds the sample that killed it by halving.
+run starts another one, and asks again about the samples that were under way.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,12 +29,12 @@ from typing import Any
 from grpo_mcore.environments.http_retries import RetryPolicy, failure_of
 from grpo_mcore.environments.registry import import_by_path
 from grpo_mcore.environments.rules.reward_functions import Sample, failed_rule, number_of, reward_arguments
-from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec, described, limit_memory, result_text
+from grpo_mcore.environments.verifier_pool import VerifierPool, WorkerSpec, described, limit_memory, result_text
 
 THREADS = 64
-"""Threads for functions that use asyncio.to_thread."""
+"""Number of threads for functions that use asyncio.to_thread."""
 MOST_CACHED = 100_000
-"""Maximum number of calls of one function that are remembered."""
+"""Maximum number of remembered calls of one function."""
 _TICK_S = 0.25
 
 
@@ -45,69 +44,13 @@ class AsyncPool(VerifierPool):
 
     program = __name__
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
-        self._turns = threading.Condition()
-        self._asking = 0  # calls of `run` under way, without those that look for the sample that ended the program
-        self._looking = 0  # those
-        self._one_looks = threading.Lock()
-
-    def run(self, jobs: Sequence[Sequence[Any]]) -> list[Result]:
-        """Apply the function to each job's arguments. Return the results in order, when the last is there."""
-        payloads = [pickle.dumps(tuple(arguments)) for arguments in jobs]
-        with self._turns:
-            self._turns.wait_for(lambda: not self._looking)
-            self._asking += 1
-        try:
-            results = self._ask(payloads)
-        finally:
-            with self._turns:
-                self._asking -= 1
-                self._turns.notify_all()
-        if None in results:
-            with self._turns:
-                self._looking += 1
-                self._turns.wait_for(lambda: not self._asking)
-            try:
-                with self._one_looks:
-                    results = self._again(payloads, results)
-            finally:
-                with self._turns:
-                    self._looking -= 1
-                    self._turns.notify_all()
-        return [result or Result(None, "not done: the verifier pool was closed", 0.0) for result in results]
-
-    def _ask(self, payloads: Sequence[bytes]) -> list[Result | None]:
-        """Return the results; None where the program ended before."""
-        if self._closed:
-            return [None] * len(payloads)
-        host = self._running_host()
-        futures = [host.submit([payload]) for payload in payloads]
-        return [None if (results := future.result()) is None else results[0] for future in futures]
-
-    def _again(self, payloads: Sequence[bytes], results: list[Result | None]) -> list[Result | None]:
-        """Ask for the missing results half by half, nothing else beside them: a job that ends the program alone is the
-        one that ends it."""
-        missing = [place for place, result in enumerate(results) if result is None]
-        for half in (missing[: len(missing) // 2], missing[len(missing) // 2 :]):
-            if not half or self._closed:
-                continue
-            several = [payloads[place] for place in half]
-            answers = self._ask(several)
-            if None in answers and len(half) == 1 and not self._closed:
-                answers = [Result(None, "crashed: it ended its process", 0.0)]
-            elif None in answers:
-                answers = self._again(several, answers)
-            for place, answer in zip(half, answers, strict=True):
-                results[place] = answer
-        return results
-
 
 class AsyncReward:
     """One asynchronous reward function with its limits, inside the event loop.
 
-    `concurrency`: maximum calls at a time; `timeout_s`: of one attempt; `requests_per_second`: attempts started, None:
-    no limit; `cache`: calls with the same arguments are made once. A server's Retry-After holds back all calls.
+    `concurrency`: maximum concurrent calls. `timeout_s`: limit of one attempt. `requests_per_second`: maximum attempts
+    started in a second; None: no limit. `cache`: whether calls with the same arguments are made once. A server's
+    Retry-After holds back all calls.
     """
 
     def __init__(
@@ -133,36 +76,42 @@ class AsyncReward:
         """Return the function's value. Raises what the last attempt raised. `failures` gets a reason for each attempt
         that failed."""
         if self._cached is None:
-            return await self._ask(sample, failures)
-        positional, named = self._arguments(sample)
-        asked = {name: value for name, value in named.items() if not callable(value)}
-        key = hashlib.blake2b(pickle.dumps((positional, asked)), digest_size=16).digest()
+            return await self._value(sample, failures)
+        positional, keywords = self._arguments(sample)
+        plain = {name: value for name, value in keywords.items() if not callable(value)}
+        key = hashlib.blake2b(pickle.dumps((positional, plain)), digest_size=16).digest()
         if key not in self._cached:
             if len(self._cached) == MOST_CACHED:
                 del self._cached[next(iter(self._cached))]
-            self._cached[key] = asyncio.create_task(self._ask(sample, failures))
+            self._cached[key] = asyncio.create_task(self._value(sample, failures))
         try:
             return await self._cached[key]
         except BaseException:
             self._cached.pop(key, None)
             raise
 
-    async def _ask(self, sample: Sample, failures: list[str]) -> float | None:
+    async def _value(self, sample: Sample, failures: list[str]) -> float | None:
         async def attempt() -> Any:
-            positional, named = self._arguments(sample)
+            positional, keywords = self._arguments(sample)
             async with self._room:
                 await self._wait_for_start()
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        return await self._function(*positional, **named)
+                        return await self._function(*positional, **keywords)
                 except (SystemExit, KeyboardInterrupt) as error:  # in a task they would end the program
                     raise RuntimeError(f"it raised {type(error).__name__}") from error
 
-        def failed(error: Exception) -> None:
-            failures.append(f"{self.name}: {kind_of_failure(error)}")
-            self._next_at = max(self._next_at, time.monotonic() + failure_of(error)[1])
+        async def noted_attempt() -> Any:
+            try:
+                return await attempt()
+            except Exception as error:
+                status, wait_s = failure_of(error)
+                kind = type(error).__name__ if status is None else f"HTTP {status}"
+                failures.append(f"{self.name}: {kind}")
+                self._next_at = max(self._next_at, time.monotonic() + wait_s)
+                raise
 
-        return number_of(await self._retries.run(attempt, on_failure=failed), self._is_trl)
+        return number_of(await self._retries.run(noted_attempt), self._is_trl)
 
     async def _wait_for_start(self) -> None:
         start = max(self._next_at, time.monotonic())
@@ -170,29 +119,23 @@ class AsyncReward:
         await asyncio.sleep(max(start - time.monotonic(), 0.0))
 
 
-def kind_of_failure(error: BaseException) -> str:
-    """Return "HTTP 503", or the type of an exception that has no status."""
-    status = failure_of(error)[0]
-    return type(error).__name__ if status is None else f"HTTP {status}"
-
-
-def make_async_rules(rewards: Sequence[AsyncReward]) -> Callable[[Sample], Awaitable[dict[str, Any]]]:
-    """Return sample -> what `rules.make_rules` returns, with "failures" of the attempts. All functions are asked at the
-    same time; where several fail, the first one counts."""
+def gathered(rewards: Sequence[AsyncReward]) -> Callable[[Sample], Awaitable[dict[str, Any]]]:
+    """Return a function of a sample that returns what `rules.make_rules` describes, with the "failures" of the
+    attempts. It calls all reward functions at the same time; if several fail, the first one counts."""
 
     async def apply(sample: Sample) -> dict[str, Any]:
         failures: list[str] = []
-        answers = await asyncio.gather(*(one(sample, failures) for one in rewards), return_exceptions=True)
+        answers = await asyncio.gather(*(reward(sample, failures) for reward in rewards), return_exceptions=True)
         values = {}
-        for one, answer in zip(rewards, answers, strict=True):
+        for reward, answer in zip(rewards, answers, strict=True):
             if isinstance(answer, Exception):
-                return failed_rule(one.name, answer) | {"failures": failures}
+                return failed_rule(reward.name, answer) | {"failures": failures}
             if isinstance(answer, BaseException):
                 raise answer
             if answer is not None and not math.isfinite(answer):
-                return {"failed": one.name, "why": f"its value is {answer}", "failures": failures}
+                return {"failed": reward.name, "error": f"its value is {answer}", "failures": failures}
             if answer is not None:
-                values[one.name] = answer
+                values[reward.name] = answer
         return {"values": values, "notes": sample.notes, "failures": failures}
 
     return apply
@@ -206,22 +149,23 @@ class _Blocked(BaseException):
 
 
 def serve(descriptor: int) -> None:
-    """Run the program: a task for each job of the connection, answered by [number, [result]]."""
+    """Run the program: a task for each job of the connection, answered by [number, result]."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     connection = Connection(descriptor)
     spec, parent = connection.recv()
     try:
+        signal.setitimer(signal.ITIMER_REAL, spec.start_s)  # SIGALRM ends the process
         try:
-            signal.setitimer(signal.ITIMER_REAL, spec.start_s)  # SIGALRM ends the process
             function = import_by_path(spec.loader, what="function")(*spec.arguments)
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            limit_memory(spec.memory_gb)
+            state = ("ready", "")
         except Exception as error:
-            connection.send_bytes(_json(["not loaded", described(error)]))
-            return
-        connection.send_bytes(_json(["ready", ""]))
-        asyncio.run(_answer_jobs(connection, function, spec, parent))
+            state = ("not loaded", described(error))
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        connection.send_bytes(json.dumps(state).encode())
+        if state[0] == "ready":
+            limit_memory(spec.memory_gb)
+            asyncio.run(_answer_jobs(connection, function, spec, parent))
     except (EOFError, OSError):
         pass  # the run has ended
     finally:
@@ -246,28 +190,26 @@ async def _answer_jobs(connection: Connection, function: Callable[..., Any], spe
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 return  # the program ends because of another job: the run asks again
             text = result_text(failure=f"crashed: {described(error)}", seconds=time.perf_counter() - start)
-        connection.send_bytes(f"[{number}, [{text}]]".encode())
+        connection.send_bytes(f"[{number}, {text}]".encode())
 
     def receive() -> None:
         try:
             while connection.poll():
-                number, (payload,) = connection.recv()
-                task = loop.create_task(answer(number, payload))
+                task = loop.create_task(answer(*connection.recv()))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
         except (EOFError, OSError):
             ended.set()
 
     loop.add_reader(connection.fileno(), receive)
-    with _interrupting_what_blocks(loop, spec.timeout_s):
-        while not ended.is_set() and os.getppid() == parent:  # a fork of the run may keep the connection open
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), 2 * _TICK_S)
+    _interrupt_what_blocks(loop, spec.timeout_s)
+    while not ended.is_set() and os.getppid() == parent:  # a fork of the run may keep the connection open
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 2 * _TICK_S)
 
 
-@contextlib.contextmanager
-def _interrupting_what_blocks(loop: asyncio.AbstractEventLoop, limit_s: float) -> Iterator[None]:
-    """Raise _Blocked in a task that keeps the event loop from going round for `limit_s`, inside the block."""
+def _interrupt_what_blocks(loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+    """Raise _Blocked from now on in a task that keeps the event loop from going round for `limit_s`."""
     since = time.monotonic()
     seen: asyncio.Task[Any] | None = None
 
@@ -288,11 +230,3 @@ def _interrupting_what_blocks(loop: asyncio.AbstractEventLoop, limit_s: float) -
     note()
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value).encode()

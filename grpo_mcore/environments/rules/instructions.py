@@ -1,4 +1,4 @@
-"""Instructions whose following a program can check, as in IFEval (arXiv 2311.07911), without the language ones.
+"""Instructions that a program can check, as in IFEval (arXiv 2311.07911), without those about the language.
 
 `followed` is a rule for `env.rules`: the prompt's `instructions` are [{"name": "length_constraints:number_words",
 "num_words": 200, "relation": "at least"}, ...], and all of them must be followed ("strict" accuracy per prompt). Also
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_mcore.environments.answers import split_response
-from grpo_mcore.environments.rules.tulu_instructions import TULU
+from grpo_mcore.environments.rules.tulu_instructions import TULU, is_json
 
 _BULLETS = re.compile(r"^\s*(?:\*[^*].*|-.*)$", re.MULTILINE)
 _PLACEHOLDER = re.compile(r"\[.*?\]")
@@ -23,7 +23,7 @@ _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _WORD = re.compile(r"\w+")
 # Where the reference's tokenizer (NLTK's word_tokenize) ends a word, as far as capitals go.
 _TOKEN_BREAK = re.compile(r"[\s\[\](){}<>,;:@#$%&\"?!…“”]|--|(?=(?:n't|'(?:s|m|d|ll|re|ve))\b)", re.IGNORECASE)
-_ABBREVIATIONS = "".join(rf"(?<!\b{re.escape(one)})" for one in "Mr Mrs Ms Dr Prof St vs e.g i.e".split())
+_ABBREVIATIONS = "".join(rf"(?<!\b{re.escape(word)})" for word in "Mr Mrs Ms Dr Prof St vs e.g i.e".split())
 # Behind the end mark: quotation marks, brackets and stars that close, and references such as [1].
 _BEHIND = r"[\"'”’)\]*_]*(?:\[\d+\])*"
 # An ellipsis, or a letter with a point as in "U.S.", ends no sentence where a small letter follows.
@@ -35,7 +35,7 @@ _ITEM = re.compile(r"^\s*(?:\d+[.)]|[-*+•])\s+(?=\S)", re.MULTILINE)
 
 
 def followed(reply: str, info: Mapping[str, Any]) -> float:
-    """Return 1.0 where the answer, without a thought, follows every one of the prompt's `instructions`, else 0.0."""
+    """Return 1.0 if the answer, without the reasoning, follows all of the prompt's `instructions`, else 0.0."""
     response = split_response(reply).answer or ""
     if not response.strip():
         return 0.0
@@ -44,41 +44,43 @@ def followed(reply: str, info: Mapping[str, Any]) -> float:
 
 
 def row_problem(info: Mapping[str, Any]) -> str | None:
-    """Return why no answer to a prompt with these fields can be judged: an instruction that is not known, or has other
-    arguments; None where one can."""
-    if "instructions" not in info and "instruction_id_list" not in info and _of_tulu(info) is None:
+    """Return why no answer to a prompt with these fields can be scored: an instruction is not known, or has other
+    arguments. None if answers can be scored."""
+    if "instructions" not in info and "instruction_id_list" not in info and _tulu_check(info) is None:
         return "the prompt has neither 'instructions' nor 'instruction_id_list' with 'kwargs'"
+    name = ""
     try:
         checks = _checks(info)
         unknown = sorted({str(check["name"]) for check in checks} - _RULES.keys())
         if unknown:
             return f"no rule checks the instruction {unknown[0]!r}; those of IFEval without its languages are checked"
         for check in checks:
+            name = f" {check['name']!r}"
             _RULES[check["name"]]("a", **_arguments(check))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        return f"its instructions cannot be read: {type(error).__name__}: {error}"
+        return f"its instructions{name} cannot be read: {type(error).__name__}: {error}"
     return None if checks else "it has no instruction"
 
 
 def _checks(info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    if "instructions" not in info and "instruction_id_list" not in info and (given := _of_tulu(info)) is not None:
-        return [{"name": given["func_name"]} | {k: v for k, v in given.items() if v is not None and k != "func_name"}]
+    if "instructions" not in info and "instruction_id_list" not in info and (check := _tulu_check(info)) is not None:
+        return [{"name": check["func_name"]} | {k: v for k, v in check.items() if v is not None and k != "func_name"}]
     if "instructions" in info or "instruction_id_list" not in info:
         return list(_parsed(info["instructions"]))
     pairs = zip(_parsed(info["instruction_id_list"]), _parsed(info["kwargs"]), strict=True)
-    return [  # tables have every argument of any instruction, null where it is another's
+    return [  # tables have the arguments of all instructions, null for those of others
         {"name": name} | {key: value for key, value in (_parsed(arguments) or {}).items() if value is not None}
         for name, arguments in pairs
     ]
 
 
-def _of_tulu(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the truth of a prompt of Tulu 3, {"func_name", and the arguments of any function}; None of another."""
+def _tulu_check(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the ground truth of a prompt of Tulu 3, {"func_name", and its arguments}; None for any other prompt."""
     try:
-        truth = _parsed(info.get("ground_truth"))
+        check = _parsed(info.get("ground_truth"))
     except ValueError:
         return None
-    return truth if isinstance(truth, Mapping) and "func_name" in truth else None
+    return check if isinstance(check, Mapping) and "func_name" in check else None
 
 
 def _parsed(value: Any) -> Any:
@@ -91,61 +93,37 @@ def _arguments(check: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(count: int, relation: str, limit: int) -> bool:
-    """`relation`: "at least" or "less than"."""
+    """Compare a count with its limit. `relation`: "at least" or "less than"."""
     if relation not in ("at least", "less than"):
         raise ValueError(f"relation {relation!r} is neither 'at least' nor 'less than'")
     return count >= limit if relation == "at least" else count < limit
 
 
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text)
-
-
-def _count(text: str, word: str) -> int:
-    return len(re.findall(rf"\b{re.escape(word)}\b", text, re.IGNORECASE))
+def _find(word: str, text: str) -> list[str]:
+    return re.findall(re.escape(word), text, re.IGNORECASE)
 
 
 def _paragraphs(text: str, separator: str) -> list[str] | None:
-    """Return the paragraphs between separators; None where one inside is empty. Empty ones at the ends do not count."""
+    """Return the paragraphs between separators; None if one inside is empty. Empty ones at the ends do not count."""
     parts = [part.strip() for part in re.split(separator, text)]
     inner = parts[1:-1]
     return None if not all(inner) else [part for part in parts if part]
 
 
-def keywords_exist(text: str, keywords: Sequence[str]) -> bool:
-    return all(re.search(re.escape(word), text, re.IGNORECASE) for word in keywords)
-
-
-def keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _compare(len(re.findall(re.escape(keyword), text, re.IGNORECASE)), relation, frequency)
-
-
-def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(_count(text, word) for word in forbidden_words)
-
-
-def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compare(Counter(text.lower())[letter.lower()], let_relation, let_frequency)
-
-
-def number_words(text: str, num_words: int, relation: str) -> bool:
-    return _compare(len(_words(text)), relation, num_words)
-
-
-def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    """An item of a list is a sentence also without an end mark; its number or bullet is none."""
+def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    """Count an item of a list as a sentence also without an end mark; its number or bullet is none."""
     parts = [part for block in _ITEM.split(text) for part in _SENTENCE_END.split(block)]
     return _compare(sum(bool(_WORD.search(part)) for part in parts), relation, num_sentences)
 
 
-def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs are separated by ***."""
+def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """Count paragraphs, which are separated by ***."""
     paragraphs = _paragraphs(text, r"\s?\*\*\*\s?")
     return paragraphs is not None and len(paragraphs) == num_paragraphs
 
 
-def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs are separated by blank lines."""
+def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Compare the first word of a paragraph. Paragraphs are separated by blank lines."""
     parts = re.split(r"\n\n", text)
     count = sum(bool(part.strip()) for part in parts)
     paragraph = parts[nth_paragraph - 1].split() if 0 < nth_paragraph <= count else []
@@ -153,106 +131,75 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
     return count == num_paragraphs and bool(paragraph) and word.lower() == first_word.lower()
 
 
-def number_placeholders(text: str, num_placeholders: int) -> bool:
-    return len(_PLACEHOLDER.findall(text)) >= num_placeholders
-
-
-def postscript(text: str, postscript_marker: str) -> bool:
+def _postscript(text: str, postscript_marker: str) -> bool:
     marks = {"P.S.": r"\s*p\.\s?s\.", "P.P.S": r"\s*p\.\s?p\.\s?s"}
     mark = marks.get(postscript_marker, r"\s*" + re.escape(postscript_marker.lower()))
     return re.search(mark, text.lower()) is not None
 
 
-def number_bullet_lists(text: str, num_bullets: int) -> bool:
-    return len(_BULLETS.findall(text)) == num_bullets
-
-
-def constrained_response(text: str) -> bool:
-    return any(option in text for option in _CONSTRAINED)
-
-
-def number_highlighted_sections(text: str, num_highlights: int) -> bool:
+def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
     single = [part.strip("*") for part in re.findall(r"\*[^\n*]*\*", text)]
     double = [part[2:-2] for part in re.findall(r"\*\*[^\n*]*\*\*", text)]
     return sum(bool(part.strip()) for part in single + double) >= num_highlights
 
 
-def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", text)) >= num_sections
+def _json_format(text: str) -> bool:
+    return is_json(re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE))
 
 
-def json_format(text: str) -> bool:
-    inner = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
-    try:
-        json.loads(inner)
-    except ValueError:
-        return False
-    return True
-
-
-def title(text: str) -> bool:
-    return any(line.strip() for line in re.findall(r"<<([^\n]+)>>", text))
-
-
-def two_responses(text: str) -> bool:
+def _two_responses(text: str) -> bool:
     responses = _paragraphs(text, r"\*\*\*\*\*\*")
     return responses is not None and len(responses) == 2 and responses[0] != responses[1]
 
 
-def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def end_checker(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    return _compare(sum(word.isupper() for word in _TOKEN_BREAK.split(text)), capital_relation, capital_frequency)
-
-
-def english_capital(text: str) -> bool:
-    return text.isupper()
-
-
-def english_lowercase(text: str) -> bool:
-    return text.islower()
-
-
-def no_comma(text: str) -> bool:
-    return "," not in text
-
-
-def quotation(text: str) -> bool:
+def _quotation(text: str) -> bool:
     stripped = text.strip()
     return len(stripped) > 1 and stripped[0] == stripped[-1] == '"'
 
 
 INSTRUCTIONS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": keywords_exist,
-    "keywords:frequency": keyword_frequency,
-    "keywords:forbidden_words": forbidden_words,
-    "keywords:letter_frequency": letter_frequency,
-    "length_constraints:number_words": number_words,
-    "length_constraints:number_sentences": number_sentences,
-    "length_constraints:number_paragraphs": number_paragraphs,
-    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": number_placeholders,
-    "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullet_lists,
-    "detectable_format:constrained_response": constrained_response,
-    "detectable_format:number_highlighted_sections": number_highlighted_sections,
-    "detectable_format:multiple_sections": multiple_sections,
-    "detectable_format:json_format": json_format,
-    "detectable_format:title": title,
-    "combination:two_responses": two_responses,
-    "combination:repeat_prompt": repeat_prompt,
-    "startend:end_checker": end_checker,
-    "startend:quotation": quotation,
-    "change_case:capital_word_frequency": capital_word_frequency,
-    "change_case:english_capital": english_capital,
-    "change_case:english_lowercase": english_lowercase,
-    "punctuation:no_comma": no_comma,
+    "keywords:existence": lambda text, keywords: all(_find(word, text) for word in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _compare(
+        len(_find(keyword, text)), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _compare(
+        Counter(text.lower())[letter.lower()], let_relation, let_frequency
+    ),
+    "length_constraints:number_words": lambda text, num_words, relation: _compare(
+        len(_WORD.findall(text)), relation, num_words
+    ),
+    "length_constraints:number_sentences": _number_sentences,
+    "length_constraints:number_paragraphs": _number_paragraphs,
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(_PLACEHOLDER.findall(text)) >= num_placeholders
+    ),
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: len(_BULLETS.findall(text)) == num_bullets,
+    "detectable_format:constrained_response": lambda text: any(option in text for option in _CONSTRAINED),
+    "detectable_format:number_highlighted_sections": _number_highlighted_sections,
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", text)) >= num_sections
+    ),
+    "detectable_format:json_format": _json_format,
+    "detectable_format:title": lambda text: any(line.strip() for line in re.findall(r"<<([^\n]+)>>", text)),
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": _quotation,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _compare(
+        sum(word.isupper() for word in _TOKEN_BREAK.split(text)), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": str.isupper,
+    "change_case:english_lowercase": str.islower,
+    "punctuation:no_comma": lambda text: "," not in text,
 }
 _RULES = INSTRUCTIONS | TULU
 followed.row_problem = row_problem  # type: ignore[attr-defined]

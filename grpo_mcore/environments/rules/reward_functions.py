@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dis
-import functools
-import importlib.util
 import inspect
-import os
 import re
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import BuiltinFunctionType, CodeType
 from typing import Any
 
 from grpo_mcore.environments.answers import Parts, Thoughts, split_messages, split_response
+from grpo_mcore.environments.user_code import where_raised
 
 Info = Mapping[str, Any]
 
 _TRUTH = re.compile("answer|label|gold|target|reference|truth|expected|solution", re.IGNORECASE)
-"""Names of a parameter that mean the truth, which is `ground_truth` here, whatever the dataset's column is called."""
+"""Names of a parameter that mean the ground truth, which is `ground_truth` here, however the dataset's column is
+called."""
 _TEXT = re.compile("completion|predict|response|output|action|prompt|question|problem|text", re.IGNORECASE)
 """Names of a parameter that mean a text, and not all columns of a row."""
 
@@ -36,7 +31,7 @@ class Sample:
     """One sample, as rules and reward functions see it."""
 
     response: str
-    """Text that the policy wrote, over all turns."""
+    """Text that the policy wrote, in all turns."""
     info: Info
     """The prompt's fields: the columns of its row, `ground_truth`, and what its environment keeps."""
     prompt: str = ""
@@ -47,19 +42,19 @@ class Sample:
     """Why the last turn ended: stop, length or abort."""
     prompt_tokens: int = 0
     response_tokens: int = 0
-    """Tokens that the policy generated, over all turns."""
+    """Number of tokens that the policy generated, in all turns."""
     completion_ids: Sequence[int] = ()
-    """Ids of the tokens that the policy generated, over all turns."""
+    """Ids of the tokens that the policy generated, in all turns."""
     notes: list[str] = field(default_factory=list)
     """Values that functions recorded by TRL's `log_extra` and `log_metric`; they are added to the sample's reason."""
     parts: Parts | None = None
-    """Thought and answer of the response. None: split by the default marks."""
+    """Reasoning and answer of the response. None: split by the default marks."""
 
     @classmethod
     def of(
         cls, messages: Sequence[Mapping[str, Any]], info: Info, response: str, thoughts: Thoughts = "auto"
     ) -> Sample:
-        """Build it of a conversation, as `interfaces.conversation` gives it."""
+        """Return the sample of a conversation, in the form of `interfaces.conversation`."""
         start = next((i for i, message in enumerate(messages) if _is_answer(message)), len(messages))
         return cls(
             response=response,
@@ -69,18 +64,18 @@ class Sample:
             finish_reason=messages[-1].get("finish_reason") if messages else None,
             prompt_tokens=sum(message.get("tokens", 0) for message in messages[:start]),
             response_tokens=sum(message.get("tokens", 0) for message in messages if message.get("generated")),
-            completion_ids=[one for message in messages for one in message.get("token_ids", ())],
+            completion_ids=[token for message in messages for token in message.get("token_ids", ())],
             parts=split_messages(messages, thoughts),
         )
 
     @property
-    def thought_and_answer(self) -> Parts:
+    def reasoning_and_answer(self) -> Parts:
         return split_response(self.response, prompt=self.prompt) if self.parts is None else self.parts
 
     @property
     def answer(self) -> str | None:
-        """The answer without the thought; None where the thought is not closed."""
-        return self.thought_and_answer.answer
+        """The answer without the reasoning; None if the reasoning is not closed."""
+        return self.reasoning_and_answer.answer
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
@@ -88,10 +83,10 @@ class Sample:
         return list(self.info.get("messages") or [{"role": "user", "content": self.prompt}])
 
     def named(self) -> dict[str, Any]:
-        """Return all that a function may ask for by name: these names first, then the columns of the row, then
-        `reply`, `thought` and verl's names."""
-        thought, answer = self.thought_and_answer
-        others = {"reply": answer or "", "thought": thought, "solution_str": self.response, "extra_info": self.info}
+        """Return all that a function may ask for by name. Columns of the row hide `reply`, `thought` and verl's names;
+        the names below hide columns."""
+        reasoning, answer = self.reasoning_and_answer
+        others = {"reply": answer or "", "thought": reasoning, "solution_str": self.response, "extra_info": self.info}
         known = {
             "response": self.response,
             "info": self.info,
@@ -117,10 +112,10 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
     - fn(response, ground_truth, finish_reason, ...): any names of `Sample.named`, columns of the row among them; with
       **columns it gets all columns;
     - fn(response, info): two parameters, whatever their names; a second with the name of a column gets that column, and
-      one that is called as a truth is (answer, label, gold) gets `ground_truth`;
-    - fn(prompts, completions, **columns): TRL's, called with lists of one entry. A column that is called as a truth is,
-      and that the row does not have, is `ground_truth`. `as_messages`: prompts and completions are lists of messages,
-      as in TRL's conversational datasets, instead of texts;
+      one with a usual name of a ground truth (answer, label, gold) gets `ground_truth`;
+    - fn(prompts, completions, **columns): TRL's, called with lists of one entry. A parameter with such a name that is
+      no column of the row is `ground_truth`. `as_messages`: prompts and completions are lists of messages, as in TRL's
+      conversational datasets, instead of strings;
     - fn(data_source, solution_str, ground_truth, extra_info): verl's. `extra_info` without such a column: all columns.
 
     The value may be a number of any library, in a list for TRL's, or verl's dict with `score`; None: the function does
@@ -131,12 +126,12 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
     arguments, is_trl = reward_arguments(function, as_messages=as_messages)
 
     def call(sample: Sample) -> float | None:
-        positional, named = arguments(sample)
+        positional, keywords = arguments(sample)
         try:
-            return number_of(_finished(function(*positional, **named)), is_trl)
+            return number_of(_finished(function(*positional, **keywords)), is_trl)
         except TypeError as error:
             if is_trl and not as_messages and str(error).startswith("string indices must be integers"):
-                error.args = (f"{error}; trl_messages: true gives it messages instead of texts",)
+                error.args = (f"{error}; trl_messages: true gives it messages instead of strings",)
             raise
 
     return call
@@ -148,33 +143,33 @@ def reward_arguments(
     """Return what `reward_call` calls the function with, positional and by name, as a function of a sample that raises
     TypeError; and whether its signature is TRL's."""
     parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    is_trl = any(p.name in ("completions", "completion_ids") for p in named)
+    is_trl = any(p.name in ("completions", "completion_ids") for p in by_name)
     two = len(by_position) == 2 and not takes_all and all(p.default is p.empty for p in by_position)
 
     def arguments(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # Each call has values of its own: what a function changes in them is not seen by others, nor by a repetition.
         sample = replace(sample, info=copy.deepcopy(sample.info), turns=copy.deepcopy(sample.turns))
         if is_trl:
-            return (), _of_trl(sample, named, takes_all, as_messages)
+            return (), _trl_arguments(sample, by_name, takes_all, as_messages)
         offered = sample.named()
-        missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+        missing = [p.name for p in by_name if p.default is p.empty and p.name not in offered]
         missing += [p.name for p in by_position if p.kind is p.POSITIONAL_ONLY]
         if missing and two and (values := _by_position(by_position[0].name, by_position[1].name, sample, offered)):
             return values, {}
         if missing:
             raise TypeError(f"it asks for {', '.join(missing)}, but a sample has {_names(offered)}")
-        return (), offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}
+        return (), offered if takes_all else {p.name: offered[p.name] for p in by_name if p.name in offered}
 
     return arguments, is_trl
 
 
 def _by_position(first: str, second: str, sample: Sample, offered: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Return the arguments of fn(response, info), fn(completion, answer) or fn(pred, gold), of whose names a sample has
-    at most one. None where the names say that something else is meant: fn(label, response) would compare the response
-    with itself."""
+    """Return the arguments of a function of two parameters that a sample does not have both of, such as
+    fn(response, info), fn(completion, answer) or fn(pred, gold). None if the names mean something else: fn(label,
+    response) would compare the response with itself."""
     if first == "args" or (first not in offered and second in ("response", "solution_str", "reply", "thought")):
         return None
     if second not in offered and _TRUTH.search(second):
@@ -185,7 +180,9 @@ def _by_position(first: str, second: str, sample: Sample, offered: Mapping[str, 
     return offered.get(first, sample.response), offered.get(second, sample.info)
 
 
-def _of_trl(sample: Sample, named: Sequence[inspect.Parameter], takes_all: bool, as_messages: bool) -> dict[str, Any]:
+def _trl_arguments(
+    sample: Sample, parameters: Sequence[inspect.Parameter], takes_all: bool, as_messages: bool
+) -> dict[str, Any]:
     """Return the arguments of a reward function of TRL, for one sample."""
     prompt: Any = sample.messages if as_messages else sample.prompt
     completion: Any = [{"role": "assistant", "content": sample.response}] if as_messages else sample.response
@@ -197,7 +194,7 @@ def _of_trl(sample: Sample, named: Sequence[inspect.Parameter], takes_all: bool,
         "log_extra": lambda column, values: sample.notes.append(f"{column}: {_shown(values)}"),
         "log_metric": lambda name, value: sample.notes.append(f"{name} {value}"),
     }
-    missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in offered]
     truths = [name for name in missing if _TRUTH.search(name)]
     if len(truths) == 1 and sample.info.get("ground_truth") is not None:
         offered[truths[0]] = [sample.info["ground_truth"]]
@@ -209,7 +206,7 @@ def _of_trl(sample: Sample, named: Sequence[inspect.Parameter], takes_all: bool,
         )
     if missing:
         raise TypeError(f"it asks for {', '.join(missing)}, but the columns are {_names(offered)}")
-    return offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}
+    return offered if takes_all else {p.name: offered[p.name] for p in parameters if p.name in offered}
 
 
 def _names(offered: Mapping[str, Any]) -> str:
@@ -218,7 +215,7 @@ def _names(offered: Mapping[str, Any]) -> str:
 
 
 def _only_one(values: Any) -> Any:
-    """Return the value for the only completion of a call: of a list, an array or a tensor."""
+    """Return the only entry of a list, an array or a tensor: the value for the only completion of a call."""
     several = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(several, Sequence) or isinstance(several, str) or len(several) != 1:
         raise TypeError(f"it must return a list with one number for each completion, here one; got {values!r:.80}")
@@ -226,23 +223,23 @@ def _only_one(values: Any) -> Any:
 
 
 def number_of(value: Any, is_trl: bool) -> float | None:
-    """Return what a function returned as a number; None where it does not apply. Raises TypeError and ValueError.
-    `is_trl`: its values are in a list of one. Of verl's dict the `score` counts."""
-    one = _only_one(value) if is_trl else value
-    if isinstance(one, Mapping) and "score" in one:
-        one = one["score"]
-    if isinstance(one, str | bytes):
-        raise TypeError(f"it returned {one!r:.80}, which is text and no number")
-    return None if one is None else float(one)
+    """Return what a function returned as a number; None if it does not apply. Raises TypeError and ValueError.
+    `is_trl`: the value is in a list of one. In verl's dict, the `score` is the number."""
+    number = _only_one(value) if is_trl else value
+    if isinstance(number, Mapping) and "score" in number:
+        number = number["score"]
+    if isinstance(number, str | bytes):
+        raise TypeError(f"it returned {number!r:.80}, which is text and no number")
+    return None if number is None else float(number)
 
 
 def _shown(values: Any) -> str:
-    one = values[0] if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 1 else values
-    return f"{one!s:.200}"
+    is_single = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 1
+    return f"{values[0] if is_single else values!s:.200}"
 
 
 def _finished(value: Any) -> Any:
-    """Return a value, or what an asynchronous function returns in the end."""
+    """Return a value. If it is awaitable, wait for it and return its result."""
     if not inspect.isawaitable(value):
         return value
 
@@ -254,59 +251,6 @@ def _finished(value: Any) -> Any:
 
 def failed_rule(name: str, error: Exception) -> dict[str, Any]:
     """Return the result of rules for a sample on which component `name` raised."""
-    why, where = f"{type(error).__name__}: {error}", where_raised(error)
-    return {"failed": name, "why": why, "where": where, "traceback": "".join(traceback.format_exception(error))}
-
-
-def imported_when_called(function: Any) -> list[str]:
-    """Return the modules that a function, and the user's functions that it uses, import while they run. They are
-    imported before samples are scored: no sample's time limit pays for them."""
-    modules: dict[str, None] = {}
-    waiting, seen = [function], set[CodeType]()
-    while waiting:
-        one = inspect.unwrap(waiting.pop())
-        if isinstance(one, functools.partial):
-            waiting.append(one.func)
-        elif isinstance(one, type):
-            waiting += [value for value in vars(one).values() if callable(value)]
-        elif not hasattr(one, "__code__"):
-            waiting += [] if isinstance(one, BuiltinFunctionType) or not _is_users(type(one)) else [type(one).__call__]
-        elif one.__code__ not in seen:
-            seen.add(one.__code__)
-            names = list(_imports_and_names(one.__code__, one.__globals__.get("__package__") or ""))
-            modules |= dict.fromkeys(name for kind, name in names if kind == "import")
-            used = (one.__globals__.get(name) for kind, name in names if kind == "name")
-            waiting += [value for value in used if callable(value) and _is_users(value)]
-    return list(modules)
-
-
-def _imports_and_names(code: CodeType, package: str) -> Iterator[tuple[str, str]]:
-    """Yield ("import", module) and ("name", global) of a function's code and of the functions in it."""
-    before = [0, None]  # the arguments of the last two instructions: an import's level and what it imports from it
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME":
-            level = before[0] if isinstance(before[0], int) else 0
-            yield "import", importlib.util.resolve_name("." * level + instruction.argval, package)
-        elif instruction.opname == "LOAD_GLOBAL":
-            yield "name", instruction.argval
-        before = [before[1], instruction.argval]
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _imports_and_names(constant, package)
-
-
-def _is_users(value: Any) -> bool:
-    """Return whether a function or a class is the user's: neither of Python, nor installed, nor of this package."""
-    module = sys.modules.get(getattr(value, "__module__", None) or "")
-    file = getattr(module, "__file__", None) or ""
-    return bool(file) and not any(part in file for part in ("site-packages", "/lib/python", _PACKAGE + os.sep))
-
-
-_PACKAGE = str(Path(__file__).resolve().parents[2])
-
-
-def where_raised(error: BaseException) -> str:
-    """Return " (file:line)" of the user's code that raised, or "" where it was this package's own."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_PACKAGE)]
-    own = [frame for frame in frames if "/lib/python" not in frame.filename] or frames
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    text = "".join(traceback.format_exception(error))
+    message = f"{type(error).__name__}: {error}"
+    return {"failed": name, "error": message, "where": where_raised(error), "traceback": text}

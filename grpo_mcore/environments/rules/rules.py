@@ -19,14 +19,14 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator,
 from grpo_mcore.environments.http_retries import RetryPolicy
 from grpo_mcore.environments.math.verifiers import ground_truths, make_verifier, verifier_module, verifier_modules
 from grpo_mcore.environments.registry import EnvironmentConfigError, import_by_path
-from grpo_mcore.environments.rules.async_rewards import AsyncReward, make_async_rules
+from grpo_mcore.environments.rules.async_rewards import AsyncReward, gathered
 from grpo_mcore.environments.rules.reward_functions import (
     Sample,
     failed_rule,
-    imported_when_called,
     reward_arguments,
     reward_call,
 )
+from grpo_mcore.environments.user_code import imported_when_called
 
 _ATTEMPT_S = 60.0
 _ASYNC_KEYS = {"concurrency", "timeout_s", "retries", "backoff_s", "requests_per_second", "cache"}
@@ -47,21 +47,21 @@ class _Component(BaseModel):
         return ()
 
     def check_row(self, info: Mapping[str, Any]) -> None:
-        """Raise EnvironmentConfigError where the rule cannot score an answer to a prompt with these fields."""
+        """Raise EnvironmentConfigError if the rule cannot score an answer to a prompt with these fields."""
 
 
 class _TextComponent(_Component):
-    """A component that looks at a text, and gives 0 where there is none because a thought is not closed."""
+    """A component that checks a text. It gives 0 if there is none because the reasoning is not closed."""
 
     of: Literal["answer", "response"] | None = None
-    """The text that is looked at: the answer, or the whole response with its thought. null: the answer."""
+    """The text that is checked: the answer, or the whole response with its reasoning. null: the answer."""
 
     def text(self, sample: Sample) -> str | None:
         return sample.response if self.of == "response" else sample.answer
 
 
 class RegexComponent(_TextComponent):
-    """1 where the text matches, else 0."""
+    """1 if the text matches, else 0."""
 
     type: Literal["regex"]
     pattern: str
@@ -69,8 +69,8 @@ class RegexComponent(_TextComponent):
     match: Literal["full", "search"] = "full"
     """Whether the whole text has to match, or some part of it."""
     of: Literal["answer", "response"] | None = None
-    """The text that is looked at. null: the answer; the whole response where the pattern names a mark that an answer
-    does not have: of a thought, of `<answer>`, or of a channel."""
+    """The text that is checked. null: the answer; or the whole response, if the pattern names a mark that an answer
+    does not have (around the reasoning, `<answer>`, or of a channel)."""
 
     @field_validator("pattern")
     @classmethod
@@ -94,7 +94,7 @@ class RegexComponent(_TextComponent):
 
 
 class LengthComponent(_TextComponent):
-    """1 where the text is from `min` to `max` long, both included, else 0."""
+    """1 if the length of the text is from `min` to `max`, both included, else 0."""
 
     type: Literal["length"]
     unit: Literal["characters", "words", "lines"] = "characters"
@@ -126,27 +126,27 @@ class LengthComponent(_TextComponent):
 
 
 class ContainsComponent(_TextComponent):
-    """1 where the text contains all of `all`, at least one of `any` and none of `none`, else 0."""
+    """1 if the text contains all of `all`, at least one of `any` and none of `none`, else 0."""
 
     type: Literal["contains"]
     all: list[str] = Field(default_factory=list)
-    """Texts that must all be there."""
+    """Strings that must all be in the text."""
     any: list[str] = Field(default_factory=list)
-    """Texts of which at least one must be there. Empty: no condition."""
+    """Strings of which at least one must be in the text. Empty: no condition."""
     none: list[str] = Field(default_factory=list)
-    """Texts that must not be there."""
+    """Strings that must not be in the text."""
     ignore_case: bool = False
     """Whether case is ignored."""
 
     @model_validator(mode="after")
     def _asks_something(self) -> ContainsComponent:
         if not (self.all or self.any or self.none):
-            raise ValueError("give texts in all, any or none")
+            raise ValueError("give strings in all, any or none")
         return self
 
     def rule(self) -> Rule:
         fold: Callable[[str], str] = str.casefold if self.ignore_case else str
-        all_, any_, none = ([fold(text) for text in texts] for texts in (self.all, self.any, self.none))
+        all_, any_, none = ([fold(text) for text in strings] for strings in (self.all, self.any, self.none))
 
         def contains(sample: Sample) -> float:
             seen = self.text(sample)
@@ -182,27 +182,27 @@ class VerifierComponent(_Component):
 
 
 class FunctionComponent(_Component):
-    """The value of a user's function. The keys from `concurrency` on are for `async` functions, whose calls for all
+    """The value of a user's function. The keys from `concurrency` on are for `async` functions: their calls for all
     samples wait together in one process."""
 
     type: Literal["function"]
     path: str
-    """Import path of the function. It gets what its parameters name: `reward_functions.reward_call`."""
+    """Import path of the function. It gets what its parameters name, see `reward_functions.reward_call`."""
     trl_messages: bool = False
-    """Whether a function with TRL's signature gets prompts and completions as messages, instead of texts."""
+    """Whether a function with TRL's signature gets prompts and completions as messages instead of strings."""
     concurrency: int = Field(64, ge=1)
-    """Maximum calls at a time."""
+    """Maximum concurrent calls."""
     timeout_s: float | None = Field(None, gt=0)
-    """Seconds of one attempt, without the wait for its turn. null: 60."""
+    """Limit of one attempt in seconds, not counting the wait for its turn. null: 60."""
     retries: int = Field(3, ge=0)
-    """How often a call is repeated that raises or runs out of its time. HTTP statuses other than 408, 425, 429 and 5xx,
-    and mistakes such as a TypeError, are final."""
+    """Maximum repetitions of a call that raises or times out. HTTP statuses other than 408, 425, 429 and 5xx are final,
+    and so are mistakes such as a TypeError."""
     backoff_s: float = Field(0.5, ge=0)
-    """Seconds before the first repetition; twice as long before each further one, and no less than a Retry-After."""
+    """Seconds before the first repetition, twice as many before each further one, and no fewer than a Retry-After."""
     requests_per_second: float | None = Field(None, gt=0)
-    """Maximum attempts that start in a second. null: no limit."""
+    """Maximum attempts started in a second. null: no limit."""
     cache: bool = False
-    """Whether a call with the same arguments as one before gets its result."""
+    """Whether a call gets the result of an earlier one with the same arguments."""
 
     @property
     def is_async(self) -> bool:
@@ -223,7 +223,7 @@ class FunctionComponent(_Component):
         return function
 
     def check(self) -> None:
-        """Raise EnvironmentConfigError where the function does not load, or has keys that it cannot have."""
+        """Raise EnvironmentConfigError if the function does not load, or has keys that it cannot have."""
         if not self.is_async and (set_keys := sorted(self.model_fields_set & _ASYNC_KEYS)):
             raise EnvironmentConfigError(
                 f"the key {set_keys[0]} is for async functions, and {self.path!r} is none: write `async def`, and "
@@ -247,7 +247,7 @@ class FunctionComponent(_Component):
         )
 
     def row_problem(self, info: Mapping[str, Any]) -> str | None:
-        """Return why the function can judge no answer to this prompt, where its `row_problem(info)` says so."""
+        """Return why the function can score no answer to this prompt, if its `row_problem(info)` says so; else None."""
         problem = getattr(self._function(), "row_problem", None)
         return None if problem is None else problem(info)
 
@@ -265,9 +265,9 @@ Component = Annotated[
 
 
 def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample], dict[str, Any]]:
-    """Return sample -> {"values": by name, "notes"}, for components as a recipe has them, without those that do not
-    apply. The result is {"failed": name, "why", "where", "traceback"} for the first component that raises or returns no
-    finite number."""
+    """Return a function of a sample that returns {"values": by component, "notes"}, without components that do not
+    apply; or {"failed": name, "error", "where", "traceback"} of the first component that raises or returns no finite
+    number. `components`: as a recipe has them."""
     rules = {name: part.rule() for name, part in _read(components).items()}
 
     def apply(sample: Sample) -> dict[str, Any]:
@@ -282,20 +282,20 @@ def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample]
             if value is None:
                 continue
             if not math.isfinite(value):
-                return {"failed": name, "why": f"its value is {value}"}
+                return {"failed": name, "error": f"its value is {value}"}
             values[name] = value
         return {"values": values, "notes": sample.notes}
 
     return apply
 
 
-def make_judges(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample], Awaitable[dict[str, Any]]]:
-    """Do the same for components that are asynchronous functions."""
+def make_async_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample], Awaitable[dict[str, Any]]]:
+    """Do the same as `make_rules` for components that are asynchronous functions."""
     parts = _read(components)
     for module in {module for part in parts.values() for module in part.modules()}:
         with contextlib.suppress(ImportError):  # that the function may never reach
             importlib.import_module(module)
-    return make_async_rules([part.async_reward(name) for name, part in parts.items() if part.type == "function"])
+    return gathered([part.async_reward(name) for name, part in parts.items() if part.type == "function"])
 
 
 def _read(components: Mapping[str, Mapping[str, Any]]) -> dict[str, Component]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_mcore.base.text import escaped, has_surrogates, not_unicode, replaced
+from grpo_mcore.base.text import escaped, has_surrogates, not_unicode, replaced, shorten
 
 HALF = "a\ud83db"
 
@@ -38,3 +38,8 @@ def test_they_are_seen_anywhere_in_json(value: object) -> None:
 def test_a_terminal_obeys_nothing(text: str, shown: str) -> None:
     assert escaped(text) == shown
     shown.encode()
+
+
+def test_a_text_is_shortened_to_one_line() -> None:
+    assert shorten("two\n lines") == "two lines"
+    assert shorten("abcdef", 3) == "abc ..."

@@ -511,7 +511,7 @@ def test_benchmarks_have_what_their_environments_read() -> None:
         (task,) = rows_of(name)
         (test,) = read_tests(task)
         scope: dict[str, Any] = {}
-        exec(test.program("def one():\n    return 1\n") + test.code, scope)  # type: ignore[union-attr]
+        exec(test.whole_program("def one():\n    return 1\n") + test.code, scope)  # type: ignore[union-attr]
 
 
 def test_benchmark_rows_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_any_answer_is_verified(verify: Any, answer: str) -> None:
     start = time.perf_counter()
     reward, _ = verify(answer, "B")
     assert 0.0 <= abs(float(reward)) <= 1.0
-    assert time.perf_counter() - start < 5.0
+    assert time.perf_counter() - start < 60.0
 
 
 @examples(25)

@@ -11,6 +11,7 @@ import urllib.error
 from collections.abc import Iterator
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,13 @@ import pytest
 
 from grpo_mcore.environments.gym.gym_client import GymClient
 from grpo_mcore.environments.gym.gym_result import GymFailure
-from grpo_mcore.environments.http_retries import backoff_s, failure_of, is_transient, repetition_wait_s, retry_after_s
+from grpo_mcore.environments.http_retries import (
+    RetryPolicy,
+    failure_of,
+    is_transient,
+    repetition_wait_s,
+    retry_after_s,
+)
 
 
 def test_which_failures_pass() -> None:
@@ -39,9 +46,31 @@ def test_retry_after(headers: Any, seconds: float) -> None:
     assert retry_after_s(headers) == seconds
 
 
-def test_the_wait_doubles_and_is_no_shorter_than_asked() -> None:
-    assert [backoff_s(0.5, attempt) for attempt in (1, 2, 3, 20)] == [0.5, 1.0, 2.0, 60.0]
-    assert backoff_s(0.5, 1, 7.0) == 7.0
+@pytest.mark.parametrize(("asked_s", "least"), [(0.0, [0.05, 0.1]), (0.07, [0.07, 0.1])])
+def test_the_wait_doubles_and_is_no_shorter_than_asked(asked_s: float, least: list[float]) -> None:
+    starts = []
+
+    async def attempt() -> None:
+        starts.append(time.monotonic())
+        raise ConnectionError(len(starts))
+
+    with pytest.raises(ConnectionError, match="3"):
+        asyncio.run(RetryPolicy(retries=2, backoff_s=0.05).run(attempt, lambda error: asked_s))
+    waits = [after - before for before, after in pairwise(starts)]
+    assert len(waits) == 2 and all(wait >= needed for wait, needed in zip(waits, least, strict=True))
+
+
+@pytest.mark.parametrize("error", [TypeError("a mistake"), asyncio.CancelledError()])
+def test_a_final_error_is_raised_at_once(error: BaseException) -> None:
+    attempts = []
+
+    async def attempt() -> None:
+        attempts.append(1)
+        raise error
+
+    with pytest.raises(type(error)):
+        asyncio.run(RetryPolicy(retries=2, backoff_s=0.0).run(attempt))
+    assert attempts == [1]
 
 
 def test_exceptions_of_the_usual_clients() -> None:

@@ -64,14 +64,14 @@ WRONG: list[tuple[str, Any, str]] = [
     ("observations", {"role": "tool", "content": 5}, r"observations\[\].content with 5, which is not text but int"),
     ("observations", {"role": None, "content": "x"}, r"observations\[\].role with None, which is no role"),
     ("observations", {"content": "\ud83d"}, r"an observation that is no Unicode: half a surrogate pair, \\ud83d"),
-    ("next_stop_strings", "</x>", "next_stop_strings with '</x>'; a list of texts is needed"),
-    ("next_stop_strings", [""], "each of a character or more"),
-    ("next_stop_strings", [3], "a list of texts is needed"),
+    ("next_stop_strings", "</x>", "next_stop_strings with .</x>.; a list of non-empty strings is needed"),
+    ("next_stop_strings", [""], "a list of non-empty strings is needed"),
+    ("next_stop_strings", [3], "a list of non-empty strings is needed"),
     ("next_stop_strings", 3, "not iterable"),
     ("metadata", [1], "metadata with .*, which is not a mapping but list"),
     ("seconds", "fast", "seconds with 'fast', which is not a finite number"),
     ("tracebacks", 3, "tracebacks with 3, which is not text but int"),
-    ("failures", "busy", "failures with .busy.; a list of texts is needed"),
+    ("failures", "busy", "failures with .busy.; a list of strings is needed"),
     ("failures", [503], "failures with 503, which is not text but int"),
 ]
 

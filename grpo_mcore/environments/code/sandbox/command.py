@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("worker.py")
-PROGRAM = WORKER.with_name("program.py")  # the worker looks for it beside itself
+PROGRAM = WORKER.with_name("program.py")  # in the same folder, where the worker looks for it
 SCRATCH = "/scratch"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _VARIABLES = {

@@ -1,5 +1,5 @@
-"""A program's process in the sandbox: sets the limits, runs the program and its test, and ends. worker.py, beside this
-file, loads it; it uses nothing of this package, only Python's standard library."""
+"""A program's process in the sandbox: sets the limits, runs the program and its test, and ends. worker.py, in the
+same folder, loads it; it uses nothing of this package, only Python's standard library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from collections.abc import KeysView, Mapping
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
-RESULT, CHECK = 3, 4  # file descriptors of a program's process, beside the standard ones
+RESULT, CHECK = 3, 4  # file descriptors of a program's process, besides the standard ones
 ALL_DESCRIPTORS = 2**20
 MAX_DIGITS = 50_000  # of an integer that is printed or read: as LiveCodeBench has it; Python's own limit is 4,300
 prctl = ctypes.CDLL(None).prctl
@@ -81,7 +81,7 @@ def set_limits(limits: Mapping[str, Any]) -> None:
 
 
 def execute(job: dict[str, Any]) -> None:
-    """Run the program as a script; where a test follows, as a module."""
+    """Run the program as a script, or as a module if a test follows."""
     sys.set_int_max_str_digits(MAX_DIGITS)
     module = types.ModuleType("solution" if job["checked"] else "__main__")
     module.__file__ = "solution.py"
@@ -134,13 +134,13 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, tuple):
-        return {"tuple": [plain(one) for one in value]}
+        return {"tuple": [plain(item) for item in value]}
     if isinstance(value, set | frozenset | KeysView):
-        return {"set": [plain(one) for one in value]}
+        return {"set": [plain(item) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[plain(key), plain(one)] for key, one in value.items()]}
+        return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, complex):

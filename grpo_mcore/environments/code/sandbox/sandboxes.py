@@ -68,7 +68,7 @@ class Ended:
     wall_s: float
 
     def trouble(self, limits: Limits) -> str | None:
-        """Say what went wrong; None where the program ended by itself with exit code 0."""
+        """Say what went wrong; None if the program ended by itself with exit code 0."""
         match self.how:
             case "cpu":
                 return f"processor time limit of {limits.cpu_s:g} s"
@@ -89,7 +89,7 @@ class Ended:
 
 
 class Sandboxes:
-    """Makes sandboxes. The constructor tries one, and raises SandboxError where it does not start or isolate.
+    """Makes sandboxes. The constructor tries one, and raises SandboxError if it does not start or isolate.
 
     `kind`: `bubblewrap`, or `none_i_trust_the_code`: limits without isolation.
     """
@@ -159,7 +159,7 @@ class Sandboxes:
         return asdict(self.limits) | {"processes": self.limits.processes + (0 if start.uid else 1)}
 
     def _problem(self) -> str:
-        """Try a sandbox. Return what is wrong with it; "" where it isolates."""
+        """Try a sandbox. Return what is wrong with it; "" if it isolates."""
         try:
             with self.open() as sandbox:
                 ended = sandbox.run(_PROBE, check={"call": "probe", "args": []})
@@ -265,9 +265,9 @@ def _result(text: str, secret: str) -> dict[str, Any] | None:
 _PROBE = """
 import os, threading
 
-def works(attempt, *what):
+def works(attempt, *arguments):
     try:
-        attempt(*what)
+        attempt(*arguments)
     except (OSError, ImportError):
         return False
     return True
@@ -283,5 +283,5 @@ def probe():
         "it writes to /": (open, "/written", "w"),
         "it sees installed packages": (__import__, "pydantic"),
     }
-    return [leak for leak, (attempt, *what) in attempts.items() if works(attempt, *what)]
+    return [leak for leak, (attempt, *arguments) in attempts.items() if works(attempt, *arguments)]
 """

@@ -53,7 +53,7 @@ _KILL, _ALLOW = 0x80000000, 0x7FFF0000
 def filter_program(machine: str = "") -> bytes:
     """Return the filter for this machine, or for `machine` (as platform.machine() writes it): consecutive structs
     sock_filter, as bubblewrap reads them. Refused calls fail with EPERM; clone3 and calls that are newer than the list
-    with ENOSYS, upon which the C library falls back to older ones. A call of another architecture ends the process.
+    with ENOSYS, after which the C library falls back to older ones. A call of another architecture ends the process.
 
     Raises KeyError for another machine than x86_64 and aarch64.
     """
@@ -79,13 +79,13 @@ def filter_program(machine: str = "") -> bytes:
     return b"".join([*program, _instruction(_RETURN, _ALLOW)])
 
 
-def _if_argument(call: int, test: bytes, verdict: bytes) -> list[bytes]:
-    """Return `verdict` for a `call` whose first argument passes the test; the test skips it otherwise."""
+def _if_argument(call: int, test: bytes, action: bytes) -> list[bytes]:
+    """Return `action` for a `call` whose first argument passes the test; the test skips it otherwise."""
     return [
         _instruction(_EQUAL, call, 0, 4),
         _instruction(_LOAD, _FIRST_ARGUMENT),
         test,
-        verdict,
+        action,
         _instruction(_LOAD, _NUMBER),
     ]
 

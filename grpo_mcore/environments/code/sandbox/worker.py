@@ -8,7 +8,7 @@ It is the sandbox's first process, so that all others end with it; programs can 
 
 Requests come over the socket at standard input as pairs of frames, as multiprocessing's Connection sends bytes (4 bytes
 of length, then JSON): a program with its input and limits, and the test that runs after it. One frame goes back for
-each pair. program.py, beside this file, is what a program's process does.
+each pair. program.py, in the same folder, is what a program's process does.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Watch:
         return (ran if state == "R" else wall_s - waited) > limit  # the kernel counts a wait when it is over
 
     def transfer(self, key: selectors.SelectorKey) -> bool:
-        """Read or write what is possible now. Return False where the program has written too much."""
+        """Read or write what is possible now. Return False if the program has written too much."""
         fd, left = key.data
         try:
             if left is None:
@@ -247,7 +247,7 @@ class Watch:
         return self.room >= 0
 
     def drain(self) -> bool:
-        """Read what was written before the end. Return False where it is too much."""
+        """Read what was written before the end. Return False if it is too much."""
         deadline = time.monotonic() + 1.0
         while any(key.data is not None and key.data[1] is None for key in self.selector.get_map().values()):
             for key, event in self.selector.select(0):
@@ -287,7 +287,7 @@ class Watch:
 
 def input_file(content: bytes) -> int | None:
     """Return a file without a name that a program reads its input from, as on the sites of its contests: programs ask
-    for its size, or map it into memory. None where there is no room for it."""
+    for its size, or map it into memory. None if there is no room for it."""
     try:
         with open(".input", "xb", opener=lambda name, flags: os.open(name, flags, 0o444)) as file:
             try:
@@ -321,7 +321,7 @@ def children(pid: int) -> list[int]:
 
 
 def clean() -> None:
-    """Empty the scratch folder, or end this worker where a new one is quicker."""
+    """Empty the scratch folder, or end this worker if a new one is quicker."""
     try:
         for number, entry in enumerate(os.scandir(".")):
             if number > MANY_FILES or entry.is_dir(follow_symlinks=False) and not removed(entry.path):

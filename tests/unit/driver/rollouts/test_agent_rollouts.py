@@ -15,7 +15,7 @@ from grpo_mcore.driver.engines.retries import Retries
 from grpo_mcore.driver.rollouts.agent_rollouts import AgentRollouts
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.environments.gym.nemo_gym import GymOutcome, GymSample
+from grpo_mcore.environments.gym.nemo_gym import GymOutcome, GymRequest
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef
 from tests.unit.driver.rollouts.fake_rollouts import Shuffling, engine_group, prompt
@@ -26,11 +26,11 @@ class Stream:
 
     whom, what = "gym", "samples"
 
-    def __init__(self, samples: list[GymSample]) -> None:
+    def __init__(self, samples: list[GymRequest]) -> None:
         self.asked, self.played = samples, deque[Any]()
         self.error: type[WorkerFailed] | None = None
 
-    def play(self, sample: GymSample) -> None:
+    def play(self, sample: GymRequest) -> None:
         ref = TrajectoryRef(sample.uid, sample.generation_index, 3, 2, 0, 1, False, "stop", None, turns=1)
         outcome = GymOutcome(sample.uid, sample.generation_index, None, Score(1.0, "1", "", 0.0))
         self.played.append(Parcel((ref, outcome), f"seed {sample.seed}"))
@@ -49,7 +49,7 @@ class Gym(EnvironmentWorker):
         self.streams: list[Stream] = []
         self.samples: list[TrajectoryRef] = []
 
-    def stream(self, method: str, samples: list[GymSample], *_: Any, **__: Any) -> Stream:  # type: ignore[override]
+    def stream(self, method: str, samples: list[GymRequest], *_: Any, **__: Any) -> Stream:  # type: ignore[override]
         self.streams.append(Stream(samples))
         return self.streams[-1]
 

@@ -154,11 +154,11 @@ def test_human_eval() -> None:
     row = {"entry_point": "add", "prompt": prompt, "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"}
     [test] = read_tests(row)
     assert isinstance(test, AssertTest) and test.code.endswith("assert candidate(1, 2) == 3\n\ncheck(add)\n")
-    assert test.program("    return a + b\n") == prompt + "    return a + b\n"
+    assert test.whole_program("    return a + b\n") == prompt + "    return a + b\n"
     for whole in (ADD, "import re\nasync  def add (a): pass", "def added(): pass\n\ndef add(): pass"):
-        assert test.program(whole) == whole
-    assert test.program("def added(): pass").startswith(prompt)
-    assert test.program("\n" * 10**6) == prompt + "\n" * 10**6  # and not in an hour
+        assert test.whole_program(whole) == f"from typing import List\n\n\n{whole}"
+    assert test.whole_program("def added(): pass").startswith(prompt)
+    assert test.whole_program("\n" * 10**6) == prompt + "\n" * 10**6  # and not in an hour
 
 
 LEETCODE = {

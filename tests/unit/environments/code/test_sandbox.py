@@ -282,8 +282,8 @@ def test_it_holds_for_an_ordinary_user_too(tmp_path: Path, facts: dict[str, obje
         folder.chmod(0o755)
     names = ("sandboxes", "command", "program", "worker", "seccomp")
     for name in names:
-        shutil.copy(ROOT / f"grpo_mcore/environments/sandbox/{name}.py", tmp_path)
-        text = (tmp_path / f"{name}.py").read_text().replace("from grpo_mcore.environments.sandbox.", "from ")
+        shutil.copy(ROOT / f"grpo_mcore/environments/code/sandbox/{name}.py", tmp_path)
+        text = (tmp_path / f"{name}.py").read_text().replace("from grpo_mcore.environments.code.sandbox.", "from ")
         (tmp_path / f"{name}.py").write_text(text)
     shutil.copy(ROOT / "tests/unit/environments/code/sandbox_cases.py", tmp_path)
     (tmp_path / "main.py").write_text(

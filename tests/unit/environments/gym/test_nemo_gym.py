@@ -12,7 +12,7 @@ import pytest
 
 from grpo_mcore.environments import create_env, create_env_class
 from grpo_mcore.environments.gym.gym_client import GymError, agents_of
-from grpo_mcore.environments.gym.nemo_gym import GymSample, NemoGymEnvironment
+from grpo_mcore.environments.gym.nemo_gym import GymRequest, NemoGymEnvironment
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.generation.chat.endpoint import EndpointAddress
 from grpo_mcore.rollout.trajectory import Sampling
@@ -33,9 +33,9 @@ def environment(gym: GymServer, **config: Any) -> NemoGymEnvironment:
     return create_env("nemo_gym", {"head_server_url": gym.head_url, **config})  # type: ignore[return-value]
 
 
-def sample(index: int = 0, **task: Any) -> GymSample:
+def sample(index: int = 0, **task: Any) -> GymRequest:
     task = {"responses_create_params": {"input": "hi"}, "agent_ref": {"name": AGENT}} | task
-    return GymSample(f"p{index}", index, task, index, seed=7)
+    return GymRequest(f"p{index}", index, task, index, seed=7)
 
 
 def test_what_hangs_costs_itself_alone(gym: GymServer) -> None:
@@ -100,7 +100,7 @@ def test_the_row_that_an_agent_gets(gym: GymServer) -> None:
     env = environment(gym, agent_name="default", responses_create_params={"max_output_tokens": 9})
     metadata = {"extra_body": json.dumps({"min_p": 0}), "a": "b"}
     task = {"responses_create_params": {"input": "hi", "metadata": metadata, "temperature": 9}, "answer": 4}
-    row = env.row(GymSample("p", 2, task, 5, seed=7), SAMPLING)
+    row = env.row(GymRequest("p", 2, task, 5, seed=7), SAMPLING)
     assert row["agent_ref"]["name"] == "default" and row["answer"] == 4
     assert (row["_ng_task_index"], row["_ng_rollout_index"]) == (5, 2)
     params = row["responses_create_params"]
@@ -108,7 +108,7 @@ def test_the_row_that_an_agent_gets(gym: GymServer) -> None:
     assert json.loads(params["metadata"]["extra_body"]) == {"min_p": 0, "seed": 7} and params["metadata"]["a"] == "b"
     bare = {"responses_create_params": {"input": "hi", "metadata": None}}
     env.config.responses_create_params.clear()
-    assert env.row(GymSample("p", 2, bare, 5, seed=7), SAMPLING)["responses_create_params"]["max_output_tokens"] == 50
+    assert env.row(GymRequest("p", 2, bare, 5, seed=7), SAMPLING)["responses_create_params"]["max_output_tokens"] == 50
     assert task["responses_create_params"]["temperature"] == 9, "the task itself stays as it is"
     env.shutdown()
 

@@ -12,9 +12,8 @@ import pytest
 from grpo_mcore.environments import create_env
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.environments.rules.reward_functions import imported_when_called
 from grpo_mcore.environments.rules.rule_environment import RuleEnvironment
-from tests.unit.environments.rules import judges, rule_functions
+from tests.unit.environments.rules import rule_functions
 
 pytestmark = pytest.mark.slow  # processes that are started and killed
 
@@ -123,11 +122,6 @@ def test_asynchronous_and_other_rules_make_one_reward_and_a_judge_is_not_asked_i
 def test_what_a_function_imports_is_off_the_samples_clock(name: str) -> None:
     with rules(0.5, **{name: {} if name == "imports_late" else {"timeout_s": 0.5, "retries": 0}}) as env:
         assert score(env, "a").rewards == [1.0]
-
-
-def test_the_modules_that_a_function_imports_when_it_is_called() -> None:
-    assert imported_when_called(judges.imports_late) == ["tests.unit.environments.slow_to_import"]
-    assert imported_when_called(judges.waits) == []
 
 
 def test_limits_are_for_asynchronous_functions_and_calls_are_small() -> None:

@@ -158,10 +158,11 @@ def test_all_of_tulu_are_tested_and_the_language_is_named() -> None:
     assert "quantifier 'about' is none of" in str(row_problem(unclear))
 
 
-def test_prompts_that_cannot_be_judged_are_named() -> None:
+def test_prompts_that_cannot_be_scored_are_named() -> None:
     assert row_problem({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}) is None
     unknown = {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "hi"}]}
     assert "'language:response_language'" in str(row_problem(unknown))
     missing = {"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"num_words": 3}]}
-    assert "relation" in str(row_problem(missing))
+    assert "instructions 'length_constraints:number_words' cannot be read: TypeError: " in str(row_problem(missing))
+    assert "instructions cannot be read: JSONDecodeError" in str(row_problem({"instructions": "["}))
     assert "neither" in str(row_problem({"ground_truth": "5"}))

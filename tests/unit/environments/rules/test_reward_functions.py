@@ -180,7 +180,7 @@ def unknown(response: str, answer: str, other: str) -> float:
         (lambda prompt, completion: len(prompt), TypeError, "it asks for completion, but a sample has"),
         (lambda ground_truth, prediction: 1.0, TypeError, "it asks for prediction, but a sample has"),
         (lambda args, sample: sample.response, TypeError, "it asks for args, sample, but a sample has"),  # slime's
-        (of_messages, TypeError, "must be integers, .*; trl_messages: true gives it messages instead of texts"),
+        (of_messages, TypeError, "must be integers, .*; trl_messages: true gives it messages instead of strings"),
         (unknown, TypeError, "it asks for answer, other, but a sample has extra_info, finish_reason, ground_truth"),
     ],
 )

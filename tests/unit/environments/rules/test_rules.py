@@ -25,7 +25,7 @@ FUNCTIONS = "tests.unit.environments.rules.rule_functions"
 
 def value(rule: dict[str, Any], response: str, **info: Any) -> Any:
     found = make_rules({"it": rule})(Sample(response, info))
-    return found["values"]["it"] if "values" in found else {name: found[name] for name in ("failed", "why")}
+    return found["values"]["it"] if "values" in found else {name: found[name] for name in ("failed", "error")}
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,10 @@ def value(rule: dict[str, Any], response: str, **info: Any) -> Any:
         ({"type": "verifier", "verifier": "dapo_math_verify"}, "Answer: 5", 1.0),
         ({"type": "verifier", "verifier": "dapo_math_verify"}, "Answer: 6", -1.0),
         ({"type": "verifier", "verifier": "english_multichoice"}, "Answer: A", {
-            "failed": "it", "why": "ValueError: the ground truth of a multiple choice is a letter from A to J, got '5'"
+            "failed": "it",
+            "error": "ValueError: the ground truth of a multiple choice is a letter from A to J, got '5'",
         }),
-        ({"type": "function", "path": f"{FUNCTIONS}:nan"}, "", {"failed": "it", "why": "its value is nan"}),
+        ({"type": "function", "path": f"{FUNCTIONS}:nan"}, "", {"failed": "it", "error": "its value is nan"}),
     ],
 )  # fmt: skip
 def test_a_component(rule: dict[str, Any], response: str, expected: Any) -> None:
@@ -111,7 +112,7 @@ def test_the_prompt_may_open_the_thought_and_marks_may_be_ones_own() -> None:
 
 def test_a_verifier_needs_a_truth() -> None:
     found = value({"type": "verifier", "verifier": "dapo_math_verify"}, "Answer: 5", level=1)
-    assert found == {"failed": "it", "why": "ValueError: the prompt has no 'ground_truth', only ['level']"}
+    assert found == {"failed": "it", "error": "ValueError: the prompt has no 'ground_truth', only ['level']"}
 
 
 SECTION = {
@@ -241,7 +242,7 @@ def test_a_function_sees_the_finish_reason_and_the_columns() -> None:
         ),
         ({"a": {"type": "regex", "pattern": "", "max": 1}}, "env.rules.components.a.regex.max: Extra inputs are not"),
         ({"a": {"type": "length", "min": 2, "max": 1}}, "env.rules.components.a.length: Value error, max 1 is below"),
-        ({"a": {"type": "contains"}}, "env.rules.components.a.contains: Value error, give texts in all, any or none"),
+        ({"a": {"type": "contains"}}, "env.rules.components.a.contains: Value error, give strings in all, any or none"),
         (
             {"a": {"type": "length", "weight": float("nan")}},
             "env.rules.components.a.length.weight: Input should be a f",
