@@ -14,7 +14,6 @@ from typing import Any
 
 from grpo_mcore.base.imports import import_by_path
 from grpo_mcore.data.answers import Chat, trained_spans
-from grpo_mcore.data.bounded import in_time
 from grpo_mcore.data.interfaces import (
     RESERVED_KEYS,
     DataError,
@@ -351,10 +350,9 @@ def _shown(row: TaskRow, messages: Chat, uid: str, *, add_generation_prompt: boo
             )
     tools = {"tools": row.fields["tools"]} if row.fields.get("tools") else {}
     try:
-        with in_time():
-            return row.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **tools
-            )
+        return row.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **tools
+        )
     except Exception as error:  # a template is code of the model's author and may raise anything
         raise RowError(uid, f"the chat template rejects it: {type(error).__name__}: {error}") from error
 

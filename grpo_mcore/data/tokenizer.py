@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.bounded import try_template
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
 
@@ -42,13 +41,35 @@ def load_tokenizer(
         raise DataError(f"the tokenizer {name!r} has no chat template; set policy.tokenizer.chat_template")
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")  # of a file that Windows wrote
-    try_template(tokenizer, name)
+    _try_template(tokenizer, name)
     for key in chat_template_kwargs or ():
         if key not in str(tokenizer.chat_template):
             logger.warning("policy.tokenizer.chat_template_kwargs.%s: the chat template does not use it", key)
     if chat_template_kwargs:
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **chat_template_kwargs)
     return tokenizer
+
+
+def _try_template(tokenizer: Any, name: str) -> None:
+    """Render a short conversation. Raise DataError for a template that does not show the question, and warn about one
+    without a generation prompt. Other errors are reported where the text is needed: a template may want other messages.
+    """
+    question = [{"role": "user", "content": "question"}]
+    try:
+        shown = tokenizer.apply_chat_template(question, tokenize=False)
+        prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([*question, {"role": "assistant", "content": "answer"}], tokenize=False)
+        header = whole.removeprefix(prompt).partition("answer")[0].strip()
+    except Exception:  # a template is code of the model's author
+        return
+    if shown == prompt and whole.startswith(prompt) and header:
+        logger.warning(
+            "the chat template of %r has no generation prompt: the policy has to write %r before each answer",
+            name,
+            header,
+        )
+    if "question" not in shown:
+        raise DataError(f"the chat template of {name!r} does not show a question; set policy.tokenizer.chat_template")
 
 
 def check_token_ids(tokenizer: Any, name: str, vocab_size: int, model: str) -> None:
