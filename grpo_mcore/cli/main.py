@@ -247,9 +247,7 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
     )
     parser.add_argument("--install-completion", action=Install, nargs=0, help="let bash or zsh complete commands")
     parser.add_argument("--version", action="version", version=f"grpo-mcore {grpo_mcore.__version__}")
-    verbs = parser.add_subparsers(
-        prog="grpo-mcore", dest="verb", metavar="VERB", required=True, help=argparse.SUPPRESS
-    )
+    verbs = parser.add_subparsers(prog="grpo-mcore", dest="verb", metavar="VERB", required=True, help=argparse.SUPPRESS)
     chosen = parser
     for name, (_, purpose, takes_recipe) in VERBS.items():
         usage = f"grpo-mcore {name} {'RECIPE ' if takes_recipe else ''}[options] [key=value ...]"

@@ -28,7 +28,6 @@ VERBS: dict[Algorithm, str] = {"grpo": "train", "sft": "sft", "dpo": "dpo"}
 """The command of each algorithm that trains."""
 
 
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _algorithm(verb: str, recipe: Recipe) -> Algorithm:
-    """Return the algorithm that a verb runs: for `train` that of the recipe, else the verb's own. Raises RecipeError for
+    """Return the algorithm that a verb runs: the recipe's for `train`, else the verb's own. Raises RecipeError for
     a recipe that `dpo` or `distill` cannot run."""
     algorithm = algorithm_of(recipe.config)
     if verb == "sft":
