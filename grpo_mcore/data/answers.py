@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.turn_tokens import answer_end, first_mark
+from grpo_mcore.rollout.messages import REASONING_FIELDS
 from grpo_mcore.rollout.turn_end import turn_ends
 
 Chat = Sequence[dict[str, Any]]
@@ -184,7 +185,7 @@ def _marked_before(message: dict[str, Any]) -> dict[str, Any]:
         marked["content"] = _MARK + text
     else:
         marked = _marked_name(message)
-    for field in ("reasoning_content", "thinking", "reasoning"):
+    for field in REASONING_FIELDS:
         marked |= {field: _MARK + message[field]} if message.get(field) else {}
     return marked
 
@@ -219,7 +220,7 @@ def _marked_arguments(arguments: Any) -> Any:
 
 def _thought(message: dict[str, Any]) -> str:
     """Return a message's thought without white space."""
-    fields = (message.get(field) for field in ("reasoning_content", "thinking", "reasoning"))
+    fields = (message.get(field) for field in REASONING_FIELDS)
     text = next((field for field in fields if field), None)
     return "".join((text or (message.get("content") or "").rpartition(_THOUGHT)[0].rpartition("<think>")[2]).split())
 

@@ -26,6 +26,14 @@ from grpo_mcore.data.turn_tokens import marks_of_a_question
 from grpo_mcore.recipe import CustomCode, MasterConfig
 from grpo_mcore.rollout.chat_form import chat_form
 from grpo_mcore.rollout.datum import DatumSpec, Message
+from grpo_mcore.rollout.messages import (
+    REASONING_FIELDS,
+    MessageError,
+    join_texts,
+    read_messages,
+    read_tools,
+    refuse_unknown_roles,
+)
 from grpo_mcore.rollout.text_tokens import tokens_behind
 
 SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:sliding_puzzle_processor"
@@ -63,16 +71,31 @@ class TaskRow:
 
 
 def _processor(process: Callable[[TaskRow], DatumSpec]) -> TaskDataProcessFnCallable:
-    """Return the processor that calls a function of the row."""
+    """Return the processor that calls a function of the row. The row's messages and tools are brought into one form
+    first, wherever its dataset has them from."""
 
     def processor(
         datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int | None, idx: int
     ) -> DatumSpec:
-        return process(TaskRow(datum_dict, task_data_spec, tokenizer, max_seq_length, idx))
+        row = TaskRow(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+        fields = dict(datum_dict)
+        if fields.get("messages"):
+            fields["messages"] = _read(row, "messages")
+        if fields.get("tools"):
+            fields["tools"] = _read(row, "tools", read_tools)
+        return process(replace(row, fields=fields))
 
     for name in ("__name__", "__qualname__", "__doc__"):
         setattr(processor, name, getattr(process, name))
     return processor
+
+
+def _read(row: TaskRow, key: str, read: Callable[[Any, str], list[Any]] = read_messages) -> list[Any]:
+    """Return the messages, or tools, of a row in their normal form, each text in one piece."""
+    try:
+        return join_texts(read(row.fields[key], key), chat_form(row.tokenizer).joint)
+    except MessageError as error:
+        raise RowError(row.uid, str(error)) from error
 
 
 @_processor
@@ -142,7 +165,7 @@ def preference_processor(row: TaskRow) -> DatumSpec:
     on (`train_on`: all or the last), including their end tokens, and nothing of the prompt. Both answers must fit."""
     prompt = _with_task_prompts(row.fields["messages"], row.spec)
     logs = [
-        _answered_log(row, [*prompt, *row.fields[answer]], len(prompt), f" ({answer})")
+        _answered_log(row, [*prompt, *_read(row, answer)], len(prompt), f" ({answer})")
         for answer in ("chosen", "rejected")
     ]
     lengths = [sum(len(turn["token_ids"]) for turn in log) for log in logs]
@@ -214,7 +237,7 @@ def _is_trained(message: dict[str, Any], uid: str) -> bool:
 
 def _says(message: dict[str, Any]) -> bool:
     """Return whether a message without a text says something nevertheless."""
-    return any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
+    return any(message.get(key) for key in ("tool_calls", *REASONING_FIELDS))
 
 
 PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
@@ -338,16 +361,12 @@ def _refuse_templated(messages: Chat, tokenizer: Any, uid: str) -> None:
             )
 
 
-_ROLES = ("system", "user", "assistant", "tool")
-
-
 def _shown(row: TaskRow, messages: Chat, uid: str, *, add_generation_prompt: bool) -> str:
     """Return messages as the chat template writes them, with the row's `tools`."""
-    for role in {message["role"] for message in messages} - {*_ROLES}:
-        if role not in str(row.tokenizer.chat_template):  # many templates write any role down, though no model knows it
-            raise RowError(
-                uid, f"the role {role!r} is neither one of {', '.join(_ROLES)} nor named in the chat template"
-            )
+    try:
+        refuse_unknown_roles(messages, row.tokenizer.chat_template)
+    except MessageError as error:
+        raise RowError(uid, str(error)) from error
     tools = {"tools": row.fields["tools"]} if row.fields.get("tools") else {}
     try:
         return row.tokenizer.apply_chat_template(

@@ -23,9 +23,10 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
+from grpo_mcore.rollout.messages import REASONING_FIELDS, join_texts
+
 _NAME, _VALUE, _RESULT = "probe_name", "@@value@@", "@@result@@"
 _TEXT, _THOUGHT, _SYSTEM, _LATER = "@@text@@", "@@thought@@", "@@system@@", "@@later@@"
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _QUESTION = {"role": "user", "content": "question"}
 
 
@@ -52,8 +53,8 @@ class ChatForm:
     """Only one system prompt is shown, at the beginning. Others right behind it are joined to it, later ones become
     messages of the user."""
     thought: str = "reasoning_content"
-    """The field of a message's thought: gpt-oss has `thinking`. A thought under another name of THOUGHTS is moved
-    there."""
+    """The field of a message's reasoning: gpt-oss has `thinking`. Reasoning under another name of REASONING_FIELDS is
+    moved there."""
     split_thoughts: bool = False
     """A thought at the beginning of an answer's text, <think>...</think>, is moved to its field: the template does not
     look for it there."""
@@ -63,7 +64,7 @@ class ChatForm:
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in this form. Arguments that are no JSON object stay as they are."""
-        shown = [dict(message) for message in messages]
+        shown = join_texts(messages, self.joint)
         if self.one_system:
             first = list(takewhile(lambda message: message.get("role") == "system", shown))
             later = shown[len(first) :]
@@ -83,7 +84,7 @@ class ChatForm:
         calls = message.get("tool_calls")
         if self.split_thoughts and message.get("role") == "assistant":
             message = _with_thought_apart(message)
-        thoughts = [message.pop(key) for key in THOUGHTS if isinstance(message.get(key), str)]
+        thoughts = [message.pop(key) for key in REASONING_FIELDS if isinstance(message.get(key), str)]
         thought = next(filter(None, thoughts), None)
         if thought and self.thought == "reasoning_content":
             message |= {self.thought: thought}
@@ -149,10 +150,10 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
     answer = {"role": "assistant", "content": _TEXT}
     alternate = not shows(ChatForm(), [_QUESTION, _QUESTION, answer], _TEXT)
     called = [_QUESTION, _calling(1), _result(0)]
-    thought = next(
-        (key for key in THOUGHTS if shows(ChatForm(thought=key), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT)),
-        None,
-    )
+    thought = None
+    for key in REASONING_FIELDS:
+        if thought is None and shows(ChatForm(thought=key), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT):
+            thought = key
     apart = thought is not None and not alike(ChatForm(thought=thought), thought)
     told = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
     system = shows(ChatForm(), told, _SYSTEM) or not shows(ChatForm(system=False), told, _SYSTEM)
@@ -176,13 +177,13 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
 def _with_thought_apart(message: dict[str, Any]) -> dict[str, Any]:
     """Return an answer whose text begins with a thought with the thought in a field, unless it has one there."""
     text = message.get("content")
-    if not isinstance(text, str) or any(message.get(key) for key in THOUGHTS):
+    if not isinstance(text, str) or any(message.get(key) for key in REASONING_FIELDS):
         return message
     thought, end, said = text.partition("</think>")
     begun = thought.lstrip().startswith("<think>")  # else the generation prompt has said it
     if not end or not (begun or thought.endswith("\n")):
         return message
-    return {**message, "content": said.lstrip(), THOUGHTS[0]: thought.lstrip().removeprefix("<think>").strip()}
+    return {**message, "content": said.lstrip(), REASONING_FIELDS[0]: thought.lstrip().removeprefix("<think>").strip()}
 
 
 def _calling(calls: int, kind: str = "") -> dict[str, Any]:

@@ -14,11 +14,12 @@ from typing import Any
 from grpo_mcore.data.datasets.benchmarks import gpqa, human_eval, ifeval, math500, mbpp, mmlu, mmlu_pro
 from grpo_mcore.data.datasets.files import preference_pair
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, as_chat, setting, unusable
-from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, user
+from grpo_mcore.data.datasets.messages import as_messages, assistant, user
 from grpo_mcore.data.datasets.source import Source, Table, is_address, joined, missing, open_source, required
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.recipe import UNSET_KEYS
 from grpo_mcore.rollout.datum import field_of
+from grpo_mcore.rollout.messages import read_messages
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Columns:
 def dapo(row: Row) -> Row:
     """BytedTsinghua-SIA: {"prompt": [message], "reward_model": {"ground_truth", "style"}, "data_source", "ability"}."""
     truth = str(row["reward_model"]["ground_truth"])
-    messages = [*conversation(row["prompt"], "prompt"), assistant(truth)]
+    messages = [*read_messages(row["prompt"], "prompt"), assistant(truth)]
     return {"messages": messages, "ground_truth": truth, "data_source": row["data_source"]}
 
 
@@ -89,7 +90,7 @@ def squad(row: Row) -> Row:
 
 def tulu3(row: Row) -> Row:
     """{"id", "messages", "source"}."""
-    messages = conversation(row["messages"], "messages")
+    messages = read_messages(row["messages"], "messages")
     if messages[-1]["role"] != "assistant":
         return unusable("without an answer (the last message is not the assistant's)")
     return {"messages": messages, "source": row["source"]}

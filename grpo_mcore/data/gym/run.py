@@ -13,6 +13,7 @@ from grpo_mcore.data.gym.files import LONGEST_LINE, read_lines, whole_file
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Rollout, parse_rollout, reward_of
 from grpo_mcore.data.gym.summary import Summary
 from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.rollout.messages import MessageError, UnknownItem
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +47,11 @@ class Transformation:
                 try:
                     take(handle(rollout, reward))
                     summary.kept += 1
-                except Filtered as why:
+                except (Filtered, UnknownItem) as why:
                     summary.filtered[str(why)] += 1
                 if reward is not None:
                     summary.rewards.add(reward)
-            except BadRow as why:
+            except (BadRow, MessageError) as why:
                 self._reject(number, str(why))
 
     def write(self, line: bytes) -> None:

@@ -12,8 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
 from grpo_mcore.generation.chat.request import NEUTRAL
+from grpo_mcore.rollout.messages import (
+    Item,
+    ItemReader,
+    MessageError,
+    UnknownItem,
+    read_content,
+    read_messages,
+    read_tools,
+    with_instructions,
+)
 
 Event = tuple[str | None, Any]
 """Name of a server-sent event, None for those without, and its data."""
@@ -84,78 +96,25 @@ def of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
     form = _object(_object(body, "text"), "format")
     if form and form.get("type") != "text":
         raise DialectError(f"text.format: {_kind(form)} is not served, leave it at 'text'")
-    messages: list[dict[str, Any]] = []
-    if body.get("instructions"):
-        messages.append({"role": "system", "content": body["instructions"]})
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = body.get("input")
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list) or not items:
         raise DialectError("input: a text or a list of items is needed")
-    for item in items:
-        _add_item(messages, item)
+    tools = _list(body, "tools")
+    if other := [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") != "function"]:
+        raise DialectError(f"tools: {_kind(other[0])} is not served, only function")
+    try:
+        messages = ItemReader().read(msgspec.convert(items, list[Item]))
+        messages = read_messages(with_instructions(messages, body.get("instructions")), "input")
+        tools = read_tools(tools, "tools")
+    except (MessageError, UnknownItem, msgspec.ValidationError) as error:
+        raise DialectError(f"input: {error}") from error
     chat = {name: body[name] for name in _SAME if body.get(name) is not None} | {"messages": messages}
     if effort := _object(body, "reasoning").get("effort"):
         chat["reasoning_effort"] = effort
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
-    tools = [_responses_tool(tool) for tool in _list(body, "tools")]
     return chat | ({"tools": tools} if tools else {})
-
-
-def _responses_tool(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise DialectError(f"tools: {_kind(tool)} is not served, only function")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {key: tool[key] for key in names if tool.get(key) is not None}}
-
-
-def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
-    """Append an item of a response's input. What one turn of the assistant consists of becomes one message."""
-    match item:
-        case {"type": "function_call", "call_id": str(call), "name": str(name), "arguments": str(arguments)}:
-            of_call = {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
-            _assistant(messages).setdefault("tool_calls", []).append(of_call)
-        case {"type": "function_call_output", "call_id": str(call), "output": output}:
-            messages.append({"role": "tool", "tool_call_id": call, "content": _content(output)})
-        case {"type": "reasoning"}:
-            _think(_assistant(messages), _text(_list(item, "content") or _list(item, "summary")))
-        case {"role": "assistant", "content": content}:
-            _assistant(messages, with_text=True)["content"] = _text(content)
-        case {"role": "user" | "system" | "developer" as role, "content": content}:
-            messages.append({"role": "system" if role == "developer" else role, "content": _content(content)})
-        case _:
-            raise DialectError(f"input: an item of type {_kind(item)} is not served")
-
-
-def _assistant(messages: list[dict[str, Any]], *, with_text: bool = False) -> dict[str, Any]:
-    """Return the assistant's turn at the end of the conversation; a new one if the last is not his, or has a text."""
-    last = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or (with_text and (last["content"] is not None or "tool_calls" in last)):
-        messages.append({"role": "assistant", "content": None})
-    return messages[-1]
-
-
-def _think(turn: dict[str, Any], thought: str) -> None:
-    """Add a thought to those that a turn has."""
-    turn["reasoning_content"] = "\n".join([*filter(None, [turn.get("reasoning_content")]), thought])
-
-
-def _text(content: Any) -> str:
-    """Return the text of a message's content: a text, or parts of which each is one."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    if other := [part for part in parts if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
-        raise DialectError(f"content: a part of type {_kind(other[0])} is not served, only text")
-    return "".join(part["text"] for part in parts)
-
-
-def _content(content: Any) -> str | list[dict[str, Any]]:
-    """Return a message's content: a text, or several, which the prompt joins as the chat template does."""
-    if isinstance(content, str):
-        return content
-    texts = [_text([part]) for part in (content if isinstance(content, list) else [content])]
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -259,25 +218,29 @@ def response_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> It
 
 def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request for a chat completion that a request of /v1/messages stands for. Raises DialectError."""
-    messages: list[dict[str, Any]] = []
-    if told := _system(body.get("system") or ""):
-        messages.append({"role": "system", "content": told})
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
         raise DialectError("messages: a list of messages is needed")
-    for message in given:
-        match message:
-            case {"role": "user", "content": content}:
-                messages += _user_turn(content)
-            case {"role": "assistant", "content": content}:
-                messages.append(_assistant_turn(content))
-            case {"role": "system", "content": content}:
-                messages.append({"role": "system", "content": _system(content)})
-            case _:
-                raise DialectError("messages: each needs a content and a role, user, assistant or system")
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise DialectError("messages: each needs a content and a role, user, assistant or system")
+    if body.get("system"):
+        messages = [{"role": "system", "content": body["system"]}, *messages]
+    messages = [
+        {**message, "content": _system(message.get("content"))} if message["role"] == "system" else message
+        for message in messages
+    ]
+    tools = _list(body, "tools")
+    if other := [tool for tool in tools if not isinstance(tool, dict) or "input_schema" not in tool]:
+        raise DialectError(f"tools: {_kind(other[0])} is not served, only tools with an input_schema")
+    try:
+        messages = read_messages([m for m in messages if m["role"] != "system" or m["content"]], "messages")
+        tools = read_tools(tools, "tools")
+    except MessageError as error:
+        raise DialectError(str(error)) from error
     shaped = _object(body, "output_format") or _object(_object(body, "output_config"), "format")
-    for name, given in (("output_format", shaped), ("mcp_servers", body.get("mcp_servers"))):
-        if given:
+    for name, value in (("output_format", shaped), ("mcp_servers", body.get("mcp_servers"))):
+        if value:
             raise DialectError(f"{name}: not served; leave it out")
     choice = _object(body, "tool_choice").get("type", "auto")
     alone = bool(_object(body, "tool_choice").get("disable_parallel_tool_use"))
@@ -289,7 +252,6 @@ def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
         chat["reasoning_effort"] = effort
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    tools = [_messages_tool(tool) for tool in _list(body, "tools")]
     return chat | ({"tools": tools} if tools else {})
 
 
@@ -301,52 +263,14 @@ def _to_answer(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _messages_tool(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom" or "input_schema" not in tool:
-        raise DialectError(f"tools: {_kind(tool)} is not served, only tools with an input_schema")
-    described = {"description": tool["description"]} if tool.get("description") else {}
-    function = {"name": tool.get("name"), **described, "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function}
-
-
 def _system(content: Any) -> str:
     """Return the text of a system prompt without the one that Claude Code puts in front: it differs in each request,
     so that no prompt would begin as the one before."""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part if isinstance(part, str) else _text([part]) for part in parts]
+    try:
+        texts = read_content(content, "system").parts
+    except MessageError as error:
+        raise DialectError(str(error)) from error
     return "".join(text for text in texts if not text.startswith(_BILLING))
-
-
-def _user_turn(content: Any) -> list[dict[str, Any]]:
-    """Return the messages of a user's turn: results of tools, then what he says."""
-    if isinstance(content, str):
-        return [{"role": "user", "content": content}]
-    parts: Sequence[Any] = content if isinstance(content, list) else [content]
-    turn, said = list[dict[str, Any]](), []
-    for part in parts:
-        if isinstance(part, dict) and part.get("type") == "tool_result":
-            result = _content(part.get("content") or "")
-            turn.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result})
-        else:
-            said.append(part)
-    return [*turn, {"role": "user", "content": _content(said)}] if said else turn
-
-
-def _assistant_turn(content: Any) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": "assistant", "content": None}
-    if isinstance(content, str):
-        return turn | {"content": content}
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        match part:
-            case {"type": "thinking", "thinking": str(thought)}:
-                _think(turn, thought)
-            case {"type": "tool_use", "id": str(call), "name": str(name), "input": given}:
-                function = {"name": name, "arguments": json.dumps(given)}
-                turn.setdefault("tool_calls", []).append({"id": call, "type": "function", "function": function})
-            case _:
-                texts.append(part)
-    return turn | ({"content": _text(texts)} if texts else {})
 
 
 def as_message(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ again, and reasoning that a template would strip from earlier turns stays in the
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
-from grpo_mcore.rollout.chat_form import THOUGHTS, chat_form
+from grpo_mcore.rollout.chat_form import chat_form
+from grpo_mcore.rollout.messages import REASONING_FIELDS, MessageError, join_texts, refuse_unknown_roles
 from grpo_mcore.rollout.text_tokens import tokens_behind
 from grpo_mcore.rollout.turn_end import marks_of, said_already
 
@@ -33,20 +33,28 @@ class ChatPrompts:
         if config.chat_template:
             self._options["chat_template"] = config.chat_template
         self._form = chat_form(tokenizer, config.chat_template)
-        self._variables = _template_variables(tokenizer, self._options.get("chat_template"))
+        self._template = config.chat_template or getattr(tokenizer, "chat_template", None) or ""
+        self._variables = _template_variables(self._template)
         self._marks = marks_of(tokenizer)
         self._stop_token_ids = {*self._marks, *config.samplings[0].stop_token_ids}
 
     def tokens(self, request: ChatRequest) -> list[int]:
         """Return the prompt's tokens. Raises RequestError if messages or token ids cannot be used."""
+        try:
+            refuse_unknown_roles(request.messages, self._template)
+        except MessageError as error:
+            raise RequestError(str(error)) from error
         position, before = self._recorded(request)
-        messages = [_template_message(message, self._form.joint) for message in request.messages]
+        messages = [
+            {key: value for key, value in message.items() if key not in TOKEN_FIELDS}
+            for message in join_texts(request.messages, self._form.joint)
+        ]
         if before is not None and position is not None:
             text, after = self._after(messages, position, before[-1], request)
             if messages[position].get("tool_calls"):
                 # Templates may write a result by the call that it answers (Gemma 4), or another end behind calls.
                 # Its text and thought are in its tokens; a later question would hide the thought.
-                answer = {key: value for key, value in messages[position].items() if key not in THOUGHTS}
+                answer = {key: value for key, value in messages[position].items() if key not in REASONING_FIELDS}
                 calls = [*messages[:position], {**answer, "content": ""}, *messages[position + 1 :]]
                 if not (text and self._render(calls, request).endswith(text)):
                     after = self._after_calls(calls, position, before[-1], request) or after
@@ -151,54 +159,6 @@ def _reserved(tokenizer: Any) -> set[str]:
     return {*inspect.signature(tokenizer.apply_chat_template).parameters, *getattr(tokenizer, "special_tokens_map", {})}
 
 
-def _template_variables(tokenizer: Any, template: str | None) -> set[str]:
-    """Return every name in the chat template; the tokenizer may have several templates."""
-    texts = template or getattr(tokenizer, "chat_template", None) or ""
-    return set(re.findall(r"[^\W\d]\w*", " ".join(texts.values()) if isinstance(texts, dict) else texts))
-
-
-def _template_message(message: Mapping[str, Any], joint: str) -> dict[str, Any]:
-    """Return the message as templates expect it: content as text, its parts joined by `joint`, arguments of calls as
-    objects, no token ids."""
-    fields = {key: value for key, value in message.items() if key not in TOKEN_FIELDS}
-    if fields.pop("function_call", None):
-        raise RequestError(
-            "function_call in a message: not served; write it as tool_calls, and its result as role tool"
-        )
-    if fields.get("role") == "developer":
-        fields["role"] = "system"
-    content = fields.get("content")
-    if isinstance(content, list):
-        fields["content"] = joint.join(_text(part) for part in content)
-    elif content is None:
-        fields["content"] = ""
-    elif not isinstance(content, str):
-        raise RequestError(f"a message's content must be text or a list of parts, got {type(content).__name__}")
-    if calls := fields.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise RequestError(f"a message's tool_calls must be a list, got {type(calls).__name__}")
-        fields["tool_calls"] = [_call(call) for call in calls]
-    else:
-        fields.pop("tool_calls", None)
-    return fields
-
-
-def _text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-    if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise RequestError(f"a part of type {kind!r} in a message: only text is served")
-    return text
-
-
-def _call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call  # keep the policy's text as it is
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+def _template_variables(template: Any) -> set[str]:
+    """Return every name in the chat template; a tokenizer may have several, by name."""
+    return set(re.findall(r"[^\W\d]\w*", " ".join(template.values()) if isinstance(template, dict) else template))

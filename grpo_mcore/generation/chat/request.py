@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.rollout.messages import MessageError, read_messages, read_tools
 from grpo_mcore.rollout.trajectory import Sampling
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -79,6 +80,11 @@ class ChatRequest(BaseModel):
         for name, neutral in NEUTRAL.items():
             if body.get(name) is not None and body[name] not in neutral:
                 raise RequestError(f"{name}: {body[name]!r} is not served, leave it at {neutral[-1]!r}")
+        try:
+            request.messages = read_messages(request.messages, "messages")
+            request.tools = read_tools(request.tools, "tools")
+        except MessageError as error:
+            raise RequestError(str(error)) from error
         return request
 
     @property

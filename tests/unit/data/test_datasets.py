@@ -98,7 +98,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"proper
 
 def test_openai_format_with_tools(write_jsonl):
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]},
+        {"role": "user", "content": [{"type": "text", "text": "1+1="}]},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": "2", "tool_call_id": "c1"},
         {"role": "assistant", "content": "2"},
@@ -212,22 +212,25 @@ def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": "hello"}, "'messages' must be a list of messages, got str"),
+        ({"messages": "hello"}, "'messages' must be a list of messages, got text"),
         ({"messages": []}, "'messages' has no message in it"),
         ({"messages": ["hello"]}, "message 0 of 'messages' must have a role and a content, such as"),
         ({"messages": [{"role": "user"}]}, "message 0 of 'messages' has no content"),
-        ({"messages": [{"role": "user", "content": 5}]}, "the content must be text or a list of parts, got int"),
+        ({"messages": [{"role": "user", "content": 5}]}, "the content must be text or a list of parts, got a number"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-            "has a part that is not text; images, audio and video are not supported",
+            "has a part of type 'image_url', which is not text; images, audio and video are not supported",
         ),
         ({"messages": [{"from": "function_call", "value": "f()"}]}, 'the call" is text that is not JSON'),
         ({"messages": ONE, "images": ["a.png"]}, "'images' has an image, video or sound"),
         ({"messages": ONE, "tools": "{"}, "'tools' is text that is not JSON"),
-        ({"messages": ONE, "tools": {"a": 1}}, "'tools' must be a list of tools, got dict"),
-        ({"messages": ONE, "tools": [1]}, "'tools' must be a list of tools, got a list with int"),
-        ({"messages": ONE, "tools": ["{"]}, "'tools' has text that is not JSON"),
-        ({"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]}, "'tool_calls' must be a list, got dict"),
+        ({"messages": ONE, "tools": {"a": 1}}, "'tools' must be a list of tools, got an object"),
+        ({"messages": ONE, "tools": [1]}, "'tools' must be a list of tools, got a list with a number"),
+        ({"messages": ONE, "tools": ["{"]}, "'tools' is text that is not JSON"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]},
+            "'tool_calls' must be a list, got an object",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, "a call must have the name"),
         ({"message": ONE}, r"no 'messages' in it; .*; nearest: 'message'"),
     ],
@@ -370,7 +373,7 @@ def test_a_file_is_its_own_split(tmp_path):
         ),
         (['{"input": "1"}'], r"a\.jsonl:1: no 'output' in it; it has \['input'\]"),
         (['{"input": null, "output": "2"}'], r"a\.jsonl:1: 'input' is null"),
-        (['{"input": 5, "output": "2"}'], r"a\.jsonl:1: 'input' must be text or a list of messages, got int"),
+        (['{"input": 5, "output": "2"}'], r"a\.jsonl:1: 'input' must be text or a list of messages, got a number"),
         (["[1, 2]"], r"a\.jsonl:1: expected a JSON object, got list; one JSON object a line"),
         ([], r"a\.jsonl: the dataset is empty"),
         (["", "  "], r"a\.jsonl: the dataset is empty"),
@@ -603,7 +606,7 @@ def test_tasks_of_nemo_gym_stay_unchanged(write_jsonl):
     ("row", "why"),
     [
         ({"input": "q"}, "responses_create_params"),
-        ({"responses_create_params": "q"}, "'responses_create_params' must be an object, got str"),
+        ({"responses_create_params": "q"}, "'responses_create_params' must be an object, got text"),
         ({"responses_create_params": {"input": 3}}, "'responses_create_params': Expected `array`, got `int`"),
         ({"responses_create_params": {"input": [{"type": "web_search"}]}}, "an item of type 'web_search'"),
     ],
