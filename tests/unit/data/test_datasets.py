@@ -16,7 +16,7 @@ from grpo_mcore.data import DataError, load_preference_dataset, load_response_da
 from grpo_mcore.data.datasets import DATASET_CLASSES, PREFERENCE_CLASSES
 from grpo_mcore.data.datasets.files import settings_for
 from grpo_mcore.data.datasets.rows import Joined, Repeated
-from grpo_mcore.data.datasets.source import Table, load_table
+from grpo_mcore.data.datasets.source import open_source
 from grpo_mcore.data.interfaces import TaskDataSpec
 from grpo_mcore.data.processors import find_processor, math_data_processor, math_hf_data_processor, sft_processor
 from grpo_mcore.recipe import DATASETS, load_recipe
@@ -296,7 +296,7 @@ def test_numbers_of_single_precision_are_those_that_were_written(tmp_path: Path)
         "double": pa.array([0.1 + 0.2, 1e300], double),
     }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    first, second = Table(load_table(str(tmp_path / "rows.parquet"), None, None, None))
+    first, second = open_source(str(tmp_path / "rows.parquet")).rows
     assert first == {
         "truth": 0.1, "reward_model": {"ground_truth": 1234.56, "other": 0.1}, "answers": [0.3], "steps": [{"x": 0.7}],
         "half": 0.1, "double": 0.1 + 0.2,
