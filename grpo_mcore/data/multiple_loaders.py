@@ -68,7 +68,7 @@ def build_train_dataloader(
     custom = settings.custom_dataloader
     function = import_by_path(custom, "custom_dataloader", DataError) if custom else example_custom_dataloader
     loaders = {
-        name: build_dataloader(one, size, settings.shuffle, seed, collate=_by_column) for name, one in dataset.items()
+        name: build_dataloader(rows, size, settings.shuffle, seed, collate=_by_column) for name, rows in dataset.items()
     }
     return MultipleDataloaderWrapper(num_prompts_per_step, function, loaders)
 
@@ -102,8 +102,8 @@ class MultipleDataloaderWrapper:
         if self._iterators is None:
             self._iterators = {name: iter(loader) for name, loader in self.dataloaders.items()}
         try:
-            given = {"expected_num_prompts": self.expected_num_prompts, "pass_rates": self.pass_rates}
-            records = given | self.records
+            values = {"expected_num_prompts": self.expected_num_prompts, "pass_rates": self.pass_rates}
+            records = values | self.records
             batch, self._iterators = self.custom_dataloader(self._iterators, self.dataloaders, **records)
         except StopIteration as error:
             raise DataError(

@@ -152,10 +152,10 @@ def sft_processor(row: TaskRow) -> DatumSpec:
     datum = row.datum(log, length, fits=row.limit is None or length <= row.limit)
     if row.spec.hint_key is not None:
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        told = _answered_log(row, [*_hinted(row, messages[:first]), *messages[first:]])
-        if [turn["content"] for turn in told[1:]] != [turn["content"] for turn in log[1:]]:
+        hinted_log = _answered_log(row, [*_hinted(row, messages[:first]), *messages[first:]])
+        if [turn["content"] for turn in hinted_log[1:]] != [turn["content"] for turn in log[1:]]:
             raise RowError(row.uid, "the chat template writes its answers differently after the hint")
-        datum["teacher_prompt"] = told[0]["token_ids"]
+        datum["teacher_prompt"] = hinted_log[0]["token_ids"]
     return datum
 
 
@@ -187,10 +187,10 @@ def _answered_log(row: TaskRow, messages: list[dict[str, Any]], first: int = 0, 
     form = chat_form(tokenizer)
     prompt = form.messages(messages[:first])
     messages = [*prompt, *form.messages(messages[first:])]
-    said = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= len(prompt)]
-    if not said:
+    assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= len(prompt)]
+    if not assistant:
         raise RowError(uid, "it has no assistant message, so there is nothing to train on")
-    answers = [i for i in said if _is_trained(messages[i], uid)]
+    answers = [i for i in assistant if _is_trained(messages[i], uid)]
     if not answers:
         raise RowError(uid, f"all its answers are marked as context ({', '.join(_MARKS_OF_CONTEXT)})")
     if blank := [i for i in answers if not (str(messages[i].get("content") or "").strip() or _says(messages[i]))]:
@@ -258,10 +258,10 @@ def longest_prompt(config: MasterConfig) -> int:
     return min(limit for limit in (*limits, config.policy.max_total_sequence_length) if limit is not None)
 
 
-def find_processor(named: str | CustomCode) -> TaskDataProcessFnCallable:
+def find_processor(choice: str | CustomCode) -> TaskDataProcessFnCallable:
     """Return a processor by name or import path ("package.module:function" or "package.module.function"), or a custom
     one with its options."""
-    name, options = (named.path, named.options) if isinstance(named, CustomCode) else (named, {})
+    name, options = (choice.path, choice.options) if isinstance(choice, CustomCode) else (choice, {})
     name = SLIDING_PUZZLE if name == "sliding_puzzle_processor" else name
     if name in PROCESSORS:
         return PROCESSORS[name]
@@ -314,8 +314,8 @@ def _hinted(row: TaskRow, messages: list[dict[str, Any]]) -> list[dict[str, Any]
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None or not isinstance(messages[last]["content"], str):
         raise RowError(row.uid, "no question in text that the hint could go into")
-    told = {**messages[last], "content": row.spec.with_hint(messages[last]["content"], hint)}
-    return [*messages[:last], told, *messages[last + 1 :]]
+    hinted = {**messages[last], "content": row.spec.with_hint(messages[last]["content"], hint)}
+    return [*messages[:last], hinted, *messages[last + 1 :]]
 
 
 def _split_answer(row: TaskRow) -> tuple[list[dict[str, Any]], str | None]:
@@ -381,7 +381,7 @@ def _tokenise(turns: list[tuple[str, str]], tokenizer: Any) -> list[Message]:
     import torch
 
     before = ["", *(text for _, text in turns)]
-    encoded = [tokens_behind(tokenizer, said, text) for said, (_, text) in zip(before, turns, strict=False)]
+    encoded = [tokens_behind(tokenizer, earlier, text) for earlier, (_, text) in zip(before, turns, strict=False)]
     return [
         Message(role=role, content=text, token_ids=torch.tensor(ids, dtype=torch.int64))
         for (role, text), ids in zip(turns, encoded, strict=True)

@@ -94,15 +94,15 @@ def check_token_ids(tokenizer: Any, name: str, vocab_size: int, model: str) -> N
 def check_same_tokens(tokenizer: Any, teacher: Any, name: str) -> None:
     """Raise DataError if a token of `tokenizer` has another number, or none, in the teacher's: a teacher scores the
     student's token ids. The teacher may have further tokens. `name`: of the teacher, for the message."""
-    mine, theirs = tokenizer.get_vocab(), teacher.get_vocab()
-    odd = [token for token, number in mine.items() if theirs.get(token) != number]
+    vocab, teacher_vocab = tokenizer.get_vocab(), teacher.get_vocab()
+    odd = [token for token, number in vocab.items() if teacher_vocab.get(token) != number]
     if odd:
-        token = min(odd, key=mine.__getitem__)
-        there = f"number {theirs[token]}" if token in theirs else "no token"
+        token = min(odd, key=vocab.__getitem__)
+        other = f"number {teacher_vocab[token]}" if token in teacher_vocab else "no token"
         raise DataError(
-            f"the teacher {name!r} has another tokenizer than the policy: {token!r} is number {mine[token]} here and "
-            f"{there} there ({len(odd)} of {len(mine)} tokens differ). A teacher scores the policy's token ids: choose "
-            "one with the policy's tokenizer"
+            f"the teacher {name!r} has another tokenizer than the policy: {token!r} is number {vocab[token]} here and "
+            f"{other} there ({len(odd)} of {len(vocab)} tokens differ). A teacher scores the policy's token ids: "
+            "choose one with the policy's tokenizer"
         )
 
 
@@ -114,12 +114,12 @@ def say_other_ends(tokenizer: Any, folder: Path) -> None:
             continue
         settings = _settings(folder / file)
         for key in ("eos_token_id", "pad_token_id"):
-            value, mine = settings.get(key, settings.get("text_config", {}).get(key)), getattr(tokenizer, key)
+            value, own_id = settings.get(key, settings.get("text_config", {}).get(key)), getattr(tokenizer, key)
             numbers = value if isinstance(value, list) else [] if value is None else [value]
-            if numbers and mine not in numbers:
+            if numbers and own_id not in numbers:
                 logger.warning(
                     "%s of %s is %s, that of the tokenizer %s (%r): %s",
-                    *(key, folder / file, value, mine, tokenizer.convert_ids_to_tokens(mine)),
+                    *(key, folder / file, value, own_id, tokenizer.convert_ids_to_tokens(own_id)),
                     "answers end with any of them" if key == "eos_token_id" else "the tokenizer's is used",
                 )
 

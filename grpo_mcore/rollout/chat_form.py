@@ -102,9 +102,9 @@ class ChatForm:
         text = message.get("content") or (None if self.null_text else "")
         return {**message, "content": text, "tool_calls": [self._call(call) for call in calls]}
 
-    def _call(self, call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not self.json_arguments or not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if not self.json_arguments or not isinstance(function["arguments"], dict):
             return call
         return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
@@ -118,7 +118,7 @@ def chat_form(tokenizer: Any, chat_template: str | None = None) -> ChatForm:
 def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatForm:
     def shows(form: ChatForm, messages: list[dict[str, Any]], *expected: str) -> bool:
         try:
-            text = tokenizer.apply_chat_template(form.messages(messages), tokenize=False, **given)
+            text = tokenizer.apply_chat_template(form.messages(messages), tokenize=False, **options)
         except Exception:  # a template is code of the model's author
             return False
         twice = "{'probe_key'" in text or '\\"probe_key' in text  # an object as Python writes it, or JSON in JSON
@@ -130,7 +130,7 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
         in_field = {"role": "assistant", "content": _TEXT, thought: _THOUGHT}
         try:
             texts = [
-                tokenizer.apply_chat_template(form.messages([_QUESTION, message]), tokenize=False, **given)
+                tokenizer.apply_chat_template(form.messages([_QUESTION, message]), tokenize=False, **options)
                 for message in (inline, in_field)
             ]
         except Exception:  # a template is code of the model's author
@@ -140,13 +140,13 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
     def joint() -> str:
         parts = [{"type": "text", "text": text} for text in (_TEXT, _RESULT)]
         try:
-            text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False, **given)
+            text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False, **options)
         except Exception:  # a template is code of the model's author
             return ChatForm.joint
         between, end, _ = text.partition(_TEXT)[2].partition(_RESULT)
         return between if end and "text" not in between else ChatForm.joint  # not the list as Python or JSON writes it
 
-    given = {"chat_template": chat_template} if chat_template else {}
+    options = {"chat_template": chat_template} if chat_template else {}
     answer = {"role": "assistant", "content": _TEXT}
     alternate = not shows(ChatForm(), [_QUESTION, _QUESTION, answer], _TEXT)
     called = [_QUESTION, _calling(1), _result(0)]
@@ -155,10 +155,10 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
         if thought is None and shows(ChatForm(thought=key), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT):
             thought = key
     apart = thought is not None and not alike(ChatForm(thought=thought), thought)
-    told = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
-    system = shows(ChatForm(), told, _SYSTEM) or not shows(ChatForm(system=False), told, _SYSTEM)
+    conversation = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
+    system = shows(ChatForm(), conversation, _SYSTEM) or not shows(ChatForm(system=False), conversation, _SYSTEM)
     common: dict[str, Any] = {"alternate": alternate, "system": system, "split_thoughts": apart}
-    reminded = [*told, {"role": "system", "content": _LATER}, _QUESTION, answer]
+    reminded = [*conversation, {"role": "system", "content": _LATER}, _QUESTION, answer]
     if not shows(ChatForm(**common), reminded, _SYSTEM, _LATER):
         common["one_system"] = shows(ChatForm(**common, one_system=True), reminded, _SYSTEM, _LATER)
     common |= {"thought": thought or "reasoning_content", "joint": joint()}
@@ -179,16 +179,20 @@ def _with_thought_apart(message: dict[str, Any]) -> dict[str, Any]:
     text = message.get("content")
     if not isinstance(text, str) or any(message.get(key) for key in REASONING_FIELDS):
         return message
-    thought, end, said = text.partition("</think>")
+    thought, end, answer = text.partition("</think>")
     begun = thought.lstrip().startswith("<think>")  # else the generation prompt has said it
     if not end or not (begun or thought.endswith("\n")):
         return message
-    return {**message, "content": said.lstrip(), REASONING_FIELDS[0]: thought.lstrip().removeprefix("<think>").strip()}
+    return {
+        **message,
+        "content": answer.lstrip(),
+        REASONING_FIELDS[0]: thought.lstrip().removeprefix("<think>").strip(),
+    }
 
 
 def _calling(calls: int, kind: str = "") -> dict[str, Any]:
     functions = [{"name": f"{_NAME}{number}", "arguments": {"probe_key": _VALUE}} for number in range(calls)]
-    made = [{"id": f"{kind}probeid0{i}", "type": "function", "function": one} for i, one in enumerate(functions)]
+    made = [{"id": f"{kind}probeid0{i}", "type": "function", "function": f} for i, f in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": made}
 
 
@@ -197,11 +201,9 @@ def _result(number: int, kind: str = "") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": called, "name": f"{_NAME}{number}", "content": _RESULT}
 
 
-def _call_text(call: Any) -> str:
-    function = call.get("function", call) if isinstance(call, dict) else call
-    named = isinstance(function, dict)
-    said = {key: function.get(key) for key in ("name", "arguments")} if named else function
-    return f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>"
+def _call_text(call: dict[str, Any]) -> str:
+    shown = {key: call["function"][key] for key in ("name", "arguments")}
+    return f"<tool_call>\n{json.dumps(shown, ensure_ascii=False)}\n</tool_call>"
 
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -219,15 +221,15 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         while position < len(messages) and messages[position].get("role") == "tool":
             results.append(messages[position])
             position += 1
-        ids = [call.get("id") if isinstance(call, dict) else None for call in calls]
-        for number, call in enumerate(calls):
+        ids = [call.get("id") for call in calls]
+        for number, (call, call_id) in enumerate(zip(calls, ids, strict=True)):
             first = {**message, "tool_calls": [call]}
             later = {"role": message["role"], "content": "", "tool_calls": [call]}
             shown.append(later if number else first)
-            mine = [one for one in results if ids[number] is not None and one.get("tool_call_id") == ids[number]]
-            mine = mine or [one for one in results[:1] if one.get("tool_call_id") not in ids]
-            shown += mine[:1]
-            results = [one for one in results if one is not (mine[0] if mine else None)]
+            fitting = [i for i, r in enumerate(results) if call_id is not None and r.get("tool_call_id") == call_id]
+            if not fitting and results and results[0].get("tool_call_id") not in ids:
+                fitting = [0]
+            shown += [results.pop(index) for index in fitting[:1]]
         shown += results
     return shown
 
@@ -238,19 +240,19 @@ def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     shown, waiting, count = list[dict[str, Any]](), list[str](), 0
     for message in messages:
         if calls := message.get("tool_calls"):
-            ids = [_short_id(one.get("id") or count + i if isinstance(one, dict) else i) for i, one in enumerate(calls)]
-            named = [{**one, "id": id_} if isinstance(one, dict) else one for one, id_ in zip(calls, ids, strict=True)]
-            message, waiting, count = {**message, "tool_calls": named}, ids, count + len(ids)
+            waiting = [_short_id(call.get("id") or count + number) for number, call in enumerate(calls)]
+            calls = [{**call, "id": call_id} for call, call_id in zip(calls, waiting, strict=True)]
+            message, count = {**message, "tool_calls": calls}, count + len(calls)
         elif message.get("role") == "tool":
-            given = message.get("tool_call_id")
-            called = _short_id(given) if given else next(iter(waiting), _short_id(0))
-            message, waiting = {**message, "tool_call_id": called}, [one for one in waiting if one != called]
+            call_id = message.get("tool_call_id")
+            called = _short_id(call_id) if call_id else next(iter(waiting), _short_id(0))
+            message, waiting = {**message, "tool_call_id": called}, [other for other in waiting if other != called]
         shown.append(message)
     return shown
 
 
-def _short_id(given: Any) -> str:
-    text = str(given)
+def _short_id(call_id: Any) -> str:
+    text = str(call_id)
     return text if re.fullmatch("[A-Za-z0-9]{9}", text) else blake2b(text.encode(), digest_size=5).hexdigest()[:9]
 
 

@@ -53,7 +53,7 @@ def text_of(tokenizer: Any, ids: Sequence[int], decoded: str = "") -> str:
     left_out, marks = _special_ids(tokenizer)
     if marks.isdisjoint(ids):
         return decoded or str(tokenizer.decode(ids, skip_special_tokens=True))
-    return str(tokenizer.decode([one for one in ids if one not in left_out], skip_special_tokens=False))
+    return str(tokenizer.decode([token for token in ids if token not in left_out], skip_special_tokens=False))
 
 
 @lru_cache(maxsize=4)

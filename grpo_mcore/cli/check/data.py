@@ -182,8 +182,8 @@ def _is_recipe(file: Path) -> bool:
     """Return whether this is a recipe: a YAML file, or the name of one in recipes/ where no file has it."""
     from grpo_mcore.recipe import recipe_folders
 
-    named = any((folder / f"{file}.yaml").exists() for folder in recipe_folders())
-    return file.suffix in (".yaml", ".yml") or named and not file.exists()
+    is_recipe = any((folder / f"{file}.yaml").exists() for folder in recipe_folders())
+    return file.suffix in (".yaml", ".yml") or is_recipe and not file.exists()
 
 
 def _truth_problems(config: MasterConfig | None, env_name: str | None, rows: list[dict[str, Any]]) -> list[str | None]:

@@ -201,12 +201,12 @@ def _refuse_media(row: Row) -> None:
     """Refuse a row with an image, a video or sound in a field of its own: without it the question is another one."""
     for name in _MEDIA:
         value = row.get(name)
-        named = isinstance(value, str) and (
+        names_media = isinstance(value, str) and (
             value.lower().endswith(_MEDIA_FILES)
             or value.startswith("data:")
             or any(mark in str(row) for mark in _MEDIA_MARKS)
         )  # another text may be the name of a container's image
-        if value and (named or not isinstance(value, str | int | float)):
+        if value and (names_media or not isinstance(value, str | int | float)):
             raise DataError(f"{name!r} has an image, video or sound, and only text is supported")
 
 
@@ -296,7 +296,7 @@ def preference_pair(
             raise DataError(f"{chosen!r} and {rejected!r} must be answers, or conversations that begin alike")
         if (own_prompt := field_of(row, prompt)) is not None:
             last = as_messages(_hh_messages(own_prompt), prompt)[-1]
-            if text_of(last["content"]).strip() not in [text_of(one["content"]).strip() for one in messages]:
+            if text_of(last["content"]).strip() not in [text_of(message["content"]).strip() for message in messages]:
                 raise DataError(f"{chosen!r} and {rejected!r} begin with another prompt than {prompt!r}")
         better, worse = better[len(messages) :], worse[len(messages) :]
         messages = _with_system(messages, row, None)
@@ -321,8 +321,8 @@ def _is_ranked(row: Row) -> bool:
         "context" in row
         and isinstance(completions, list)
         and len(completions) > 1
-        and all(isinstance(each, dict) and isinstance(each.get("rank"), int) for each in completions)
-        and all("completion" in each for each in completions)
+        and all(isinstance(completion, dict) and isinstance(completion.get("rank"), int) for completion in completions)
+        and all("completion" in completion for completion in completions)
     )
 
 

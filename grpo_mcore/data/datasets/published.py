@@ -154,7 +154,7 @@ class Threads(Sequence[dict[str, Any]]):
         return len(self._paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        return {"thread": [self._rows[at] for at in self._paths[index]]}
+        return {"thread": [self._rows[position] for position in self._paths[index]]}
 
 
 def conversation_paths(
@@ -216,16 +216,16 @@ class PublishedDataset(MappedDataset):
             to_chat = replace(
                 to_chat, **{key: value for key, value in keys.items() if value not in (None, *UNSET_KEYS)}
             )
-        own, subset = setting(entry, "data_path"), setting(entry, "subset")
-        is_file = is_address(published.path) and not own
+        copy, subset = setting(entry, "data_path"), setting(entry, "subset")
+        is_file = is_address(published.path) and not copy
         parts = [
             open_source(
-                own or (published.path.format(f"_{part}" if part else "") if is_file else published.path),
+                copy or (published.path.format(f"_{part}" if part else "") if is_file else published.path),
                 subset=None if is_file else part,
                 split=setting(entry, "split") or published.split,
                 download_dir=setting(entry, "download_dir"),
             )
-            for part in ((subset,) if subset or own else published.subsets)
+            for part in ((subset,) if subset or copy else published.subsets)
         ]
         source = joined(parts)
         source = source if published.view is None else published.view(source)

@@ -73,8 +73,8 @@ def _find(written: str, name: str | None, classes: dict[str, DatasetClass]) -> D
         return classes[name]
     path = SLIDING_PUZZLE if name == "SlidingPuzzle" else written
     if {".", ":"} & set(path):
-        own = import_by_path(path, "dataset_name", DataError)
-        return lambda entry, processor: completed(own(entry), entry, processor)
+        dataset_class = import_by_path(path, "dataset_name", DataError)
+        return lambda entry, processor: completed(dataset_class(entry), entry, processor)
     raise DataError(f"dataset_name {unknown_dataset(written)}")
 
 
@@ -123,7 +123,7 @@ def completed(data: Any, entry: Entry, default_processor: str) -> ResponseData:
         task = f"{data.task_name}{part}"
         rows = Table(rows) if hasattr(rows, "column_names") else rows
         return Rows(
-            rows, lambda row, at: {"uid": f"{task}:{at}", **plain(row, nulls=True), "task_name": data.task_name}
+            rows, lambda row, index: {"uid": f"{task}:{index}", **plain(row, nulls=True), "task_name": data.task_name}
         )
 
     data.dataset = named(data.dataset, "")
@@ -168,8 +168,8 @@ def unseen(entry: Entry, name: str, row: dict[str, Any]) -> str | None:
 def needs_answer(entry: Entry) -> bool:
     """Return whether the rows of an entry must have an answer: for all processors but `chat_data_processor` and those
     of one's own, which say it themselves."""
-    named = setting(entry, "processor")
-    return named is None or (isinstance(named, str) and named in PROCESSORS and named != "chat_data_processor")
+    name = setting(entry, "processor")
+    return name is None or (isinstance(name, str) and name in PROCESSORS and name != "chat_data_processor")
 
 
 class FileDataset(MappedDataset):

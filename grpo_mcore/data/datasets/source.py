@@ -82,7 +82,7 @@ def open_source(
             raise DataError(f"no file matches {path}" + ("" if Path(path).is_absolute() else f" in {Path.cwd()}"))
         if split is not None and not split.isidentifier():
             raise DataError(f"{path}: split {split!r} is a part of one table, and the pattern is for several files")
-        parts = [open_source(each, split=split, download_dir=download_dir, separator=separator) for each in files]
+        parts = [open_source(file, split=split, download_dir=download_dir, separator=separator) for file in files]
         return joined(parts)
     if is_json(name) and is_local(file):
         if split is not None and not split.isidentifier():

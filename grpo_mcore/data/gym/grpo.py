@@ -118,14 +118,14 @@ def prompt_of(prompt_format: str, key: str) -> Callable[[Params, list[Item]], tu
     prompt is the user's last text ("text"), or the whole input as chat messages with its `tools` ("messages"). The
     function raises Filtered where there is no question."""
 
-    def text(params: Params, asked: list[Item]) -> tuple[dict[str, Any], bool]:
-        question = last_user_text(asked)
+    def text(params: Params, items: list[Item]) -> tuple[dict[str, Any], bool]:
+        question = last_user_text(items)
         if not question.strip():
             raise Filtered(NO_QUESTION)
-        return {key: question}, is_plain(asked) and not params.instructions
+        return {key: question}, is_plain(items) and not params.instructions
 
-    def messages(params: Params, asked: list[Item]) -> tuple[dict[str, Any], bool]:
-        chat = with_instructions(ItemReader().read(asked), params.instructions)
+    def messages(params: Params, items: list[Item]) -> tuple[dict[str, Any], bool]:
+        chat = with_instructions(ItemReader().read(items), params.instructions)
         if not any(message["role"] == "user" and message["content"] for message in chat):
             raise Filtered(NO_QUESTION)
         row: dict[str, Any] = {key: chat}

@@ -123,6 +123,6 @@ def stratified(answers: Sequence[Answer], *, min_gap: float, high: float, low: f
     fit = [pair for pair in pairs if _is_pair(*pair, min_gap)]
     if len(fit) > most:
         fit = [fit[number] for number in sorted(random.Random(draw).sample(range(len(fit)), most))]
-    why = f"no answer to its prompt of another text and a reward that differs by {min_gap:g}"
+    reason = f"no answer to its prompt of another text and a reward that differs by {min_gap:g}"
     unused = len(good) + len(bad) - len({answer for pair in fit for answer in pair})
-    return fit, left_out | {"in no pair that was drawn" if fit else why: unused}
+    return fit, left_out | {"in no pair that was drawn" if fit else reason: unused}

@@ -103,7 +103,7 @@ def _flat(items: Any) -> Any:
     """Flatten a list of items; some agents nest the items of a turn in a list."""
     if not isinstance(items, list) or not any(isinstance(item, list) for item in items):
         return items
-    return [one for item in items for one in (item if isinstance(item, list) else [item])]
+    return [inner for item in items for inner in (item if isinstance(item, list) else [item])]
 
 
 def input_items(params: Params) -> list[Item]:

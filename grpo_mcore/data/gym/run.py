@@ -47,12 +47,12 @@ class Transformation:
                 try:
                     take(handle(rollout, reward))
                     summary.kept += 1
-                except (Filtered, UnknownItem) as why:
-                    summary.filtered[str(why)] += 1
+                except (Filtered, UnknownItem) as problem:
+                    summary.filtered[str(problem)] += 1
                 if reward is not None:
                     summary.rewards.add(reward)
-            except (BadRow, MessageError) as why:
-                self._reject(number, str(why))
+            except (BadRow, MessageError) as problem:
+                self._reject(number, str(problem))
 
     def write(self, line: bytes) -> None:
         """Write a line of the output, given without its line end."""
@@ -62,16 +62,16 @@ class Transformation:
             self.summary.example = line[:_EXAMPLE]
         self.summary.written += 1
 
-    def _reject(self, number: int, why: str) -> None:
-        place = f"{self.source}:{number}: {why}"
+    def _reject(self, number: int, reason: str) -> None:
+        message = f"{self.source}:{number}: {reason}"
         if self._strict:
-            raise DataError(f"{place} (--strict: nothing is written)")
+            raise DataError(f"{message} (--strict: nothing is written)")
         self.summary.malformed += 1
         if self.summary.malformed <= _PRINTED:
-            log.warning(place)
+            log.warning(message)
         if self.summary.malformed == _PRINTED:
             log.warning("  more are not shown; all are listed in a file at the end")
-        self._rejects.write((place + "\n").encode(errors="replace"))
+        self._rejects.write((message + "\n").encode(errors="replace"))
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def transformation(source: Path, target: Path, *, what: str = "rows", strict: bo
         raise DataError(f"{target}: the output is not compressed; name it .jsonl")
     if target.exists() and source.exists() and target.samefile(source):
         raise DataError(f"{target}: the output would replace the input; give it another name")
-    began = time.monotonic()
+    started_at = time.monotonic()
     summary = Summary(str(source), str(target), what)
     listed = target.with_name(target.name + ".rejected.txt")
     try:
@@ -99,4 +99,4 @@ def transformation(source: Path, target: Path, *, what: str = "rows", strict: bo
         summary.rejected = str(listed)
     else:
         listed.unlink(missing_ok=True)  # from an earlier run
-    summary.seconds = time.monotonic() - began
+    summary.seconds = time.monotonic() - started_at

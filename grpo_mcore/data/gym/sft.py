@@ -49,10 +49,12 @@ def gym_to_sft(
         def conversation(rollout: Rollout) -> dict[str, Any]:
             params = rollout.responses_create_params
             reader = ItemReader(reasoning=reasoning)
-            asked, done = (_without_empty(reader.read(items)) for items in (input_items(params), output_items(rollout)))
+            prompt, done = (
+                _without_empty(reader.read(items)) for items in (input_items(params), output_items(rollout))
+            )
             if not any(message["role"] == "assistant" for message in done):
                 raise Filtered(NO_TURN)
-            row: dict[str, Any] = {"messages": [*with_instructions(asked, params.instructions), *done]}
+            row: dict[str, Any] = {"messages": [*with_instructions(prompt, params.instructions), *done]}
             if tools := read_tools(params.tools, "tools"):
                 row["tools"] = tools
             return row
