@@ -55,7 +55,7 @@ def trained_spans(
             raise DataError(f"the chat template does not show {missing} of message {index}")
         spans.append((start, stop))
     if _thought(messages[answers[-1]]) not in "".join(conversation.text[slice(*spans[-1])].split()):
-        _say_thoughts_left_out(str(tokenizer.chat_template))
+        warn_of_reasoning_left_out(str(tokenizer.chat_template))
     return conversation.text, spans
 
 
@@ -226,7 +226,7 @@ def _thought(message: dict[str, Any]) -> str:
 
 
 @lru_cache(maxsize=4)
-def _say_thoughts_left_out(chat_template: str) -> None:  # once
+def warn_of_reasoning_left_out(chat_template: str) -> None:  # once
     log.warning(
         "the chat template leaves out thoughts of answers that are trained on: the policy learns to answer without them"
     )

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_mcore.data import DataError, TaskDataSpec
-from grpo_mcore.data.answers import _say_thoughts_left_out
+from grpo_mcore.data.answers import warn_of_reasoning_left_out
 from grpo_mcore.data.processors import math_hf_data_processor, sft_processor
 from grpo_mcore.data.turn_tokens import TurnTemplate, answer_end
 from grpo_mcore.rollout.chat_form import ChatForm, chat_form
@@ -405,7 +405,7 @@ TOOL_CASES = {
 
 @pytest.mark.parametrize("name", TOOL_CASES)
 def test_calls_and_thoughts_are_trained_as_the_template_writes_them(name: str, package_log: Any) -> None:
-    _say_thoughts_left_out.cache_clear()
+    warn_of_reasoning_left_out.cache_clear()
     template, eos = CASES[name][:2]
     assert trained(template, eos, USING_TOOLS) == TOOL_CASES[name]
     assert trained(template, eos, USING_TOOLS, "last") == TOOL_CASES[name][-1:]
