@@ -175,7 +175,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         except (_NoProcessor, OSError, MemoryError):  # not the row's fault
             raise
         except RowError as error:
-            return _excluded(idx, error.reason, self.default_task_data_spec.task_name, error.place), error
+            return _excluded(idx, error.reason, self.default_task_data_spec.task_name, error.row), error
         except Exception as error:  # a processor may be the user's own program
             if isinstance(error, UidError) and len(self) <= CHECK_AT_ONCE:
                 raise

@@ -71,7 +71,7 @@ class MappedDataset:
         self.val_dataset: Sequence[Row] | None = held_out
 
     def _to_row(self, row: Row, index: int) -> Row:
-        row_name = self._source.place(index)
+        row_name = self._source.name_of(index)
         uid = f"{self.task_name}:{self._source.numbers[index]}"
         key = self.task_spec.hint_key
         value = None if key is None else field_of(row, key)

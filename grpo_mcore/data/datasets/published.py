@@ -139,9 +139,9 @@ def threads(source: Source) -> Source:
     ids, parents, roles, deleted = _columns(source)
     paths = conversation_paths(ids, parents, roles, deleted)
     if not paths:
-        raise DataError(f"{source.place(0)} and later: no conversation with an answer in it")
+        raise DataError(f"{source.name_of(0)} and later: no conversation with an answer in it")
     last = [path[-1] for path in paths]
-    return Source(Threads(source.rows, paths), last, lambda index: source.place(last[index]))
+    return Source(Threads(source.rows, paths), last, lambda index: source.name_of(last[index]))
 
 
 class Threads(Sequence[dict[str, Any]]):
@@ -187,7 +187,7 @@ def _columns(source: Source) -> list[list[Any]]:
     first = source.rows[0]
     for name in _TREE_COLUMNS:
         if name not in first:
-            raise DataError(f"{source.place(0)}: {missing(first, name)}")
+            raise DataError(f"{source.name_of(0)}: {missing(first, name)}")
     if isinstance(source.rows, Table):
         table = source.rows.table.select_columns(list(_TREE_COLUMNS))
         return [list(table[name]) for name in _TREE_COLUMNS]

@@ -40,7 +40,7 @@ class Source:
 
     rows: Sequence[dict[str, Any]]
     numbers: Sequence[int]
-    place: Callable[[int], str]
+    name_of: Callable[[int], str]
     """Index -> "train.jsonl:17" or "gsm8k, row 3", for error messages."""
 
     def refuse_if_none_passes(self, check: Check) -> None:
@@ -49,7 +49,7 @@ class Source:
         first: DataError | None = None
         for index in range(min(len(self.rows), _TRIED_ROWS)):
             try:
-                check(self.rows[index], self.place(index))
+                check(self.rows[index], self.name_of(index))
             except DataError as error:
                 first = first or error
             else:
@@ -151,11 +151,11 @@ def joined(sources: Sequence[Source]) -> Source:
     """Concatenate several sources; rows are renumbered."""
     rows = Joined([source.rows for source in sources])
 
-    def place(index: int) -> str:
+    def name_of(index: int) -> str:
         part, position = rows.locate(index)
-        return sources[part].place(position)
+        return sources[part].name_of(position)
 
-    return sources[0] if len(sources) == 1 else Source(rows, range(len(rows)), place)
+    return sources[0] if len(sources) == 1 else Source(rows, range(len(rows)), name_of)
 
 
 def required(row: dict[str, Any], key: str) -> Any:

@@ -58,7 +58,7 @@ def gym_to_dpo(
             seed=seed,
         )
     with (
-        transformation(source, target, what="pairs", strict=strict) as run,
+        transformation(source, target, unit="pairs", strict=strict) as run,
         pair_index(target.resolve().parent) as index,
     ):
         summary = run.summary

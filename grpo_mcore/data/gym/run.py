@@ -75,7 +75,7 @@ class Transformation:
 
 
 @contextmanager
-def transformation(source: Path, target: Path, *, what: str = "rows", strict: bool = False) -> Iterator[Transformation]:
+def transformation(source: Path, target: Path, *, unit: str = "rows", strict: bool = False) -> Iterator[Transformation]:
     """Open the files of a transformation: `with transformation(...) as run: run.each(handle)`.
 
     The output appears when the block ends, if a line was written and nothing was raised. Malformed lines are listed in
@@ -88,7 +88,7 @@ def transformation(source: Path, target: Path, *, what: str = "rows", strict: bo
     if target.exists() and source.exists() and target.samefile(source):
         raise DataError(f"{target}: the output would replace the input; give it another name")
     started_at = time.monotonic()
-    summary = Summary(str(source), str(target), what)
+    summary = Summary(str(source), str(target), unit)
     listed = target.with_name(target.name + ".rejected.txt")
     try:
         with whole_file(target) as out, whole_file(listed) as rejects:

@@ -275,7 +275,7 @@ def test_a_pattern_names_several_files(tmp_path, monkeypatch) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
     read = source.open_source(str(tmp_path / "*.jsonl"))
     assert [row["input"] for row in read.rows] == ["a0", "a1", "b0", "b1"]
-    assert read.place(2) == f"{tmp_path}/b.jsonl:1" and len(set(read.numbers)) == 4
+    assert read.name_of(2) == f"{tmp_path}/b.jsonl:1" and len(set(read.numbers)) == 4
     (tmp_path / "[1].jsonl").write_text('{"input": "a name, not a pattern"}\n')
     assert len(source.open_source(str(tmp_path / "[1].jsonl")).rows) == 1
     with pytest.raises(DataError, match=r"split 'train\[:5%\]' is a part of one table, and the pattern is for several"):

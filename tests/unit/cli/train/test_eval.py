@@ -33,7 +33,8 @@ def test_checkpoints_of_two_runs_have_names_of_their_own(tmp_path: Path) -> None
         (folder := Path(place) / "step_8").mkdir(parents=True)
         (folder / "training_info.json").write_text('{"save_state": {"current_step": 8}, "metrics": {}}')
         (folder / "config.yaml").write_text(json.dumps(step_cases.config().model_dump(mode="json")))
-    assert list(models_by_name([*places, "org/model"])) == ["dapo/checkpoints/step_8", "gspo/checkpoints/step_8", "org/model"]
+    names = ["dapo/checkpoints/step_8", "gspo/checkpoints/step_8", "org/model"]
+    assert list(models_by_name([*places, "org/model"])) == names
     assert list(models_by_name(places[:1])) == ["checkpoints/step_8"]
     with pytest.raises(EvalError, match="two of the models have the same name"):
         models_by_name(places[:1] * 2)
