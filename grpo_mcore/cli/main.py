@@ -105,8 +105,8 @@ def _open_standard_files() -> None:
 
 
 def run_script(verb: str, default: str) -> int:
-    """Run a verb for a script in examples/, whose words are options and overrides. `default`: the recipe in its folder
-    `configs` where the words name none. Return the exit code."""
+    """Run a verb for a script in examples/, whose words are options and overrides. Where they name no recipe, it is
+    `default`, in the folder `configs` of examples. Return the exit code."""
     words = sys.argv[1:]
     if not any(word == "--config" or word.startswith("--config=") for word in words):
         words = ["--config", str(Path(sys.argv[0]).resolve().parent / "configs" / default), *words]

@@ -1,7 +1,7 @@
 """Where the answers of a conversation lie in the text that the chat template makes of it.
 
 An answer begins where a generation would begin, and its end belongs to it. A template may show an earlier answer
-otherwise than it was generated: Qwen3 and DeepSeek leave out its thought, gpt-oss ends it by another token. Such a
+otherwise than it was generated: Qwen3 and DeepSeek leave out its reasoning, gpt-oss ends it by another token. Such a
 place is found by putting a mark into the answer and seeing where it appears.
 """
 
@@ -24,7 +24,7 @@ Render = Callable[[Chat, bool], str]
 """(messages, whether with generation prompt) -> text. Raises DataError where the template rejects them."""
 
 _MARK = "@@answer@@"
-_THOUGHT = "</think>"
+_END_OF_REASONING = "</think>"
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def trained_spans(
         if missing is not None:
             raise DataError(f"the chat template does not show {missing} of message {index}")
         spans.append((start, stop))
-    if _thought(messages[answers[-1]]) not in "".join(conversation.text[slice(*spans[-1])].split()):
+    if _reasoning(messages[answers[-1]]) not in "".join(conversation.text[slice(*spans[-1])].split()):
         warn_of_reasoning_left_out(str(tokenizer.chat_template))
     return conversation.text, spans
 
@@ -92,7 +92,7 @@ class _Conversation:
             prompt = ""
         if prompt and self.text.startswith(prompt):
             return len(prompt)
-        # It shows earlier turns otherwise by now, or an answer without the thought that its prompt begins.
+        # The template shows earlier turns differently now, or an answer without the reasoning that its prompt begins.
         bound = self._begin_of_text(index)
         after = max(after, self._end_of_text(index - 1))
         for header in _headers(self._tokenizer, str(self._tokenizer.chat_template)):
@@ -125,7 +125,7 @@ class _Conversation:
         return text_end + start_of_mark + len(mark)
 
     def _begin_of_text(self, index: int) -> int:
-        """Return where a message begins: its thought, its text, or else the name of its first call."""
+        """Return where a message begins: its reasoning, its text, or else the name of its first call."""
         shown = self._with(index, _marked_before)
         if _MARK not in shown and self._messages[index].get("tool_calls"):  # it leaves out the text beside a call
             shown = self._with(index, _marked_name)
@@ -175,12 +175,12 @@ def _headers(tokenizer: Any, chat_template: str) -> list[str]:
 
 
 def _marked_before(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with marks where its thought begins, and its text, or else the name of its first call."""
+    """Return the message with marks where its reasoning begins, and its text, or else the name of its first call."""
     marked, text = dict(message), message.get("content") or ""
-    if _THOUGHT in text:
-        thoughts, _, answer = text.rpartition(_THOUGHT)
-        before, begin, thought = thoughts.partition("<think>") if "<think>" in thoughts else ("", "", thoughts)
-        marked["content"] = f"{before}{begin}{_MARK}{thought}{_THOUGHT}{_MARK}{answer}"
+    if _END_OF_REASONING in text:
+        reasoning, _, answer = text.rpartition(_END_OF_REASONING)
+        before, begin, thinking = reasoning.partition("<think>") if "<think>" in reasoning else ("", "", reasoning)
+        marked["content"] = f"{before}{begin}{_MARK}{thinking}{_END_OF_REASONING}{_MARK}{answer}"
     elif text or not message.get("tool_calls"):
         marked["content"] = _MARK + text
     else:
@@ -218,28 +218,30 @@ def _marked_arguments(arguments: Any) -> Any:
     return text.removesuffix(closing) + _MARK + closing
 
 
-def _thought(message: dict[str, Any]) -> str:
-    """Return a message's thought without white space."""
+def _reasoning(message: dict[str, Any]) -> str:
+    """Return a message's reasoning without white space."""
     fields = (message.get(field) for field in REASONING_FIELDS)
     text = next((field for field in fields if field), None)
-    return "".join((text or (message.get("content") or "").rpartition(_THOUGHT)[0].rpartition("<think>")[2]).split())
+    return "".join(
+        (text or (message.get("content") or "").rpartition(_END_OF_REASONING)[0].rpartition("<think>")[2]).split()
+    )
 
 
 @lru_cache(maxsize=4)
 def warn_of_reasoning_left_out(chat_template: str) -> None:  # once
     log.warning(
-        "the chat template leaves out thoughts of answers that are trained on: the policy learns to answer without them"
+        "the chat template leaves out the reasoning of answers that are trained on: the policy learns to answer without"
     )
 
 
 def _not_shown(message: dict[str, Any], span: str) -> str | None:
     """Return what of a message its span in the text lacks, in words; None if nothing. White space does not count, nor
-    thoughts and the text beside calls, which templates leave out by design (gpt-oss shows it as a thought)."""
+    reasoning and the text beside calls, which templates leave out by design (gpt-oss shows it as reasoning)."""
     shown = "".join(span.split())
     calls = message.get("tool_calls") or ()
     for call in calls:
         name = call.get("function", call).get("name") if isinstance(call, dict) else None
         if isinstance(name, str) and "".join(name.split()) not in shown:
             return f"the call of {name!r}"
-    text = "".join((message.get("content") or "").rpartition(_THOUGHT)[2].split())
+    text = "".join((message.get("content") or "").rpartition(_END_OF_REASONING)[2].split())
     return None if calls or text.removeprefix("<think>") in shown else "the text"

@@ -22,7 +22,7 @@ from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.processors import find_processor, longest_prompt
 from grpo_mcore.recipe import FILE_DATASETS, DatasetEntry, MasterConfig, dataset_by_name, runs_grpo
 from grpo_mcore.rollout.datum import DatumSpec
-from grpo_mcore.rollout.messages import text_of
+from grpo_mcore.rollout.messages import content_text
 
 _REPEATED_LINES = 5  # line numbers that are named for a repeated prompt
 _NAMED = 5  # things said for each kind of problem, and rows that are named for each
@@ -366,7 +366,7 @@ def _text(value: Any) -> str:
         return "\n".join(map(_text, value))
     if isinstance(value, dict) and "content" in value:
         calls = json.dumps(value["tool_calls"]) if value.get("tool_calls") else ""
-        return text_of(value["content"]) or calls
+        return content_text(value["content"]) or calls
     return "" if value is None else str(value)
 
 

@@ -41,7 +41,7 @@ SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:sliding_puzzle_processor"
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A row with what its processor gets beside it. `limit`: tokens that it may have, None: any number."""
+    """A row and the other arguments of its processor. `limit` is the maximum number of its tokens; None: any number."""
 
     fields: dict[str, Any]
     spec: TaskDataSpec
@@ -58,7 +58,7 @@ class TaskRow:
         return uid_text(self.fields.get("uid"), f"{self.task_name}:{self.idx}")
 
     def datum(self, log: list[Message], length: int, *, fits: bool, info: dict[str, Any] | None = None) -> DatumSpec:
-        """Return the row as a datum. `info`: for its environment."""
+        """Return the row as a datum. `info` holds the values for its environment."""
         return DatumSpec(
             message_log=log,
             length=length,
@@ -176,11 +176,11 @@ def preference_processor(row: TaskRow) -> DatumSpec:
 
 def _answered_log(row: TaskRow, messages: list[dict[str, Any]], first: int = 0, which: str = "") -> list[Message]:
     """Return a conversation up to its last answer, as tokens with their loss masks. The assistant's messages from
-    index `first` on are answers, each tokenised separately; all else is context. `which`: of the row's conversations,
-    for messages. `train_on` of the task: all answers are trained on, or the last.
+    index `first` on are answers, each tokenised separately; all else is context. `which` names one of the row's
+    conversations in errors. The task's `train_on` says whether all answers are trained on, or the last.
 
     An answer begins where a generation would begin. With `all`, earlier answers are trained on as the template shows
-    them once later turns follow: Qwen3 and DeepSeek leave out their thoughts then.
+    them once later turns follow: Qwen3 and DeepSeek leave out their reasoning then.
     """
     tokenizer, uid = row.tokenizer, row.uid + which
     _refuse_templated(messages, tokenizer, uid)

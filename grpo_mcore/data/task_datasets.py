@@ -74,8 +74,9 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     """The dataset that loaders read: `dataset[i]` is row i as a DatumSpec, `usable(i)` whether a loader may take it.
 
     `task_data_processors` maps task names to (task spec, processor), or is one processor for all rows, used with
-    with `default_task_data_spec`. `max_seq_length` is in tokens; None means no limit. `max_unusable_share`: of the rows
-    that cannot be made a prompt. Raises DataError beyond it, for wrong uids, and where no usable row is left.
+    `default_task_data_spec`. `max_seq_length` is in tokens; None means no limit. `max_unusable_share` is the largest
+    share of rows that may fail to become a prompt. Raises DataError beyond it, for wrong uids, and where no usable row
+    is left.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def _try_template(tokenizer: Any, name: str) -> None:
 
 def check_token_ids(tokenizer: Any, name: str, vocab_size: int, model: str) -> None:
     """Raise DataError if the tokenizer has tokens that the model has no embedding for: they would be trained on as
-    zeros where the vocabulary is split and padded, and end the run where it is not. `vocab_size`: of config.json.
+    zeros where the vocabulary is split and padded, and end the run where it is not. `vocab_size` is config.json's.
 
     Placeholders of images, sound and video may be missing in a text-only model, whose data has none.
     """
@@ -93,7 +93,7 @@ def check_token_ids(tokenizer: Any, name: str, vocab_size: int, model: str) -> N
 
 def check_same_tokens(tokenizer: Any, teacher: Any, name: str) -> None:
     """Raise DataError if a token of `tokenizer` has another number, or none, in the teacher's: a teacher scores the
-    student's token ids. The teacher may have further tokens. `name`: of the teacher, for the message."""
+    student's token ids. The teacher may have further tokens. `name` is the teacher's, for the message."""
     vocab, teacher_vocab = tokenizer.get_vocab(), teacher.get_vocab()
     odd = [token for token, number in vocab.items() if teacher_vocab.get(token) != number]
     if odd:

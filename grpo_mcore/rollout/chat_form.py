@@ -1,5 +1,5 @@
-"""How a conversation with tools must be written for one chat template, found out by trying it, and a conversation
-brought into that form: for SFT and DPO, for prompts, and for the endpoint, so that all show the same text.
+"""The form of a conversation that one chat template takes, found out by trying it. SFT, DPO, prompts and the endpoint
+use it, so that all show the same text.
 
 Templates disagree about a message that calls tools: most want a call's arguments as an object, DeepSeek as JSON text;
 DeepSeek shows calls only beside a text that is null; Llama 3.1 allows one call a message; Mistral refuses ids of calls
@@ -8,8 +8,8 @@ and results messages of the user, as in a rollout of several turns.
 
 Gemma 2 knows no system prompt: it becomes the beginning of the first question. Qwen 3.5 and Mistral refuse a second
 one, gpt-oss and MiniMax leave it out: it is joined to the first, or, later on, becomes a message of the user. Data of
-reasoning models often have a thought in the text, <think>...</think>, where gpt-oss would show it as part of the
-answer: it becomes a field.
+reasoning models often have the reasoning in the text, <think>...</think>, which gpt-oss would show as part of the answer: it
+becomes a field.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from grpo_mcore.rollout.messages import REASONING_FIELDS, join_texts
 
 _NAME, _VALUE, _RESULT = "probe_name", "@@value@@", "@@result@@"
-_TEXT, _THOUGHT, _SYSTEM, _LATER = "@@text@@", "@@thought@@", "@@system@@", "@@later@@"
+_TEXT, _REASONING, _SYSTEM, _LATER = "@@text@@", "@@reasoning@@", "@@system@@", "@@later@@"
 _QUESTION = {"role": "user", "content": "question"}
 
 
@@ -52,11 +52,11 @@ class ChatForm:
     one_system: bool = False
     """Only one system prompt is shown, at the beginning. Others right behind it are joined to it, later ones become
     messages of the user."""
-    thought: str = "reasoning_content"
+    reasoning: str = "reasoning_content"
     """The field of a message's reasoning: gpt-oss has `thinking`. Reasoning under another name of REASONING_FIELDS is
     moved there."""
-    split_thoughts: bool = False
-    """A thought at the beginning of an answer's text, <think>...</think>, is moved to its field: the template does not
+    split_reasoning: bool = False
+    """Reasoning at the beginning of an answer's text, <think>...</think>, is moved to its field: the template does not
     look for it there."""
     joint: str = "\n"
     """Separator of the texts of one message: the template's own, or, where it takes one text alone, a line break, as in
@@ -82,16 +82,16 @@ class ChatForm:
         if message.get("role") == "tool" and not self.results:
             return {"role": "user", "content": message.get("content")}
         calls = message.get("tool_calls")
-        if self.split_thoughts and message.get("role") == "assistant":
-            message = _with_thought_apart(message)
-        thoughts = [message.pop(key) for key in REASONING_FIELDS if isinstance(message.get(key), str)]
-        thought = next(filter(None, thoughts), None)
-        if thought and self.thought == "reasoning_content":
-            message |= {self.thought: thought}
-        elif thought:
-            # gpt-oss refuses a thought and a text in one message with calls.
+        if self.split_reasoning and message.get("role") == "assistant":
+            message = _with_reasoning_apart(message)
+        texts = [message.pop(key) for key in REASONING_FIELDS if isinstance(message.get(key), str)]
+        reasoning = next(filter(None, texts), None)
+        if reasoning and self.reasoning == "reasoning_content":
+            message |= {self.reasoning: reasoning}
+        elif reasoning:
+            # gpt-oss refuses reasoning and a text in one message with calls.
             beside = message["content"] if calls and message.get("content") else None
-            message |= {self.thought: thought if beside is None else f"{thought}\n{beside}"}
+            message |= {self.reasoning: reasoning if beside is None else f"{reasoning}\n{beside}"}
             message |= {} if beside is None else {"content": ""}
         if not calls:
             return {key: value for key, value in message.items() if key != "tool_calls"}
@@ -124,10 +124,10 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
         twice = "{'probe_key'" in text or '\\"probe_key' in text  # an object as Python writes it, or JSON in JSON
         return not twice and all(part in text for part in expected)
 
-    def alike(form: ChatForm, thought: str) -> bool:
-        """Return whether a thought is shown in the same way in its field and in the text."""
-        inline = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_TEXT}"}
-        in_field = {"role": "assistant", "content": _TEXT, thought: _THOUGHT}
+    def alike(form: ChatForm, reasoning: str) -> bool:
+        """Return whether reasoning is shown in the same way in its field and in the text."""
+        inline = {"role": "assistant", "content": f"<think>\n{_REASONING}\n</think>\n\n{_TEXT}"}
+        in_field = {"role": "assistant", "content": _TEXT, reasoning: _REASONING}
         try:
             texts = [
                 tokenizer.apply_chat_template(form.messages([_QUESTION, message]), tokenize=False, **options)
@@ -150,18 +150,18 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
     answer = {"role": "assistant", "content": _TEXT}
     alternate = not shows(ChatForm(), [_QUESTION, _QUESTION, answer], _TEXT)
     called = [_QUESTION, _calling(1), _result(0)]
-    thought = None
+    reasoning = None
     for key in REASONING_FIELDS:
-        if thought is None and shows(ChatForm(thought=key), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT):
-            thought = key
-    apart = thought is not None and not alike(ChatForm(thought=thought), thought)
+        if reasoning is None and shows(ChatForm(reasoning=key), [_QUESTION, {**answer, key: _REASONING}], _REASONING):
+            reasoning = key
+    apart = reasoning is not None and not alike(ChatForm(reasoning=reasoning), reasoning)
     conversation = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
     system = shows(ChatForm(), conversation, _SYSTEM) or not shows(ChatForm(system=False), conversation, _SYSTEM)
-    common: dict[str, Any] = {"alternate": alternate, "system": system, "split_thoughts": apart}
+    common: dict[str, Any] = {"alternate": alternate, "system": system, "split_reasoning": apart}
     reminded = [*conversation, {"role": "system", "content": _LATER}, _QUESTION, answer]
     if not shows(ChatForm(**common), reminded, _SYSTEM, _LATER):
         common["one_system"] = shows(ChatForm(**common, one_system=True), reminded, _SYSTEM, _LATER)
-    common |= {"thought": thought or "reasoning_content", "joint": joint()}
+    common |= {"reasoning": reasoning or "reasoning_content", "joint": joint()}
     for json_arguments in (False, True):
         for null_text in (False, True):
             form = ChatForm(True, json_arguments, null_text, **common)
@@ -174,19 +174,19 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
     return form if shows(form, [*called, answer], _RESULT) else replace(form, results=False)
 
 
-def _with_thought_apart(message: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer whose text begins with a thought with the thought in a field, unless it has one there."""
+def _with_reasoning_apart(message: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer whose text begins with reasoning with the reasoning in a field, unless it has some there."""
     text = message.get("content")
     if not isinstance(text, str) or any(message.get(key) for key in REASONING_FIELDS):
         return message
-    thought, end, answer = text.partition("</think>")
-    begun = thought.lstrip().startswith("<think>")  # else the generation prompt has said it
-    if not end or not (begun or thought.endswith("\n")):
+    reasoning, end, answer = text.partition("</think>")
+    begun = reasoning.lstrip().startswith("<think>")  # else the generation prompt has said it
+    if not end or not (begun or reasoning.endswith("\n")):
         return message
     return {
         **message,
         "content": answer.lstrip(),
-        REASONING_FIELDS[0]: thought.lstrip().removeprefix("<think>").strip(),
+        REASONING_FIELDS[0]: reasoning.lstrip().removeprefix("<think>").strip(),
     }
 
 

@@ -55,7 +55,7 @@ def read_messages(value: Any, name: str) -> list[Message]:
     return [message for messages in read for message in messages]
 
 
-def text_of(content: Any) -> str:
+def content_text(content: Any) -> str:
     """Return a content in the normal form as one text, where no template says how its parts are joined."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
@@ -374,7 +374,7 @@ def _item_texts(value: Any) -> list[str]:
     """Return the texts of reasoning."""
     if isinstance(value, str):
         return [value]
-    return [text_of(read_content([part], "reasoning").value) for part in read_list(value, "reasoning", "parts")]
+    return [content_text(read_content([part], "reasoning").value) for part in read_list(value, "reasoning", "parts")]
 
 
 def _as_text(value: Any, absent: str) -> str:

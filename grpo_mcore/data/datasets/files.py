@@ -23,12 +23,12 @@ from grpo_mcore.rollout.messages import (
     Message,
     MessageError,
     UnknownItem,
+    content_text,
     kind_of,
     read_content,
     read_list,
     read_messages,
     read_tools,
-    text_of,
     with_instructions,
 )
 
@@ -110,7 +110,7 @@ def question_and_answer(
         )
     extra = _other_fields(row, question, answer) | _tools(row, "tools")
     truth = field_of(row, answer)
-    text = text_of(messages[-1]["content"])
+    text = content_text(messages[-1]["content"])
     if options := choices_of(row, choices, question, text, truth):
         if is_shown := options.shown_in(text):
             truth = options.letter(truth) if _is_index(truth) else truth
@@ -147,7 +147,7 @@ def _question(row: Row, key: str, context: str | None = None, system: str | None
     messages = as_messages(_hh_messages(_layout_field(row, key)), key)
     if len(messages) > 1 and messages[-1] == assistant(""):  # "...\n\nAssistant:" in the form of HH-RLHF
         messages.pop()
-    text = text_of(messages[-1]["content"])
+    text = content_text(messages[-1]["content"])
     above = "" if context is None else context_of(row, context)
     below = _text_field(row, "input") if key == "instruction" else None
     texts = [part for part in (None if above in text else above, text, below) if part]
@@ -192,7 +192,7 @@ def _with_system(messages: list[Message], row: Row, key: str | None, default: st
         return messages
     key = key or next((name for name in SYSTEMS if row.get(name)), SYSTEMS[0])
     content = read_content(field_of(row, key), repr(key)).value
-    if not text_of(content).strip():
+    if not content_text(content).strip():
         content = default or ""
     return [{"role": "system", "content": content}, *messages] if content else messages
 
@@ -296,13 +296,15 @@ def preference_pair(
             raise DataError(f"{chosen!r} and {rejected!r} must be answers, or conversations that begin alike")
         if (own_prompt := field_of(row, prompt)) is not None:
             last = as_messages(_hh_messages(own_prompt), prompt)[-1]
-            if text_of(last["content"]).strip() not in [text_of(message["content"]).strip() for message in messages]:
+            if content_text(last["content"]).strip() not in [
+                content_text(message["content"]).strip() for message in messages
+            ]:
                 raise DataError(f"{chosen!r} and {rejected!r} begin with another prompt than {prompt!r}")
         better, worse = better[len(messages) :], worse[len(messages) :]
         messages = _with_system(messages, row, None)
     else:
         messages = _question(row, prompt, context)
-        text = text_of(messages[-1]["content"])
+        text = content_text(messages[-1]["content"])
         if (options := choices_of(row, choices, prompt, text, None)) and not options.shown_in(text):
             messages[-1] = {**messages[-1], "content": options.under(text)}
     return {

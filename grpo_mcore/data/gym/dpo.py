@@ -18,7 +18,7 @@ from grpo_mcore.data.interfaces import DataError
 
 NO_PAIR = "no pair: more rollouts of each prompt, a lower --min_gap or other thresholds give some"
 NO_REWARD = "no reward to rank it by"
-ANSWER_LEFT_OUT = "thoughts, calls or earlier turns of an answer are left out: pairs hold its last text"
+ANSWER_LEFT_OUT = "reasoning, calls or earlier turns of an answer are left out: pairs hold its last text"
 
 
 def gym_to_dpo(

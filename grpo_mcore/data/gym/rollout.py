@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
-from grpo_mcore.rollout.messages import Item, kind_of, read_content, text_of
+from grpo_mcore.rollout.messages import Item, content_text, kind_of, read_content
 
 ROUNDING = 1e-9
 """Tolerance of comparisons of rewards: 0.9999999999999998 counts as 1, and 0.7 - 0.5 as 0.2."""
@@ -148,7 +148,7 @@ def reward_of(rollout: Rollout) -> float | None:
 
 def text_in(content: Any) -> str:
     """Return the text of a message's content, without reasoning, images and files. Raises MessageError."""
-    return text_of(read_content(content, "a message", keeps_media=True).value)
+    return content_text(read_content(content, "a message", keeps_media=True).value)
 
 
 def last_user_text(items: Sequence[Item]) -> str:

@@ -23,7 +23,7 @@ from grpo_mcore.rollout.messages import ItemReader, Message, read_tools, with_in
 FEW = 100
 MASKED = "mask_sample: the environment itself says not to train on it"
 NO_TURN = "the agent neither said nor called anything"
-LEFT_OUT = "thoughts, calls or earlier turns are left out (--format openai keeps them)"
+LEFT_OUT = "reasoning, calls or earlier turns are left out (--format openai keeps them)"
 
 
 def gym_to_sft(
@@ -37,7 +37,7 @@ def gym_to_sft(
 ) -> Summary:
     """Convert the rollouts with a reward of at least `reward_threshold`; one without a reward counts as 0.
 
-    The format "openai" has whole conversations with calls, their results, thoughts (unless `reasoning` is False) and
+    The format "openai" has whole conversations with calls, their results, reasoning (unless `reasoning` is False) and
     tools; "simple" has the user's last text and the agent's last text. Nothing is written where no row is kept. Raises
     DataError.
     """

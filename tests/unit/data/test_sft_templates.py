@@ -409,7 +409,7 @@ def test_calls_and_thoughts_are_trained_as_the_template_writes_them(name: str, p
     template, eos = CASES[name][:2]
     assert trained(template, eos, USING_TOOLS) == TOOL_CASES[name]
     assert trained(template, eos, USING_TOOLS, "last") == TOOL_CASES[name][-1:]
-    said = "leaves out thoughts of answers that are trained on" in package_log.text
+    said = "leaves out the reasoning of answers that are trained on" in package_log.text
     assert said == (name in ("Llama 3", "Llama 3.1", "Gemma 3", "DeepSeek"))
 
 
@@ -491,7 +491,7 @@ def test_a_thought_in_the_text_becomes_a_field_where_the_template_looks_for_none
     assert trained(template, eos, talk("1+1?", "<think>\n\n</think>\n\ntwo")) == CASES["gpt-oss"][2]
     text = "The mark </think> ends it."
     assert trained(template, eos, talk("1+1?", text)) == [f"<|channel|>final<|message|>{text}<|return|>"]
-    split = [name for name in CASES if chat_form(tokenizer(*CASES[name][:2])).split_thoughts]
+    split = [name for name in CASES if chat_form(tokenizer(*CASES[name][:2])).split_reasoning]
     assert split == ["gpt-oss"]
 
 
