@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, needs_answer, rows_of_file, table_options, unseen
 from grpo_mcore.data.datasets.files import settings_for
-from grpo_mcore.data.datasets.jsonl import is_json, is_list, parse
+from grpo_mcore.data.datasets.jsonl import JsonLines
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, name_of, setting
 from grpo_mcore.data.datasets.source import Source, open_source
-from grpo_mcore.data.gym.files import read_lines
 from grpo_mcore.data.gym.summary import Histogram
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.processors import find_processor, longest_prompt
@@ -25,7 +23,7 @@ from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.messages import content_text
 
 _REPEATED_LINES = 5  # line numbers that are named for a repeated prompt
-_NAMED = 5  # things said for each kind of problem, and rows that are named for each
+_NAMED = 5  # details shown for each kind of problem, and rows named for each
 _FIELDS = 20
 _LONGEST_SAMPLE = 3000  # characters
 _REWARDS = ("reward", "chosen_reward", "rejected_reward")
@@ -46,11 +44,10 @@ class CheckReport:
     """Rows of a table, or lines that are not blank."""
     usable_rows: int = 0
     unseen: str | None = None
-    """Note about a text of the first row that the model does not see, if there is one."""
+    """Note about a text of the first row that the model is not shown, if there is one."""
     fields: Counter[str] = field(default_factory=Counter)
     problems: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Kind of problem -> what is said of a row -> the first rows of which it is said. `counts` has the number of all.
-    """
+    """Kind of problem -> details -> the first rows with them. `counts` has the number of all."""
     counts: Counter[str] = field(default_factory=Counter)
     lengths: Histogram = field(default_factory=Histogram)
     """Tokens of the prompts, or of whole conversations where answers are trained on."""
@@ -61,7 +58,7 @@ class CheckReport:
     with_other_answers: int = 0
     """Prompts that occur with different answers."""
     first_repeated: list[int] = field(default_factory=list)
-    """Numbers of the rows of the first prompt that is repeated."""
+    """Row numbers of the first duplicate prompt."""
     rewards: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     samples: list[str] = field(default_factory=list)
 
@@ -145,12 +142,15 @@ def check_file(
     """(line, hash of the answer) of every usable row, by the hash of its prompt."""
     infos: list[tuple[int, Row]] = []
     """(line, what the environment gets) of every usable row that it would score."""
-    unit, rows = _rows_of(path, config)
-    report.unit = unit
-    for number, read in rows:
+    source = _open(path, config)
+    report.unit = {JsonLines: "line", list: "object"}.get(type(source.rows), "row")
+    for index, number in enumerate(source.numbers):
         report.rows += 1
         try:
-            row = read()
+            try:
+                row = source.rows[index]
+            except DataError as error:
+                raise Unusable("not JSON", str(error).removeprefix(f"{source.name_of(index)}: ")) from error
             report.fields.update(row.keys())
             check = check or _RowCheck(path, config, row, report)
             _count_rewards(row, report)
@@ -164,7 +164,7 @@ def check_file(
             if check.info is not None:
                 infos.append((number, check.info))
             if len(report.samples) < samples:
-                report.samples.append(f"{unit} {number}\n{shown()}")
+                report.samples.append(f"{report.unit} {number}\n{shown()}")
     if truths is not None and check is not None and infos:
         problems = truths(check.env_name, [info for _, info in infos])
         for (number, _), reason in zip(infos, problems, strict=True):
@@ -282,31 +282,20 @@ class _RowCheck:
             raise Unusable("the processor fails", f"{type(error).__name__}: {error}") from error
 
 
-def _rows_of(path: Path, config: MasterConfig | None) -> tuple[str, Iterator[tuple[int, Callable[[], Row]]]]:
-    """Return what numbers count, and (number, a function that returns the row) of each row, as a run reads them: from
-    a table, or from a file of JSON, where a line that cannot be parsed is Unusable and others are read on."""
-    if is_json(str(path)) and not is_list(path):
-        return "line", _lines(path)
+def _open(path: Path, config: MasterConfig | None) -> Source:
+    """Open a file as a run reads it."""
     own_entries = [entry for _, entry in _entries(config) if _is_file(path, entry.data_path)]
-    source = open_source(str(path), **(table_options(own_entries[0]) if own_entries else {}))
-    unit = "object" if is_json(str(path)) else "row"
-    return unit, ((number, partial(source.rows.__getitem__, i)) for i, number in enumerate(source.numbers))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Callable[[], Row]]]:
-    for number, line in read_lines(path):
-        if line is None or line.strip():
-            yield number, partial(_parsed, line, f"line {number}")
+    return open_source(str(path), parsed=False, **(table_options(own_entries[0]) if own_entries else {}))
 
 
 def _entries(config: MasterConfig | None) -> list[tuple[str, DatasetEntry]]:
-    """Return (place, entry) of all datasets of a recipe."""
+    """Return (key, entry) of all datasets of a recipe."""
     parts = () if config is None else (("train", config.data.train), ("validation", config.data.validation))
     return [(f"data.{part}[{index}]", entry) for part, entries in parts for index, entry in enumerate(entries)]
 
 
 def _entry(path: Path, config: MasterConfig | None, first: Row) -> tuple[Entry, str, str]:
-    """Return (the entry with which the file is read, its kind of dataset, the place that says so)."""
+    """Return (the entry with which the file is read, its kind of dataset, the key that says so)."""
     entries = _entries(config)
     own_entries = [(key, entry) for key, entry in entries if _is_file(path, entry.data_path)]
     pairs = not own_entries and {"chosen", "rejected"} <= first.keys()
@@ -327,15 +316,6 @@ def _entry(path: Path, config: MasterConfig | None, first: Row) -> tuple[Entry, 
 
 def _is_file(path: Path, data_path: str | None) -> bool:
     return data_path is not None and (str(path) == data_path or Path(data_path).exists() and path.samefile(data_path))
-
-
-def _parsed(line: bytes | None, line_name: str) -> Row:
-    if line is None:
-        raise Unusable("not JSON", "the line is too long to be read")
-    try:
-        return parse(line.rstrip(b"\r\n"), line_name)
-    except DataError as error:
-        raise Unusable("not JSON", str(error).removeprefix(f"{line_name}: ")) from error
 
 
 def _count_rewards(row: Row, report: CheckReport) -> None:

@@ -8,8 +8,8 @@ and results messages of the user, as in a rollout of several turns.
 
 Gemma 2 knows no system prompt: it becomes the beginning of the first question. Qwen 3.5 and Mistral refuse a second
 one, gpt-oss and MiniMax leave it out: it is joined to the first, or, later on, becomes a message of the user. Data of
-reasoning models often have the reasoning in the text, <think>...</think>, which gpt-oss would show as part of the answer: it
-becomes a field.
+reasoning models often have the reasoning in the text, <think>...</think>. gpt-oss would show it as part of the answer,
+so it becomes a field.
 """
 
 from __future__ import annotations

@@ -49,9 +49,8 @@ SYSTEMS = ("system", "system_prompt")
 
 _CHATS = ("messages", "conversations", "conversation")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_MEDIA_MARKS = ("<image>", "<video>", "<audio>")
-_IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp")
-_MEDIA_FILES = (*_IMAGES, ".mp4", ".avi", ".mov", ".webm", ".wav", ".mp3", ".flac")
+_MEDIA_FILE = re.compile(r"^data:|\.(?:png|jpe?g|gif|webp|bmp|mp4|avi|mov|webm|wav|mp3|flac)$", re.IGNORECASE)
+_MEDIA_MARK = re.compile("<(?:image|video|audio)>")
 
 
 def settings_for(row: Row) -> dict[str, str]:
@@ -201,12 +200,11 @@ def _refuse_media(row: Row) -> None:
     """Refuse a row with an image, a video or sound in a field of its own: without it the question is another one."""
     for name in _MEDIA:
         value = row.get(name)
-        names_media = isinstance(value, str) and (
-            value.lower().endswith(_MEDIA_FILES)
-            or value.startswith("data:")
-            or any(mark in str(row) for mark in _MEDIA_MARKS)
-        )  # another text may be the name of a container's image
-        if value and (names_media or not isinstance(value, str | int | float)):
+        if isinstance(value, str):  # another text may be the name of a container's image
+            is_media = bool(_MEDIA_FILE.search(value) or value and _MEDIA_MARK.search(str(row)))
+        else:
+            is_media = bool(value) and not isinstance(value, int | float)
+        if is_media:
             raise DataError(f"{name!r} has an image, video or sound, and only text is supported")
 
 

@@ -65,9 +65,10 @@ def open_source(
     split: str | None = None,
     download_dir: str | None = None,
     separator: str | None = None,
+    parsed: bool = True,
 ) -> Source:
-    """Open a JSONL or JSON file and parse all its rows, open a table, or all files that a pattern matches. Raises
-    DataError."""
+    """Open a JSONL or JSON file and, if `parsed`, parse all its rows; open a table, or all files that a pattern
+    matches. Raises DataError."""
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     file, name = path, path
     if is_address(path) or path.startswith(_HUB):
@@ -87,7 +88,7 @@ def open_source(
     if is_json(name) and is_local(file):
         if split is not None and not split.isidentifier():
             raise DataError(f"{path}: split {split!r} is for tables; a JSON file is read whole")
-        rows, numbers = read_json(Path(file))
+        rows, numbers = read_json(Path(file), parsed=parsed)
         return Source(rows, numbers, lambda index: f"{path}:{numbers[index]}")
     if Path(file).is_file():
         _refuse_unknown_kind(name)
