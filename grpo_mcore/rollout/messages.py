@@ -169,7 +169,8 @@ def read_content(content: Any, where: str, *, keeps_media: bool = False) -> Cont
             read.calls.append({"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")})
         elif kind == "tool_result":
             result = read_content(part.get("content"), where).value
-            read.results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result})
+            call = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") is not None else {}
+            read.results.append({"role": "tool", **call, "content": result})
         elif kind in _TEXT_PARTS and (kind is not None or {"text", "refusal"} & set(part)):
             read.parts.append(_text_in(part, ("text", "refusal"), where))
         elif keeps_media:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,6 +193,33 @@ def test_earlier_turns_beside_a_question(write_jsonl):
     assert [message["content"] for message in first["messages"]] == ["add", "1+1?", "two", "and 3?", "three"]
     assert [message["role"] for message in first["messages"]] == "system user assistant user assistant".split()
     assert all(len(row["messages"]) == 2 for row in others)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"input": 7}, "Add.\n\n7"),
+        ({"input": 7.5}, "Add.\n\n7.5"),
+        ({"input": {"a": 7}}, "'input' must be text, got an object"),
+        ({"input": True}, "'input' must be text, got true or false"),
+        ({"system": [{"type": "text", "text": "Be brief."}]}, "Be brief.|Add."),
+        ({"system": {"text": "Be brief."}}, "'system': the content must be text or a list of parts, got an object"),
+        ({"system_prompt": 5}, "'system_prompt': the content must be text or a list of parts, got a number"),
+        ({"history": [["1+1?", None]]}, r"turn 0 of 'history' must be a question and its answer, both text, got \['1"),
+        ({"history": [["1+1?", "2"], "3"]}, "turn 1 of 'history' must be a question"),
+        ({"history": [{"role": "user", "content": "1+1?"}]}, "1+1?|Add."),
+        ({"history": [{"role": "user", "content": None}]}, "message 0 of 'history' has no content"),
+        ({"history": None, "input": None, "system": " "}, "Add."),
+    ],
+)
+def test_no_part_of_a_question_vanishes(write_jsonl, fields, shown):
+    entry = {"data_path": write_jsonl("a.jsonl", [{"instruction": "Add.", "output": "2", **fields}])}
+    try:
+        (row,) = load_response_dataset({**entry, "input_key": "instruction"}).dataset
+    except DataError as error:
+        assert re.search(shown, str(error))
+    else:
+        assert "|".join(message["content"] for message in row["messages"]) == f"{shown}|2"
 
 
 def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_mcore.data import load_preference_dataset, load_response_dataset
 from grpo_mcore.data.gym import gym_to_grpo, gym_to_sft
@@ -141,6 +143,43 @@ def test_one_conversation_has_one_prompt_through_all_doors(
         same = chats["SFT" if leaves_out and door in ("SFT", "DPO", "Gym demonstrations") else "GRPO"]
         assert tokenizer.decode(tokens) == tokenizer.decode(same), door
         assert tokens == same, door
+
+
+TEXT = st.text("abc", min_size=1, max_size=3)
+PART = st.one_of(
+    TEXT,
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "input_text", "reasoning", "image", "audio"]), "text": TEXT}
+    ),
+    st.fixed_dictionaries({"text": TEXT | st.none() | st.integers()}),
+    st.fixed_dictionaries({"type": st.just("tool_result"), "content": TEXT}),
+    st.fixed_dictionaries({"type": st.just("tool_use"), "name": TEXT, "input": st.dictionaries(TEXT, TEXT)}),
+    st.none() | st.integers(),
+)
+CONTENT = st.one_of(TEXT, st.lists(PART, max_size=3), st.none(), st.integers(), st.dictionaries(TEXT, TEXT))
+ROLE = st.sampled_from(["system", "user", "assistant", "tool", "human", "function"])
+
+
+def texts_in(value: Any) -> list[str]:
+    """Return the values of a message that a model should see."""
+    if isinstance(value, dict):
+        return [text for key, inner in value.items() if key not in ("type", "role") for text in texts_in(inner)]
+    if isinstance(value, list):
+        return [text for inner in value for text in texts_in(inner)]
+    return [] if value is None else [str(value)]
+
+
+@given(st.lists(st.fixed_dictionaries({"role": ROLE, "content": CONTENT}, optional={"reasoning": TEXT}), max_size=3))
+def test_nothing_vanishes(messages: list[dict[str, Any]]) -> None:
+    """Every text of a conversation is in its normal form, or it is refused."""
+    try:
+        read = read_messages(messages, "messages")
+    except MessageError as error:
+        assert "'messages'" in str(error)
+        return
+    shown = json.dumps(read)
+    assert all(text in shown for text in texts_in(messages))
+    assert read_messages(read, "messages") == read
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
