@@ -128,7 +128,7 @@ def _is_value(content: Any) -> bool:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class Content:
     """What the parts of a content hold: texts (and, where they are kept, other parts in the chat API's form),
     reasoning, and calls and results of tools."""
@@ -163,7 +163,9 @@ def read_content(content: Any, where: str, *, keeps_media: bool = False) -> Cont
         if not isinstance(part, dict):
             raise MessageError(f"{where}: a part of the content must be text or an object, got {kind_of(part)}")
         kind = part.get("type")
-        if kind in _REASONING_PARTS:
+        if kind in _TEXT_PARTS and (kind is not None or "text" in part or "refusal" in part):
+            read.parts.append(_text_in(part, ("text", "refusal"), where))
+        elif kind in _REASONING_PARTS:
             read.reasoning.append(_text_in(part, ("thinking", "text", "reasoning", "thought", "content"), where))
         elif kind == "tool_use":
             read.calls.append({"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")})
@@ -171,8 +173,6 @@ def read_content(content: Any, where: str, *, keeps_media: bool = False) -> Cont
             result = read_content(part.get("content"), where).value
             call = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") is not None else {}
             read.results.append({"role": "tool", **call, "content": result})
-        elif kind in _TEXT_PARTS and (kind is not None or {"text", "refusal"} & set(part)):
-            read.parts.append(_text_in(part, ("text", "refusal"), where))
         elif keeps_media:
             read.parts.append(_media_part(part))
         else:
@@ -183,7 +183,9 @@ def read_content(content: Any, where: str, *, keeps_media: bool = False) -> Cont
 
 
 def _text_in(part: dict[str, Any], keys: Sequence[str], where: str) -> str:
-    text = next((part[key] for key in keys if part.get(key) is not None), None)
+    text = part.get(keys[0])
+    if text is None:
+        text = next((part[key] for key in keys if part.get(key) is not None), None)
     if not isinstance(text, str):
         raise MessageError(f"{where}: the text of a part must be text, got {kind_of(text)}")
     return text
@@ -330,9 +332,12 @@ class ItemReader:
             return
         turn = self._open_turn()
         turn["content"] = read.value
-        more = [item.reasoning_content] if isinstance(item.reasoning_content, str) else []
-        self._add_reasoning("\n".join(filter(None, [*more, *read.reasoning])), turn)
-        for call in [*read_list(item.tool_calls, "tool_calls", "calls"), *read.calls]:
+        if isinstance(item.reasoning_content, str):
+            read.reasoning.insert(0, item.reasoning_content)
+        if read.reasoning:
+            self._add_reasoning("\n".join(filter(None, read.reasoning)), turn)
+        calls = [*read_list(item.tool_calls, "tool_calls", "calls"), *read.calls] if item.tool_calls else read.calls
+        for call in calls:
             function = call.get("function", call) if isinstance(call, dict) else None
             if not isinstance(function, dict):
                 raise MessageError(f"a call must be an object, got {kind_of(call)}")

@@ -148,6 +148,8 @@ def reward_of(rollout: Rollout) -> float | None:
 
 def text_in(content: Any) -> str:
     """Return the text of a message's content, without reasoning, images and files. Raises MessageError."""
+    if isinstance(content, str):
+        return content
     return content_text(read_content(content, "a message", keeps_media=True).value)
 
 
@@ -172,6 +174,8 @@ def is_plain(items: Sequence[Item]) -> bool:
     """Return whether the items are one message with text parts only, so that its text loses nothing."""
     if len(items) != 1 or not items[0].is_message:
         return False
+    if isinstance(items[0].content, str):
+        return True
     read = read_content(items[0].content, "a message", keeps_media=True)
     return not read.reasoning and all(isinstance(part, str) for part in read.parts)
 
