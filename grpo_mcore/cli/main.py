@@ -67,7 +67,7 @@ ALIASES = {"sft": "train", "dpo": "train", "distill": "train"}
 """Other names of a verb. Each runs its own algorithm, whichever the recipe describes."""
 
 RUNS = {"train", *ALIASES, "eval", "demo", "sweep"}
-"""Verbs whose work goes on where nobody can read what they print."""
+"""Verbs that may run for days: they continue when their terminal is gone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -221,7 +221,7 @@ def _ignore_warnings() -> None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether an error is this package's own: its message says all that a reader needs. Others show a traceback."""
+    """Return whether an error is this package's own: its message is enough for a reader. Others show a traceback."""
     return type(error).__module__.startswith("grpo_mcore.")
 
 

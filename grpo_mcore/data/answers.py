@@ -1,4 +1,4 @@
-"""Where the answers of a conversation lie in the text that the chat template makes of it.
+"""Find the answers of a conversation in the text that the chat template makes of it.
 
 An answer begins where a generation would begin, and its end belongs to it. A template may show an earlier answer
 otherwise than it was generated: Qwen3 and DeepSeek leave out its reasoning, gpt-oss ends it by another token. Such a

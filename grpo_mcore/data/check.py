@@ -64,7 +64,7 @@ class CheckReport:
 
     @property
     def usable(self) -> bool:
-        """Whether a run can use every row."""
+        """True if a run can use every row."""
         return self.rows > 0 and self.usable_rows == self.rows
 
     def add_problem(self, kind: str, number: int, details: str) -> None:

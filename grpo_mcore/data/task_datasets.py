@@ -350,7 +350,7 @@ def _warn_of_shared_rows(train: Sequence[Entry], validation: Sequence[Entry]) ->
 
 
 def _table_of(entry: Entry) -> tuple[str | None, ...] | None:
-    """Return what an entry reads; None where a class of its own generates it."""
+    """Return the source that an entry reads; None where a custom class generates the rows."""
     name, path, split = (setting(entry, key) for key in ("dataset_name", "data_path", "split"))
     if not path and dataset_by_name(name or "") in (None, "SlidingPuzzle"):
         return None

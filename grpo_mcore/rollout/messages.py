@@ -130,8 +130,8 @@ def _is_value(content: Any) -> bool:
 
 @dataclass(slots=True)
 class Content:
-    """What the parts of a content hold: texts (and, where they are kept, other parts in the chat API's form),
-    reasoning, and calls and results of tools."""
+    """The parts of a content by kind: texts (and, where they are kept, other parts in the chat API's form), reasoning,
+    and calls and results of tools."""
 
     parts: list[Any] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)

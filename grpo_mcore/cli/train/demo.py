@@ -17,7 +17,7 @@ FOLDERS = {
     "grpo-nano-v3-cpu": Path("results/demo-nano-v3"),
     DISTILL: Path("results/demo-distill"),
 }
-"""Where the demo of each recipe puts everything."""
+"""Output folder of the demo of each recipe."""
 
 GOAL = 0.9
 """Held-out accuracy by which distillation and GRPO are compared."""

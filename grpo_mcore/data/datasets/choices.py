@@ -38,7 +38,7 @@ class Choices:
     texts: tuple[str, ...]
     labels: tuple[str, ...]
     numbers: bool = False
-    """Whether they are numbers and not texts."""
+    """True if the choices are numbers and not texts."""
 
     def shown_in(self, question: str) -> bool:
         """Return whether the question has them already, one after the other, each behind a label or on a line."""

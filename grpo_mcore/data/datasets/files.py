@@ -43,9 +43,9 @@ ANSWERS = (
     *("answer_idx", "correct_option", "cop", "answers.text", "answers", "Answer", "Correct Answer"),
     "extra_info.answer",
 )
-"""The same for the answers."""
+"""Fields under which published data have their answers: the first that a row has is meant."""
 SYSTEMS = ("system", "system_prompt")
-"""The same for the system prompts."""
+"""Fields under which published data have their system prompts: the first that a row has is meant."""
 
 _CHATS = ("messages", "conversations", "conversation")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -197,7 +197,7 @@ def _with_system(messages: list[Message], row: Row, key: str | None, default: st
 
 
 def _refuse_media(row: Row) -> None:
-    """Refuse a row with an image, a video or sound in a field of its own: without it the question is another one."""
+    """Refuse a row with an image, a video or sound in a field: without it the question would be another one."""
     for name in _MEDIA:
         value = row.get(name)
         if isinstance(value, str):  # another text may be the name of a container's image

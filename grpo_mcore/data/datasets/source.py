@@ -44,8 +44,8 @@ class Source:
     """Index -> "train.jsonl:17" or "gsm8k, row 3", for error messages."""
 
     def refuse_if_none_passes(self, check: Check) -> None:
-        """Raise the error of the first row if none of the first rows passes: a wrong key is said at once. Other rows
-        that do not pass cost themselves when they are read."""
+        """Raise the error of the first row if none of the first rows passes, so that a wrong key is reported at once.
+        Single bad rows are excluded when they are read."""
         first: DataError | None = None
         for index in range(min(len(self.rows), _TRIED_ROWS)):
             try:

@@ -53,7 +53,7 @@ class Dialect:
     error: Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
 
 
-def chat_events(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Event]:
+def chat_events(answer: Mapping[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
     """Yield a chat completion as its chunks: the message, the reason for its end, and the usage if asked for."""
     (choice,) = answer["choices"]
     common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
@@ -65,7 +65,7 @@ def chat_events(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator
     yield None, {**common, **asked_for, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **first}]}
     end = {key: choice.get(key) for key in ("finish_reason", "stop_reason")}
     yield None, {**common, "choices": [{"index": 0, "delta": {}, **end}]}
-    options = asked.get("stream_options")
+    options = request.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
         yield None, {**common, "choices": [], "usage": answer["usage"]}
     yield None, "[DONE]"
@@ -137,7 +137,7 @@ def _kind(part: Any) -> str:
     return repr(part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__)
 
 
-def as_response(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def as_response(answer: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat completion as an answer of /v1/responses."""
     (choice,), usage = answer["choices"], answer["usage"]
     message, cut = choice["message"], choice["finish_reason"] in ("length", "abort")
@@ -168,14 +168,14 @@ def as_response(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "error": None,
-        "instructions": asked.get("instructions"),
-        "metadata": asked.get("metadata") or {},
+        "instructions": request.get("instructions"),
+        "metadata": request.get("metadata") or {},
         "output": output,
         "parallel_tool_calls": True,
-        "temperature": asked.get("temperature"),
-        "top_p": asked.get("top_p"),
-        "tool_choice": asked.get("tool_choice") or "auto",
-        "tools": asked.get("tools") or [],
+        "temperature": request.get("temperature"),
+        "top_p": request.get("top_p"),
+        "tool_choice": request.get("tool_choice") or "auto",
+        "tools": request.get("tools") or [],
         "usage": {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0},
@@ -186,7 +186,7 @@ def as_response(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str
     }
 
 
-def response_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Event]:
+def response_events(response: Mapping[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
     """Yield an answer of /v1/responses as its events."""
     numbers = iter(range(10**9))
 
@@ -197,21 +197,23 @@ def response_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> It
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
     for index, item in enumerate(response["output"]):
-        at = {"output_index": index, "item_id": item["id"]}
+        position = {"output_index": index, "item_id": item["id"]}
         empty = {**item, "status": "in_progress"} | {key: [] for key in ("content",) if key in item}
         if item["type"] == "function_call":
             empty["arguments"] = ""
         yield event("response.output_item.added", output_index=index, item=empty)
         if item["type"] == "function_call":
-            yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
+            yield event("response.function_call_arguments.delta", **position, delta=item["arguments"])
+            yield event(
+                "response.function_call_arguments.done", **position, name=item["name"], arguments=item["arguments"]
+            )
         elif item["type"] == "message":
             (part,) = item["content"]
-            at["content_index"] = 0
-            yield event("response.content_part.added", **at, part={**part, "text": ""})
-            yield event("response.output_text.delta", **at, delta=part["text"], logprobs=[])
-            yield event("response.output_text.done", **at, text=part["text"], logprobs=[])
-            yield event("response.content_part.done", **at, part=part)
+            position["content_index"] = 0
+            yield event("response.content_part.added", **position, part={**part, "text": ""})
+            yield event("response.output_text.delta", **position, delta=part["text"], logprobs=[])
+            yield event("response.output_text.done", **position, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **position, part=part)
         yield event("response.output_item.done", output_index=index, item=item)
     yield event(f"response.{response['status']}", response=response)
 
@@ -256,7 +258,8 @@ def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_answer(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Do the same where an answer is to follow: there, a last turn of the assistant is the beginning of the answer."""
+    """Read a request of /v1/messages that asks for an answer. Raises DialectError where the last message is the
+    assistant's: it would be the beginning of the answer."""
     chat = of_messages(body)
     if chat["messages"] and chat["messages"][-1]["role"] == "assistant":
         raise DialectError("messages: an answer that is begun by the last one is not served; end with the user's turn")
@@ -273,7 +276,7 @@ def _system(content: Any) -> str:
     return "".join(text for text in texts if not text.startswith(_BILLING))
 
 
-def as_message(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def as_message(answer: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat completion as an answer of /v1/messages."""
     (choice,), usage = answer["choices"], answer["usage"]
     message, content = choice["message"], list[dict[str, Any]]()
@@ -282,8 +285,8 @@ def as_message(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
     if message["content"]:
         content.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls") or []:
-        given = _arguments(call["function"]["arguments"])
-        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
+        arguments = _arguments(call["function"]["arguments"])
+        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
     stop = choice.get("stop_reason") if choice["finish_reason"] == "stop" else None
     return {
@@ -301,13 +304,13 @@ def as_message(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
 def _arguments(text: str) -> Any:
     """Return the arguments of a call; those that are no JSON object, which the API has no form for, as `_raw`."""
     try:
-        given = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
         return {"_raw": text}
-    return given if isinstance(given, dict) else {"_raw": text}
+    return arguments if isinstance(arguments, dict) else {"_raw": text}
 
 
-def message_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Event]:
+def message_events(message: Mapping[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
     """Yield an answer of /v1/messages as its events."""
 
     def event(kind: str, **data: Any) -> Event:

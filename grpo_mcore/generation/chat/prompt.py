@@ -96,8 +96,10 @@ class ChatPrompts:
         if whole.count(_ANSWER) != 1 or alone.count(_ANSWER) != 1:
             return "", None
         text = whole.partition(_ANSWER)[2]
-        told = (message["content"].strip() for message in messages[position + 1 :] if message.get("role") == "system")
-        if any(each in whole and each not in text for each in told):
+        system_texts = (
+            message["content"].strip() for message in messages[position + 1 :] if message.get("role") == "system"
+        )
+        if any(system_text in whole and system_text not in text for system_text in system_texts):
             return "", None  # the template gathers them at the beginning, as DeepSeek's does
         ids = tokens_behind(self._tokenizer, _ANSWER, text)
         last = tokens_behind(self._tokenizer, _ANSWER, alone.partition(_ANSWER)[2])
@@ -114,7 +116,7 @@ class ChatPrompts:
         if not whole.startswith(alone):
             return None
         ids = self._ids(alone)
-        end = next((place for place in reversed(range(len(ids))) if ids[place] in self._marks), None)
+        end = next((index for index in reversed(range(len(ids))) if ids[index] in self._marks), None)
         if end is None:
             return None
         follows = tokens_behind(self._tokenizer, alone, whole.removeprefix(alone))
@@ -137,10 +139,10 @@ class ChatPrompts:
         except Exception as error:  # a template may raise anything
             raise RequestError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
-    def _chosen_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _chosen_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of a request's `chat_template_kwargs` that the template uses. Raises RequestError for arguments
         of the tokenizer, such as another template, and for values that are neither text, numbers nor booleans."""
-        for name, value in given.items():
+        for name, value in variables.items():
             if name in _reserved(self._tokenizer):
                 raise RequestError(f"chat_template_kwargs.{name}: only variables of the chat template may be set")
             if isinstance(value, dict | list) or isinstance(value, str) and len(value) > _LONGEST_VALUE:
@@ -148,7 +150,7 @@ class ChatPrompts:
                     f"chat_template_kwargs.{name}: must be a boolean, a number or a text of at most {_LONGEST_VALUE} "
                     "characters"
                 )
-        return {name: value for name, value in given.items() if name in self._variables}
+        return {name: value for name, value in variables.items() if name in self._variables}
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

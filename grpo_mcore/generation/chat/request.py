@@ -97,7 +97,7 @@ class ChatRequest(BaseModel):
         for known in config.samplings:
             pairs = ((self.temperature, known.temperature), (self.top_p, known.top_p))
             same_top_k = self.top_k in (None, -1, 0, known.top_k)
-            if same_top_k and all(asked is None or abs(asked - value) < 1e-6 for asked, value in pairs):
+            if same_top_k and all(requested is None or abs(requested - value) < 1e-6 for requested, value in pairs):
                 tokens = self.max_completion_tokens or self.max_tokens or known.max_new_tokens
                 return replace(
                     known,
