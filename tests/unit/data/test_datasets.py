@@ -241,25 +241,11 @@ def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):
     ("row", "message"),
     [
         ({"messages": "hello"}, "'messages' must be a list of messages, got text"),
-        ({"messages": []}, "'messages' has no message in it"),
-        ({"messages": ["hello"]}, "message 0 of 'messages' must have a role and a content, such as"),
         ({"messages": [{"role": "user"}]}, "message 0 of 'messages' has no content"),
-        ({"messages": [{"role": "user", "content": 5}]}, "the content must be text or a list of parts, got a number"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-            "has a part of type 'image_url', which is not text; images, audio and video are not supported",
-        ),
         ({"messages": [{"from": "function_call", "value": "f()"}]}, 'the call" is text that is not JSON'),
         ({"messages": ONE, "images": ["a.png"]}, "'images' has an image, video or sound"),
         ({"messages": ONE, "tools": "{"}, "'tools' is text that is not JSON"),
-        ({"messages": ONE, "tools": {"a": 1}}, "'tools' must be a list of tools, got an object"),
         ({"messages": ONE, "tools": [1]}, "'tools' must be a list of tools, got a list with a number"),
-        ({"messages": ONE, "tools": ["{"]}, "'tools' is text that is not JSON"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]},
-            "'tool_calls' must be a list, got an object",
-        ),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, "a call must have the name"),
         ({"message": ONE}, r"no 'messages' in it; .*; nearest: 'message'"),
     ],
 )
