@@ -30,37 +30,45 @@ from grpo_mcore.observe.console.console_stream import UnfailingStream, unfailing
 from grpo_mcore.observe.exit_codes import LOST
 from grpo_mcore.recipe import RecipeError, is_override
 
+GROUPS = {
+    "train": "train and measure models",
+    "look": "look at a run, while it goes on or afterwards",
+    "check": "check and predict before a run",
+    "launch": "run on a cluster",
+}
+"""Folder of a group's verbs: its heading in the help."""
+
 VERBS = {
-    "train": ("train", "train a model with GRPO", True),
-    "sft": ("train", "fine-tune a model on examples", True),
-    "dpo": ("train", "train a model on pairs of a chosen and a rejected answer", True),
-    "distill": ("train", "train a model to give a teacher's distribution at every token", True),
+    "train": ("train", "train a model as the recipe says: GRPO, SFT, DPO or distillation", True),
     "eval": ("train", "measure how well models or checkpoints solve tasks", False),
-    "sweep": ("train", "train a recipe with each combination of some values and seeds: key=a,b,c --seeds 3", True),
-    "demo": ("train", "make a small model and train it with GRPO on this machine", False),
-    "watch": ("look", "show a run in the terminal, while it goes on or afterwards", False),
+    "sweep": ("train", "train a recipe with each combination of some values and seeds", True),
+    "demo": ("train", "make a small model and train it with GRPO on this machine, in minutes", False),
+    "watch": ("look", "show a run's progress in the terminal", False),
     "runs": ("look", "list the runs below a folder: state, step, score, and which settings differ", False),
     "report": ("look", "write a page that shows a run: curves, device-seconds, timeline, samples", False),
-    "ledger": ("look", "audit a run: did every prompt have exactly one end", False),
-    "fetch": ("look", "fetch a run from where checkpointing.mirror copied it", False),
-    "inspect": ("look", "say what every process of a run is doing, and whom the others wait for", False),
-    "replay": ("look", "compute a recorded step again, on any layout, and say where it differs", False),
+    "ledger": ("look", "audit a run: was every prompt trained on exactly once", False),
+    "fetch": ("look", "bring a run that checkpointing.mirror has copied into a folder", False),
+    "inspect": ("look", "show what every process of a run is doing, and which process the others wait for", False),
+    "replay": ("look", "compute a recorded step again, on any layout, and show where it differs", False),
     "verdict": ("look", "name why policy and engine disagree, on a recorded step or for a model", False),
     "export": ("look", "write a checkpoint as a model in Hugging Face's format", False),
-    "config": ("check", "print a recipe, resolved, with the source of every value", True),
-    "data": ("check", "make training data of NeMo Gym rollouts, check training data", False),
+    "config": ("check", "print the whole recipe, with the source of every value", True),
+    "data": ("check", "check training data, or make it of NeMo Gym rollouts", False),
     "plan": ("check", "predict memory, time and refit of a recipe before anything is started", True),
-    "rehearse": ("check", "run a recipe at full scale in virtual time, with faults if wanted", True),
-    "doctor": ("check", "find what is wrong with this machine, or with every node of a cluster", False),
+    "rehearse": ("check", "simulate a recipe at full scale in virtual time, with faults if wanted", True),
+    "doctor": ("check", "find what is wrong with this machine, or with the nodes of a cluster", False),
     "parity": ("check", "compare the policy on several layouts, and an engine, with transformers", False),
-    "refit": ("check", "show how a refit moves the weights of a recipe, or check one: refit plan, refit verify", False),
-    "launch": ("launch", "run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
-    "prefetch": ("launch", "fetch the models and data of a recipe into one cache, then open them offline", True),
+    "refit": ("check", "show how weights move from policy to engines, or verify it", False),
+    "launch": ("launch", "submit a recipe to Slurm or Kubernetes", True),
+    "prefetch": ("launch", "download the models and data of a recipe, for nodes without internet", True),
 }
 """Verb: (group, what it does, whether it takes a recipe). The verb is the file of its name in the group's folder."""
 
-RUNS = {"train", "sft", "dpo", "distill", "eval", "demo", "sweep"}
-"""Verbs whose work goes on where nobody can read what they print."""
+ALIASES = {"sft": "train", "dpo": "train", "distill": "train"}
+"""Other names of a verb. Each runs its own algorithm, whichever the recipe describes."""
+
+RUNS = {"train", *ALIASES, "eval", "demo", "sweep"}
+"""Verbs that may run for days: they continue when their terminal is gone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,8 +106,8 @@ def _open_standard_files() -> None:
 
 
 def run_script(verb: str, default: str) -> int:
-    """Run a verb for a script in examples/, whose words are options and overrides. `default`: the recipe in its folder
-    `configs` where the words name none. Return the exit code."""
+    """Run a verb for a script in examples/, whose words are options and overrides. Where they name no recipe, it is
+    `default`, in the folder `configs` of examples. Return the exit code."""
     words = sys.argv[1:]
     if not any(word == "--config" or word.startswith("--config=") for word in words):
         words = ["--config", str(Path(sys.argv[0]).resolve().parent / "configs" / default), *words]
@@ -116,9 +124,10 @@ def _reader_is_gone() -> bool:
 def _run(argv: Sequence[str] | None) -> int:
     to_complete = words_so_far()
     words = to_complete or list(sys.argv[1:] if argv is None else argv)
-    verb = words[0] if words and words[0] in VERBS else None
-    module = import_module(f"grpo_mcore.cli.{VERBS[verb][0]}.{verb}") if verb else None
-    parser, verb_parser = _parsers(verb)
+    verb = words[0] if words and words[0] in {**VERBS, **ALIASES} else None
+    canonical = ALIASES.get(verb, verb) if verb else None
+    module = import_module(f"grpo_mcore.cli.{VERBS[canonical][0]}.{canonical}") if canonical else None
+    parser, verb_parser = _parsers(canonical)
     if module is not None and hasattr(module, "add_arguments"):
         module.add_arguments(verb_parser)
     if to_complete is not None:
@@ -130,7 +139,7 @@ def _run(argv: Sequence[str] | None) -> int:
         if unknown := [word for word in rest if word.startswith("-")]:
             verb_parser.error(f"unknown option: {' '.join(unknown)}")
         args.words += rest
-        _sort_words(args, verb_parser, takes_recipe=VERBS[str(verb)][2])
+        _sort_words(args, verb_parser, takes_recipe=VERBS[str(canonical)][2])
     assert module is not None and verb is not None
     chosen, arguments = module, args
     with only_json() if getattr(args, "json", False) else nullcontext():
@@ -213,7 +222,7 @@ def _ignore_warnings() -> None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether an error is this package's own: its message says all that a reader needs. Others show a traceback."""
+    """Return whether an error is this package's own: its message is enough for a reader. Others show a traceback."""
     return type(error).__module__.startswith("grpo_mcore.")
 
 
@@ -230,14 +239,21 @@ def _notes(error: BaseException) -> list[str]:
 
 def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Return the parser of the command, and that of the verb."""
-    parser = argparse.ArgumentParser(prog="grpo-mcore", description=grpo_mcore.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="grpo-mcore",
+        usage="grpo-mcore [-h] [--install-completion] [--version] VERB ...",
+        description=grpo_mcore.__doc__,
+        epilog=_verbs_by_group(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--install-completion", action=Install, nargs=0, help="let bash or zsh complete commands")
     parser.add_argument("--version", action="version", version=f"grpo-mcore {grpo_mcore.__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(prog="grpo-mcore", dest="verb", metavar="VERB", required=True, help=argparse.SUPPRESS)
     chosen = parser
     for name, (_, purpose, takes_recipe) in VERBS.items():
         usage = f"grpo-mcore {name} {'RECIPE ' if takes_recipe else ''}[options] [key=value ...]"
-        sub = verbs.add_parser(name, help=purpose, description=f"{purpose}.", usage=usage)
+        aliases = [alias for alias, target in ALIASES.items() if target == name]
+        sub = verbs.add_parser(name, aliases=aliases, description=f"{purpose}.", usage=usage)
         overrides = "a value that replaces the recipe's; +key=value adds a key, ~key removes one"
         metavar = "RECIPE | key=value" if takes_recipe else "key=value"
         word: Any = sub.add_argument("words", nargs="*", metavar=metavar, help=overrides)
@@ -250,6 +266,15 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
         if name == verb:
             chosen = sub
     return parser, chosen
+
+
+def _verbs_by_group() -> str:
+    """Return the help of all verbs, below the heading of their group."""
+    parts = []
+    for group, heading in GROUPS.items():
+        verbs = [f"  {name:<10}{purpose}" for name, (of_group, purpose, _) in VERBS.items() if of_group == group]
+        parts.append("\n".join([f"{heading}:", *verbs]))
+    return "\n\n".join([*parts, "`grpo-mcore VERB --help` lists the options of a verb."])
 
 
 def _sort_words(args: argparse.Namespace, parser: argparse.ArgumentParser, takes_recipe: bool) -> None:
@@ -273,13 +298,13 @@ def _sort_words(args: argparse.Namespace, parser: argparse.ArgumentParser, takes
         args.target = others.pop(0)
         if args.check:
             return
-    given = [*([args.config] if args.config else []), *others]
+    recipes = [*([args.config] if args.config else []), *others]
     del args.config
-    if not given:
+    if not recipes:
         parser.error("a recipe is required: a YAML file or a name in recipes/")
-    if len(given) > 1:
-        parser.error(f"one recipe at a time, got {' and '.join(given)}; an override is written key=value")
-    args.recipe = given[0]
+    if len(recipes) > 1:
+        parser.error(f"one recipe at a time, got {' and '.join(recipes)}; an override is written key=value")
+    args.recipe = recipes[0]
 
 
 if __name__ == "__main__":

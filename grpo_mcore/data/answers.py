@@ -1,7 +1,7 @@
-"""Where the answers of a conversation lie in the text that the chat template makes of it.
+"""Find the answers of a conversation in the text that the chat template makes of it.
 
 An answer begins where a generation would begin, and its end belongs to it. A template may show an earlier answer
-otherwise than it was generated: Qwen3 and DeepSeek leave out its thought, gpt-oss ends it by another token. Such a
+otherwise than it was generated: Qwen3 and DeepSeek leave out its reasoning, gpt-oss ends it by another token. Such a
 place is found by putting a mark into the answer and seeing where it appears.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.turn_tokens import answer_end, first_mark
+from grpo_mcore.rollout.messages import REASONING_FIELDS
 from grpo_mcore.rollout.turn_end import turn_ends
 
 Chat = Sequence[dict[str, Any]]
@@ -23,7 +24,7 @@ Render = Callable[[Chat, bool], str]
 """(messages, whether with generation prompt) -> text. Raises DataError where the template rejects them."""
 
 _MARK = "@@answer@@"
-_THOUGHT = "</think>"
+_END_OF_REASONING = "</think>"
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,9 @@ def trained_spans(
 
     Raises DataError for an answer without a prompt, and where the template does not show an answer or its place.
     """
-    asked = next((i for i, message in enumerate(messages) if message["role"] not in ("assistant", "system")), None)
-    if len(answers) > 1 and asked is not None:  # a greeting is no answer
-        answers = [index for index in answers if index > asked] or answers
+    question = next((i for i, message in enumerate(messages) if message["role"] not in ("assistant", "system")), None)
+    if len(answers) > 1 and question is not None:  # a greeting is no answer
+        answers = [index for index in answers if index > question] or answers
     behind = turn_ends(tokenizer).behind
     if (mark := first_mark(behind, tokenizer)) is not None and behind.partition(mark)[2].strip():
         raise DataError(f"the chat template begins another turn behind the last answer: {behind!r}")
@@ -53,8 +54,8 @@ def trained_spans(
         if missing is not None:
             raise DataError(f"the chat template does not show {missing} of message {index}")
         spans.append((start, stop))
-    if _thought(messages[answers[-1]]) not in "".join(conversation.text[slice(*spans[-1])].split()):
-        _say_thoughts_left_out(str(tokenizer.chat_template))
+    if _reasoning(messages[answers[-1]]) not in "".join(conversation.text[slice(*spans[-1])].split()):
+        warn_of_reasoning_left_out(str(tokenizer.chat_template))
     return conversation.text, spans
 
 
@@ -91,13 +92,13 @@ class _Conversation:
             prompt = ""
         if prompt and self.text.startswith(prompt):
             return len(prompt)
-        # It shows earlier turns otherwise by now, or an answer without the thought that its prompt begins.
+        # The template shows earlier turns differently now, or an answer without the reasoning that its prompt begins.
         bound = self._begin_of_text(index)
         after = max(after, self._end_of_text(index - 1))
         for header in _headers(self._tokenizer, str(self._tokenizer.chat_template)):
-            at = self.text.rfind(header, after, bound)
-            if at >= 0:
-                return at + len(header)
+            position = self.text.rfind(header, after, bound)
+            if position >= 0:
+                return position + len(header)
         mark = first_mark(self.text[after:bound], self._tokenizer)  # DeepSeek goes on right after a tool's result
         if mark is None:
             raise DataError(f"the chat template does not show where the answer of message {index} begins")
@@ -108,23 +109,23 @@ class _Conversation:
         alone = self._ended(messages)
         if start < len(alone) and self.text.startswith(alone):
             return len(alone)
-        said = self._end_of_text(index)
+        text_end = self._end_of_text(index)
         marked = self._ended([*messages[:-1], _marked_behind(messages[-1])])
         tail = alone[_end_of_marked(marked, alone, self._special) :]
-        if self.text.startswith(tail, said):
-            return said + len(tail)
-        behind = self.text[said : self._begin_of_text(index + 1)]
+        if self.text.startswith(tail, text_end):
+            return text_end + len(tail)
+        behind = self.text[text_end : self._begin_of_text(index + 1)]
         places = [(behind.index(mark), -len(mark), mark) for mark in self._special if mark in behind]
         if not places:
             raise DataError(
                 f"the chat template puts no end behind the answer of message {index}: no token of the tokenizer "
                 f"ends it ({behind.strip()!r:.60}); train_on: last leaves earlier answers out"
             )
-        at, _, mark = min(places)  # an answer in the middle ends otherwise, as in gpt-oss
-        return said + at + len(mark)
+        start_of_mark, _, mark = min(places)  # an answer in the middle ends otherwise, as in gpt-oss
+        return text_end + start_of_mark + len(mark)
 
     def _begin_of_text(self, index: int) -> int:
-        """Return where a message begins: its thought, its text, or else the name of its first call."""
+        """Return where a message begins: its reasoning, its text, or else the name of its first call."""
         shown = self._with(index, _marked_before)
         if _MARK not in shown and self._messages[index].get("tool_calls"):  # it leaves out the text beside a call
             shown = self._with(index, _marked_name)
@@ -150,12 +151,12 @@ def _end_of_marked(marked: str, text: str, special: Sequence[str]) -> int:
     return len(text) - same
 
 
-def _alike(one: str, other: str) -> int:
+def _alike(text: str, other: str) -> int:
     """Return the number of characters with which both begin."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(text), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+        low, high = (middle, high) if text[low:middle] == other[low:middle] else (low, middle - 1)
     return low
 
 
@@ -174,17 +175,17 @@ def _headers(tokenizer: Any, chat_template: str) -> list[str]:
 
 
 def _marked_before(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with marks where its thought begins, and its text, or else the name of its first call."""
+    """Return the message with marks where its reasoning begins, and its text, or else the name of its first call."""
     marked, text = dict(message), message.get("content") or ""
-    if _THOUGHT in text:
-        thoughts, _, said = text.rpartition(_THOUGHT)
-        before, begin, thought = thoughts.partition("<think>") if "<think>" in thoughts else ("", "", thoughts)
-        marked["content"] = f"{before}{begin}{_MARK}{thought}{_THOUGHT}{_MARK}{said}"
+    if _END_OF_REASONING in text:
+        reasoning, _, answer = text.rpartition(_END_OF_REASONING)
+        before, begin, thinking = reasoning.partition("<think>") if "<think>" in reasoning else ("", "", reasoning)
+        marked["content"] = f"{before}{begin}{_MARK}{thinking}{_END_OF_REASONING}{_MARK}{answer}"
     elif text or not message.get("tool_calls"):
         marked["content"] = _MARK + text
     else:
         marked = _marked_name(message)
-    for field in ("reasoning_content", "thinking", "reasoning"):
+    for field in REASONING_FIELDS:
         marked |= {field: _MARK + message[field]} if message.get(field) else {}
     return marked
 
@@ -217,28 +218,30 @@ def _marked_arguments(arguments: Any) -> Any:
     return text.removesuffix(closing) + _MARK + closing
 
 
-def _thought(message: dict[str, Any]) -> str:
-    """Return a message's thought without white space."""
-    fields = (message.get(field) for field in ("reasoning_content", "thinking", "reasoning"))
+def _reasoning(message: dict[str, Any]) -> str:
+    """Return a message's reasoning without white space."""
+    fields = (message.get(field) for field in REASONING_FIELDS)
     text = next((field for field in fields if field), None)
-    return "".join((text or (message.get("content") or "").rpartition(_THOUGHT)[0].rpartition("<think>")[2]).split())
+    return "".join(
+        (text or (message.get("content") or "").rpartition(_END_OF_REASONING)[0].rpartition("<think>")[2]).split()
+    )
 
 
 @lru_cache(maxsize=4)
-def _say_thoughts_left_out(chat_template: str) -> None:  # once
+def warn_of_reasoning_left_out(chat_template: str) -> None:  # once
     log.warning(
-        "the chat template leaves out thoughts of answers that are trained on: the policy learns to answer without them"
+        "the chat template leaves out the reasoning of answers that are trained on: the policy learns to answer without"
     )
 
 
 def _not_shown(message: dict[str, Any], span: str) -> str | None:
     """Return what of a message its span in the text lacks, in words; None if nothing. White space does not count, nor
-    thoughts and the text beside calls, which templates leave out by design (gpt-oss shows it as a thought)."""
-    there = "".join(span.split())
+    reasoning and the text beside calls, which templates leave out by design (gpt-oss shows it as reasoning)."""
+    shown = "".join(span.split())
     calls = message.get("tool_calls") or ()
     for call in calls:
         name = call.get("function", call).get("name") if isinstance(call, dict) else None
-        if isinstance(name, str) and "".join(name.split()) not in there:
+        if isinstance(name, str) and "".join(name.split()) not in shown:
             return f"the call of {name!r}"
-    text = "".join((message.get("content") or "").rpartition(_THOUGHT)[2].split())
-    return None if calls or text.removeprefix("<think>") in there else "the text"
+    text = "".join((message.get("content") or "").rpartition(_END_OF_REASONING)[2].split())
+    return None if calls or text.removeprefix("<think>") in shown else "the text"

@@ -5,26 +5,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, needs_answer, rows_of_file, table_options, unseen
 from grpo_mcore.data.datasets.files import settings_for
-from grpo_mcore.data.datasets.jsonl import is_json, is_list, parse
+from grpo_mcore.data.datasets.jsonl import JsonLines
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, name_of, setting
 from grpo_mcore.data.datasets.source import Source, open_source
-from grpo_mcore.data.gym.files import read_lines
 from grpo_mcore.data.gym.summary import Histogram
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.processors import find_processor, longest_prompt
 from grpo_mcore.recipe import FILE_DATASETS, DatasetEntry, MasterConfig, dataset_by_name, runs_grpo
 from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.messages import content_text
 
 _REPEATED_LINES = 5  # line numbers that are named for a repeated prompt
-_NAMED = 5  # things said for each kind of problem, and rows that are named for each
+_NAMED = 5  # details shown for each kind of problem, and rows named for each
 _FIELDS = 20
 _LONGEST_SAMPLE = 3000  # characters
 _REWARDS = ("reward", "chosen_reward", "rejected_reward")
@@ -45,11 +44,10 @@ class CheckReport:
     """Rows of a table, or lines that are not blank."""
     usable_rows: int = 0
     unseen: str | None = None
-    """Note about a text of the first row that the model does not see, if there is one."""
+    """Note about a text of the first row that the model is not shown, if there is one."""
     fields: Counter[str] = field(default_factory=Counter)
     problems: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Kind of problem -> what is said of a row -> the first rows of which it is said. `counts` has the number of all.
-    """
+    """Kind of problem -> details -> the first rows with them. `counts` has the number of all."""
     counts: Counter[str] = field(default_factory=Counter)
     lengths: Histogram = field(default_factory=Histogram)
     """Tokens of the prompts, or of whole conversations where answers are trained on."""
@@ -60,20 +58,20 @@ class CheckReport:
     with_other_answers: int = 0
     """Prompts that occur with different answers."""
     first_repeated: list[int] = field(default_factory=list)
-    """Numbers of the rows of the first prompt that is repeated."""
+    """Row numbers of the first duplicate prompt."""
     rewards: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     samples: list[str] = field(default_factory=list)
 
     @property
     def usable(self) -> bool:
-        """Whether a run can use every row."""
+        """True if a run can use every row."""
         return self.rows > 0 and self.usable_rows == self.rows
 
     def add_problem(self, kind: str, number: int, details: str) -> None:
         self.counts[kind] += 1
-        said = self.problems.setdefault(kind, {})
-        if details in said or len(said) < _NAMED:
-            rows = said.setdefault(details, [])
+        by_details = self.problems.setdefault(kind, {})
+        if details in by_details or len(by_details) < _NAMED:
+            rows = by_details.setdefault(details, [])
             rows += [number] if len(rows) < _NAMED else []
 
     def __str__(self) -> str:
@@ -97,11 +95,11 @@ class CheckReport:
             lines += ["    " + line for line in rewards.lines()]
         for kind, count in self.counts.most_common():
             lines.append(f"cannot be used, {count:,} rows: {kind}")
-            said = self.problems[kind]
-            for details, numbers in said.items():
-                named = f"{self.unit}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-                lines.append(f"    {named}{', ...' if len(numbers) == _NAMED < count else ''}: {details}")
-            if len(said) == _NAMED < count:
+            by_details = self.problems[kind]
+            for details, numbers in by_details.items():
+                places = f"{self.unit}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+                lines.append(f"    {places}{', ...' if len(numbers) == _NAMED < count else ''}: {details}")
+            if len(by_details) == _NAMED < count:
                 lines.append("    ...")
         if not self.rows:
             lines.append("cannot be used: it has no rows")
@@ -144,12 +142,15 @@ def check_file(
     """(line, hash of the answer) of every usable row, by the hash of its prompt."""
     infos: list[tuple[int, Row]] = []
     """(line, what the environment gets) of every usable row that it would score."""
-    unit, rows = _rows_of(path, config)
-    report.unit = unit
-    for number, read in rows:
+    source = _open(path, config)
+    report.unit = {JsonLines: "line", list: "object"}.get(type(source.rows), "row")
+    for index, number in enumerate(source.numbers):
         report.rows += 1
         try:
-            row = read()
+            try:
+                row = source.rows[index]
+            except DataError as error:
+                raise Unusable("not JSON", str(error).removeprefix(f"{source.name_of(index)}: ")) from error
             report.fields.update(row.keys())
             check = check or _RowCheck(path, config, row, report)
             _count_rewards(row, report)
@@ -163,13 +164,13 @@ def check_file(
             if check.info is not None:
                 infos.append((number, check.info))
             if len(report.samples) < samples:
-                report.samples.append(f"{unit} {number}\n{shown()}")
+                report.samples.append(f"{report.unit} {number}\n{shown()}")
     if truths is not None and check is not None and infos:
         problems = truths(check.env_name, [info for _, info in infos])
-        for (number, _), why in zip(infos, problems, strict=True):
-            if why is not None:
+        for (number, _), reason in zip(infos, problems, strict=True):
+            if reason is not None:
                 report.usable_rows -= 1
-                report.add_problem("no answer could be right", number, why)
+                report.add_problem("no answer could be right", number, reason)
     repeated = [rows for rows in seen.values() if len(rows) > 1]  # in the order of their first lines
     report.repeated = sum(len(rows) - 1 for rows in repeated)
     report.with_other_answers = sum(len({answer for _, answer in rows}) > 1 for rows in repeated)
@@ -180,8 +181,8 @@ def check_file(
 def recipe_files(config: MasterConfig) -> list[Path]:
     """Return the files of a recipe's datasets. Raises DataError if it reads none."""
     entries = [*config.data.train, *config.data.validation]
-    named = [entry.data_path for entry in entries if dataset_by_name(entry.dataset_name) in FILE_DATASETS]
-    files = [Path(name) for name in dict.fromkeys(named) if name]
+    names = [entry.data_path for entry in entries if dataset_by_name(entry.dataset_name) in FILE_DATASETS]
+    files = [Path(name) for name in dict.fromkeys(names) if name]
     if not files:
         raise DataError("data: no dataset of the recipe is read from a file of its own (data_path)")
     return files
@@ -194,7 +195,7 @@ class _RowCheck:
         self._report = report
         self.info: Row | None = None
         """Metadata that the last row gives its environment; None if no environment scores it."""
-        entry, name, place = _entry(path, config, first)
+        entry, name, source = _entry(path, config, first)
         self.env_name: str | None = setting(entry, "env_name")
         self._pairs = name == "BinaryPreferenceDataset"
         answered = name == "openai_format" and "ground_truth" not in first
@@ -217,7 +218,7 @@ class _RowCheck:
             if isinstance(entry, dict)
             else []
         )
-        report.read_as = f"{place}: {', '.join([name, *guessed])}"
+        report.read_as = f"{source}: {', '.join([name, *guessed])}"
         report.unseen = unseen(entry, name, first)
         self._tokenizer = None
         if config is None:
@@ -250,7 +251,7 @@ class _RowCheck:
             prompt, answers = chat["messages"], []
         else:
             prompt, answers = (_prompt_and_answers if self._trains_on_answers else _prompt_and_truth)(chat)
-        if not self._is_gym_task and not any(_text(message["content"]).strip() for message in prompt):
+        if not self._is_gym_task and not _text(prompt).strip():
             raise Unusable("no question", "the prompt is blank")
         if not self._needs_answer and answers == [None]:
             answers = []
@@ -269,8 +270,8 @@ class _RowCheck:
             self.info = (
                 data[0]["extra_env_info"] if data else {**fields, "ground_truth": answers[0] if answers else None}
             )
-        asked = chat["gym_task"] if self._is_gym_task else [prompt, chat.get("tools")]
-        return _hash(asked), _hash(answers), lambda: _shown(prompt, answers, data)
+        question = chat["gym_task"] if self._is_gym_task else [prompt, chat.get("tools")]
+        return _hash(question), _hash(answers), lambda: _shown(prompt, answers, data)
 
     def _process(self, chat: Row) -> DatumSpec:
         try:
@@ -281,60 +282,40 @@ class _RowCheck:
             raise Unusable("the processor fails", f"{type(error).__name__}: {error}") from error
 
 
-def _rows_of(path: Path, config: MasterConfig | None) -> tuple[str, Iterator[tuple[int, Callable[[], Row]]]]:
-    """Return what numbers count, and (number, a function that returns the row) of each row, as a run reads them: from
-    a table, or from a file of JSON, where a line that cannot be parsed is Unusable and others are read on."""
-    if is_json(str(path)) and not is_list(path):
-        return "line", _lines(path)
-    named = [entry for _, entry in _entries(config) if _is_file(path, entry.data_path)]
-    source = open_source(str(path), **(table_options(named[0]) if named else {}))
-    unit = "object" if is_json(str(path)) else "row"
-    return unit, ((number, partial(source.rows.__getitem__, i)) for i, number in enumerate(source.numbers))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Callable[[], Row]]]:
-    for number, line in read_lines(path):
-        if line is None or line.strip():
-            yield number, partial(_parsed, line, f"line {number}")
+def _open(path: Path, config: MasterConfig | None) -> Source:
+    """Open a file as a run reads it."""
+    own_entries = [entry for _, entry in _entries(config) if _is_file(path, entry.data_path)]
+    return open_source(str(path), parsed=False, **(table_options(own_entries[0]) if own_entries else {}))
 
 
 def _entries(config: MasterConfig | None) -> list[tuple[str, DatasetEntry]]:
-    """Return (place, entry) of all datasets of a recipe."""
+    """Return (key, entry) of all datasets of a recipe."""
     parts = () if config is None else (("train", config.data.train), ("validation", config.data.validation))
     return [(f"data.{part}[{index}]", entry) for part, entries in parts for index, entry in enumerate(entries)]
 
 
 def _entry(path: Path, config: MasterConfig | None, first: Row) -> tuple[Entry, str, str]:
-    """Return (the entry with which the file is read, its kind of dataset, the place that says so)."""
+    """Return (the entry with which the file is read, its kind of dataset, the key that says so)."""
     entries = _entries(config)
-    named = [(place, entry) for place, entry in entries if _is_file(path, entry.data_path)]
-    pairs = not named and {"chosen", "rejected"} <= first.keys()
+    own_entries = [(key, entry) for key, entry in entries if _is_file(path, entry.data_path)]
+    pairs = not own_entries and {"chosen", "rejected"} <= first.keys()
     if pairs or not entries:
         keys = {"dataset_name": "ResponseDataset", "data_path": str(path)} | settings_for(first)
         return keys, keys["dataset_name"], "by the fields of its first row"
-    files = [(place, entry) for place, entry in entries if dataset_by_name(entry.dataset_name) in FILE_DATASETS]
-    place, entry = (named or files or entries)[0]
+    files = [(key, entry) for key, entry in entries if dataset_by_name(entry.dataset_name) in FILE_DATASETS]
+    key, entry = (own_entries or files or entries)[0]
     name = dataset_by_name(entry.dataset_name)
     if name not in FILE_DATASETS:
         raise DataError(
-            f"{path}: {place} of the recipe is {entry.dataset_name!r}, which is not read from a file. This file "
+            f"{path}: {key} of the recipe is {entry.dataset_name!r}, which is not read from a file. This file "
             f"could be {' or '.join(FILE_DATASETS)}: data.train.dataset_name=... data.train.data_path={path}"
         )
     whole = {key: value for key, value in _WHOLE_FILE.items() if setting(entry, key) is not None}
-    return entry.model_copy(update={**whole, "data_path": str(path)}), str(name), place
+    return entry.model_copy(update={**whole, "data_path": str(path)}), str(name), key
 
 
-def _is_file(path: Path, named: str | None) -> bool:
-    return named is not None and (str(path) == named or Path(named).exists() and path.samefile(named))
-
-
-def _parsed(line: bytes | None, place: str) -> Row:
-    if line is None:
-        raise Unusable("not JSON", "the line is too long to be read")
-    try:
-        return parse(line.rstrip(b"\r\n"), place)
-    except DataError as error:
-        raise Unusable("not JSON", str(error).removeprefix(f"{place}: ")) from error
+def _is_file(path: Path, data_path: str | None) -> bool:
+    return data_path is not None and (str(path) == data_path or Path(data_path).exists() and path.samefile(data_path))
 
 
 def _count_rewards(row: Row, report: CheckReport) -> None:
@@ -355,21 +336,17 @@ def _prompt_and_truth(chat: Row) -> tuple[list[Row], list[Any]]:
 def _prompt_and_answers(chat: Row) -> tuple[list[Row], list[Any]]:
     """Split a row as SFT reads it: everything that the assistant says or calls is trained on."""
     messages = chat["messages"]
-    said = [message for message in messages if message["role"] == "assistant"]
-    before = messages[: messages.index(said[0])] if said else messages
-    return before, [[message["content"] or _calls(message) for message in said]]
-
-
-def _calls(message: Row) -> str:
-    return json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    return (messages[: messages.index(answers[0])] if answers else messages), [answers]
 
 
 def _text(value: Any) -> str:
-    """Return the text of an answer, of messages, or of a ground truth."""
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return "\n".join(value)
-    if isinstance(value, list) and all(isinstance(one, dict) and "content" in one for one in value):
-        return "\n".join(str(one["content"]) for one in value)
+    """Return the text of messages, of a list of texts, or of a ground truth."""
+    if isinstance(value, list):
+        return "\n".join(map(_text, value))
+    if isinstance(value, dict) and "content" in value:
+        calls = json.dumps(value["tool_calls"]) if value.get("tool_calls") else ""
+        return content_text(value["content"]) or calls
     return "" if value is None else str(value)
 
 
@@ -380,14 +357,14 @@ def _hash(value: Any) -> int:
 def _shown(prompt: list[Row], answers: list[Any], data: list[DatumSpec]) -> str:
     """Return a row as the model will see it, or its messages where there is no tokenizer."""
     if not data:
-        turns = [(message["role"], _text(message["content"])) for message in prompt]
+        turns = [(message["role"], _text(message)) for message in prompt]
     else:
         turns = []
         for datum in data:
             for message in datum["message_log"]:
                 trained = "token_loss_mask" in message and bool(message["token_loss_mask"].any())
-                what = "trained on" if trained else "prompt"
-                turns.append((f"{what}, {len(message['token_ids'])} tokens", message["content"]))
-    if not data or not any(what.startswith("trained") for what, _ in turns):
+                heading = "trained on" if trained else "prompt"
+                turns.append((f"{heading}, {len(message['token_ids'])} tokens", message["content"]))
+    if not data or not any(heading.startswith("trained") for heading, _ in turns):
         turns += [("answer", _text(answer)) for answer in answers]
-    return "\n".join(f"--- {what}\n{text}" for what, text in turns)
+    return "\n".join(f"--- {heading}\n{text}" for heading, text in turns)

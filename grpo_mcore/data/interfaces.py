@@ -29,9 +29,9 @@ class DataError(ValueError):
 class RowError(DataError):
     """A row that cannot be used. `reason` is the text without the row's name, so that rows can be counted by it."""
 
-    def __init__(self, place: str, reason: str) -> None:
-        super().__init__(f"{place}: {reason}")
-        self.place, self.reason = place, reason
+    def __init__(self, row: str, reason: str) -> None:
+        super().__init__(f"{row}: {reason}")
+        self.row, self.reason = row, reason
 
 
 class UidError(DataError):

@@ -68,7 +68,7 @@ def build_train_dataloader(
     custom = settings.custom_dataloader
     function = import_by_path(custom, "custom_dataloader", DataError) if custom else example_custom_dataloader
     loaders = {
-        name: build_dataloader(one, size, settings.shuffle, seed, collate=_by_column) for name, one in dataset.items()
+        name: build_dataloader(rows, size, settings.shuffle, seed, collate=by_column) for name, rows in dataset.items()
     }
     return MultipleDataloaderWrapper(num_prompts_per_step, function, loaders)
 
@@ -102,8 +102,8 @@ class MultipleDataloaderWrapper:
         if self._iterators is None:
             self._iterators = {name: iter(loader) for name, loader in self.dataloaders.items()}
         try:
-            given = {"expected_num_prompts": self.expected_num_prompts, "pass_rates": self.pass_rates}
-            records = given | self.records
+            values = {"expected_num_prompts": self.expected_num_prompts, "pass_rates": self.pass_rates}
+            records = values | self.records
             batch, self._iterators = self.custom_dataloader(self._iterators, self.dataloaders, **records)
         except StopIteration as error:
             raise DataError(
@@ -151,7 +151,7 @@ class MultipleDataloaderWrapper:
         return f"the custom_dataloader {getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"
 
 
-def _by_column(batch: list[DatumSpec], epoch: int) -> BatchedDataDict:
+def by_column(batch: list[DatumSpec], epoch: int) -> BatchedDataDict:
     """Return a column for each field of DatumSpec; a processor's extra fields are in the column `others`."""
     suffix = f"@{epoch + 1}" if epoch else ""
     columns: dict[str, list[Any]] = {name: [datum.get(name) for datum in batch] for name in _FIELDS}
@@ -161,7 +161,7 @@ def _by_column(batch: list[DatumSpec], epoch: int) -> BatchedDataDict:
 
 
 def _by_prompt(batch: Any, name: str) -> list[DatumSpec]:
-    """Return the rows of a batch that was made of `_by_column`'s batches."""
+    """Return the rows of a batch that was made of `by_column`'s batches."""
     if not isinstance(batch, BatchedDataDict) or not {*_FIELDS, "others"} <= set(batch):
         raise DataError(
             f"{name} must return (BatchedDataDict.from_batches(batches of the data loaders), data_iterators), "

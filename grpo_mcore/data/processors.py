@@ -14,7 +14,6 @@ from typing import Any
 
 from grpo_mcore.base.imports import import_by_path
 from grpo_mcore.data.answers import Chat, trained_spans
-from grpo_mcore.data.bounded import in_time
 from grpo_mcore.data.interfaces import (
     RESERVED_KEYS,
     DataError,
@@ -27,6 +26,14 @@ from grpo_mcore.data.turn_tokens import marks_of_a_question
 from grpo_mcore.recipe import CustomCode, MasterConfig
 from grpo_mcore.rollout.chat_form import chat_form
 from grpo_mcore.rollout.datum import DatumSpec, Message
+from grpo_mcore.rollout.messages import (
+    REASONING_FIELDS,
+    MessageError,
+    join_texts,
+    read_messages,
+    read_tools,
+    refuse_unknown_roles,
+)
 from grpo_mcore.rollout.text_tokens import tokens_behind
 
 SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:sliding_puzzle_processor"
@@ -34,7 +41,7 @@ SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:sliding_puzzle_processor"
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A row with what its processor gets beside it. `limit`: tokens that it may have, None: any number."""
+    """A row and the other arguments of its processor. `limit` is the maximum number of its tokens; None: any number."""
 
     fields: dict[str, Any]
     spec: TaskDataSpec
@@ -51,7 +58,7 @@ class TaskRow:
         return uid_text(self.fields.get("uid"), f"{self.task_name}:{self.idx}")
 
     def datum(self, log: list[Message], length: int, *, fits: bool, info: dict[str, Any] | None = None) -> DatumSpec:
-        """Return the row as a datum. `info`: for its environment."""
+        """Return the row as a datum. `info` holds the values for its environment."""
         return DatumSpec(
             message_log=log,
             length=length,
@@ -64,16 +71,31 @@ class TaskRow:
 
 
 def _processor(process: Callable[[TaskRow], DatumSpec]) -> TaskDataProcessFnCallable:
-    """Return the processor that calls a function of the row."""
+    """Return the processor that calls a function of the row. The row's messages and tools are brought into one form
+    first, wherever its dataset has them from."""
 
     def processor(
         datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int | None, idx: int
     ) -> DatumSpec:
-        return process(TaskRow(datum_dict, task_data_spec, tokenizer, max_seq_length, idx))
+        row = TaskRow(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+        fields = dict(datum_dict)
+        if fields.get("messages"):
+            fields["messages"] = _read(row, "messages")
+        if fields.get("tools"):
+            fields["tools"] = _read(row, "tools", read_tools)
+        return process(replace(row, fields=fields))
 
     for name in ("__name__", "__qualname__", "__doc__"):
         setattr(processor, name, getattr(process, name))
     return processor
+
+
+def _read(row: TaskRow, key: str, read: Callable[[Any, str], list[Any]] = read_messages) -> list[Any]:
+    """Return the messages, or tools, of a row in their normal form, each text in one piece."""
+    try:
+        return join_texts(read(row.fields[key], key), chat_form(row.tokenizer).joint)
+    except MessageError as error:
+        raise RowError(row.uid, str(error)) from error
 
 
 @_processor
@@ -130,10 +152,10 @@ def sft_processor(row: TaskRow) -> DatumSpec:
     datum = row.datum(log, length, fits=row.limit is None or length <= row.limit)
     if row.spec.hint_key is not None:
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        told = _answered_log(row, [*_hinted(row, messages[:first]), *messages[first:]])
-        if [turn["content"] for turn in told[1:]] != [turn["content"] for turn in log[1:]]:
+        hinted_log = _answered_log(row, [*_hinted(row, messages[:first]), *messages[first:]])
+        if [turn["content"] for turn in hinted_log[1:]] != [turn["content"] for turn in log[1:]]:
             raise RowError(row.uid, "the chat template writes its answers differently after the hint")
-        datum["teacher_prompt"] = told[0]["token_ids"]
+        datum["teacher_prompt"] = hinted_log[0]["token_ids"]
     return datum
 
 
@@ -143,7 +165,7 @@ def preference_processor(row: TaskRow) -> DatumSpec:
     on (`train_on`: all or the last), including their end tokens, and nothing of the prompt. Both answers must fit."""
     prompt = _with_task_prompts(row.fields["messages"], row.spec)
     logs = [
-        _answered_log(row, [*prompt, *row.fields[answer]], len(prompt), f" ({answer})")
+        _answered_log(row, [*prompt, *_read(row, answer)], len(prompt), f" ({answer})")
         for answer in ("chosen", "rejected")
     ]
     lengths = [sum(len(turn["token_ids"]) for turn in log) for log in logs]
@@ -154,21 +176,21 @@ def preference_processor(row: TaskRow) -> DatumSpec:
 
 def _answered_log(row: TaskRow, messages: list[dict[str, Any]], first: int = 0, which: str = "") -> list[Message]:
     """Return a conversation up to its last answer, as tokens with their loss masks. The assistant's messages from
-    index `first` on are answers, each tokenised separately; all else is context. `which`: of the row's conversations,
-    for messages. `train_on` of the task: all answers are trained on, or the last.
+    index `first` on are answers, each tokenised separately; all else is context. `which` names one of the row's
+    conversations in errors. The task's `train_on` says whether all answers are trained on, or the last.
 
     An answer begins where a generation would begin. With `all`, earlier answers are trained on as the template shows
-    them once later turns follow: Qwen3 and DeepSeek leave out their thoughts then.
+    them once later turns follow: Qwen3 and DeepSeek leave out their reasoning then.
     """
     tokenizer, uid = row.tokenizer, row.uid + which
     _refuse_templated(messages, tokenizer, uid)
     form = chat_form(tokenizer)
     prompt = form.messages(messages[:first])
     messages = [*prompt, *form.messages(messages[first:])]
-    said = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= len(prompt)]
-    if not said:
+    assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= len(prompt)]
+    if not assistant:
         raise RowError(uid, "it has no assistant message, so there is nothing to train on")
-    answers = [i for i in said if _is_trained(messages[i], uid)]
+    answers = [i for i in assistant if _is_trained(messages[i], uid)]
     if not answers:
         raise RowError(uid, f"all its answers are marked as context ({', '.join(_MARKS_OF_CONTEXT)})")
     if blank := [i for i in answers if not (str(messages[i].get("content") or "").strip() or _says(messages[i]))]:
@@ -215,7 +237,7 @@ def _is_trained(message: dict[str, Any], uid: str) -> bool:
 
 def _says(message: dict[str, Any]) -> bool:
     """Return whether a message without a text says something nevertheless."""
-    return any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
+    return any(message.get(key) for key in ("tool_calls", *REASONING_FIELDS))
 
 
 PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
@@ -236,10 +258,10 @@ def longest_prompt(config: MasterConfig) -> int:
     return min(limit for limit in (*limits, config.policy.max_total_sequence_length) if limit is not None)
 
 
-def find_processor(named: str | CustomCode) -> TaskDataProcessFnCallable:
+def find_processor(choice: str | CustomCode) -> TaskDataProcessFnCallable:
     """Return a processor by name or import path ("package.module:function" or "package.module.function"), or a custom
     one with its options."""
-    name, options = (named.path, named.options) if isinstance(named, CustomCode) else (named, {})
+    name, options = (choice.path, choice.options) if isinstance(choice, CustomCode) else (choice, {})
     name = SLIDING_PUZZLE if name == "sliding_puzzle_processor" else name
     if name in PROCESSORS:
         return PROCESSORS[name]
@@ -292,8 +314,8 @@ def _hinted(row: TaskRow, messages: list[dict[str, Any]]) -> list[dict[str, Any]
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None or not isinstance(messages[last]["content"], str):
         raise RowError(row.uid, "no question in text that the hint could go into")
-    told = {**messages[last], "content": row.spec.with_hint(messages[last]["content"], hint)}
-    return [*messages[:last], told, *messages[last + 1 :]]
+    hinted = {**messages[last], "content": row.spec.with_hint(messages[last]["content"], hint)}
+    return [*messages[:last], hinted, *messages[last + 1 :]]
 
 
 def _split_answer(row: TaskRow) -> tuple[list[dict[str, Any]], str | None]:
@@ -339,22 +361,17 @@ def _refuse_templated(messages: Chat, tokenizer: Any, uid: str) -> None:
             )
 
 
-_ROLES = ("system", "user", "assistant", "tool")
-
-
 def _shown(row: TaskRow, messages: Chat, uid: str, *, add_generation_prompt: bool) -> str:
     """Return messages as the chat template writes them, with the row's `tools`."""
-    for role in {message["role"] for message in messages} - {*_ROLES}:
-        if role not in str(row.tokenizer.chat_template):  # many templates write any role down, though no model knows it
-            raise RowError(
-                uid, f"the role {role!r} is neither one of {', '.join(_ROLES)} nor named in the chat template"
-            )
+    try:
+        refuse_unknown_roles(messages, row.tokenizer.chat_template)
+    except MessageError as error:
+        raise RowError(uid, str(error)) from error
     tools = {"tools": row.fields["tools"]} if row.fields.get("tools") else {}
     try:
-        with in_time():
-            return row.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **tools
-            )
+        return row.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **tools
+        )
     except Exception as error:  # a template is code of the model's author and may raise anything
         raise RowError(uid, f"the chat template rejects it: {type(error).__name__}: {error}") from error
 
@@ -364,7 +381,7 @@ def _tokenise(turns: list[tuple[str, str]], tokenizer: Any) -> list[Message]:
     import torch
 
     before = ["", *(text for _, text in turns)]
-    encoded = [tokens_behind(tokenizer, said, text) for said, (_, text) in zip(before, turns, strict=False)]
+    encoded = [tokens_behind(tokenizer, earlier, text) for earlier, (_, text) in zip(before, turns, strict=False)]
     return [
         Message(role=role, content=text, token_ids=torch.tensor(ids, dtype=torch.int64))
         for (role, text), ids in zip(turns, encoded, strict=True)

@@ -65,17 +65,18 @@ class Excluded:
         if not self.count:
             return f"none of {self.checked} prompts excluded"
         names = ", ".join(self.uids) + (", ..." if self.count > len(self.uids) else "")
-        why = ", ".join(f"{reason}: {count}" for reason, count in sorted(self.reasons.items()))
-        why = next(iter(self.reasons)) if len(self.reasons) == 1 else f"unusable ({why})"
-        return f"{self.count} of {self.checked} prompts excluded as {why}: {names}"
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(self.reasons.items()))
+        reasons = next(iter(self.reasons)) if len(self.reasons) == 1 else f"unusable ({reasons})"
+        return f"{self.count} of {self.checked} prompts excluded as {reasons}: {names}"
 
 
 class AllTaskProcessedDataset(Dataset[DatumSpec]):
     """The dataset that loaders read: `dataset[i]` is row i as a DatumSpec, `usable(i)` whether a loader may take it.
 
     `task_data_processors` maps task names to (task spec, processor), or is one processor for all rows, used with
-    with `default_task_data_spec`. `max_seq_length` is in tokens; None means no limit. `max_unusable_share`: of the rows
-    that cannot be made a prompt. Raises DataError beyond it, for wrong uids, and where no usable row is left.
+    `default_task_data_spec`. `max_seq_length` is in tokens; None means no limit. `max_unusable_share` is the largest
+    share of rows that may fail to become a prompt. Raises DataError beyond it, for wrong uids, and where no usable row
+    is left.
     """
 
     def __init__(
@@ -144,8 +145,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         with no_exit("the processor"):
             datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
         task = datum.get("task_name") or name or spec.task_name
-        given = datum.get("uid")
-        uid = uid_text(row.get("uid") if given is None or given == "" else given, f"{task}:{idx}")
+        own_uid = datum.get("uid")
+        uid = uid_text(row.get("uid") if own_uid is None or own_uid == "" else own_uid, f"{task}:{idx}")
         return cast(DatumSpec, {**datum, "task_name": task, "uid": uid})
 
     def usable(self, idx: int) -> bool:
@@ -175,7 +176,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         except (_NoProcessor, OSError, MemoryError):  # not the row's fault
             raise
         except RowError as error:
-            return _excluded(idx, error.reason, self.default_task_data_spec.task_name, error.place), error
+            return _excluded(idx, error.reason, self.default_task_data_spec.task_name, error.row), error
         except Exception as error:  # a processor may be the user's own program
             if isinstance(error, UidError) and len(self) <= CHECK_AT_ONCE:
                 raise
@@ -235,10 +236,10 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     def _refuse_too_many(self, failed: int, rows: int, errors: Sequence[Exception]) -> None:
         """Raise DataError if more of the rows could not be made a prompt than the recipe tolerates."""
         if errors and failed > self.max_unusable_share * rows:
-            what = "; ".join(dict.fromkeys(_in_words(error) for error in errors[:_ERRORS_SHOWN]))
+            reasons = "; ".join(dict.fromkeys(_in_words(error) for error in errors[:_ERRORS_SHOWN]))
             raise DataError(
                 f"{failed:,} of {rows:,} rows cannot be used, more than data.max_unusable_share "
-                f"({self.max_unusable_share:g}) allows: {what}" + (", ..." if failed > _ERRORS_SHOWN else "")
+                f"({self.max_unusable_share:g}) allows: {reasons}" + (", ..." if failed > _ERRORS_SHOWN else "")
             ) from errors[0]
 
     def _report_excluded(self, datum: DatumSpec) -> None:
@@ -287,8 +288,8 @@ class TaskData:
         """Return the first usable rows of each dataset; without `validation` only of those to train on."""
         train = list(self.train.values()) if isinstance(self.train, Mapping) else [self.train]
         datasets = train if self.validation is None or not validation else [*train, self.validation]
-        usable = [islice(filter(one.usable, range(len(one))), count) for one in datasets]
-        return [one[index] for one, indices in zip(datasets, usable, strict=True) for index in indices]
+        usable = [islice(filter(dataset.usable, range(len(dataset))), count) for dataset in datasets]
+        return [dataset[index] for dataset, indices in zip(datasets, usable, strict=True) for index in indices]
 
 
 def build_task_data(
@@ -349,7 +350,7 @@ def _warn_of_shared_rows(train: Sequence[Entry], validation: Sequence[Entry]) ->
 
 
 def _table_of(entry: Entry) -> tuple[str | None, ...] | None:
-    """Return what an entry reads; None where a class of its own generates it."""
+    """Return the source that an entry reads; None where a custom class generates the rows."""
     name, path, split = (setting(entry, key) for key in ("dataset_name", "data_path", "split"))
     if not path and dataset_by_name(name or "") in (None, "SlidingPuzzle"):
         return None

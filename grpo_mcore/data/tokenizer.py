@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.bounded import try_template
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
 
@@ -42,7 +41,7 @@ def load_tokenizer(
         raise DataError(f"the tokenizer {name!r} has no chat template; set policy.tokenizer.chat_template")
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")  # of a file that Windows wrote
-    try_template(tokenizer, name)
+    _try_template(tokenizer, name)
     for key in chat_template_kwargs or ():
         if key not in str(tokenizer.chat_template):
             logger.warning("policy.tokenizer.chat_template_kwargs.%s: the chat template does not use it", key)
@@ -51,9 +50,31 @@ def load_tokenizer(
     return tokenizer
 
 
+def _try_template(tokenizer: Any, name: str) -> None:
+    """Render a short conversation. Raise DataError for a template that does not show the question, and warn about one
+    without a generation prompt. Other errors are reported where the text is needed: a template may want other messages.
+    """
+    question = [{"role": "user", "content": "question"}]
+    try:
+        shown = tokenizer.apply_chat_template(question, tokenize=False)
+        prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([*question, {"role": "assistant", "content": "answer"}], tokenize=False)
+        header = whole.removeprefix(prompt).partition("answer")[0].strip()
+    except Exception:  # a template is code of the model's author
+        return
+    if shown == prompt and whole.startswith(prompt) and header:
+        logger.warning(
+            "the chat template of %r has no generation prompt: the policy has to write %r before each answer",
+            name,
+            header,
+        )
+    if "question" not in shown:
+        raise DataError(f"the chat template of {name!r} does not show a question; set policy.tokenizer.chat_template")
+
+
 def check_token_ids(tokenizer: Any, name: str, vocab_size: int, model: str) -> None:
     """Raise DataError if the tokenizer has tokens that the model has no embedding for: they would be trained on as
-    zeros where the vocabulary is split and padded, and end the run where it is not. `vocab_size`: of config.json.
+    zeros where the vocabulary is split and padded, and end the run where it is not. `vocab_size` is config.json's.
 
     Placeholders of images, sound and video may be missing in a text-only model, whose data has none.
     """
@@ -72,16 +93,16 @@ def check_token_ids(tokenizer: Any, name: str, vocab_size: int, model: str) -> N
 
 def check_same_tokens(tokenizer: Any, teacher: Any, name: str) -> None:
     """Raise DataError if a token of `tokenizer` has another number, or none, in the teacher's: a teacher scores the
-    student's token ids. The teacher may have further tokens. `name`: of the teacher, for the message."""
-    mine, theirs = tokenizer.get_vocab(), teacher.get_vocab()
-    odd = [token for token, number in mine.items() if theirs.get(token) != number]
+    student's token ids. The teacher may have further tokens. `name` is the teacher's, for the message."""
+    vocab, teacher_vocab = tokenizer.get_vocab(), teacher.get_vocab()
+    odd = [token for token, number in vocab.items() if teacher_vocab.get(token) != number]
     if odd:
-        token = min(odd, key=mine.__getitem__)
-        there = f"number {theirs[token]}" if token in theirs else "no token"
+        token = min(odd, key=vocab.__getitem__)
+        other = f"number {teacher_vocab[token]}" if token in teacher_vocab else "no token"
         raise DataError(
-            f"the teacher {name!r} has another tokenizer than the policy: {token!r} is number {mine[token]} here and "
-            f"{there} there ({len(odd)} of {len(mine)} tokens differ). A teacher scores the policy's token ids: choose "
-            "one with the policy's tokenizer"
+            f"the teacher {name!r} has another tokenizer than the policy: {token!r} is number {vocab[token]} here and "
+            f"{other} there ({len(odd)} of {len(vocab)} tokens differ). A teacher scores the policy's token ids: "
+            "choose one with the policy's tokenizer"
         )
 
 
@@ -93,12 +114,12 @@ def say_other_ends(tokenizer: Any, folder: Path) -> None:
             continue
         settings = _settings(folder / file)
         for key in ("eos_token_id", "pad_token_id"):
-            value, mine = settings.get(key, settings.get("text_config", {}).get(key)), getattr(tokenizer, key)
+            value, own_id = settings.get(key, settings.get("text_config", {}).get(key)), getattr(tokenizer, key)
             numbers = value if isinstance(value, list) else [] if value is None else [value]
-            if numbers and mine not in numbers:
+            if numbers and own_id not in numbers:
                 logger.warning(
                     "%s of %s is %s, that of the tokenizer %s (%r): %s",
-                    *(key, folder / file, value, mine, tokenizer.convert_ids_to_tokens(mine)),
+                    *(key, folder / file, value, own_id, tokenizer.convert_ids_to_tokens(own_id)),
                     "answers end with any of them" if key == "eos_token_id" else "the tokenizer's is used",
                 )
 

@@ -52,9 +52,9 @@ def marks_of_a_question(tokenizer: Any) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4)
 def _marks_of_a_question(tokenizer: Any, chat_template: str) -> tuple[str, ...]:
-    asked = [{"role": "user", "content": _QUESTION}]
+    messages = [{"role": "user", "content": _QUESTION}]
     try:
-        text = tokenizer.apply_chat_template(asked, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # a template is code of the model's author
         return ()
     special = {*special_texts(tokenizer)} - {getattr(tokenizer, "bos_token", None)}
@@ -91,12 +91,12 @@ class TurnTemplate:
         else:
             between = self._after_answer(self._render(_message(role, text)))
             ids = self._ids(between)
-        said = said_already(ids, self._last, stop_token, self._marks, self._tokenizer.eos_token_id)
+        skipped = said_already(ids, self._last, stop_token, self._marks, self._tokenizer.eos_token_id)
         import torch  # heavy, and not needed where rows are only checked
 
         from grpo_mcore.rollout.trajectory import Turn
 
-        return Turn(role, torch.tensor(ids[said:], dtype=torch.int64), text=between)
+        return Turn(role, torch.tensor(ids[skipped:], dtype=torch.int64), text=between)
 
     def _render(self, *after: dict[str, str]) -> str:
         shown = [_message("user", _QUESTION), _message("assistant", _ANSWER), *after]
@@ -130,11 +130,11 @@ class TurnTemplate:
 
 
 def _check(rendered: str) -> str:
-    for what, placeholder in (("an earlier answer", _ANSWER), ("the message after it", _REPLY)):
+    for part, placeholder in (("an earlier answer", _ANSWER), ("the message after it", _REPLY)):
         count = rendered.count(placeholder)
         if count != 1:
             raise DataError(
-                f"grpo.max_rollout_turns above 1: the chat template shows {what} {count} times instead of once; "
+                f"grpo.max_rollout_turns above 1: the chat template shows {part} {count} times instead of once; "
                 "set another policy.tokenizer.chat_template"
             )
     if rendered.index(_REPLY) < rendered.index(_ANSWER):

@@ -1,5 +1,5 @@
-"""How a conversation with tools must be written for one chat template, found out by trying it, and a conversation
-brought into that form: for SFT and DPO, for prompts, and for the endpoint, so that all show the same text.
+"""The form of a conversation that one chat template takes, found out by trying it. SFT, DPO, prompts and the endpoint
+use it, so that all show the same text.
 
 Templates disagree about a message that calls tools: most want a call's arguments as an object, DeepSeek as JSON text;
 DeepSeek shows calls only beside a text that is null; Llama 3.1 allows one call a message; Mistral refuses ids of calls
@@ -8,8 +8,8 @@ and results messages of the user, as in a rollout of several turns.
 
 Gemma 2 knows no system prompt: it becomes the beginning of the first question. Qwen 3.5 and Mistral refuse a second
 one, gpt-oss and MiniMax leave it out: it is joined to the first, or, later on, becomes a message of the user. Data of
-reasoning models often have a thought in the text, <think>...</think>, where gpt-oss would show it as part of the
-answer: it becomes a field.
+reasoning models often have the reasoning in the text, <think>...</think>. gpt-oss would show it as part of the answer,
+so it becomes a field.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
+from grpo_mcore.rollout.messages import REASONING_FIELDS, join_texts
+
 _NAME, _VALUE, _RESULT = "probe_name", "@@value@@", "@@result@@"
-_TEXT, _THOUGHT, _SYSTEM, _LATER = "@@text@@", "@@thought@@", "@@system@@", "@@later@@"
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_TEXT, _REASONING, _SYSTEM, _LATER = "@@text@@", "@@reasoning@@", "@@system@@", "@@later@@"
 _QUESTION = {"role": "user", "content": "question"}
 
 
@@ -51,11 +52,11 @@ class ChatForm:
     one_system: bool = False
     """Only one system prompt is shown, at the beginning. Others right behind it are joined to it, later ones become
     messages of the user."""
-    thought: str = "reasoning_content"
-    """The field of a message's thought: gpt-oss has `thinking`. A thought under another name of THOUGHTS is moved
-    there."""
-    split_thoughts: bool = False
-    """A thought at the beginning of an answer's text, <think>...</think>, is moved to its field: the template does not
+    reasoning: str = "reasoning_content"
+    """The field of a message's reasoning: gpt-oss has `thinking`. Reasoning under another name of REASONING_FIELDS is
+    moved there."""
+    split_reasoning: bool = False
+    """Reasoning at the beginning of an answer's text, <think>...</think>, is moved to its field: the template does not
     look for it there."""
     joint: str = "\n"
     """Separator of the texts of one message: the template's own, or, where it takes one text alone, a line break, as in
@@ -63,7 +64,7 @@ class ChatForm:
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in this form. Arguments that are no JSON object stay as they are."""
-        shown = [dict(message) for message in messages]
+        shown = join_texts(messages, self.joint)
         if self.one_system:
             first = list(takewhile(lambda message: message.get("role") == "system", shown))
             later = shown[len(first) :]
@@ -81,16 +82,16 @@ class ChatForm:
         if message.get("role") == "tool" and not self.results:
             return {"role": "user", "content": message.get("content")}
         calls = message.get("tool_calls")
-        if self.split_thoughts and message.get("role") == "assistant":
-            message = _with_thought_apart(message)
-        thoughts = [message.pop(key) for key in THOUGHTS if isinstance(message.get(key), str)]
-        thought = next(filter(None, thoughts), None)
-        if thought and self.thought == "reasoning_content":
-            message |= {self.thought: thought}
-        elif thought:
-            # gpt-oss refuses a thought and a text in one message with calls.
+        if self.split_reasoning and message.get("role") == "assistant":
+            message = _with_reasoning_apart(message)
+        texts = [message.pop(key) for key in REASONING_FIELDS if isinstance(message.get(key), str)]
+        reasoning = next(filter(None, texts), None)
+        if reasoning and self.reasoning == "reasoning_content":
+            message |= {self.reasoning: reasoning}
+        elif reasoning:
+            # gpt-oss refuses reasoning and a text in one message with calls.
             beside = message["content"] if calls and message.get("content") else None
-            message |= {self.thought: thought if beside is None else f"{thought}\n{beside}"}
+            message |= {self.reasoning: reasoning if beside is None else f"{reasoning}\n{beside}"}
             message |= {} if beside is None else {"content": ""}
         if not calls:
             return {key: value for key, value in message.items() if key != "tool_calls"}
@@ -101,9 +102,9 @@ class ChatForm:
         text = message.get("content") or (None if self.null_text else "")
         return {**message, "content": text, "tool_calls": [self._call(call) for call in calls]}
 
-    def _call(self, call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not self.json_arguments or not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if not self.json_arguments or not isinstance(function["arguments"], dict):
             return call
         return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
@@ -117,19 +118,19 @@ def chat_form(tokenizer: Any, chat_template: str | None = None) -> ChatForm:
 def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatForm:
     def shows(form: ChatForm, messages: list[dict[str, Any]], *expected: str) -> bool:
         try:
-            text = tokenizer.apply_chat_template(form.messages(messages), tokenize=False, **given)
+            text = tokenizer.apply_chat_template(form.messages(messages), tokenize=False, **options)
         except Exception:  # a template is code of the model's author
             return False
         twice = "{'probe_key'" in text or '\\"probe_key' in text  # an object as Python writes it, or JSON in JSON
         return not twice and all(part in text for part in expected)
 
-    def alike(form: ChatForm, thought: str) -> bool:
-        """Return whether a thought is shown in the same way in its field and in the text."""
-        inline = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_TEXT}"}
-        in_field = {"role": "assistant", "content": _TEXT, thought: _THOUGHT}
+    def alike(form: ChatForm, reasoning: str) -> bool:
+        """Return whether reasoning is shown in the same way in its field and in the text."""
+        inline = {"role": "assistant", "content": f"<think>\n{_REASONING}\n</think>\n\n{_TEXT}"}
+        in_field = {"role": "assistant", "content": _TEXT, reasoning: _REASONING}
         try:
             texts = [
-                tokenizer.apply_chat_template(form.messages([_QUESTION, message]), tokenize=False, **given)
+                tokenizer.apply_chat_template(form.messages([_QUESTION, message]), tokenize=False, **options)
                 for message in (inline, in_field)
             ]
         except Exception:  # a template is code of the model's author
@@ -139,28 +140,28 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
     def joint() -> str:
         parts = [{"type": "text", "text": text} for text in (_TEXT, _RESULT)]
         try:
-            text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False, **given)
+            text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False, **options)
         except Exception:  # a template is code of the model's author
             return ChatForm.joint
         between, end, _ = text.partition(_TEXT)[2].partition(_RESULT)
         return between if end and "text" not in between else ChatForm.joint  # not the list as Python or JSON writes it
 
-    given = {"chat_template": chat_template} if chat_template else {}
+    options = {"chat_template": chat_template} if chat_template else {}
     answer = {"role": "assistant", "content": _TEXT}
     alternate = not shows(ChatForm(), [_QUESTION, _QUESTION, answer], _TEXT)
     called = [_QUESTION, _calling(1), _result(0)]
-    thought = next(
-        (key for key in THOUGHTS if shows(ChatForm(thought=key), [_QUESTION, {**answer, key: _THOUGHT}], _THOUGHT)),
-        None,
-    )
-    apart = thought is not None and not alike(ChatForm(thought=thought), thought)
-    told = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
-    system = shows(ChatForm(), told, _SYSTEM) or not shows(ChatForm(system=False), told, _SYSTEM)
-    common: dict[str, Any] = {"alternate": alternate, "system": system, "split_thoughts": apart}
-    reminded = [*told, {"role": "system", "content": _LATER}, _QUESTION, answer]
+    reasoning = None
+    for key in REASONING_FIELDS:
+        if reasoning is None and shows(ChatForm(reasoning=key), [_QUESTION, {**answer, key: _REASONING}], _REASONING):
+            reasoning = key
+    apart = reasoning is not None and not alike(ChatForm(reasoning=reasoning), reasoning)
+    conversation = [{"role": "system", "content": _SYSTEM}, _QUESTION, answer]
+    system = shows(ChatForm(), conversation, _SYSTEM) or not shows(ChatForm(system=False), conversation, _SYSTEM)
+    common: dict[str, Any] = {"alternate": alternate, "system": system, "split_reasoning": apart}
+    reminded = [*conversation, {"role": "system", "content": _LATER}, _QUESTION, answer]
     if not shows(ChatForm(**common), reminded, _SYSTEM, _LATER):
         common["one_system"] = shows(ChatForm(**common, one_system=True), reminded, _SYSTEM, _LATER)
-    common |= {"thought": thought or "reasoning_content", "joint": joint()}
+    common |= {"reasoning": reasoning or "reasoning_content", "joint": joint()}
     for json_arguments in (False, True):
         for null_text in (False, True):
             form = ChatForm(True, json_arguments, null_text, **common)
@@ -173,21 +174,25 @@ def _chat_form(tokenizer: Any, source: str, chat_template: str | None) -> ChatFo
     return form if shows(form, [*called, answer], _RESULT) else replace(form, results=False)
 
 
-def _with_thought_apart(message: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer whose text begins with a thought with the thought in a field, unless it has one there."""
+def _with_reasoning_apart(message: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer whose text begins with reasoning with the reasoning in a field, unless it has some there."""
     text = message.get("content")
-    if not isinstance(text, str) or any(message.get(key) for key in THOUGHTS):
+    if not isinstance(text, str) or any(message.get(key) for key in REASONING_FIELDS):
         return message
-    thought, end, said = text.partition("</think>")
-    begun = thought.lstrip().startswith("<think>")  # else the generation prompt has said it
-    if not end or not (begun or thought.endswith("\n")):
+    reasoning, end, answer = text.partition("</think>")
+    begun = reasoning.lstrip().startswith("<think>")  # else the generation prompt has said it
+    if not end or not (begun or reasoning.endswith("\n")):
         return message
-    return {**message, "content": said.lstrip(), THOUGHTS[0]: thought.lstrip().removeprefix("<think>").strip()}
+    return {
+        **message,
+        "content": answer.lstrip(),
+        REASONING_FIELDS[0]: reasoning.lstrip().removeprefix("<think>").strip(),
+    }
 
 
 def _calling(calls: int, kind: str = "") -> dict[str, Any]:
     functions = [{"name": f"{_NAME}{number}", "arguments": {"probe_key": _VALUE}} for number in range(calls)]
-    made = [{"id": f"{kind}probeid0{i}", "type": "function", "function": one} for i, one in enumerate(functions)]
+    made = [{"id": f"{kind}probeid0{i}", "type": "function", "function": f} for i, f in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": made}
 
 
@@ -196,11 +201,9 @@ def _result(number: int, kind: str = "") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": called, "name": f"{_NAME}{number}", "content": _RESULT}
 
 
-def _call_text(call: Any) -> str:
-    function = call.get("function", call) if isinstance(call, dict) else call
-    named = isinstance(function, dict)
-    said = {key: function.get(key) for key in ("name", "arguments")} if named else function
-    return f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>"
+def _call_text(call: dict[str, Any]) -> str:
+    shown = {key: call["function"][key] for key in ("name", "arguments")}
+    return f"<tool_call>\n{json.dumps(shown, ensure_ascii=False)}\n</tool_call>"
 
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -218,15 +221,15 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         while position < len(messages) and messages[position].get("role") == "tool":
             results.append(messages[position])
             position += 1
-        ids = [call.get("id") if isinstance(call, dict) else None for call in calls]
-        for number, call in enumerate(calls):
+        ids = [call.get("id") for call in calls]
+        for number, (call, call_id) in enumerate(zip(calls, ids, strict=True)):
             first = {**message, "tool_calls": [call]}
             later = {"role": message["role"], "content": "", "tool_calls": [call]}
             shown.append(later if number else first)
-            mine = [one for one in results if ids[number] is not None and one.get("tool_call_id") == ids[number]]
-            mine = mine or [one for one in results[:1] if one.get("tool_call_id") not in ids]
-            shown += mine[:1]
-            results = [one for one in results if one is not (mine[0] if mine else None)]
+            fitting = [i for i, r in enumerate(results) if call_id is not None and r.get("tool_call_id") == call_id]
+            if not fitting and results and results[0].get("tool_call_id") not in ids:
+                fitting = [0]
+            shown += [results.pop(index) for index in fitting[:1]]
         shown += results
     return shown
 
@@ -237,19 +240,19 @@ def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     shown, waiting, count = list[dict[str, Any]](), list[str](), 0
     for message in messages:
         if calls := message.get("tool_calls"):
-            ids = [_short_id(one.get("id") or count + i if isinstance(one, dict) else i) for i, one in enumerate(calls)]
-            named = [{**one, "id": id_} if isinstance(one, dict) else one for one, id_ in zip(calls, ids, strict=True)]
-            message, waiting, count = {**message, "tool_calls": named}, ids, count + len(ids)
+            waiting = [_short_id(call.get("id") or count + number) for number, call in enumerate(calls)]
+            calls = [{**call, "id": call_id} for call, call_id in zip(calls, waiting, strict=True)]
+            message, count = {**message, "tool_calls": calls}, count + len(calls)
         elif message.get("role") == "tool":
-            given = message.get("tool_call_id")
-            called = _short_id(given) if given else next(iter(waiting), _short_id(0))
-            message, waiting = {**message, "tool_call_id": called}, [one for one in waiting if one != called]
+            call_id = message.get("tool_call_id")
+            called = _short_id(call_id) if call_id else next(iter(waiting), _short_id(0))
+            message, waiting = {**message, "tool_call_id": called}, [other for other in waiting if other != called]
         shown.append(message)
     return shown
 
 
-def _short_id(given: Any) -> str:
-    text = str(given)
+def _short_id(call_id: Any) -> str:
+    text = str(call_id)
     return text if re.fullmatch("[A-Za-z0-9]{9}", text) else blake2b(text.encode(), digest_size=5).hexdigest()[:9]
 
 

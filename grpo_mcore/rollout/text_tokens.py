@@ -48,12 +48,12 @@ def _adds_a_space(tokenizer: Any) -> bool:
 def text_of(tokenizer: Any, ids: Sequence[int], decoded: str = "") -> str:
     """Return the text of generated tokens, without the special tokens that frame a turn. Those that mark a part of it
     stay: recipes that add <think>, </think> and <answer> as special tokens reward the form that they give, and a tool
-    of a custom environment looks for the mark of a call, such as Mistral's [TOOL_CALLS]. `decoded`: the text without
-    any of them, if it is known."""
+    of a custom environment looks for the mark of a call, such as Mistral's [TOOL_CALLS]. `decoded` is the text
+    without any of them, if it is known."""
     left_out, marks = _special_ids(tokenizer)
     if marks.isdisjoint(ids):
         return decoded or str(tokenizer.decode(ids, skip_special_tokens=True))
-    return str(tokenizer.decode([one for one in ids if one not in left_out], skip_special_tokens=False))
+    return str(tokenizer.decode([token for token in ids if token not in left_out], skip_special_tokens=False))
 
 
 @lru_cache(maxsize=4)

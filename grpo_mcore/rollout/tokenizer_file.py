@@ -74,11 +74,13 @@ def _is_as_its_file_says(tokenizer: Any) -> bool:
     written = json.loads(path.read_text(encoding="utf-8"))
     if all(_rule(loaded, part) == written.get(part) for part in _RULES):
         return True
-    own, end = Tokenizer.from_file(str(path)), tokenizer.eos_token
-    there = end is not None and own.token_to_id(end) == tokenizer.eos_token_id
-    text = f"{_PROBE}{end}{_PROBE}{end} {_PROBE}" if there else _PROBE
-    ids = own.encode(text, add_special_tokens=False).ids
-    return bool(loaded.encode(text, add_special_tokens=False).ids == ids and loaded.decode(ids) == own.decode(ids))
+    from_file, end = Tokenizer.from_file(str(path)), tokenizer.eos_token
+    has_end = end is not None and from_file.token_to_id(end) == tokenizer.eos_token_id
+    text = f"{_PROBE}{end}{_PROBE}{end} {_PROBE}" if has_end else _PROBE
+    ids = from_file.encode(text, add_special_tokens=False).ids
+    return bool(
+        loaded.encode(text, add_special_tokens=False).ids == ids and loaded.decode(ids) == from_file.decode(ids)
+    )
 
 
 def _rule(backend: Any, part: str) -> Any:
@@ -93,7 +95,7 @@ def _program_of(name: str) -> str | None:
     places = settings.get("auto_map") if isinstance(settings, dict) else None
     if isinstance(places, dict):
         places = places.get("AutoTokenizer")
-    return next((place for place in places if place), None) if isinstance(places, list) else places
+    return next((class_name for class_name in places if class_name), None) if isinstance(places, list) else places
 
 
 def _file_of(name: str, file: str = "tokenizer.json") -> Path | None:

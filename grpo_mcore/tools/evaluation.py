@@ -47,7 +47,7 @@ def evaluate(config: MasterConfig, models: Sequence[str]) -> EvalReport:
         raise EvalError("data.validation is empty: there is nothing to evaluate on")
     folder = Path(config.eval.save_path)
     folder.mkdir(parents=True, exist_ok=True)
-    sources = _named(models or [config.policy.model_name])
+    sources = models_by_name(models or [config.policy.model_name])
     with Lease(folder, key="eval.save_path"):
         _check_settings(folder, config, sources)
         return _evaluate(config, sources, folder)
@@ -72,7 +72,7 @@ def _evaluate(config: MasterConfig, sources: Mapping[str, str], folder: Path) ->
     scores = task_scores(kept, evaluation.samples_per_prompt, evaluation.k_value)
     table = report_table(scores, evaluation.metric, evaluation.k_value)
     write_summary(folder / REPORT_JSON, {"scores": [score.plain() for score in scores]})
-    (folder / REPORT).write_text(_page(config, table, sources), encoding="utf-8")
+    (folder / REPORT).write_text(report_page(config, table, sources), encoding="utf-8")
     return EvalReport(folder, scores, table)
 
 
@@ -122,7 +122,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _named(models: Sequence[str]) -> dict[str, str]:
+def models_by_name(models: Sequence[str]) -> dict[str, str]:
     """Return models by their names in the report. Raises EvalError if one is given twice."""
     for parts in range(2, 12):
         sources = {_name(model, parts): model for model in models}
@@ -223,7 +223,7 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
     write_summary(path, {"settings": settings, "models": models, "contents": contents})
 
 
-def _page(config: MasterConfig, table: Sequence[str], sources: Mapping[str, str]) -> str:
+def report_page(config: MasterConfig, table: Sequence[str], sources: Mapping[str, str]) -> str:
     """Return the text of report.md."""
     shown = without_secrets(config.model_dump(mode="json", exclude={"grpo", "sft", "loss_fn", "launch"}))
     recipe = yaml.safe_dump(shown, sort_keys=False)

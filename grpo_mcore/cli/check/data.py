@@ -60,7 +60,7 @@ _PROMPT_FORMAT = (
 
 
 def _grpo_arguments(parser: argparse.ArgumentParser) -> None:
-    least = "least reward of a rollout that is kept; 0.0 keeps all rollouts, negative rewards included"
+    least = "minimum reward of a rollout that is kept; 0.0 keeps all rollouts, negative rewards included"
     _transformation(parser, ("--reward_threshold", finite, 0.0, least), _PROMPT_FORMAT)
     parser.add_argument(
         "--no_ground_truth",
@@ -83,14 +83,14 @@ def _sft_arguments(parser: argparse.ArgumentParser) -> None:
     formats = "whole conversations with tool calls, or the last question and the last answer as text"
     _transformation(
         parser,
-        ("--reward_threshold", finite, 0.95, "least reward of a rollout that is kept"),
+        ("--reward_threshold", finite, 0.95, "minimum reward of a rollout that is kept"),
         ("--format", ("openai", "simple"), "openai", formats),
     )
     parser.add_argument(
         "--no_reasoning",
         dest="reasoning",
         action="store_false",
-        help="leave the agent's thoughts out of the messages",
+        help="leave the agent's reasoning out of the messages",
     )
 
 
@@ -101,11 +101,11 @@ def _dpo_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _transformation(
         parser,
-        ("--min_gap", finite, 0.2, "least difference of the rewards of a pair"),
+        ("--min_gap", finite, 0.2, "minimum difference of the rewards of a pair"),
         ("--strategy", ("same_prompt", "stratified"), "same_prompt", strategies),
-        ("--high_threshold", finite, 0.7, "least reward of a stratified pair's better answer"),
-        ("--low_threshold", finite, 0.4, "largest reward of a stratified pair's worse answer"),
-        ("--max_pairs_per_prompt", int, 8, "most stratified pairs of a prompt"),
+        ("--high_threshold", finite, 0.7, "minimum reward of a stratified pair's better answer"),
+        ("--low_threshold", finite, 0.4, "maximum reward of a stratified pair's worse answer"),
+        ("--max_pairs_per_prompt", int, 8, "maximum number of stratified pairs per prompt"),
         ("--seed", int, 0, "seed of the choice of stratified pairs"),
         _PROMPT_FORMAT,
     )
@@ -182,8 +182,8 @@ def _is_recipe(file: Path) -> bool:
     """Return whether this is a recipe: a YAML file, or the name of one in recipes/ where no file has it."""
     from grpo_mcore.recipe import recipe_folders
 
-    named = any((folder / f"{file}.yaml").exists() for folder in recipe_folders())
-    return file.suffix in (".yaml", ".yml") or named and not file.exists()
+    is_recipe = any((folder / f"{file}.yaml").exists() for folder in recipe_folders())
+    return file.suffix in (".yaml", ".yml") or is_recipe and not file.exists()
 
 
 def _truth_problems(config: MasterConfig | None, env_name: str | None, rows: list[dict[str, Any]]) -> list[str | None]:

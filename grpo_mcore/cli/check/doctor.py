@@ -86,6 +86,6 @@ def _of_the_model(config: MasterConfig) -> dict[str, Any]:
         return {"gpu_packages": ("transformer_engine.pytorch",)}
     mixers = [mixer for mixer in (shape.mamba, shape.delta) if mixer is not None]
     trained = config.checkpointing.save_optimizer and not config.policy.megatron_cfg.peft.enabled
-    each = {"bfloat16": 2, "float32": 4}[config.policy.precision] + 12 * trained
+    bytes_each = {"bfloat16": 2, "float32": 4}[config.policy.precision] + 12 * trained
     packages = ("transformer_engine.pytorch", *(name for mixer in mixers for name in mixer.gpu_packages))
-    return {"gpu_packages": packages, "checkpoint_bytes": parameter_count(shape) * each}
+    return {"gpu_packages": packages, "checkpoint_bytes": parameter_count(shape) * bytes_each}

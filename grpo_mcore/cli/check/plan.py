@@ -92,15 +92,15 @@ def recipe_with(args: argparse.Namespace, overrides: Sequence[str]) -> str:
     from grpo_mcore.recipe.loading.merge import apply_overrides
     from grpo_mcore.recipe.yaml_tree import Node
 
-    given, problems = Path(args.recipe), list[Problem]()
+    path, problems = Path(args.recipe), list[Problem]()
     words = [*args.overrides, *overrides]
     for word in words:
         key = word.partition("=")[0]
         if key.startswith("~") or any(part.isdecimal() for part in key.split(".")):
             problems.append(Problem("command line", key, "--write has no place for it: change the recipe instead"))
-    base = os.path.relpath(given, args.write.parent) if given.is_file() else args.recipe
-    own = [word for word in words if not word.startswith(PRESET)]
-    changed = apply_overrides(Node({}, "command line", ""), own, problems).plain()
+    base = os.path.relpath(path, args.write.parent) if path.is_file() else args.recipe
+    overrides = [word for word in words if not word.startswith(PRESET)]
+    changed = apply_overrides(Node({}, "command line", ""), overrides, problems).plain()
     if problems:
         raise RecipeError(problems)
     tree = {"defaults": [base, *presets_of(words)]} | changed

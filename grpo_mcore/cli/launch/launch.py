@@ -79,8 +79,8 @@ def _create(manifest: str) -> int:
     print(done.stderr, end="", file=sys.stderr)
     if "rayjob" in done.stdout:
         return 0
-    if found := re.search(r'rayjobs\S* "(\S+)" already exists', done.stderr):
-        advice = f"kubectl delete rayjob {found[1]} if that one has ended, or launch.name=ANOTHER"
+    if match := re.search(r'rayjobs\S* "(\S+)" already exists', done.stderr):
+        advice = f"kubectl delete rayjob {match[1]} if that one has ended, or launch.name=ANOTHER"
         print(f"grpo-mcore launch: an earlier job has this name: {advice}", file=sys.stderr)
     return done.returncode or 1
 

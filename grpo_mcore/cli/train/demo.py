@@ -17,7 +17,7 @@ FOLDERS = {
     "grpo-nano-v3-cpu": Path("results/demo-nano-v3"),
     DISTILL: Path("results/demo-distill"),
 }
-"""Where the demo of each recipe puts everything."""
+"""Output folder of the demo of each recipe."""
 
 GOAL = 0.9
 """Held-out accuracy by which distillation and GRPO are compared."""
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _grpo(recipe: str, overrides: Sequence[str] = ()) -> int:
     """Run the demo of a GRPO recipe. grpo.seed also determines the task, the untrained model and the warm-up."""
-    began, folder = time.perf_counter(), FOLDERS[recipe]
+    started_at, folder = time.perf_counter(), FOLDERS[recipe]
     grpo = load_recipe(recipe, overrides)  # a wrong override shows before anything runs
     untrained = folder / "untrained"
     sft = warm_up_recipe(folder, folder / "task", grpo.config.grpo.seed)
@@ -67,7 +67,7 @@ def _grpo(recipe: str, overrides: Sequence[str] = ()) -> int:
     summary |= {
         "greedy_accuracy_before": before.accuracy,
         "greedy_accuracy_after": after.accuracy,
-        "seconds": round(time.perf_counter() - began, 2),
+        "seconds": round(time.perf_counter() - started_at, 2),
         "grpo_seconds": summary["seconds"],
         "model": str(model),
     }
@@ -92,7 +92,7 @@ def _grpo(recipe: str, overrides: Sequence[str] = ()) -> int:
 
 def _distill(overrides: Sequence[str]) -> int:
     """Run the demo of distillation. distillation.seed also determines the untrained student and its warm-up."""
-    began, folder, of_teacher = time.perf_counter(), FOLDERS[DISTILL], FOLDERS[GRPO]
+    started_at, folder, of_teacher = time.perf_counter(), FOLDERS[DISTILL], FOLDERS[GRPO]
     distillation = load_recipe(DISTILL, overrides).config  # a wrong override shows before anything runs
     seed, every = distillation.grpo.seed, distillation.grpo.val_period
     sft = warm_up_recipe(folder, of_teacher / "task", seed)
@@ -133,7 +133,7 @@ def _distill(overrides: Sequence[str]) -> int:
             "goal": GOAL,
             "reached": {name: cost and {"tokens": cost[0], "seconds": cost[1]} for name, cost in reached.items()},
             "accuracy": {name: course.accuracy[-1] for name, course in courses.items()},
-            "seconds": round(time.perf_counter() - began, 2),
+            "seconds": round(time.perf_counter() - started_at, 2),
         },
     )
     print(f"the curves: {curves}")
@@ -142,9 +142,9 @@ def _distill(overrides: Sequence[str]) -> int:
 
 def warm_up_recipe(folder: Path, task: Path, seed: int) -> MasterConfig:
     """Return the recipe that teaches the untrained model in `folder` the task's faulty demonstrations."""
-    own = [f"policy.model_name={folder / 'untrained'}", f"data.train.data_path={task / 'sft.jsonl'}"]
-    own += [f"checkpointing.checkpoint_dir={folder / 'base'}", f"logger.log_dir={folder / 'logs-sft'}"]
-    return load_recipe("sft-arithmetic-cpu", [f"sft.seed={seed}", *own]).config
+    overrides = [f"policy.model_name={folder / 'untrained'}", f"data.train.data_path={task / 'sft.jsonl'}"]
+    overrides += [f"checkpointing.checkpoint_dir={folder / 'base'}", f"logger.log_dir={folder / 'logs-sft'}"]
+    return load_recipe("sft-arithmetic-cpu", [f"sft.seed={seed}", *overrides]).config
 
 
 def make_untrained(recipe: str, folder: Path, tokenizer: Path, seed: int) -> tuple[str, int]:

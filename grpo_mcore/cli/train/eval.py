@@ -31,9 +31,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(list(words))  # overrides may stand between options
     if unknown := [word for word in rest if word.startswith("-")]:
         parser.error(f"unknown option: {' '.join(unknown)}")
-    given = [*args.words, *rest]
-    args.overrides = [word for word in given if is_override(word)]
-    others = [word for word in given if not is_override(word)]
+    all_words = [*args.words, *rest]
+    args.overrides = [word for word in all_words if is_override(word)]
+    others = [word for word in all_words if not is_override(word)]
     recipes = [*([args.config] if args.config else []), *(word for word in others if word.endswith((".yaml", ".yml")))]
     if len(recipes) > 1:
         parser.error(f"one recipe at a time, got {' and '.join(recipes)}")

@@ -65,31 +65,31 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run:
         claim_folder(folder, args.recipe, runs)
     failed = []
-    for number, each in enumerate(runs, 1):
-        before = state(each, time.time())
+    for number, sweep_run in enumerate(runs, 1):
+        before = state(sweep_run, time.time())
         if before == "running" and args.jobs == "local":  # by whom? `train` refuses a folder that another run holds
             before = "interrupted"
         if before in ("finished", "running"):
-            print(f"{number}/{len(runs)} {each.name}: {before}, left as it is", flush=True)
+            print(f"{number}/{len(runs)} {sweep_run.name}: {before}, left as it is", flush=True)
             continue
-        words = [*command, *each.words]
+        words = [*command, *sweep_run.words]
         if args.jobs != "local":
-            words.append(f"launch.name={_job_name(args.recipe, each)}")
+            words.append(f"launch.name={_job_name(args.recipe, sweep_run)}")
         if args.dry_run:
             print(shlex.join(["grpo-mcore", *words]))
             continue
-        output = each.folder / "output.txt"
+        output = sweep_run.folder / "output.txt"
         try:
             begins = "starts" if before == "not begun" else f"{before}, goes on"
-            print(f"{number}/{len(runs)} {each.name}: {begins}; its output is in {output}", flush=True)
+            print(f"{number}/{len(runs)} {sweep_run.name}: {begins}; its output is in {output}", flush=True)
             code = run_command(words, output)
         except KeyboardInterrupt:  # before the run's process was there
             code = INTERRUPTED
         if code in (STOPPED_EARLY, TERMINATED, INTERRUPTED, -signal.SIGINT):
-            print(f"stopped in {each.name}; the same command goes on from there", flush=True)
+            print(f"stopped in {sweep_run.name}; the same command goes on from there", flush=True)
             return STOPPED_EARLY
         if code:
-            failed.append(each.name)
+            failed.append(sweep_run.name)
             print(f"  failed with exit code {code}: {_last_line(output)}", flush=True)
     if not args.dry_run:
         _show(runs, folder)

@@ -1,4 +1,5 @@
-"""`grpo-mcore train RECIPE [key=value ...] [--resume [PATH]] [--follow RUN]`: train a model with GRPO."""
+"""`grpo-mcore train RECIPE [key=value ...] [--resume [PATH]] [--follow RUN]`: train a model with the algorithm that the
+recipe describes. `sft`, `dpo` and `distill` are the same verb with a fixed algorithm."""
 
 from __future__ import annotations
 
@@ -10,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.cli.numbers import local
 from grpo_mcore.observe.exit_codes import exit_code
-from grpo_mcore.recipe import Algorithm, MasterConfig, load_recipe
+from grpo_mcore.recipe import (
+    DEFAULT,
+    Algorithm,
+    MasterConfig,
+    Problem,
+    Recipe,
+    RecipeError,
+    algorithm_of,
+    load_recipe,
+    shown,
+)
 
 if TYPE_CHECKING:
     from grpo_mcore.driver.record.followed_run import FollowedRun
@@ -18,37 +29,8 @@ if TYPE_CHECKING:
 VERBS: dict[Algorithm, str] = {"grpo": "train", "sft": "sft", "dpo": "dpo"}
 """The command of each algorithm that trains."""
 
-CHECK_HELP = "check all that can be checked in seconds, and end"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_resume(parser)
-    add_follow(parser)
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--check", action="store_true", help=CHECK_HELP)
-    only.add_argument("--validate-only", action="store_true", help="validate the model or the checkpoint, and end")
-
-
-def add_follow(parser: argparse.ArgumentParser) -> None:
-    """Add --follow and --tokens."""
-    parser.add_argument(
-        "--follow",
-        type=local,
-        metavar="RUN",
-        help="come to the weights of a recorded run, whatever chance decided in it: take its samples and their order "
-        "from its log folder (exp_NNN), without engines, and compare log-probs and metrics; exit code 1 if any differs",
-    )
-    parser.add_argument(
-        "--tokens",
-        choices=("recorded",),
-        default="recorded",
-        help="where the samples of --follow come from. There is one choice: what an engine generates depends on which "
-        "requests share its batches, which a second run does not repeat",
-    )
-
-
-def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Add --resume."""
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -58,15 +40,30 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
         help="go on from a checkpoint: PATH, or the newest in checkpointing.checkpoint_dir; "
         "auto: the newest where there is one, else from the start",
     )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check", action="store_true", help="check all that can be checked in seconds, and end")
+    only.add_argument("--validate-only", action="store_true", help="validate the model or the checkpoint, and end")
+    parser.add_argument(
+        "--follow",
+        type=local,
+        metavar="RUN",
+        help="train again on the samples of a recorded run, in its order, without engines: take them from its log "
+        "folder (exp_NNN), and compare log-probs and metrics; exit code 1 if any differs",
+    )
+    parser.add_argument("--tokens", choices=("recorded",), default="recorded", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train as the recipe says."""
-    config = load_recipe(args.recipe, args.overrides).config
+    recipe = load_recipe(args.recipe, args.overrides)  # a wrong recipe shows before torch is imported
+    config, algorithm = recipe.config, _algorithm(args.verb, recipe)
+    if algorithm != "grpo" and (args.validate_only or args.follow is not None):
+        option = "--validate-only" if args.validate_only else "--follow"
+        raise RecipeError([Problem(DEFAULT, algorithm, f"{option} is for GRPO")], shown(recipe.path))
     if args.check:
         from grpo_mcore.driver.run.run_recipe import check
 
-        return check("grpo", config, args.resume)
+        return check(algorithm, config, args.resume)
     if args.validate_only:
         from grpo_mcore.driver.run.run import validate_only
 
@@ -74,7 +71,24 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.follow is not None:
         return follow(config, args.resume, args.follow)
-    return run_to_end("grpo", config, args.resume)
+    return run_to_end(algorithm, config, args.resume)
+
+
+def _algorithm(verb: str, recipe: Recipe) -> Algorithm:
+    """Return the algorithm that a verb runs: the recipe's for `train`, else the verb's own. Raises RecipeError for
+    a recipe that `dpo` or `distill` cannot run."""
+    algorithm = algorithm_of(recipe.config)
+    if verb == "sft":
+        return "sft"
+    problem = None
+    if verb == "dpo" and algorithm != "dpo":
+        problem = "the recipe needs a section dpo, and none for grpo; inherit recipes/dpo.yaml"
+    elif verb == "distill" and not recipe.config.on_policy_distillation.enabled:
+        problem = "the recipe needs the sections distillation and teacher; inherit recipes/distillation_math.yaml"
+    if problem is not None:
+        key = "distillation" if verb == "distill" else verb
+        raise RecipeError([Problem(DEFAULT, key, problem)], shown(recipe.path))
+    return "grpo" if algorithm == "eval" else algorithm
 
 
 def follow(config: MasterConfig, resume: str | bool | None, run: str) -> int:

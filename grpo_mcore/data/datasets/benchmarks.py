@@ -75,6 +75,6 @@ def ifeval(row: Row) -> Row:
     names = list(row["instruction_id_list"])
     if any(name.startswith("language:") for name in names):
         return unusable("with an instruction on the answer's language")
-    settings = [{key: value for key, value in (given or {}).items() if value is not None} for given in row["kwargs"]]
-    instructions = [{"name": name, **given} for name, given in zip(names, settings, strict=True)]
+    settings = [{key: value for key, value in (kwargs or {}).items() if value is not None} for kwargs in row["kwargs"]]
+    instructions = [{"name": name, **kwargs} for name, kwargs in zip(names, settings, strict=True)]
     return {"messages": [user(row["prompt"])], "instructions": instructions}

@@ -1,4 +1,4 @@
-"""Multiple-choice rows: the choices as lines `A) ...` under the question, and the right one's letter as the truth.
+"""Multiple-choice rows: the choices as lines `A) ...` under the question, and the right one's letter as ground truth.
 
 Published data have the choices in a field of their own, in many forms: a list, letters with their texts, lists of
 labels and texts, or a column for each. An answer names the right one by its index (from 0), its label or its text.
@@ -6,8 +6,6 @@ labels and texts, or a column for each. An answer names the right one by its ind
 
 from __future__ import annotations
 
-import ast
-import json
 import random
 import re
 from collections.abc import Sequence
@@ -15,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.base.text import as_written
+from grpo_mcore.data.datasets.messages import parsed
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.rollout.datum import field_of
+from grpo_mcore.rollout.messages import kind_of
 
 LETTERS = "ABCDEFGHIJ"
 CHOICE_FIELDS = ("choices", "options", "endings")
@@ -25,9 +25,9 @@ NO_CHOICES = "none"
 """The choices_key of rows whose choices are not to be shown."""
 
 _COLUMN = re.compile(r"((?:op|option|choice|sol|ending|ans|answer)[ _]?)?([a-j]|\d)", re.IGNORECASE)
-_IN_TEXT = re.compile(r"(?:^|[\s,;])\(?([A-Ja-j])\s*[).:]\s*")
 _WRONG = re.compile(r"(?:incorrect[ _]?answer|distractor)[ _]?\d", re.IGNORECASE)
-_OWN_LABEL = re.compile(r"\s*\(?([A-Ja-j])\s*[).:]\s*(?=\S)")
+_IN_TEXT = re.compile(r"(?:^|[\s,;])\(?([A-Ja-j])\s*[).:]\s*")
+_LABEL_IN_FRONT = re.compile(r"\s*\(?([A-Ja-j])\s*[).:]\s*(?=\S)")
 _BARE_LABEL = re.compile(r"[\s(]*([A-Za-z]|\d{1,2})[\s).:]*")
 
 
@@ -38,17 +38,17 @@ class Choices:
     texts: tuple[str, ...]
     labels: tuple[str, ...]
     numbers: bool = False
-    """Whether they are numbers and not texts."""
+    """True if the choices are numbers and not texts."""
 
     def shown_in(self, question: str) -> bool:
         """Return whether the question has them already, one after the other, each behind a label or on a line."""
-        at = 0
+        end = 0
         for text in self.texts:
             words = r"\s+".join(map(re.escape, text.split()))
-            found = re.compile(rf"(?:^|[\n,;(]|[-*•]|(?<!\w)(?:[A-Ja-j]|\d)[).:])\s*{words}(?!\w)").search(question, at)
-            if found is None:
+            choice = re.compile(rf"(?:^|[\n,;(]|[-*•]|(?<!\w)(?:[A-Ja-j]|\d)[).:])\s*{words}(?!\w)")
+            if (match := choice.search(question, end)) is None:
                 return False
-            at = found.end()
+            end = match.end()
         return True
 
     def under(self, question: str) -> str:
@@ -60,24 +60,24 @@ class Choices:
         an index or a label that no choice has, and for an answer that could be two of them."""
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             return None
-        said = as_written(answer).strip()
-        is_text, label = isinstance(answer, str), _BARE_LABEL.fullmatch(said)
-        places: set[int] = set()
+        text, is_text = as_written(answer).strip(), isinstance(answer, str)
+        label = _BARE_LABEL.fullmatch(text)
+        positions: set[int] = set()
         if is_text or self.numbers:
-            places |= {place for place, text in enumerate(self.texts) if text == said}
+            positions |= {position for position, choice in enumerate(self.texts) if choice == text}
         if is_text and label:
-            places |= {place for place, name in enumerate(self.labels) if name == label[1].upper()}
-        if said.isdecimal() and int(said) < len(self.texts) and not (is_text and self.labels[0].isdecimal()):
-            places.add(int(said))
-        if not places and (own := _OWN_LABEL.match(said)) and own[1].upper() in self.labels:
-            place = self.labels.index(own[1].upper())
-            places = {place} if self.texts[place] == said[own.end() :] else places
-        if len(places) == 1:
-            return LETTERS[places.pop()]
-        if places or label or not is_text:
-            which = "could be several" if places else "is none"
+            positions |= {position for position, name in enumerate(self.labels) if name == label[1].upper()}
+        if text.isdecimal() and int(text) < len(self.texts) and not (is_text and self.labels[0].isdecimal()):
+            positions.add(int(text))
+        if not positions and (labelled := _LABEL_IN_FRONT.match(text)) and labelled[1].upper() in self.labels:
+            position = self.labels.index(labelled[1].upper())
+            positions = {position} if self.texts[position] == text[labelled.end() :] else positions
+        if len(positions) == 1:
+            return LETTERS[positions.pop()]
+        if positions or label or not is_text:
+            problem = "could be several" if positions else "is none"
             raise DataError(
-                f"the answer {answer!r} {which} of its {len(self.texts)} choices ({', '.join(self.labels)})"
+                f"the answer {answer!r} {problem} of its {len(self.texts)} choices ({', '.join(self.labels)})"
             )
         return None
 
@@ -98,62 +98,55 @@ def choices_of(row: dict[str, Any], key: str | None, question_key: str, question
     to none."""
     if key == NO_CHOICES:
         return None
-    beside = question_key.rpartition(".")[0]  # ARC's question is a record with its choices
-    usual = [*CHOICE_FIELDS, *(f"{beside}.{name}" for name in CHOICE_FIELDS if beside)]
+    record = question_key.rpartition(".")[0]  # ARC's question is a record with its choices
+    keys = [*CHOICE_FIELDS, *(f"{record}.{name}" for name in CHOICE_FIELDS if record)]
     if isinstance(answer, int) and not isinstance(answer, bool):
-        usual.append("answers")  # ReClor's; elsewhere these are right answers
-    for name in usual if key is None else (key,):
-        if found := _choices(field_of(row, name)):
-            return found
+        keys.append("answers")  # ReClor's; elsewhere these are right answers
+    for name in keys if key is None else (key,):
+        if choices := _choices(field_of(row, name)):
+            return choices
     if key is not None:
-        what = type(field_of(row, key)).__name__
-        raise DataError(f"{key!r} (choices_key) has no choices: expected a list of texts or texts by label, got {what}")
+        kind = kind_of(field_of(row, key))
+        raise DataError(f"{key!r} (choices_key) has no choices: expected a list of texts or texts by label, got {kind}")
     wrong = [name for name in row if _WRONG.fullmatch(name) and row[name] not in (None, "")]
     if wrong and isinstance(answer, str):
         texts = [answer.strip(), *(row[name] for name in wrong)]
         random.Random(question).shuffle(texts)
         return _made(texts, None)
-    found = _columns(row)
-    if found is not None and isinstance(answer, str) and found.letter(answer) is None:
+    choices = _columns(row)
+    if choices is not None and isinstance(answer, str) and choices.letter(answer) is None:
         return None  # the columns are something else: the answer is none of them
-    return found
+    return choices
 
 
 def _choices(value: Any) -> Choices | None:
     """Return the choices that a field holds, None where it holds something else."""
-    value = _parsed(value)
-    if isinstance(value, dict) and {"text", "label"} <= set(value):
-        texts, labels = value["text"], value["label"]
-    elif isinstance(value, dict):
-        texts, labels = list(value.values()), list(value)
-        if [str(label).upper() for label in labels] != [*LETTERS[: len(labels)]]:
-            return None
-    elif isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
-        label, text = (
-            next((part for part in parts if all(part in one for one in value)), None)
-            for parts in (("label", "key", "id", "letter"), ("text", "value", "content", "option"))
-        )
-        if text is None:
-            return None
-        texts = [one[text] for one in value]
-        labels = [one[label] for one in value] if label else [*LETTERS[: len(texts)]]
-    elif isinstance(value, str):
-        texts, labels = _split(value), None
-    else:
-        texts, labels = value, None
-    return _made(texts, labels)
+    match value := parsed(value):
+        case {"text": texts, "label": labels}:
+            return _made(texts, labels)
+        case dict():
+            is_lettered = [str(label).upper() for label in value] == [*LETTERS[: len(value)]]
+            return _made(list(value.values()), list(value)) if is_lettered else None
+        case [dict() as first, *_] if all(isinstance(choice, dict) for choice in value):
+            text = next((name for name in ("text", "value", "content", "option") if name in first), None)
+            label = next((name for name in ("label", "key", "id", "letter") if name in first), None)
+            if text is None or not all(text in choice for choice in value):
+                return None
+            return _made([choice[text] for choice in value], [choice.get(label) for choice in value] if label else None)
+        case str():
+            return _made(_split(value), None)
+    return _made(value, None)
 
 
 def _split(text: str) -> list[str]:
     """Return the choices in a text such as `a) 38, b) 27, c) none`, or one a line; [] in another."""
-    begins, wanted = [], 0
+    starts: list[re.Match[str]] = []
     for match in _IN_TEXT.finditer(text):
-        if match[1].upper() == LETTERS[wanted % len(LETTERS)]:
-            begins.append(match)
-            wanted += 1
-    if len(begins) > 1:
-        ends = [*(match.start() for match in begins[1:]), len(text)]
-        return [text[match.end() : end].strip(" \n\t,;") for match, end in zip(begins, ends, strict=True)]
+        if match[1].upper() == LETTERS[len(starts) % len(LETTERS)]:
+            starts.append(match)
+    if len(starts) > 1:
+        ends = [*(match.start() for match in starts[1:]), len(text)]
+        return [text[match.end() : end].strip(" \n\t,;") for match, end in zip(starts, ends, strict=True)]
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
@@ -164,40 +157,26 @@ def _columns(row: dict[str, Any]) -> Choices | None:
         if (match := _COLUMN.fullmatch(name)) and (match[1] or name in LETTERS):
             stems.setdefault((match[1] or "").lower(), {})[match[2].upper()] = name
     for columns in stems.values():
-        for first in (LETTERS, "123456789", "0123456789"):
-            labels = sorted(columns)
-            if len(labels) > 1 and labels == [*first[: len(labels)]]:
-                names = [columns[label] for label in labels if row[columns[label]] not in (None, "")]
-                return _made([row[name] for name in names], labels[: len(names)])
+        labels = sorted(columns)
+        if len(labels) > 1 and any(labels == [*first[: len(labels)]] for first in (LETTERS, "123456789", "0123456789")):
+            texts = [row[columns[label]] for label in labels if row[columns[label]] not in (None, "")]
+            return _made(texts, labels[: len(texts)])
     return None
 
 
 def _made(texts: Any, labels: list[Any] | None) -> Choices | None:
-    if not isinstance(texts, list) or len(texts) < 2:
+    """Return choices of texts or numbers, None of anything else. Labels in front of all texts are taken off."""
+    if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(text, str | int | float) for text in texts):
         return None
-    if not all(isinstance(text, str | int | float) for text in texts):
-        return None
-    shown = [str(text).strip() for text in texts]
-    own = [_OWN_LABEL.match(text) for text in shown]
-    if labels is None and all(one and one[1].upper() == LETTERS[i] for i, one in enumerate(own[: len(LETTERS)])):
-        shown = [text[one.end() :] for text, one in zip(shown, own, strict=True) if one]
-    if len(shown) > len(LETTERS):
+    if len(texts) > len(LETTERS):
         raise DataError(
-            f"{len(shown)} choices; there can be 2 to {len(LETTERS)} (choices_key: {NO_CHOICES} leaves them out)"
+            f"{len(texts)} choices; there can be 2 to {len(LETTERS)} (choices_key: {NO_CHOICES} leaves them out)"
         )
-    named = [str(label).strip().upper() for label in labels] if labels else [*LETTERS[: len(shown)]]
-    if len(named) != len(shown):
+    shown = [str(text).strip() for text in texts]
+    in_front = [_LABEL_IN_FRONT.match(text) for text in shown]
+    if labels is None and all(match and match[1].upper() == LETTERS[i] for i, match in enumerate(in_front)):
+        shown = [text[match.end() :] for text, match in zip(shown, in_front, strict=True) if match]
+    names = [str(label).strip().upper() for label in labels or LETTERS[: len(shown)]]
+    if len(names) != len(shown):
         return None
-    return Choices(tuple(shown), tuple(named), numbers=not any(isinstance(text, str) for text in texts))
-
-
-def _parsed(value: Any) -> Any:
-    """Return a list or mapping that a table holds as text, in JSON or as Python writes it."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
-        return value
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return read(value)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-    return value
+    return Choices(tuple(shown), tuple(names), numbers=not any(isinstance(text, str) for text in texts))

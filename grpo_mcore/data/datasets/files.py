@@ -13,21 +13,24 @@ from grpo_mcore.base.text import as_written
 from grpo_mcore.data.datasets.choices import choices_of
 from grpo_mcore.data.datasets.contexts import context_field, context_of
 from grpo_mcore.data.datasets.mapped import Row
-from grpo_mcore.data.datasets.messages import (
-    ChatMessage,
-    as_json,
-    as_messages,
-    assistant,
-    conversation,
-    is_chat_as_text,
-    tools_of,
-    user,
-)
+from grpo_mcore.data.datasets.messages import as_messages, assistant, is_chat_as_text, user
 from grpo_mcore.data.datasets.source import missing, required
-from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
-from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
 from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
 from grpo_mcore.rollout.datum import field_of
+from grpo_mcore.rollout.messages import (
+    Item,
+    ItemReader,
+    Message,
+    MessageError,
+    UnknownItem,
+    content_text,
+    kind_of,
+    read_content,
+    read_list,
+    read_messages,
+    read_tools,
+    with_instructions,
+)
 
 QUESTIONS = (
     *("instruction", "input", "question", "problem", "prompt", "query", "question_stem", "Question", "Problem"),
@@ -40,15 +43,14 @@ ANSWERS = (
     *("answer_idx", "correct_option", "cop", "answers.text", "answers", "Answer", "Correct Answer"),
     "extra_info.answer",
 )
-"""The same for the answers."""
+"""Fields under which published data have their answers: the first that a row has is meant."""
 SYSTEMS = ("system", "system_prompt")
-"""The same for the system prompts."""
+"""Fields under which published data have their system prompts: the first that a row has is meant."""
 
 _CHATS = ("messages", "conversations", "conversation")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_MEDIA_MARKS = ("<image>", "<video>", "<audio>")
-_IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp")
-_MEDIA_FILES = (*_IMAGES, ".mp4", ".avi", ".mov", ".webm", ".wav", ".mp3", ".flac")
+_MEDIA_FILE = re.compile(r"^data:|\.(?:png|jpe?g|gif|webp|bmp|mp4|avi|mov|webm|wav|mp3|flac)$", re.IGNORECASE)
+_MEDIA_MARK = re.compile("<(?:image|video|audio)>")
 
 
 def settings_for(row: Row) -> dict[str, str]:
@@ -63,7 +65,7 @@ def settings_for(row: Row) -> dict[str, str]:
         return {"dataset_name": "BinaryPreferenceDataset"}
     if {"chosen", "rejected"} <= set(row):
         question = question or next((key for key in _CHATS if _is_chat(row.get(key))), None)
-        if question is None and not _is_chat(_said(row["chosen"])):
+        if question is None and not _is_chat(_hh_messages(row["chosen"])):
             return {}
         key = {} if question in (None, "prompt") else {"prompt_key": str(question)}
         return {"dataset_name": "BinaryPreferenceDataset", **key}
@@ -86,10 +88,6 @@ def _answers(row: Row, key: str) -> bool:
     return value is not None and not (key == "label" and isinstance(value, bool) and "completion" in row)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
 def question_and_answer(
     row: Row,
     *,
@@ -103,7 +101,7 @@ def question_and_answer(
     """Convert a question (text or a conversation) and its answer (text or messages). The row's other fields are kept; a
     field `ground_truth` may replace the answer. Another list or an object is the ground truth and no message."""
     _refuse_media(row)
-    messages = _asked(row, question, context, system)
+    messages = _question(row, question, context, system)
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         raise DataError(
             f"{question!r} ends with an answer of the assistant, so it is no question; a whole conversation is read "
@@ -111,14 +109,15 @@ def question_and_answer(
         )
     extra = _other_fields(row, question, answer) | _tools(row, "tools")
     truth = field_of(row, answer)
-    if found := choices_of(row, choices, question, str(messages[-1]["content"]), truth):
-        if shown := found.shown_in(messages[-1]["content"]):
-            truth = found.letter(truth) if _is_index(truth) else truth
+    text = content_text(messages[-1]["content"])
+    if options := choices_of(row, choices, question, text, truth):
+        if is_shown := options.shown_in(text):
+            truth = options.letter(truth) if _is_index(truth) else truth
         else:
-            messages[-1] = {**messages[-1], "content": found.under(messages[-1]["content"])}
-            truth = found.letter(truth) or truth
-        if extra.get("ground_truth") is not None and (not shown or _is_index(extra["ground_truth"])):
-            extra["ground_truth"] = found.letter(extra["ground_truth"]) or extra["ground_truth"]
+            messages[-1] = {**messages[-1], "content": options.under(text)}
+            truth = options.letter(truth) or truth
+        if (other := extra.get("ground_truth")) is not None and (not is_shown or _is_index(other)):
+            extra["ground_truth"] = options.letter(other) or other
     if isinstance(truth, float) and not math.isfinite(truth):
         raise DataError(f"{answer!r} is {truth}, which is no answer")
     if _is_chat(truth) or is_chat_as_text(truth):  # TRL's `completion`
@@ -129,7 +128,7 @@ def question_and_answer(
         messages.append(assistant(as_written(truth)))
     elif row.get("ground_truth") is None and needs_answer:
         if answer in row or "output_key" in settings_for(row):
-            _wanted(row, answer)
+            _layout_field(row, answer)
         raise DataError(
             f"{missing(row, answer)}. output_key names the field of the answer; for rewards that need none: "
             "processor: chat_data_processor"
@@ -141,61 +140,75 @@ def _is_index(truth: Any) -> bool:
     return isinstance(truth, int | float) and not isinstance(truth, bool)
 
 
-def _asked(row: Row, question: str, context: str | None = None, system: str | None = None) -> list[ChatMessage]:
+def _question(row: Row, key: str, context: str | None = None, system: str | None = None) -> list[Message]:
     """Return a question as messages, with the other fields of its row that belong to it: Alpaca's `input` below its
-    instruction, the text that it is about above it, and the system prompt."""
-    messages = as_messages(_said(_wanted(row, question)), question)
+    instruction, the text that it is about above it, earlier turns, and the system prompt."""
+    messages = as_messages(_hh_messages(_layout_field(row, key)), key)
     if len(messages) > 1 and messages[-1] == assistant(""):  # "...\n\nAssistant:" in the form of HH-RLHF
         messages.pop()
-    text = messages[-1]["content"]
+    text = content_text(messages[-1]["content"])
+    above = "" if context is None else context_of(row, context)
+    below = _text_field(row, "input") if key == "instruction" else None
+    texts = [part for part in (None if above in text else above, text, below) if part]
+    if len(texts) > 1:
+        messages[-1] = {**messages[-1], "content": "\n\n".join(texts)}
     if len(messages) == 1:
         messages = [*_history(row), *messages]
-    if question == "instruction" and _is_text(row.get("input")):
-        text = f"{text}\n\n{row['input']}"
-    if context is not None and (about := context_of(row, context)) not in text:
-        text = f"{about}\n\n{text}"
-    messages[-1] = {**messages[-1], "content": text}
     return _with_system(messages, row, system)
 
 
-def _history(row: Row) -> list[ChatMessage]:
-    """Return the earlier turns of a row in LLaMA-Factory's and ms-swift's form, pairs of a question and its answer
-    under `history`."""
-    pairs = field_of(row, "history")
-    if not isinstance(pairs, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(map(_is_text, pair)) for pair in pairs
-    ):
-        return []
-    return [message for asked, said in pairs for message in (user(asked), assistant(said))]
+def _text_field(row: Row, key: str) -> str | None:
+    """Return the text of a field that the model is shown, None where it is null or blank. A number is shown as it is
+    written. Raises DataError for a value of another type."""
+    value = field_of(row, key)
+    if value is None or isinstance(value, str):
+        return value if value and value.strip() else None
+    if not _is_index(value):
+        raise DataError(f"{key!r} must be text, got {kind_of(value)}")
+    return as_written(value)
 
 
-def _with_system(
-    messages: list[ChatMessage], row: Row, key: str | None, default: str | None = None
-) -> list[ChatMessage]:
+def _history(row: Row) -> list[Message]:
+    """Return the earlier turns of a row under `history`: messages, or pairs of a question and its answer as
+    LLaMA-Factory and ms-swift have them."""
+    turns = field_of(row, "history")
+    if _is_chat(turns):
+        return read_messages(turns, "history")
+    if not isinstance(turns, list) or not any(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        return []  # another field of that name
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise DataError(
+                f"turn {number} of 'history' must be a question and its answer, both text, got {turn!r:.100}"
+            )
+    return [message for question, answer in turns for message in (user(question), assistant(answer))]
+
+
+def _with_system(messages: list[Message], row: Row, key: str | None, default: str | None = None) -> list[Message]:
     """Return the messages with the row's system prompt in front, unless they have one: of the field `key`, else of one
     of SYSTEMS, else `default`."""
     if messages[0]["role"] == "system":
         return messages
-    said = field_of(row, key) if key else next((row[name] for name in SYSTEMS if _is_text(row.get(name))), None)
-    if said not in (None, "") and not isinstance(said, str):
-        raise DataError(f"{key!r} (system_key) must be text, got {type(said).__name__}")
-    return [{"role": "system", "content": said or default}, *messages] if said or default else messages
+    key = key or next((name for name in SYSTEMS if row.get(name)), SYSTEMS[0])
+    content = read_content(field_of(row, key), repr(key)).value
+    if not content_text(content).strip():
+        content = default or ""
+    return [{"role": "system", "content": content}, *messages] if content else messages
 
 
 def _refuse_media(row: Row) -> None:
-    """Refuse a row with an image, a video or sound in a field of its own: without it the question is another one."""
+    """Refuse a row with an image, a video or sound in a field: without it the question would be another one."""
     for name in _MEDIA:
         value = row.get(name)
-        named = isinstance(value, str) and (
-            value.lower().endswith(_MEDIA_FILES)
-            or value.startswith("data:")
-            or any(mark in str(row) for mark in _MEDIA_MARKS)
-        )  # another text may be the name of a container's image
-        if value and (named or not isinstance(value, str | int | float)):
+        if isinstance(value, str):  # another text may be the name of a container's image
+            is_media = bool(_MEDIA_FILE.search(value) or value and _MEDIA_MARK.search(str(row)))
+        else:
+            is_media = bool(value) and not isinstance(value, int | float)
+        if is_media:
             raise DataError(f"{name!r} has an image, video or sound, and only text is supported")
 
 
-def _wanted(row: Row, key: str) -> Any:
+def _layout_field(row: Row, key: str) -> Any:
     """Return the field that makes a row one of this layout. Raises DataError without it, and says how the row's own
     layout is read, if that is known."""
     if field_of(row, key) is not None:
@@ -221,34 +234,36 @@ def openai_row(
     row: Row, *, chat: str, tools: str = "tools", system_key: str | None = None, system_prompt: str | None = None
 ) -> Row:
     """Convert a whole conversation and the tools that it may call."""
-    value = _wanted(row, chat)
+    value = _layout_field(row, chat)
     if isinstance(value, str) and not value.lstrip().startswith("["):
-        raise DataError(f"{chat!r} must be a list of messages, got str")
+        raise DataError(f"{chat!r} must be a list of messages, got text")
     _refuse_media(row)
-    messages = conversation(as_json(value, chat, "messages"), chat)
+    messages = read_messages(read_list(value, chat, "messages"), chat)
     messages = _with_system(messages, row, system_key, system_prompt)
-    told = _tools(row, tools) or _tools(row, "functions" if _are_functions(row.get("functions")) else tools)
-    return {**_other_fields(row, chat, tools), "messages": messages, **told}
+    return {**_other_fields(row, chat, tools), "messages": messages, **(_tools(row, tools) or _older_tools(row))}
 
 
-def _are_functions(value: Any) -> bool:
-    """Return whether a field has tools in OpenAI's older form, which goes with messages' `function_call`."""
-    return isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in value)
+def _older_tools(row: Row) -> Row:
+    """Return the tools of a row in OpenAI's older form, `functions`, which goes with messages' `function_call`."""
+    value = row.get("functions")
+    is_tools = isinstance(value, list) and all(isinstance(tool, dict) and "name" in tool for tool in value)
+    return _tools(row, "functions") if is_tools else {}
 
 
 def gym_task(row: Row) -> Row:
     """Convert a task of NeMo Gym, which its agent gets unchanged. The messages only measure the prompt; a task may
     leave them to the environment."""
-    params = _wanted(row, "responses_create_params")
+    params = _layout_field(row, "responses_create_params")
     if not isinstance(params, dict):
-        raise DataError(f"'responses_create_params' must be an object, got {type(params).__name__}")
-    asked = params.get("input")
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        raise DataError(f"'responses_create_params' must be an object, got {kind_of(params)}")
+    items = params.get("input")
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     try:
-        messages = Chat().take(msgspec.convert(items or [], list[Item]))
-        tools = chat_tools(params.get("tools"))
+        messages = ItemReader().read(msgspec.convert(items or [], list[Item]))
         messages = with_instructions(messages, params.get("instructions"))
-    except (BadRow, Filtered, msgspec.ValidationError) as error:
+        messages = read_messages(messages, "input") if messages else []
+        tools = read_tools(params.get("tools"), "tools")
+    except (MessageError, UnknownItem, msgspec.ValidationError) as error:
         raise DataError(f"'responses_create_params': {error}") from error
     return {"messages": messages, "gym_task": row, **({"tools": tools} if tools else {})}
 
@@ -262,7 +277,7 @@ def preference_pair(
     conversation with what its last answer must not be."""
     _refuse_media(row)
     if chosen not in row and _is_ranked(row):
-        best, *_, worst = sorted(row["completions"], key=lambda one: one["rank"])
+        best, *_, worst = sorted(row["completions"], key=lambda completion: completion["rank"])
         if best["rank"] == worst["rank"]:
             raise DataError(f"'completions' has no better and worse answer: all have the rank {best['rank']}")
         others = {key: value for key, value in row.items() if key not in ("context", "completions")}
@@ -270,29 +285,30 @@ def preference_pair(
     elif chosen not in row and _rejects_its_answer(row):
         others = {key: value for key, value in row.items() if key not in ("messages", *_REJECTED)}
         row = {**others, chosen: row["messages"], rejected: _whole_rejected(row)}
-    better = as_messages(_said(required(row, chosen)), chosen, role="assistant")
-    worse = as_messages(_said(required(row, rejected)), rejected, role="assistant")
+    better = as_messages(_hh_messages(required(row, chosen)), chosen, role="assistant")
+    worse = as_messages(_hh_messages(required(row, rejected)), rejected, role="assistant")
     if better[0]["role"] != "assistant" or worse[0]["role"] != "assistant":
         both = takewhile(lambda pair: pair[0] == pair[1], zip(better[:-1], worse[:-1], strict=False))
-        asked = [message for message, _ in both]
-        if not asked:
+        messages = [message for message, _ in both]
+        if not messages:
             raise DataError(f"{chosen!r} and {rejected!r} must be answers, or conversations that begin alike")
-        given = field_of(row, prompt)
-        said = [message["content"].strip() for message in asked]
-        if given is not None and as_messages(_said(given), prompt)[-1]["content"].strip() not in said:
-            raise DataError(f"{chosen!r} and {rejected!r} begin with another prompt than {prompt!r}")
-        better, worse = better[len(asked) :], worse[len(asked) :]
-        asked = _with_system(asked, row, None)
+        if (own_prompt := field_of(row, prompt)) is not None:
+            last = as_messages(_hh_messages(own_prompt), prompt)[-1]
+            if content_text(last["content"]).strip() not in [
+                content_text(message["content"]).strip() for message in messages
+            ]:
+                raise DataError(f"{chosen!r} and {rejected!r} begin with another prompt than {prompt!r}")
+        better, worse = better[len(messages) :], worse[len(messages) :]
+        messages = _with_system(messages, row, None)
     else:
-        asked = _asked(row, prompt, context)
-        if (found := choices_of(row, choices, prompt, asked[-1]["content"], None)) and not found.shown_in(
-            asked[-1]["content"]
-        ):
-            asked[-1] = {**asked[-1], "content": found.under(asked[-1]["content"])}
+        messages = _question(row, prompt, context)
+        text = content_text(messages[-1]["content"])
+        if (options := choices_of(row, choices, prompt, text, None)) and not options.shown_in(text):
+            messages[-1] = {**messages[-1], "content": options.under(text)}
     return {
         **_other_fields(row, prompt, chosen, rejected),
         **_tools(row, "tools"),
-        "messages": asked,
+        "messages": messages,
         "chosen": better,
         "rejected": worse,
     }
@@ -305,8 +321,8 @@ def _is_ranked(row: Row) -> bool:
         "context" in row
         and isinstance(completions, list)
         and len(completions) > 1
-        and all(isinstance(one, dict) and isinstance(one.get("rank"), int) for one in completions)
-        and all("completion" in one for one in completions)
+        and all(isinstance(completion, dict) and isinstance(completion.get("rank"), int) for completion in completions)
+        and all("completion" in completion for completion in completions)
     )
 
 
@@ -328,7 +344,7 @@ def _whole_rejected(row: Row) -> Any:
     return [*messages, *(worse if isinstance(worse, list) else [{"role": "assistant", "content": worse}])]
 
 
-def _said(value: Any) -> Any:
+def _hh_messages(value: Any) -> Any:
     """Return a conversation as messages that is text in the form of HH-RLHF, "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
     if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
         return value
@@ -342,5 +358,5 @@ def _other_fields(row: Row, *used: str) -> Row:
 
 def _tools(row: Row, key: str) -> Row:
     """Return {"tools": ...}, or nothing for a row without tools."""
-    tools = tools_of(field_of(row, key), key)
+    tools = read_tools(field_of(row, key), key)
     return {"tools": tools} if tools else {}

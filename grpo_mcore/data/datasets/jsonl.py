@@ -29,27 +29,20 @@ def is_json(path: str) -> bool:
     return path.endswith(SUFFIXES)
 
 
-def read_json(path: Path) -> tuple[Sequence[dict[str, Any]], Sequence[int]]:
+def read_json(path: Path, *, parsed: bool = True) -> tuple[Sequence[dict[str, Any]], Sequence[int]]:
     """Return the objects of a file and the line of each (from 1), or its index where the file is one list of objects.
 
     A file has one object a line, or is one list of objects; blank lines are skipped. Raises DataError for a missing or
-    empty file, and for the first row that is not a JSON object.
+    empty file, and for the first row that is not a JSON object. If not `parsed`, a file may be empty, and such a row is
+    an error when it is read.
     """
     if not path.is_file():
         raise DataError(f"data file not found: {path}" + ("" if path.is_absolute() else f" in {Path.cwd()}"))
     with _open(path) as file:
-        rows, numbers = _read_list(file, path) if _is_list(file) else _index(file, path)
-    if not rows:
+        rows, numbers = _read_list(file, path) if _is_list(file) else _index(file, path, parsed)
+    if parsed and not rows:
         raise DataError(f"{path}: the dataset is empty")
     return rows, numbers
-
-
-def is_list(path: Path) -> bool:
-    """Return whether a JSON file is one list of objects."""
-    if not path.is_file():
-        return False
-    with _open(path) as file:
-        return _is_list(file)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -87,13 +80,14 @@ def _read_list(file: IO[bytes], path: Path) -> tuple[list[dict[str, Any]], Seque
     return rows, range(len(rows))
 
 
-def _index(file: IO[bytes], path: Path) -> tuple[JsonLines, array[int]]:
+def _index(file: IO[bytes], path: Path, parsed: bool) -> tuple[JsonLines, array[int]]:
     starts, lengths, numbers = array("Q"), array("Q"), array("Q")
     start = 0
     for number, line in enumerate(file, start=1):
         text = line.removeprefix(_BOM) if number == 1 else line
         if text.strip():
-            parse(text, f"{path}:{number}")
+            if parsed:
+                parse(text, f"{path}:{number}")
             starts.append(start + len(line) - len(text))
             lengths.append(len(text))
             numbers.append(number)
@@ -123,7 +117,7 @@ class JsonLines(Sequence[dict[str, Any]]):
 def parse(text: bytes, where: str, kind: type = dict) -> Any:
     """Parse UTF-8 text as a JSON object (or list). Raises DataError."""
     try:
-        value = json.loads(text.decode())
+        value = json.loads(text.rstrip(b"\r\n").decode())
         if b"\\ud" in text or b"\\uD" in text:  # half a surrogate pair is valid JSON, but no text
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:

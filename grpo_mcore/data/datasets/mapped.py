@@ -8,9 +8,11 @@ from typing import Any
 from grpo_mcore.data.datasets.rows import Repeated, Rows
 from grpo_mcore.data.datasets.source import Source, missing
 from grpo_mcore.data.interfaces import DataError, RowError, TaskDataSpec
-from grpo_mcore.data.processors import find_processor
+from grpo_mcore.data.processors import PROCESSORS, find_processor
 from grpo_mcore.recipe import DatasetEntry
+from grpo_mcore.rollout.chat_form import ChatForm
 from grpo_mcore.rollout.datum import field_of
+from grpo_mcore.rollout.messages import MessageError, join_texts
 
 Entry = DatasetEntry | Mapping[str, Any]
 """An entry of `data.train` or `data.validation`, or a mapping with some of its keys."""
@@ -69,25 +71,28 @@ class MappedDataset:
         self.val_dataset: Sequence[Row] | None = held_out
 
     def _to_row(self, row: Row, index: int) -> Row:
-        place = self._source.place(index)
+        row_name = self._source.name_of(index)
         uid = f"{self.task_name}:{self._source.numbers[index]}"
         key = self.task_spec.hint_key
-        given = None if key is None else field_of(row, key)
-        hint = {} if given is None else {str(key): given}  # the answer may be the hint, too
-        return {**hint, **as_chat(self._to_chat, row, place), "task_name": self.task_name, "uid": uid}
+        value = None if key is None else field_of(row, key)
+        hint = {} if value is None else {str(key): value}  # the answer may be the hint, too
+        chat = as_chat(self._to_chat, row, row_name)
+        if self.processor not in PROCESSORS.values():  # a processor of the user's own expects texts
+            chat["messages"] = join_texts(chat["messages"], ChatForm.joint)
+        return {**hint, **chat, "task_name": self.task_name, "uid": uid}
 
 
-def as_chat(to_chat: ToChat, row: Row, place: str) -> Row:
+def as_chat(to_chat: ToChat, row: Row, row_name: str) -> Row:
     """Return `to_chat(row)`. Every error becomes a RowError that names the row's place."""
     try:
         return to_chat(row)
     except KeyError as error:
-        raise RowError(place, str(missing(row, error.args[0]))) from error
-    except DataError as error:
-        raise RowError(place, str(error)) from error
+        raise RowError(row_name, str(missing(row, error.args[0]))) from error
+    except (DataError, MessageError) as error:
+        raise RowError(row_name, str(error)) from error
     except (TypeError, ValueError, IndexError, AttributeError) as error:
         kinds = {key: type(value).__name__ for key, value in row.items()}
-        raise RowError(place, f"a field has another layout than expected ({error}); it has {kinds}") from error
+        raise RowError(row_name, f"a field has another layout than expected ({error}); it has {kinds}") from error
 
 
 def name_of(path: str) -> str:

@@ -14,11 +14,12 @@ from typing import Any
 from grpo_mcore.data.datasets.benchmarks import gpqa, human_eval, ifeval, math500, mbpp, mmlu, mmlu_pro
 from grpo_mcore.data.datasets.files import preference_pair
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, as_chat, setting, unusable
-from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, user
+from grpo_mcore.data.datasets.messages import as_messages, assistant, user
 from grpo_mcore.data.datasets.source import Source, Table, is_address, joined, missing, open_source, required
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.recipe import UNSET_KEYS
 from grpo_mcore.rollout.datum import field_of
+from grpo_mcore.rollout.messages import read_messages
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Columns:
 def dapo(row: Row) -> Row:
     """BytedTsinghua-SIA: {"prompt": [message], "reward_model": {"ground_truth", "style"}, "data_source", "ability"}."""
     truth = str(row["reward_model"]["ground_truth"])
-    messages = [*conversation(row["prompt"], "prompt"), assistant(truth)]
+    messages = [*read_messages(row["prompt"], "prompt"), assistant(truth)]
     return {"messages": messages, "ground_truth": truth, "data_source": row["data_source"]}
 
 
@@ -89,7 +90,7 @@ def squad(row: Row) -> Row:
 
 def tulu3(row: Row) -> Row:
     """{"id", "messages", "source"}."""
-    messages = conversation(row["messages"], "messages")
+    messages = read_messages(row["messages"], "messages")
     if messages[-1]["role"] != "assistant":
         return unusable("without an answer (the last message is not the assistant's)")
     return {"messages": messages, "source": row["source"]}
@@ -138,9 +139,9 @@ def threads(source: Source) -> Source:
     ids, parents, roles, deleted = _columns(source)
     paths = conversation_paths(ids, parents, roles, deleted)
     if not paths:
-        raise DataError(f"{source.place(0)} and later: no conversation with an answer in it")
+        raise DataError(f"{source.name_of(0)} and later: no conversation with an answer in it")
     last = [path[-1] for path in paths]
-    return Source(Threads(source.rows, paths), last, lambda index: source.place(last[index]))
+    return Source(Threads(source.rows, paths), last, lambda index: source.name_of(last[index]))
 
 
 class Threads(Sequence[dict[str, Any]]):
@@ -153,7 +154,7 @@ class Threads(Sequence[dict[str, Any]]):
         return len(self._paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        return {"thread": [self._rows[at] for at in self._paths[index]]}
+        return {"thread": [self._rows[position] for position in self._paths[index]]}
 
 
 def conversation_paths(
@@ -186,7 +187,7 @@ def _columns(source: Source) -> list[list[Any]]:
     first = source.rows[0]
     for name in _TREE_COLUMNS:
         if name not in first:
-            raise DataError(f"{source.place(0)}: {missing(first, name)}")
+            raise DataError(f"{source.name_of(0)}: {missing(first, name)}")
     if isinstance(source.rows, Table):
         table = source.rows.table.select_columns(list(_TREE_COLUMNS))
         return [list(table[name]) for name in _TREE_COLUMNS]
@@ -215,16 +216,16 @@ class PublishedDataset(MappedDataset):
             to_chat = replace(
                 to_chat, **{key: value for key, value in keys.items() if value not in (None, *UNSET_KEYS)}
             )
-        own, subset = setting(entry, "data_path"), setting(entry, "subset")
-        is_file = is_address(published.path) and not own
+        copy, subset = setting(entry, "data_path"), setting(entry, "subset")
+        is_file = is_address(published.path) and not copy
         parts = [
             open_source(
-                own or (published.path.format(f"_{part}" if part else "") if is_file else published.path),
+                copy or (published.path.format(f"_{part}" if part else "") if is_file else published.path),
                 subset=None if is_file else part,
                 split=setting(entry, "split") or published.split,
                 download_dir=setting(entry, "download_dir"),
             )
-            for part in ((subset,) if subset or own else published.subsets)
+            for part in ((subset,) if subset or copy else published.subsets)
         ]
         source = joined(parts)
         source = source if published.view is None else published.view(source)

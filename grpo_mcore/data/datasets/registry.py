@@ -73,13 +73,13 @@ def _find(written: str, name: str | None, classes: dict[str, DatasetClass]) -> D
         return classes[name]
     path = SLIDING_PUZZLE if name == "SlidingPuzzle" else written
     if {".", ":"} & set(path):
-        own = import_by_path(path, "dataset_name", DataError)
-        return lambda entry, processor: completed(own(entry), entry, processor)
+        dataset_class = import_by_path(path, "dataset_name", DataError)
+        return lambda entry, processor: completed(dataset_class(entry), entry, processor)
     raise DataError(f"dataset_name {unknown_dataset(written)}")
 
 
 class RawDataset:
-    """A base for a dataset class of one's own, which sets `dataset` (rows in chat format) and `task_name`."""
+    """A base for custom dataset classes, which set `dataset` (rows in chat format) and `task_name`."""
 
     dataset: Any
     task_name: str
@@ -93,7 +93,7 @@ class RawDataset:
 
 
 def completed(data: Any, entry: Entry, default_processor: str) -> ResponseData:
-    """Return a dataset of one's own with the attributes that it leaves out: those of its entry, and for each row
+    """Return a custom dataset with the attributes that it leaves out: those of its entry, and for each row
     a uid and the task's name. Its `dataset` may be a mapping with `train` and `validation`. Raises DataError."""
     missing = [name for name in ("dataset", "task_name") if getattr(data, name, None) is None]
     if missing:
@@ -123,7 +123,7 @@ def completed(data: Any, entry: Entry, default_processor: str) -> ResponseData:
         task = f"{data.task_name}{part}"
         rows = Table(rows) if hasattr(rows, "column_names") else rows
         return Rows(
-            rows, lambda row, at: {"uid": f"{task}:{at}", **plain(row, nulls=True), "task_name": data.task_name}
+            rows, lambda row, index: {"uid": f"{task}:{index}", **plain(row, nulls=True), "task_name": data.task_name}
         )
 
     data.dataset = named(data.dataset, "")
@@ -166,10 +166,10 @@ def unseen(entry: Entry, name: str, row: dict[str, Any]) -> str | None:
 
 
 def needs_answer(entry: Entry) -> bool:
-    """Return whether the rows of an entry must have an answer: for all processors but `chat_data_processor` and those
-    of one's own, which say it themselves."""
-    named = setting(entry, "processor")
-    return named is None or (isinstance(named, str) and named in PROCESSORS and named != "chat_data_processor")
+    """Return whether the rows of an entry must have an answer: for all processors but `chat_data_processor` and
+    custom ones, which check it themselves."""
+    name = setting(entry, "processor")
+    return name is None or (isinstance(name, str) and name in PROCESSORS and name != "chat_data_processor")
 
 
 class FileDataset(MappedDataset):

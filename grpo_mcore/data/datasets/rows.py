@@ -27,18 +27,18 @@ class Rows(Sequence[dict[str, Any]]):
         return len(self._indices)
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        at = int(self._indices[index])
-        return self._to_row(self._source[at], at)
+        row = int(self._indices[index])
+        return self._to_row(self._source[row], row)
 
     def split(self, size: float, seed: int) -> tuple[Rows, Rows]:
         """Return (the rest, a random part), both in order. `size` below 1 is a share of the rows, else their number."""
-        wanted = round(size * len(self)) if size < 1 else int(size)
-        if not 0 < wanted < len(self):
+        count = round(size * len(self)) if size < 1 else int(size)
+        if not 0 < count < len(self):
             raise DataError(
-                f"split_validation_size {size:g} takes {wanted} of {len(self)} rows; both parts need at least one"
+                f"split_validation_size {size:g} takes {count} of {len(self)} rows; both parts need at least one"
             )
         chosen = np.zeros(len(self), dtype=bool)
-        chosen[np.random.default_rng(seed).permutation(len(self))[:wanted]] = True
+        chosen[np.random.default_rng(seed).permutation(len(self))[:count]] = True
         indices = np.asarray(self._indices)
         return (
             Rows(self._source, self._to_row, indices[~chosen]),
@@ -57,8 +57,8 @@ class Repeated(Sequence[dict[str, Any]]):
         return len(self._rows) * self._times
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        repetition, at = divmod(range(len(self))[index], len(self._rows))
-        row = self._rows[at]
+        repetition, position = divmod(range(len(self))[index], len(self._rows))
+        row = self._rows[position]
         return {**row, "uid": f"{row['uid']}~{repetition}"} if repetition else row
 
 
@@ -78,8 +78,8 @@ class Joined(Sequence[dict[str, Any]]):
         return len(self._part)
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        part, at = self.locate(index)
-        return self._parts[part][at]
+        part, position = self.locate(index)
+        return self._parts[part][position]
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return (index of the dataset, index in it)."""

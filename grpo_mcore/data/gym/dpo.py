@@ -18,7 +18,7 @@ from grpo_mcore.data.interfaces import DataError
 
 NO_PAIR = "no pair: more rollouts of each prompt, a lower --min_gap or other thresholds give some"
 NO_REWARD = "no reward to rank it by"
-ANSWER_LEFT_OUT = "thoughts, calls or earlier turns of an answer are left out: pairs hold its last text"
+ANSWER_LEFT_OUT = "reasoning, calls or earlier turns of an answer are left out: pairs hold its last text"
 
 
 def gym_to_dpo(
@@ -58,7 +58,7 @@ def gym_to_dpo(
             seed=seed,
         )
     with (
-        transformation(source, target, what="pairs", strict=strict) as run,
+        transformation(source, target, unit="pairs", strict=strict) as run,
         pair_index(target.resolve().parent) as index,
     ):
         summary = run.summary
@@ -73,10 +73,10 @@ def gym_to_dpo(
             if not answer.strip():
                 raise Filtered(NO_ANSWER)
             text, params = encode(answer), rollout.responses_create_params
-            asked = input_items(params)
-            row, whole = prompt(params, asked)
+            items = input_items(params)
+            row, whole = prompt(params, items)
             head = encode(row)[:-1]  # the answers are appended
-            identity = hash(encode((rollout.task_index, asked, params.instructions, params.tools)))
+            identity = hash(encode((rollout.task_index, items, params.instructions, params.tools)))
             if not whole:
                 summary.notes[CONTEXT_LEFT_OUT] += 1
             if not is_plain(done):
@@ -88,7 +88,7 @@ def gym_to_dpo(
         for answers in index.groups():
             pairs, reasons = choose(answers)
             summary.kept += len({answer for pair in pairs for answer in pair})
-            summary.filtered.update({why: count for why, count in reasons.items() if count})
+            summary.filtered.update({reason: count for reason, count in reasons.items() if count})
             for chosen, rejected in pairs:
                 run.write(_pair(index, chosen, rejected))
         if not summary.kept and summary.rewards.total:

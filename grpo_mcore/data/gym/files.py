@@ -40,7 +40,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
         packed = stored.peek(2)[:2] == _GZIP
         text = io.BufferedReader(gzip.GzipFile(fileobj=stored), _BUFFER) if packed else stored
         size = os.fstat(stored.fileno()).st_size  # 0 for a pipe
-        began = shown = time.monotonic()
+        start = shown_at = time.monotonic()
         number = 0
         try:
             while line := text.readline(LONGEST_LINE + 1):
@@ -54,10 +54,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
                 else:
                     yield number, line.removeprefix(_UTF8_MARK)
                 now = time.monotonic()
-                if now - shown > _PROGRESS_S:
-                    shown = now
+                if now - shown_at > _PROGRESS_S:
+                    shown_at = now
                     share = f"{stored.tell() / size:.0%}, " if size else ""
-                    sys.stderr.write(f"{path.name}: {share}{number:,} rows, {number / (now - began):,.0f} rows/s\n")
+                    sys.stderr.write(f"{path.name}: {share}{number:,} rows, {number / (now - start):,.0f} rows/s\n")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
                 f"{path}: the compressed data is cut off or damaged after line {number} ({error}); "

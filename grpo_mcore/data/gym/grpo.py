@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import (
     ROUNDING,
     Filtered,
@@ -23,6 +22,7 @@ from grpo_mcore.data.gym.rollout import (
 from grpo_mcore.data.gym.run import transformation
 from grpo_mcore.data.gym.summary import Summary
 from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.rollout.messages import ItemReader, read_tools, with_instructions
 
 _PARAMS = "responses_create_params"
 USUAL_PLACES = (
@@ -118,18 +118,18 @@ def prompt_of(prompt_format: str, key: str) -> Callable[[Params, list[Item]], tu
     prompt is the user's last text ("text"), or the whole input as chat messages with its `tools` ("messages"). The
     function raises Filtered where there is no question."""
 
-    def text(params: Params, asked: list[Item]) -> tuple[dict[str, Any], bool]:
-        question = last_user_text(asked)
+    def text(params: Params, items: list[Item]) -> tuple[dict[str, Any], bool]:
+        question = last_user_text(items)
         if not question.strip():
             raise Filtered(NO_QUESTION)
-        return {key: question}, is_plain(asked) and not params.instructions
+        return {key: question}, is_plain(items) and not params.instructions
 
-    def messages(params: Params, asked: list[Item]) -> tuple[dict[str, Any], bool]:
-        chat = with_instructions(Chat().take(asked), params.instructions)
+    def messages(params: Params, items: list[Item]) -> tuple[dict[str, Any], bool]:
+        chat = with_instructions(ItemReader().read(items), params.instructions)
         if not any(message["role"] == "user" and message["content"] for message in chat):
             raise Filtered(NO_QUESTION)
         row: dict[str, Any] = {key: chat}
-        if tools := chat_tools(params.tools):
+        if tools := read_tools(params.tools, "tools"):
             row["tools"] = tools
         return row, True
 

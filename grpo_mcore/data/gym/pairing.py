@@ -23,15 +23,15 @@ PRAGMA journal_mode = OFF;
 PRAGMA synchronous = OFF;
 PRAGMA locking_mode = EXCLUSIVE;
 PRAGMA cache_size = -32768;
-CREATE TABLE answers (place INTEGER PRIMARY KEY, prompt INTEGER, reward, text INTEGER, head BLOB, answer BLOB);
+CREATE TABLE answers (position INTEGER PRIMARY KEY, prompt INTEGER, reward, text INTEGER, head BLOB, answer BLOB);
 BEGIN;
 """
 
 
 class Answer(NamedTuple):
-    """One answer. `place` is the number of bytes of text before it, `text` a 64-bit hash of its text."""
+    """One answer. `position` is the number of bytes of text before it, `text` a 64-bit hash of its text."""
 
-    place: int
+    position: int
     reward: float
     text: int
 
@@ -54,16 +54,16 @@ class PairIndex:
     def groups(self) -> Iterator[list[Answer]]:
         """Yield the answers of each prompt, in the order in which prompts first occur; best answer first, equally good
         ones in the order of the file."""
-        self._database.execute("CREATE INDEX by_prompt ON answers (prompt, reward DESC, place, text)")
-        prompts = self._database.execute("SELECT prompt FROM answers GROUP BY prompt ORDER BY min(place)")
-        query = "SELECT place, reward, text FROM answers WHERE prompt = ? ORDER BY reward DESC, place"
+        self._database.execute("CREATE INDEX by_prompt ON answers (prompt, reward DESC, position, text)")
+        prompts = self._database.execute("SELECT prompt FROM answers GROUP BY prompt ORDER BY min(position)")
+        query = "SELECT position, reward, text FROM answers WHERE prompt = ? ORDER BY reward DESC, position"
         for prompt in prompts:
             yield [Answer(*row) for row in self._database.execute(query, prompt)]
 
     def texts(self, answer: Answer) -> tuple[bytes, bytes]:
         """Return the prompt and the text of an answer, as they were added."""
-        query = "SELECT head, answer FROM answers WHERE place = ?"
-        head, text = self._database.execute(query, (answer.place,)).fetchone()
+        query = "SELECT head, answer FROM answers WHERE position = ?"
+        head, text = self._database.execute(query, (answer.position,)).fetchone()
         return head, text
 
 
@@ -115,7 +115,7 @@ def stratified(answers: Sequence[Answer], *, min_gap: float, high: float, low: f
     left_out = {"reward between the thresholds": len(answers) - len(good) - len(bad)}
     if not good or not bad:
         return [], left_out | {"no answer of the other stratum to its prompt": len(good) + len(bad)}
-    draw = hash((seed, answers[0].place))
+    draw = hash((seed, answers[0].position))
     combinations: Sequence[int] = range(len(good) * len(bad))
     if len(combinations) > _COMBINATIONS:
         combinations = random.Random(draw).sample(combinations, _COMBINATIONS)
@@ -123,6 +123,6 @@ def stratified(answers: Sequence[Answer], *, min_gap: float, high: float, low: f
     fit = [pair for pair in pairs if _is_pair(*pair, min_gap)]
     if len(fit) > most:
         fit = [fit[number] for number in sorted(random.Random(draw).sample(range(len(fit)), most))]
-    why = f"no answer to its prompt of another text and a reward that differs by {min_gap:g}"
+    reason = f"no answer to its prompt of another text and a reward that differs by {min_gap:g}"
     unused = len(good) + len(bad) - len({answer for pair in fit for answer in pair})
-    return fit, left_out | {"in no pair that was drawn" if fit else why: unused}
+    return fit, left_out | {"in no pair that was drawn" if fit else reason: unused}

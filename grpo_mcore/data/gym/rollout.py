@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
+from grpo_mcore.rollout.messages import Item, content_text, kind_of, read_content
+
 ROUNDING = 1e-9
 """Tolerance of comparisons of rewards: 0.9999999999999998 counts as 1, and 0.7 - 0.5 as 0.2."""
 
@@ -21,26 +23,6 @@ class BadRow(ValueError):
 
 class Filtered(Exception):
     """A rollout that is not used. The text is the reason, identical for all such rows, which are counted by it."""
-
-
-class Item(Struct, omit_defaults=True, gc=False):
-    """One item of a conversation in the Responses API: a message, a call, the result of a call, or a thought."""
-
-    type: str | None = None
-    role: str | None = None
-    content: Any = None
-    name: Any = None
-    arguments: Any = None
-    call_id: Any = None
-    output: Any = None
-    summary: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    reasoning_content: Any = None
-
-    @property
-    def is_message(self) -> bool:
-        return self.type == "message" or (self.type is None and self.role is not None)
 
 
 class Params(Struct, gc=False):
@@ -121,7 +103,7 @@ def _flat(items: Any) -> Any:
     """Flatten a list of items; some agents nest the items of a turn in a list."""
     if not isinstance(items, list) or not any(isinstance(item, list) for item in items):
         return items
-    return [one for item in items for one in (item if isinstance(item, list) else [item])]
+    return [inner for item in items for inner in (item if isinstance(item, list) else [item])]
 
 
 def input_items(params: Params) -> list[Item]:
@@ -164,44 +146,18 @@ def reward_of(rollout: Rollout) -> float | None:
     return reward
 
 
-def kind_of(value: Any) -> str:
-    """Return the name of a value's JSON type."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
-
-
-def text_of(content: Any) -> str:
-    """Return the text of all parts of a message's content; images and files have none. Raises BadRow."""
-    if type(content) is str:
+def text_in(content: Any) -> str:
+    """Return the text of a message's content, without reasoning, images and files. Raises MessageError."""
+    if isinstance(content, str):
         return content
-    if content is None:
-        return ""
-    if type(content) is not list:
-        raise BadRow(f"a message's content must be text or a list of parts, got {kind_of(content)}")
-    return part_text(content[0]) if len(content) == 1 else "".join([part_text(part) for part in content])
-
-
-def part_text(part: Any) -> str:
-    """Return the text of one part. Raises BadRow."""
-    if type(part) is str:
-        return part
-    if type(part) is not dict:
-        raise BadRow(f"a part of a message's content must be text or an object, got {kind_of(part)}")
-    text = part.get("text")
-    if text is None:
-        text = part.get("refusal")
-    if type(text) is str:
-        return text
-    if text is not None:
-        raise BadRow(f"the text of a part must be text, got {kind_of(text)}")
-    return ""
+    return content_text(read_content(content, "a message", keeps_media=True).value)
 
 
 def last_user_text(items: Sequence[Item]) -> str:
     """Return the user's last text; empty where there is no user's message."""
     for item in reversed(items):
         if item.role == "user" and item.is_message:
-            return text_of(item.content)
+            return text_in(item.content)
     return ""
 
 
@@ -210,18 +166,18 @@ def final_text(items: Sequence[Item]) -> str:
     for item in reversed(items):
         kind, role = item.type, item.role
         if (kind == "message" and role in ("assistant", None)) or (kind is None and role == "assistant"):
-            return text_of(item.content)
+            return text_in(item.content)
     return ""
 
 
 def is_plain(items: Sequence[Item]) -> bool:
     """Return whether the items are one message with text parts only, so that its text loses nothing."""
-    if len(items) != 1:
+    if len(items) != 1 or not items[0].is_message:
         return False
-    content = items[0].content
-    if not isinstance(content, list):
+    if isinstance(items[0].content, str):
         return True
-    return all(isinstance(part, str) or "text" in part or "refusal" in part for part in content)
+    read = read_content(items[0].content, "a message", keeps_media=True)
+    return not read.reasoning and all(isinstance(part, str) for part in read.parts)
 
 
 _encode = msgspec.json.Encoder().encode

@@ -13,6 +13,7 @@ from grpo_mcore.data.gym.files import LONGEST_LINE, read_lines, whole_file
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Rollout, parse_rollout, reward_of
 from grpo_mcore.data.gym.summary import Summary
 from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.rollout.messages import MessageError, UnknownItem
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +47,12 @@ class Transformation:
                 try:
                     take(handle(rollout, reward))
                     summary.kept += 1
-                except Filtered as why:
-                    summary.filtered[str(why)] += 1
+                except (Filtered, UnknownItem) as problem:
+                    summary.filtered[str(problem)] += 1
                 if reward is not None:
                     summary.rewards.add(reward)
-            except BadRow as why:
-                self._reject(number, str(why))
+            except (BadRow, MessageError) as problem:
+                self._reject(number, str(problem))
 
     def write(self, line: bytes) -> None:
         """Write a line of the output, given without its line end."""
@@ -61,20 +62,20 @@ class Transformation:
             self.summary.example = line[:_EXAMPLE]
         self.summary.written += 1
 
-    def _reject(self, number: int, why: str) -> None:
-        place = f"{self.source}:{number}: {why}"
+    def _reject(self, number: int, reason: str) -> None:
+        message = f"{self.source}:{number}: {reason}"
         if self._strict:
-            raise DataError(f"{place} (--strict: nothing is written)")
+            raise DataError(f"{message} (--strict: nothing is written)")
         self.summary.malformed += 1
         if self.summary.malformed <= _PRINTED:
-            log.warning(place)
+            log.warning(message)
         if self.summary.malformed == _PRINTED:
             log.warning("  more are not shown; all are listed in a file at the end")
-        self._rejects.write((place + "\n").encode(errors="replace"))
+        self._rejects.write((message + "\n").encode(errors="replace"))
 
 
 @contextmanager
-def transformation(source: Path, target: Path, *, what: str = "rows", strict: bool = False) -> Iterator[Transformation]:
+def transformation(source: Path, target: Path, *, unit: str = "rows", strict: bool = False) -> Iterator[Transformation]:
     """Open the files of a transformation: `with transformation(...) as run: run.each(handle)`.
 
     The output appears when the block ends, if a line was written and nothing was raised. Malformed lines are listed in
@@ -86,8 +87,8 @@ def transformation(source: Path, target: Path, *, what: str = "rows", strict: bo
         raise DataError(f"{target}: the output is not compressed; name it .jsonl")
     if target.exists() and source.exists() and target.samefile(source):
         raise DataError(f"{target}: the output would replace the input; give it another name")
-    began = time.monotonic()
-    summary = Summary(str(source), str(target), what)
+    started_at = time.monotonic()
+    summary = Summary(str(source), str(target), unit)
     listed = target.with_name(target.name + ".rejected.txt")
     try:
         with whole_file(target) as out, whole_file(listed) as rejects:
@@ -98,4 +99,4 @@ def transformation(source: Path, target: Path, *, what: str = "rows", strict: bo
         summary.rejected = str(listed)
     else:
         listed.unlink(missing_ok=True)  # from an earlier run
-    summary.seconds = time.monotonic() - began
+    summary.seconds = time.monotonic() - started_at

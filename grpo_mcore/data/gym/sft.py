@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.grpo import NO_ANSWER, prompt_of
 from grpo_mcore.data.gym.rollout import (
     ROUNDING,
@@ -19,11 +18,12 @@ from grpo_mcore.data.gym.rollout import (
 )
 from grpo_mcore.data.gym.run import transformation
 from grpo_mcore.data.gym.summary import Summary
+from grpo_mcore.rollout.messages import ItemReader, Message, read_tools, with_instructions
 
 FEW = 100
 MASKED = "mask_sample: the environment itself says not to train on it"
 NO_TURN = "the agent neither said nor called anything"
-LEFT_OUT = "thoughts, calls or earlier turns are left out (--format openai keeps them)"
+LEFT_OUT = "reasoning, calls or earlier turns are left out (--format openai keeps them)"
 
 
 def gym_to_sft(
@@ -37,7 +37,7 @@ def gym_to_sft(
 ) -> Summary:
     """Convert the rollouts with a reward of at least `reward_threshold`; one without a reward counts as 0.
 
-    The format "openai" has whole conversations with calls, their results, thoughts (unless `reasoning` is False) and
+    The format "openai" has whole conversations with calls, their results, reasoning (unless `reasoning` is False) and
     tools; "simple" has the user's last text and the agent's last text. Nothing is written where no row is kept. Raises
     DataError.
     """
@@ -48,12 +48,14 @@ def gym_to_sft(
 
         def conversation(rollout: Rollout) -> dict[str, Any]:
             params = rollout.responses_create_params
-            chat = Chat(reasoning)
-            asked, done = chat.take(input_items(params)), chat.take(output_items(rollout))
+            reader = ItemReader(reasoning=reasoning)
+            prompt, done = (
+                _without_empty(reader.read(items)) for items in (input_items(params), output_items(rollout))
+            )
             if not any(message["role"] == "assistant" for message in done):
                 raise Filtered(NO_TURN)
-            row: dict[str, Any] = {"messages": [*with_instructions(asked, params.instructions), *done]}
-            if tools := chat_tools(params.tools):
+            row: dict[str, Any] = {"messages": [*with_instructions(prompt, params.instructions), *done]}
+            if tools := read_tools(params.tools, "tools"):
                 row["tools"] = tools
             return row
 
@@ -81,3 +83,12 @@ def gym_to_sft(
         if 0 < summary.kept < FEW:
             summary.notes[f"fewer than {FEW} demonstrations; a lower --reward_threshold keeps more"] = summary.kept
     return summary
+
+
+def _without_empty(messages: list[Message]) -> list[Message]:
+    """Leave out an assistant that neither says nor calls anything, such as a generation cut off while it reasoned."""
+    return [
+        message
+        for message in messages
+        if message["content"] or message["role"] != "assistant" or "tool_calls" in message
+    ]

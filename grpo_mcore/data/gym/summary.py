@@ -71,7 +71,7 @@ class Summary:
 
     source: str
     target: str
-    what: str = "rows"
+    unit: str = "rows"
     """The unit of `written`."""
     rows: int = 0
     """Lines of the source that are not blank."""
@@ -99,7 +99,7 @@ class Summary:
     def __str__(self) -> str:
         lines = [f"{self.source} -> {self.target if self.written else 'nothing written'}"]
         lines += _row("rows in", self.rows, f"{self.blank:,} blank lines skipped" if self.blank else "")
-        pairs = f"in {self.written:,} {self.what}" if self.what != "rows" else ""
+        pairs = f"in {self.written:,} {self.unit}" if self.unit != "rows" else ""
         lines += _row("kept", self.kept, pairs)
         lines += _row("filtered", self.filtered.total(), "")
         lines += [f"{count:>27,}  {reason}" for reason, count in self.filtered.most_common()]

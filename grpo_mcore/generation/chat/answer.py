@@ -56,13 +56,14 @@ class AnswerReader:
                 names = config.tool_parser if with_tools else None, config.reasoning_parser
                 self._parsers[with_tools] = ParserManager.get_parser(*names, enable_auto_tools=True)
         tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+        question = {"role": "user", "content": "question"}
         for key, name, tools in (
             ("reasoning_parser", config.reasoning_parser, None),
             ("tool_parser", config.tool_parser, [tool]),
         ):
             try:
-                asked = ChatRequest.read({"messages": [{}], "tools": tools}, config)
-                self.message(asked, tokenizer.encode("a"), None)
+                request = ChatRequest.read({"messages": [question], "tools": tools}, config)
+                self.message(request, tokenizer.encode("a"), None)
             except Exception as error:  # vLLM's parsers raise many kinds
                 raise ValueError(
                     f"{_KEYS}{key}: {name} cannot be used with this model's tokenizer: {type(error).__name__}: "

@@ -12,8 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
 from grpo_mcore.generation.chat.request import NEUTRAL
+from grpo_mcore.rollout.messages import (
+    Item,
+    ItemReader,
+    MessageError,
+    UnknownItem,
+    read_content,
+    read_messages,
+    read_tools,
+    with_instructions,
+)
 
 Event = tuple[str | None, Any]
 """Name of a server-sent event, None for those without, and its data."""
@@ -41,7 +53,7 @@ class Dialect:
     error: Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
 
 
-def chat_events(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Event]:
+def chat_events(answer: Mapping[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
     """Yield a chat completion as its chunks: the message, the reason for its end, and the usage if asked for."""
     (choice,) = answer["choices"]
     common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
@@ -53,7 +65,7 @@ def chat_events(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator
     yield None, {**common, **asked_for, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **first}]}
     end = {key: choice.get(key) for key in ("finish_reason", "stop_reason")}
     yield None, {**common, "choices": [{"index": 0, "delta": {}, **end}]}
-    options = asked.get("stream_options")
+    options = request.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
         yield None, {**common, "choices": [], "usage": answer["usage"]}
     yield None, "[DONE]"
@@ -84,78 +96,25 @@ def of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
     form = _object(_object(body, "text"), "format")
     if form and form.get("type") != "text":
         raise DialectError(f"text.format: {_kind(form)} is not served, leave it at 'text'")
-    messages: list[dict[str, Any]] = []
-    if body.get("instructions"):
-        messages.append({"role": "system", "content": body["instructions"]})
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = body.get("input")
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list) or not items:
         raise DialectError("input: a text or a list of items is needed")
-    for item in items:
-        _add_item(messages, item)
+    tools = _list(body, "tools")
+    if other := [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") != "function"]:
+        raise DialectError(f"tools: {_kind(other[0])} is not served, only function")
+    try:
+        messages = ItemReader().read(msgspec.convert(items, list[Item]))
+        messages = read_messages(with_instructions(messages, body.get("instructions")), "input")
+        tools = read_tools(tools, "tools")
+    except (MessageError, UnknownItem, msgspec.ValidationError) as error:
+        raise DialectError(f"input: {error}") from error
     chat = {name: body[name] for name in _SAME if body.get(name) is not None} | {"messages": messages}
     if effort := _object(body, "reasoning").get("effort"):
         chat["reasoning_effort"] = effort
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
-    tools = [_responses_tool(tool) for tool in _list(body, "tools")]
     return chat | ({"tools": tools} if tools else {})
-
-
-def _responses_tool(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise DialectError(f"tools: {_kind(tool)} is not served, only function")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {key: tool[key] for key in names if tool.get(key) is not None}}
-
-
-def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
-    """Append an item of a response's input. What one turn of the assistant consists of becomes one message."""
-    match item:
-        case {"type": "function_call", "call_id": str(call), "name": str(name), "arguments": str(arguments)}:
-            of_call = {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
-            _assistant(messages).setdefault("tool_calls", []).append(of_call)
-        case {"type": "function_call_output", "call_id": str(call), "output": output}:
-            messages.append({"role": "tool", "tool_call_id": call, "content": _content(output)})
-        case {"type": "reasoning"}:
-            _think(_assistant(messages), _text(_list(item, "content") or _list(item, "summary")))
-        case {"role": "assistant", "content": content}:
-            _assistant(messages, with_text=True)["content"] = _text(content)
-        case {"role": "user" | "system" | "developer" as role, "content": content}:
-            messages.append({"role": "system" if role == "developer" else role, "content": _content(content)})
-        case _:
-            raise DialectError(f"input: an item of type {_kind(item)} is not served")
-
-
-def _assistant(messages: list[dict[str, Any]], *, with_text: bool = False) -> dict[str, Any]:
-    """Return the assistant's turn at the end of the conversation; a new one if the last is not his, or has a text."""
-    last = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or (with_text and (last["content"] is not None or "tool_calls" in last)):
-        messages.append({"role": "assistant", "content": None})
-    return messages[-1]
-
-
-def _think(turn: dict[str, Any], thought: str) -> None:
-    """Add a thought to those that a turn has."""
-    turn["reasoning_content"] = "\n".join([*filter(None, [turn.get("reasoning_content")]), thought])
-
-
-def _text(content: Any) -> str:
-    """Return the text of a message's content: a text, or parts of which each is one."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    if other := [part for part in parts if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
-        raise DialectError(f"content: a part of type {_kind(other[0])} is not served, only text")
-    return "".join(part["text"] for part in parts)
-
-
-def _content(content: Any) -> str | list[dict[str, Any]]:
-    """Return a message's content: a text, or several, which the prompt joins as the chat template does."""
-    if isinstance(content, str):
-        return content
-    texts = [_text([part]) for part in (content if isinstance(content, list) else [content])]
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -178,7 +137,7 @@ def _kind(part: Any) -> str:
     return repr(part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__)
 
 
-def as_response(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def as_response(answer: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat completion as an answer of /v1/responses."""
     (choice,), usage = answer["choices"], answer["usage"]
     message, cut = choice["message"], choice["finish_reason"] in ("length", "abort")
@@ -209,14 +168,14 @@ def as_response(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "error": None,
-        "instructions": asked.get("instructions"),
-        "metadata": asked.get("metadata") or {},
+        "instructions": request.get("instructions"),
+        "metadata": request.get("metadata") or {},
         "output": output,
         "parallel_tool_calls": True,
-        "temperature": asked.get("temperature"),
-        "top_p": asked.get("top_p"),
-        "tool_choice": asked.get("tool_choice") or "auto",
-        "tools": asked.get("tools") or [],
+        "temperature": request.get("temperature"),
+        "top_p": request.get("top_p"),
+        "tool_choice": request.get("tool_choice") or "auto",
+        "tools": request.get("tools") or [],
         "usage": {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0},
@@ -227,7 +186,7 @@ def as_response(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str
     }
 
 
-def response_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Event]:
+def response_events(response: Mapping[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
     """Yield an answer of /v1/responses as its events."""
     numbers = iter(range(10**9))
 
@@ -238,46 +197,52 @@ def response_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> It
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
     for index, item in enumerate(response["output"]):
-        at = {"output_index": index, "item_id": item["id"]}
+        position = {"output_index": index, "item_id": item["id"]}
         empty = {**item, "status": "in_progress"} | {key: [] for key in ("content",) if key in item}
         if item["type"] == "function_call":
             empty["arguments"] = ""
         yield event("response.output_item.added", output_index=index, item=empty)
         if item["type"] == "function_call":
-            yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
+            yield event("response.function_call_arguments.delta", **position, delta=item["arguments"])
+            yield event(
+                "response.function_call_arguments.done", **position, name=item["name"], arguments=item["arguments"]
+            )
         elif item["type"] == "message":
             (part,) = item["content"]
-            at["content_index"] = 0
-            yield event("response.content_part.added", **at, part={**part, "text": ""})
-            yield event("response.output_text.delta", **at, delta=part["text"], logprobs=[])
-            yield event("response.output_text.done", **at, text=part["text"], logprobs=[])
-            yield event("response.content_part.done", **at, part=part)
+            position["content_index"] = 0
+            yield event("response.content_part.added", **position, part={**part, "text": ""})
+            yield event("response.output_text.delta", **position, delta=part["text"], logprobs=[])
+            yield event("response.output_text.done", **position, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **position, part=part)
         yield event("response.output_item.done", output_index=index, item=item)
     yield event(f"response.{response['status']}", response=response)
 
 
 def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request for a chat completion that a request of /v1/messages stands for. Raises DialectError."""
-    messages: list[dict[str, Any]] = []
-    if told := _system(body.get("system") or ""):
-        messages.append({"role": "system", "content": told})
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
         raise DialectError("messages: a list of messages is needed")
-    for message in given:
-        match message:
-            case {"role": "user", "content": content}:
-                messages += _user_turn(content)
-            case {"role": "assistant", "content": content}:
-                messages.append(_assistant_turn(content))
-            case {"role": "system", "content": content}:
-                messages.append({"role": "system", "content": _system(content)})
-            case _:
-                raise DialectError("messages: each needs a content and a role, user, assistant or system")
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise DialectError("messages: each needs a content and a role, user, assistant or system")
+    if body.get("system"):
+        messages = [{"role": "system", "content": body["system"]}, *messages]
+    messages = [
+        {**message, "content": _system(message.get("content"))} if message["role"] == "system" else message
+        for message in messages
+    ]
+    tools = _list(body, "tools")
+    if other := [tool for tool in tools if not isinstance(tool, dict) or "input_schema" not in tool]:
+        raise DialectError(f"tools: {_kind(other[0])} is not served, only tools with an input_schema")
+    try:
+        messages = read_messages([m for m in messages if m["role"] != "system" or m["content"]], "messages")
+        tools = read_tools(tools, "tools")
+    except MessageError as error:
+        raise DialectError(str(error)) from error
     shaped = _object(body, "output_format") or _object(_object(body, "output_config"), "format")
-    for name, given in (("output_format", shaped), ("mcp_servers", body.get("mcp_servers"))):
-        if given:
+    for name, value in (("output_format", shaped), ("mcp_servers", body.get("mcp_servers"))):
+        if value:
             raise DialectError(f"{name}: not served; leave it out")
     choice = _object(body, "tool_choice").get("type", "auto")
     alone = bool(_object(body, "tool_choice").get("disable_parallel_tool_use"))
@@ -289,67 +254,29 @@ def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
         chat["reasoning_effort"] = effort
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    tools = [_messages_tool(tool) for tool in _list(body, "tools")]
     return chat | ({"tools": tools} if tools else {})
 
 
 def _to_answer(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Do the same where an answer is to follow: there, a last turn of the assistant is the beginning of the answer."""
+    """Read a request of /v1/messages that asks for an answer. Raises DialectError where the last message is the
+    assistant's: it would be the beginning of the answer."""
     chat = of_messages(body)
     if chat["messages"] and chat["messages"][-1]["role"] == "assistant":
         raise DialectError("messages: an answer that is begun by the last one is not served; end with the user's turn")
     return chat
 
 
-def _messages_tool(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom" or "input_schema" not in tool:
-        raise DialectError(f"tools: {_kind(tool)} is not served, only tools with an input_schema")
-    described = {"description": tool["description"]} if tool.get("description") else {}
-    function = {"name": tool.get("name"), **described, "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function}
-
-
 def _system(content: Any) -> str:
     """Return the text of a system prompt without the one that Claude Code puts in front: it differs in each request,
     so that no prompt would begin as the one before."""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part if isinstance(part, str) else _text([part]) for part in parts]
+    try:
+        texts = read_content(content, "system").parts
+    except MessageError as error:
+        raise DialectError(str(error)) from error
     return "".join(text for text in texts if not text.startswith(_BILLING))
 
 
-def _user_turn(content: Any) -> list[dict[str, Any]]:
-    """Return the messages of a user's turn: results of tools, then what he says."""
-    if isinstance(content, str):
-        return [{"role": "user", "content": content}]
-    parts: Sequence[Any] = content if isinstance(content, list) else [content]
-    turn, said = list[dict[str, Any]](), []
-    for part in parts:
-        if isinstance(part, dict) and part.get("type") == "tool_result":
-            result = _content(part.get("content") or "")
-            turn.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result})
-        else:
-            said.append(part)
-    return [*turn, {"role": "user", "content": _content(said)}] if said else turn
-
-
-def _assistant_turn(content: Any) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": "assistant", "content": None}
-    if isinstance(content, str):
-        return turn | {"content": content}
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        match part:
-            case {"type": "thinking", "thinking": str(thought)}:
-                _think(turn, thought)
-            case {"type": "tool_use", "id": str(call), "name": str(name), "input": given}:
-                function = {"name": name, "arguments": json.dumps(given)}
-                turn.setdefault("tool_calls", []).append({"id": call, "type": "function", "function": function})
-            case _:
-                texts.append(part)
-    return turn | ({"content": _text(texts)} if texts else {})
-
-
-def as_message(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def as_message(answer: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat completion as an answer of /v1/messages."""
     (choice,), usage = answer["choices"], answer["usage"]
     message, content = choice["message"], list[dict[str, Any]]()
@@ -358,8 +285,8 @@ def as_message(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
     if message["content"]:
         content.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls") or []:
-        given = _arguments(call["function"]["arguments"])
-        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
+        arguments = _arguments(call["function"]["arguments"])
+        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
     stop = choice.get("stop_reason") if choice["finish_reason"] == "stop" else None
     return {
@@ -377,13 +304,13 @@ def as_message(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
 def _arguments(text: str) -> Any:
     """Return the arguments of a call; those that are no JSON object, which the API has no form for, as `_raw`."""
     try:
-        given = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
         return {"_raw": text}
-    return given if isinstance(given, dict) else {"_raw": text}
+    return arguments if isinstance(arguments, dict) else {"_raw": text}
 
 
-def message_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Event]:
+def message_events(message: Mapping[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
     """Yield an answer of /v1/messages as its events."""
 
     def event(kind: str, **data: Any) -> Event:

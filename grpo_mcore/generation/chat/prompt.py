@@ -8,14 +8,14 @@ again, and reasoning that a template would strip from earlier turns stays in the
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
-from grpo_mcore.rollout.chat_form import THOUGHTS, chat_form
+from grpo_mcore.rollout.chat_form import chat_form
+from grpo_mcore.rollout.messages import REASONING_FIELDS, MessageError, join_texts, refuse_unknown_roles
 from grpo_mcore.rollout.text_tokens import tokens_behind
 from grpo_mcore.rollout.turn_end import marks_of, said_already
 
@@ -33,20 +33,28 @@ class ChatPrompts:
         if config.chat_template:
             self._options["chat_template"] = config.chat_template
         self._form = chat_form(tokenizer, config.chat_template)
-        self._variables = _template_variables(tokenizer, self._options.get("chat_template"))
+        self._template = config.chat_template or getattr(tokenizer, "chat_template", None) or ""
+        self._variables = _template_variables(self._template)
         self._marks = marks_of(tokenizer)
         self._stop_token_ids = {*self._marks, *config.samplings[0].stop_token_ids}
 
     def tokens(self, request: ChatRequest) -> list[int]:
         """Return the prompt's tokens. Raises RequestError if messages or token ids cannot be used."""
+        try:
+            refuse_unknown_roles(request.messages, self._template)
+        except MessageError as error:
+            raise RequestError(str(error)) from error
         position, before = self._recorded(request)
-        messages = [_template_message(message, self._form.joint) for message in request.messages]
+        messages = [
+            {key: value for key, value in message.items() if key not in TOKEN_FIELDS}
+            for message in join_texts(request.messages, self._form.joint)
+        ]
         if before is not None and position is not None:
             text, after = self._after(messages, position, before[-1], request)
             if messages[position].get("tool_calls"):
                 # Templates may write a result by the call that it answers (Gemma 4), or another end behind calls.
                 # Its text and thought are in its tokens; a later question would hide the thought.
-                answer = {key: value for key, value in messages[position].items() if key not in THOUGHTS}
+                answer = {key: value for key, value in messages[position].items() if key not in REASONING_FIELDS}
                 calls = [*messages[:position], {**answer, "content": ""}, *messages[position + 1 :]]
                 if not (text and self._render(calls, request).endswith(text)):
                     after = self._after_calls(calls, position, before[-1], request) or after
@@ -88,8 +96,10 @@ class ChatPrompts:
         if whole.count(_ANSWER) != 1 or alone.count(_ANSWER) != 1:
             return "", None
         text = whole.partition(_ANSWER)[2]
-        told = (message["content"].strip() for message in messages[position + 1 :] if message.get("role") == "system")
-        if any(each in whole and each not in text for each in told):
+        system_texts = (
+            message["content"].strip() for message in messages[position + 1 :] if message.get("role") == "system"
+        )
+        if any(system_text in whole and system_text not in text for system_text in system_texts):
             return "", None  # the template gathers them at the beginning, as DeepSeek's does
         ids = tokens_behind(self._tokenizer, _ANSWER, text)
         last = tokens_behind(self._tokenizer, _ANSWER, alone.partition(_ANSWER)[2])
@@ -106,7 +116,7 @@ class ChatPrompts:
         if not whole.startswith(alone):
             return None
         ids = self._ids(alone)
-        end = next((place for place in reversed(range(len(ids))) if ids[place] in self._marks), None)
+        end = next((index for index in reversed(range(len(ids))) if ids[index] in self._marks), None)
         if end is None:
             return None
         follows = tokens_behind(self._tokenizer, alone, whole.removeprefix(alone))
@@ -129,10 +139,10 @@ class ChatPrompts:
         except Exception as error:  # a template may raise anything
             raise RequestError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
-    def _chosen_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _chosen_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of a request's `chat_template_kwargs` that the template uses. Raises RequestError for arguments
         of the tokenizer, such as another template, and for values that are neither text, numbers nor booleans."""
-        for name, value in given.items():
+        for name, value in variables.items():
             if name in _reserved(self._tokenizer):
                 raise RequestError(f"chat_template_kwargs.{name}: only variables of the chat template may be set")
             if isinstance(value, dict | list) or isinstance(value, str) and len(value) > _LONGEST_VALUE:
@@ -140,7 +150,7 @@ class ChatPrompts:
                     f"chat_template_kwargs.{name}: must be a boolean, a number or a text of at most {_LONGEST_VALUE} "
                     "characters"
                 )
-        return {name: value for name, value in given.items() if name in self._variables}
+        return {name: value for name, value in variables.items() if name in self._variables}
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -151,54 +161,6 @@ def _reserved(tokenizer: Any) -> set[str]:
     return {*inspect.signature(tokenizer.apply_chat_template).parameters, *getattr(tokenizer, "special_tokens_map", {})}
 
 
-def _template_variables(tokenizer: Any, template: str | None) -> set[str]:
-    """Return every name in the chat template; the tokenizer may have several templates."""
-    texts = template or getattr(tokenizer, "chat_template", None) or ""
-    return set(re.findall(r"[^\W\d]\w*", " ".join(texts.values()) if isinstance(texts, dict) else texts))
-
-
-def _template_message(message: Mapping[str, Any], joint: str) -> dict[str, Any]:
-    """Return the message as templates expect it: content as text, its parts joined by `joint`, arguments of calls as
-    objects, no token ids."""
-    fields = {key: value for key, value in message.items() if key not in TOKEN_FIELDS}
-    if fields.pop("function_call", None):
-        raise RequestError(
-            "function_call in a message: not served; write it as tool_calls, and its result as role tool"
-        )
-    if fields.get("role") == "developer":
-        fields["role"] = "system"
-    content = fields.get("content")
-    if isinstance(content, list):
-        fields["content"] = joint.join(_text(part) for part in content)
-    elif content is None:
-        fields["content"] = ""
-    elif not isinstance(content, str):
-        raise RequestError(f"a message's content must be text or a list of parts, got {type(content).__name__}")
-    if calls := fields.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise RequestError(f"a message's tool_calls must be a list, got {type(calls).__name__}")
-        fields["tool_calls"] = [_call(call) for call in calls]
-    else:
-        fields.pop("tool_calls", None)
-    return fields
-
-
-def _text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-    if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise RequestError(f"a part of type {kind!r} in a message: only text is served")
-    return text
-
-
-def _call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call  # keep the policy's text as it is
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+def _template_variables(template: Any) -> set[str]:
+    """Return every name in the chat template; a tokenizer may have several, by name."""
+    return set(re.findall(r"[^\W\d]\w*", " ".join(template.values()) if isinstance(template, dict) else template))

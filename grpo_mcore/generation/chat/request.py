@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.rollout.messages import MessageError, read_messages, read_tools
 from grpo_mcore.rollout.trajectory import Sampling
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -79,6 +80,11 @@ class ChatRequest(BaseModel):
         for name, neutral in NEUTRAL.items():
             if body.get(name) is not None and body[name] not in neutral:
                 raise RequestError(f"{name}: {body[name]!r} is not served, leave it at {neutral[-1]!r}")
+        try:
+            request.messages = read_messages(request.messages, "messages")
+            request.tools = read_tools(request.tools, "tools")
+        except MessageError as error:
+            raise RequestError(str(error)) from error
         return request
 
     @property
@@ -91,7 +97,7 @@ class ChatRequest(BaseModel):
         for known in config.samplings:
             pairs = ((self.temperature, known.temperature), (self.top_p, known.top_p))
             same_top_k = self.top_k in (None, -1, 0, known.top_k)
-            if same_top_k and all(asked is None or abs(asked - value) < 1e-6 for asked, value in pairs):
+            if same_top_k and all(requested is None or abs(requested - value) < 1e-6 for requested, value in pairs):
                 tokens = self.max_completion_tokens or self.max_tokens or known.max_new_tokens
                 return replace(
                     known,

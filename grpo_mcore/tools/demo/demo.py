@@ -16,7 +16,7 @@ ANSWER_TOKENS = 4
 
 @dataclass(frozen=True)
 class Answers:
-    """The most likely answer to each problem. `right`: whether it is the truth."""
+    """The most likely answer to each problem. `right` says whether it is correct."""
 
     problems: list[str]
     answers: list[str]

@@ -67,7 +67,7 @@ def tiny_like(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     alike = [family for family, tiny in FAMILIES.items() if tiny["class"] == name and "vision" not in tiny]
     if not alike:
         raise UnknownFamily(f"no tiny model of {architecture!r}; there are {', '.join(FAMILIES)}")
-    family = max(alike, key=lambda one: sum(text.get(key) is not None for key in FAMILIES[one].get("config", {})))
+    family = max(alike, key=lambda name: sum(text.get(key) is not None for key in FAMILIES[name].get("config", {})))
     tiny = SIZES | FAMILIES[family].get("config", {})
     values = {}
     for key, value in text.items():

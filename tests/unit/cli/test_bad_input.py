@@ -323,7 +323,7 @@ def test_resume_without_a_checkpoint(refuse: Refuse) -> None:
         ("export nope --output out", "nope does not exist; give a folder step_N"),
         ("export model --output out", "model holds no checkpoint (step_N with training_info.json)"),
         ("export model", "the following arguments are required: --output"),
-        ("data check nope.jsonl", "nope.jsonl: cannot be read: No such file"),
+        ("data check nope.jsonl", "data file not found: nope.jsonl"),
         ("data check nope.yaml", "no recipe 'nope.yaml' in ., "),
         ("data chek data.jsonl", "invalid choice: 'chek'"),
         ("launch k9s r.yaml", "where to: slurm or k8s; then the recipe"),

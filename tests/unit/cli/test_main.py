@@ -46,7 +46,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
         ("train r.yaml --resume results/step_10", "r.yaml", [], "results/step_10"),
         ("train r.yaml --resume=results/step_10 a.b=1", "r.yaml", ["a.b=1"], "results/step_10"),
         ("train r.yaml --follow logs --tokens recorded", "r.yaml", [], None),
-        ("sft grpo_math_1B", "grpo_math_1B", [], None),
+        ("sft grpo_math_1B --resume auto", "grpo_math_1B", [], "auto"),
     ],
 )
 def test_words(called, words: str, recipe: str, overrides: list[str], resume: object) -> None:
@@ -89,8 +89,38 @@ def test_wrong_command_lines(called, capsys, words: str, message: str) -> None:
     assert exit.value.code == 2 and message in capsys.readouterr().err and not called
 
 
+@pytest.mark.parametrize(
+    ("verb", "recipe", "runs"),
+    [
+        ("train", "grpo_math_1B", "grpo"),
+        ("train", "sft", "sft"),
+        ("train", "dpo", "dpo"),
+        ("train", "distillation_math", "grpo"),
+        ("train", "eval", "grpo"),
+        ("sft", "grpo_math_1B", "sft"),
+        ("dpo", "dpo", "dpo"),
+        ("dpo", "sft", "default: dpo: the recipe needs a section dpo, and none for grpo"),
+        ("distill", "distillation_math", "grpo"),
+        ("distill", "sft", "default: distillation: the recipe needs the sections distillation and teacher"),
+    ],
+)
+def test_train_runs_the_recipes_algorithm_and_its_aliases_their_own(
+    monkeypatch, capsys, verb: str, recipe: str, runs: str
+) -> None:
+    seen = []
+    monkeypatch.setattr(train, "run_to_end", lambda algorithm, config, resume: seen.append(algorithm) or 0)
+    code = command.main([verb, recipe])
+    assert (code, seen) == (0, [runs]) or (code == 2 and runs in capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("option", ["--validate-only", "--follow=logs"])
+def test_only_grpo_validates_alone_or_follows(capsys, option: str) -> None:
+    assert command.main(["train", "sft", option]) == 2
+    assert f"sft: {option.partition('=')[0]} is for GRPO" in capsys.readouterr().err
+
+
 def test_version_and_help(capsys) -> None:
-    for option, text in (("--version", grpo_mcore.__version__), ("--help", "train a model with GRPO")):
+    for option, text in (("--version", grpo_mcore.__version__), ("--help", "run on a cluster:\n  launch ")):
         with pytest.raises(SystemExit) as exit:
             command.main([option])
         assert exit.value.code == 0 and text in capsys.readouterr().out

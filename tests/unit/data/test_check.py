@@ -225,7 +225,7 @@ def test_a_template_that_raises_is_a_finding(check: Check) -> None:
 def test_datasets_without_a_file_and_missing_files(check: Check, recipe: Path) -> None:
     with pytest.raises(DataError, match="'GSM8K', which is not read from a file"):
         check([row()], "data.train={dataset_name: GSM8K}")
-    with pytest.raises(DataError, match="missing.jsonl: cannot be read"):
+    with pytest.raises(DataError, match="data file not found: missing.jsonl"):
         check_file(Path("missing.jsonl"))
     with pytest.raises(DataError, match="cannot load the tokenizer"):
         check([row()], "policy.tokenizer.name=./nowhere")

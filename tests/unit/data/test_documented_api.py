@@ -24,7 +24,7 @@ from grpo_mcore.data import (
     extract_necessary_env_names,
     load_response_dataset,
 )
-from grpo_mcore.data.multiple_loaders import _by_column
+from grpo_mcore.data.multiple_loaders import by_column
 from grpo_mcore.data.processors import math_data_processor
 from grpo_mcore.driver.rollouts.scoring import as_workers
 from grpo_mcore.environments import create_env
@@ -235,7 +235,7 @@ def test_a_custom_data_loader_has_a_reward_from_the_start(write_jsonl: Any, toke
         seen.append(kwargs["reward"])
         return BatchedDataDict.from_batches([next(iterator) for iterator in data_iterators.values()]), data_iterators
 
-    loaders = {name: build_dataloader(rows, 2, False, 0, collate=_by_column) for name, rows in data.train.items()}
+    loaders = {name: build_dataloader(rows, 2, False, 0, collate=by_column) for name, rows in data.train.items()}
     wrapped_dataloader = MultipleDataloaderWrapper(2, custom, loaders)
     next(wrapped_dataloader)
     wrapped_dataloader.set_records({"reward": 0.5})

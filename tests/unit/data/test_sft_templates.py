@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_mcore.data import DataError, TaskDataSpec
-from grpo_mcore.data.answers import _say_thoughts_left_out
+from grpo_mcore.data.answers import warn_of_reasoning_left_out
 from grpo_mcore.data.processors import math_hf_data_processor, sft_processor
 from grpo_mcore.data.turn_tokens import TurnTemplate, answer_end
 from grpo_mcore.rollout.chat_form import ChatForm, chat_form
@@ -405,11 +405,11 @@ TOOL_CASES = {
 
 @pytest.mark.parametrize("name", TOOL_CASES)
 def test_calls_and_thoughts_are_trained_as_the_template_writes_them(name: str, package_log: Any) -> None:
-    _say_thoughts_left_out.cache_clear()
+    warn_of_reasoning_left_out.cache_clear()
     template, eos = CASES[name][:2]
     assert trained(template, eos, USING_TOOLS) == TOOL_CASES[name]
     assert trained(template, eos, USING_TOOLS, "last") == TOOL_CASES[name][-1:]
-    said = "leaves out thoughts of answers that are trained on" in package_log.text
+    said = "leaves out the reasoning of answers that are trained on" in package_log.text
     assert said == (name in ("Llama 3", "Llama 3.1", "Gemma 3", "DeepSeek"))
 
 
@@ -491,7 +491,7 @@ def test_a_thought_in_the_text_becomes_a_field_where_the_template_looks_for_none
     assert trained(template, eos, talk("1+1?", "<think>\n\n</think>\n\ntwo")) == CASES["gpt-oss"][2]
     text = "The mark </think> ends it."
     assert trained(template, eos, talk("1+1?", text)) == [f"<|channel|>final<|message|>{text}<|return|>"]
-    split = [name for name in CASES if chat_form(tokenizer(*CASES[name][:2])).split_thoughts]
+    split = [name for name in CASES if chat_form(tokenizer(*CASES[name][:2])).split_reasoning]
     assert split == ["gpt-oss"]
 
 

@@ -103,35 +103,19 @@ def test_a_csv_file_as_the_check_sees_it(table: Callable[..., dict[str, Any]], c
     assert "3 rows, 3 usable" in out and "row 0\n" in out
 
 
-def test_a_column_that_occurs_twice_is_refused(table: Callable[..., dict[str, Any]]) -> None:
-    with pytest.raises(DataError, match=r"a\.csv: the column 'output' occurs twice in its first line"):
-        read(table("a.csv", b"input,output,output\n1,2,3\n"))
-
-
 def test_an_index_that_pandas_wrote_is_a_column_and_a_ragged_row_is_named(table: Callable[..., dict[str, Any]]) -> None:
     (row,) = read(table("a.csv", b",input,output\n0,1+1=,2\n"))
     assert row["Unnamed: 0"] == "0"
-    with pytest.raises(DataError, match="its first line has no ',' but ';'; set separator: ';'"):
+    with pytest.raises(DataError, match="no 'input' in it; it has .'input;output'."):
         read(table("c.csv", b"input;output\n1;2\n"))
+    with pytest.raises(DataError, match=r"e.csv: the column 'output' occurs twice in its first line"):
+        read(table("e.csv", b"input,output,output\n1,2,3\n"))
     with pytest.raises(DataError, match="Expected 2 fields in line 3, saw 3"):
         read(table("b.csv", b"input,output\n1,2\n1,2,3\n"))
     with pytest.raises(
         DataError, match="its first row has 3 cells for the 2 columns of its first line; a cell with ','"
     ):
         read(table("d.csv", b"input,output\n\n1, 2?,3\n1,2\n"))  # read as the question 2? with the answer 3
-
-
-def test_a_folder_with_files_of_several_kinds_is_refused(table: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    """`datasets` would read one kind of them, without a word."""
-    for number in (1, 2):
-        table(f"{number}.parquet", [{"input": str(number), "output": "2"}])
-    entry = {"data_path": str(tmp_path), "download_dir": str(tmp_path / "cache")}
-    assert len(read(entry)) == 2
-    (tmp_path / "a.jsonl").write_text('{"input": "1", "output": "2"}\n')
-    with pytest.raises(
-        DataError, match=r"has files of several kinds \(2.parquet, a.jsonl\); give one file, or one kind"
-    ):
-        read(entry)
 
 
 VERL = {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule", "ground_truth": "2"}}
@@ -231,15 +215,3 @@ def test_values_of_numpy_in_custom_datasets_become_plain() -> None:
 
     (row,) = completed(Custom({}), {}, "sft_processor").dataset
     assert (row["n"], row["a"], row["none"], type(row["n"])) == (3, [1.0, 1.0], None, int)
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "copy/data/train-0.parquet"])
-def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
-    file = tmp_path / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
-    path = file if file.parent == tmp_path else tmp_path / "copy"
-    with pytest.raises(
-        DataError, match=f"{name} is a pointer of Git LFS, without the rows; get them by `git lfs pull`"
-    ):
-        load_response_dataset({"data_path": str(path)})

@@ -150,3 +150,18 @@ def test_a_space_behind_a_special_token_is_that_of_tokenizer_json(tmp_path: Path
     text = "two</s>\n<s>ten"
     ids = load_tokenizer(str(tmp_path))(text, add_special_tokens=False)["input_ids"]
     assert ids == written(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_template_that_shows_no_question_is_refused_and_one_without_a_header_is_said(tmp_path, package_log):
+    make_tokenizer(tmp_path)
+    with pytest.raises(DataError, match="does not show a question; set policy.tokenizer.chat_template"):
+        load_tokenizer(str(tmp_path), "{{ '' }}")
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    header = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    load_tokenizer(str(tmp_path), plain + header, {"add_generation_prompt_": True})
+    (key,) = package_log.messages
+    assert "chat_template_kwargs.add_generation_prompt_: the chat template does not use it" in key
+    assert load_tokenizer(str(tmp_path), f"\ufeff{plain}").chat_template == plain
+    assert (
+        "has no generation prompt: the policy has to write '<assistant>' before each answer" in package_log.messages[-1]
+    )

@@ -11,7 +11,7 @@ from grpo_mcore.algorithms.evaluate import EvalError
 from grpo_mcore.cli.main import main
 from grpo_mcore.cli.train.eval import parse
 from grpo_mcore.recipe import load_recipe
-from grpo_mcore.tools.evaluation import _named, _page
+from grpo_mcore.tools.evaluation import models_by_name, report_page
 from grpo_mcore.tools.report.comparison import differing_settings
 from tests.unit.step import step_cases
 
@@ -33,16 +33,17 @@ def test_checkpoints_of_two_runs_have_names_of_their_own(tmp_path: Path) -> None
         (folder := Path(place) / "step_8").mkdir(parents=True)
         (folder / "training_info.json").write_text('{"save_state": {"current_step": 8}, "metrics": {}}')
         (folder / "config.yaml").write_text(json.dumps(step_cases.config().model_dump(mode="json")))
-    assert list(_named([*places, "org/model"])) == ["dapo/checkpoints/step_8", "gspo/checkpoints/step_8", "org/model"]
-    assert list(_named(places[:1])) == ["checkpoints/step_8"]
+    names = ["dapo/checkpoints/step_8", "gspo/checkpoints/step_8", "org/model"]
+    assert list(models_by_name([*places, "org/model"])) == names
+    assert list(models_by_name(places[:1])) == ["checkpoints/step_8"]
     with pytest.raises(EvalError, match="two of the models have the same name"):
-        _named(places[:1] * 2)
+        models_by_name(places[:1] * 2)
 
 
 def test_a_report_has_no_secrets_of_the_recipe() -> None:
     """It is made to be shown, as a model card and a page are."""
     config = load_recipe("eval", ["logger.mlflow.tracking_uri=https://me:pass-1@host", "+env.math.api_key=sk-2"]).config
-    text = _page(config, [], {})
+    text = report_page(config, [], {})
     assert "tracking_uri: https://(hidden)@host" in text and "pass-1" not in text and "sk-2" not in text
     logger = {"alarms": {"webhook": "https://hooks/1"}}
     different = differing_settings([{"logger": logger, "a": 1}, {"logger": {"alarms": {"webhook": None}}, "a": 2}])

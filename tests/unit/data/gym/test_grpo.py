@@ -126,8 +126,14 @@ def test_the_threshold_tolerates_rounding(run: Any) -> None:
 
 def test_all_parts_of_a_text(run: Any) -> None:
     asked = [{"role": "user", "content": [{"type": "input_text", "text": "1+"}, {"type": "input_text", "text": "1?"}]}]
-    done = [{"type": "message", "role": "assistant", "content": [{"text": "it "}, {"text": "is "}, {"refusal": "2"}]}]
-    assert run("grpo", [rollout(asked, done)])[1] == [{"input": "1+1?", "output": "it is 2"}]
+    done = [
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"text": "it is"}, {"type": "reasoning", "text": "1 more"}, {"refusal": "2"}],
+        }
+    ]
+    assert run("grpo", [rollout(asked, done)])[1] == [{"input": "1+\n1?", "output": "it is\n2"}]
 
 
 def test_the_agents_last_message_is_the_output(run: Any) -> None:

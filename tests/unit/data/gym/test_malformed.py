@@ -170,7 +170,7 @@ def _output_cases() -> Iterator[Case]:
     yield Case("answer: an empty list", changed(SAID, []), 0, 1, text="")
     yield Case("answer: null", changed(SAID, None), 0, 1, text="")
     yield Case("answer: a refusal", changed(SAID, [{"type": "refusal", "refusal": "no"}]), 0, 1, text="no")
-    yield Case("answer: several parts", changed(SAID, [{"text": "a"}, {"text": "b"}, "c"]), 0, 1, text="abc")
+    yield Case("answer: several parts", changed(SAID, [{"text": "a"}, {"text": "b"}, "c"]), 0, 1, text="a\nb\nc")
     for name, value in (("a number", 5), ("an object", {}), ("null in it", [None]), ("text 5", [{"text": 5}])):
         yield Case(f"answer: {name}", changed(SAID, value))
     yield Case("items nested by turn", changed("response.output", [[message("a")], [message("b")]]), 0, 1, text="b")

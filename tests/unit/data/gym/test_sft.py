@@ -44,7 +44,11 @@ def test_calls_results_and_thoughts(run: Any) -> None:
             "tool_calls": [openai_call("add", '{"a": 1}', "c1"), openai_call("add", "{bad json", "c2")],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
-        {"role": "tool", "tool_call_id": "c2", "content": "error"},
+        {
+            "role": "tool",
+            "tool_call_id": "c2",
+            "content": [{"type": "text", "text": "err"}, {"type": "text", "text": "or"}],
+        },
         {"role": "assistant", "content": "it is 2", "reasoning_content": "done"},
     ]
     assert "reasoning_content" not in json.dumps(messages_of(run, output, reasoning=False))
@@ -60,7 +64,7 @@ def test_calls_results_and_thoughts(run: Any) -> None:
         ([message("a"), message("go on", "user")], [("assistant", "a", 0), ("user", "go on", 0)]),
         ([message("rule", "developer"), call("f", "{}")], [("system", "rule", 0), ("assistant", "", 1)]),
         ([call("f", "{}"), call_output("x"), thought("cut off")], [("assistant", "", 1), ("tool", "x", 0)]),
-        ([call("f", None), call_output({"ok": 1})], [("assistant", "", 1), ("tool", '{"ok":1}', 0)]),
+        ([call("f", None), call_output({"ok": 1})], [("assistant", "", 1), ("tool", '{"ok": 1}', 0)]),
         ([message("a"), message("")], [("assistant", "a", 0)]),
     ],
 )  # fmt: skip
@@ -112,7 +116,7 @@ def test_an_input_of_many_turns(run: Any) -> None:
     assert rows[0]["messages"] == [
         {"role": "system", "content": "be kind"},
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "", "reasoning_content": "t", "tool_calls": [openai_call("f", "{}", "c1")]},
         {"role": "tool", "tool_call_id": "c1", "content": "x"},
         {"role": "assistant", "content": "ab"},

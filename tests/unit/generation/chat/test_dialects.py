@@ -29,7 +29,11 @@ TOOL = {"type": "function", "function": FUNCTION}
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "1 + 1?"},
-    {**WHOLE, "reasoning_content": "hm\nso"},
+    {
+        **WHOLE,
+        "reasoning_content": "hm\nso",
+        "tool_calls": [{**CALL, "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
     {"role": "tool", "tool_call_id": "call_1", "content": "2"},
 ]
 """The chat completion that all dialects below ask for."""
@@ -235,8 +239,11 @@ def test_what_no_completion_has_is_refused(
     ("body", "why"),
     [
         ({"input": []}, "input: a text or a list"),
-        ({"input": [{"type": "computer_call"}]}, "'computer_call' is not served"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image' is not served, only text"),
+        ({"input": [{"type": "computer_call"}]}, "an item of type 'computer_call', which chat"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "a part of type 'input_image', which is not text",
+        ),
         ({"input": "?", "text": {"format": {"type": "json_schema"}}}, "'json_schema' is not served"),
         ({"input": "?", "tools": [{"type": "web_search"}]}, "'web_search' is not served, only function"),
     ],
@@ -251,7 +258,7 @@ def test_responses_that_are_refused(body: dict[str, Any], why: str) -> None:
     [
         ({"messages": []}, "a list of messages"),
         ({"messages": [{"role": "tool", "content": "?"}]}, "user, assistant or system"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not served, only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image', which is not text"),
         ({"messages": [{"role": "user", "content": "?"}], "tools": [{"type": "bash_20250124"}]}, "input_schema"),
         (
             {"messages": [{"role": "user", "content": "?"}], "output_config": {"format": {"type": "json_schema"}}},
