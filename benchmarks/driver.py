@@ -29,8 +29,8 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.rollouts import Answer, Case, Stream, World
-from grpo_mcore.base.file_digests import digest_of, leave_digests
-from grpo_mcore.base.garbage import rare_collections
+from grpo_mcore.base.files import digest_of, leave_digests
+from grpo_mcore.base.processes import rare_collections
 from grpo_mcore.cluster import Parcel
 from grpo_mcore.driver.checkpoints.checkpoint_files import INFO, POLICY, damage, write_digests
 from grpo_mcore.driver.engines.engine_group import EngineSlot

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.driver import exponent, least
 from benchmarks.rollouts import Tokenizer
-from grpo_mcore.base.garbage import rare_collections
+from grpo_mcore.base.processes import rare_collections
 from grpo_mcore.cluster import Parcel, Worker, call_all, gather, remote_call
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.driver.engines.engine_group import PARCELS, EngineGroup, EngineSlot

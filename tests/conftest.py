@@ -125,7 +125,7 @@ def _why_no_gpu() -> str | None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude everything that exists now from garbage collection: it lives until the end."""
-    from grpo_mcore.base.garbage import collect_rarely
+    from grpo_mcore.base.processes import collect_rarely
 
     gc.freeze()
     collect_rarely()

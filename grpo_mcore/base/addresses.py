@@ -1,15 +1,22 @@
-"""Network addresses: the one at which other machines reach this one, its interface, and how it stands in a URL.
+"""Network addresses: where other machines reach this one, how an address stands in a URL, and what listens there.
 
 A worker's address comes from its cluster (Ray's node address), never from the machine's own name: on Debian and Ubuntu
 /etc/hosts maps that to 127.0.1.1, and on machines with several networks it may belong to any of them. Standard library
-and psutil only.
+and psutil only; torch where a store is made.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,9 +39,39 @@ def address_towards(host: str) -> str:
 def interface_of(address: str) -> str | None:
     """Return the name of the network interface of this machine that has `address`; None if it has none."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(known.address.partition("%")[0] == address for known in addresses):
             return name
     return None
+
+
+def is_address(host: str) -> bool:
+    """Return whether a host is given by its address. A name may lead elsewhere on its own machine, as to 127.0.1.1."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def gloo_towards(host: str) -> None:
+    """Make the Gloo groups of this process, and of its children, listen where `host` reaches this machine: by default
+    they listen at the machine's own name. A GLOO_SOCKET_IFNAME that is set already stays."""
+    address = address_towards(host)
+    if not ipaddress.ip_address(address.partition("%")[0]).is_loopback and (name := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def hosted_store(address: str, port: int, members: int, timeout_s: float, *, wait: bool) -> TCPStore:
+    """Return a new store that listens at `address` and `port` (0: the kernel's choice) alone. torch's own listens at
+    all addresses of the machine, where anybody may read and write it: it asks for no token. `wait`: until all members
+    are connected. Raises OSError if it cannot listen there, and torch's DistError."""
+    from torch.distributed import TCPStore
+
+    listening = socket.create_server((address, port), family=family_of(address), backlog=4096)
+    return TCPStore(
+        address, listening.getsockname()[1], members, True, timedelta(seconds=timeout_s),
+        wait_for_workers=wait, master_listen_fd=listening.detach(),
+    )  # fmt: skip
 
 
 def with_port(host: str, port: int) -> str:

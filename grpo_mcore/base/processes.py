@@ -1,9 +1,11 @@
-"""Child processes and ports: start a child that dies with its parent, end processes with a grace period, say how one
-ended, find a free port, count the cores. For every room; standard library and psutil only."""
+"""Processes and ports: start a child that dies with its parent, end processes with a grace period, say how one ended,
+find a free port, count the cores, look for garbage rarely, and the names of variables that every process needs. For
+every room; standard library and psutil only."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import multiprocessing.process
 import multiprocessing.util
@@ -15,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 import psutil
 
 from grpo_mcore.base.addresses import family_of
+from grpo_mcore.base.clock import REAL
 
 PORTS = range(20000, 30000)
 """Below the ports that Linux gives to outgoing connections, so that nobody takes one between its choice and its use."""
@@ -37,11 +40,62 @@ LONGEST_TEMPORARY = 70
 """Maximum bytes of the temporary folder's path: Python's multiprocessing puts Unix sockets 32 characters below it,
 and their paths may have 107 in all."""
 
+COLLECT_AFTER, COLLECT_AFTER_WITHOUT_TENSORS = 10_000, 1_000_000
+"""Number of new objects after which Python looks for garbage once a process has called `collect_rarely`, and within
+`rare_collections`; its default is 700."""
+
+COLLECT_EVERY_S = 300.0
+"""Seconds between two collections within `rare_collections`. Samples end up in reference cycles only through tracebacks
+of failures."""
+
+CACHES = (
+    *("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE"),
+    *("TRANSFORMERS_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    *("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_XET", "HF_HUB_ENABLE_HF_TRANSFER"),
+)
+"""Variables of the Hugging Face libraries, without HF_TOKEN, which is a secret."""
+
+PROXIES = (
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""Variables that say how the network is reached from here."""
+
+HUB_VARIABLES = (*CACHES, *PROXIES)
+"""Variables that say where models and data come from: every process that loads some needs them."""
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 Process = subprocess.Popen[Any] | multiprocessing.process.BaseProcess | psutil.Process
 """A child of this process. A psutil.Process may also be another's child; it must not be a child that a Popen or a
 multiprocessing.Process stands for, since only one of the two would learn its exit code."""
+
+
+def collect_rarely() -> None:
+    """Let this process look for garbage less often: torch and transformers bring 400,000 objects that live as long as
+    it does, and looking through them again and again makes their import slow."""
+    gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Let Python look for garbage rarely, and not among what exists already. For a process that keeps books of very
+    many objects; not for one that holds tensors, which would stay longer where they are part of a cycle. Inside
+    another, it does nothing."""
+    before = gc.get_threshold()
+    if before[0] == COLLECT_AFTER_WITHOUT_TENSORS:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER_WITHOUT_TENSORS, *before[1:])
+    end = REAL.beat(COLLECT_EVERY_S, gc.collect, "garbage")
+    try:
+        yield
+    finally:
+        end()
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def shorten_socket_paths() -> None:

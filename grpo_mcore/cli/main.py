@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_mcore
-from grpo_mcore.base.garbage import collect_rarely
+from grpo_mcore.base.processes import collect_rarely
 from grpo_mcore.base.text import escaped
 from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words_so_far
 from grpo_mcore.cli.json_output import only_json

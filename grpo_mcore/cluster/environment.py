@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from grpo_mcore.base.hub_variables import HUB_VARIABLES
+from grpo_mcore.base.processes import HUB_VARIABLES
 from grpo_mcore.cluster.orphan_reaper import MARKER, SOCKETS
 
 ALLOWED = (

@@ -42,7 +42,7 @@ from typing import Any, ClassVar
 import pebble
 
 from grpo_mcore.base import processes
-from grpo_mcore.base.hub_variables import HUB_VARIABLES
+from grpo_mcore.base.processes import HUB_VARIABLES
 from grpo_mcore.base.text import shorten
 from grpo_mcore.environments.registry import EnvironmentConfigError, import_by_path
 

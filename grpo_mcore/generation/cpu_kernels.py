@@ -12,8 +12,7 @@
   they take float32 and all sizes.
 - The files of Qwen3.5 and of Gemma 3's vision models import image processors that need torchvision, which text does
   without; transformers has the same in PIL. Superfluous once vLLM imports them only for images.
-- Ranks of one engine that wait for each other's messages sleep instead of asking in a loop, and an engine's process
-  groups share one device of Gloo.
+- Ranks of one engine that wait for each other's messages sleep instead of asking in a loop.
 - Small products get rows of zeros, so that oneDNN meets few numbers of rows: it compiles a kernel for each, which takes
   longer than the product.
 
@@ -29,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.base.gloo import share_gloo_device
 from grpo_mcore.base.imports import NOT_INSTALLED, why_not_imported
 
 PROVIDER = "vllm_c_cpu"
@@ -65,7 +63,6 @@ def register_cpu_kernels() -> None:
     _replace_gated_delta_net()
     _do_without_torchvision()
     _wait_without_spinning()
-    share_gloo_device()
     _round_rows()
 
 

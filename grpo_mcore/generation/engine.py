@@ -40,7 +40,6 @@ from grpo_mcore.generation.worker_calls import (
     unlink_shared_segments,
 )
 from grpo_mcore.rollout.text_tokens import special_tokens
-from grpo_mcore.rollout.tokenizer_file import as_written
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 
 REFIT_TIMEOUT_S = 600.0
@@ -51,20 +50,6 @@ LOSS_REPORT_S = 3.0
 
 class EngineError(RuntimeError):
     """An engine cannot do what it was asked for; the message names the engine."""
-
-
-@contextmanager
-def tokenizer_as_written() -> Iterator[None]:
-    """Let vLLM load tokenizers as the policy's are loaded, in the block. It copies them for its threads: what is
-    changed later does not reach the copies."""
-    from vllm.tokenizers import hf
-
-    cached = hf.get_cached_tokenizer
-    hf.get_cached_tokenizer = lambda tokenizer: cached(as_written(tokenizer))
-    try:
-        yield
-    finally:
-        hf.get_cached_tokenizer = cached
 
 
 @dataclass(eq=False)
@@ -150,8 +135,11 @@ class Engine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        from grpo_mcore.generation.engine_tokenizer import register_tokenizer
+
+        register_tokenizer()
         arguments = EngineArgs(**engine_arguments(self.config, port))
-        with self._rank_deaths(), tokenizer_as_written():
+        with self._rank_deaths():
             engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         # Ray kills Python's resource tracker with a killed engine, which else would remove these names.
         unlink_queue(getattr(engine.model_executor, "rpc_broadcast_mq", None))
@@ -276,9 +264,6 @@ class Engine:
                 for key, request in asked.items():
                     prompt = tokens_input(tokens[key], cache_salt=str(self._cache_number))
                     engine_id = self._llm_engine.add_request(key, prompt, params[key], lora_request=adapter)
-                    if params[key].detokenize:  # for stop strings; the text of each log-prob's token is not read
-                        state = self._llm_engine.output_processor.request_states[engine_id]
-                        state.logprobs_processor.tokenizer = None
                     stream.engine_ids[key], stream.requests[key] = engine_id, request
                     self._steps.add(stream.caller, key, engine_id)
             except BaseException:

@@ -14,8 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from grpo_mcore.base.addresses import address_towards, family_of, with_port
-from grpo_mcore.base.gloo import gloo_towards
+from grpo_mcore.base.addresses import address_towards, family_of, gloo_towards, with_port
 from grpo_mcore.base.processes import free_port
 from grpo_mcore.generation.config import EngineConfig
 from grpo_mcore.rollout.workers import NodeLost

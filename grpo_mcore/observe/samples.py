@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_mcore.base.formats import FORMATS, newer_format
+from grpo_mcore.base.files import FORMATS, newer_format
 from grpo_mcore.observe.append_file import AppendFile
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.base.addresses import with_port
-from grpo_mcore.base.gloo import gloo_towards, share_gloo_device
-from grpo_mcore.base.stores import hosted_store, is_address
+from grpo_mcore.base.addresses import gloo_towards, hosted_store, is_address, with_port
 from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel import cpu_platform
 from grpo_mcore.parallel.platform import Platform, PlatformError
@@ -78,10 +76,8 @@ def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: floa
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if platform.backend == "gloo":
-        share_gloo_device()
-        if address.world_size > 1:
-            gloo_towards(address.master_addr)
+    if platform.backend == "gloo" and address.world_size > 1:
+        gloo_towards(address.master_addr)
     try:
         torch.distributed.init_process_group(
             platform.backend,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_mcore.base.file_digests import Digest, first_changed, try_to_read
+from grpo_mcore.base.files import Digest, first_changed, try_to_read
 from grpo_mcore.base.host_memory import HostCopies
 from grpo_mcore.base.torch_profile import ProcessProfile
 from grpo_mcore.batching.packed_batch import PackedBatch

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from grpo_mcore.algorithms.evaluate import EvalError, SampleLog, TaskScore, evaluate_model, task_scores
-from grpo_mcore.base.file_digests import DIGESTS, digest_file
+from grpo_mcore.base.files import DIGESTS, digest_file
 from grpo_mcore.driver.checkpoints.lease import Lease
 from grpo_mcore.observe import write_summary
 from grpo_mcore.recipe import MasterConfig, scoring_settings, without_secrets

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from grpo_mcore.base import file_digests
-from grpo_mcore.base.garbage import rare_collections
+from grpo_mcore.base import files
+from grpo_mcore.base.processes import rare_collections
 from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.recipe import MasterConfig
 from tests.simulation import simulation
@@ -120,7 +120,7 @@ def run(failures: Failures, first: int, background: bool) -> Outcome:
 def main(words: list[str]) -> int:
     failures = Failures()
     failures.number, failures.row = getattr(errno, words[0]), int(words[1])
-    file_digests.READ_AGAIN_S = (0.0, 0.0)
+    files.READ_AGAIN_S = (0.0, 0.0)
     wrong, tried = 0, 0
     with rare_collections():
         for background in (False, True):

@@ -21,7 +21,7 @@ class Rank:
     def start(self, rank: int, world: int, address: str, port: int, log: str) -> Place:
         import torch.distributed as dist
 
-        from grpo_mcore.base.gloo import gloo_towards
+        from grpo_mcore.base.addresses import gloo_towards
 
         file = os.open(log, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 2)

@@ -13,7 +13,7 @@ import torch
 
 from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
-from grpo_mcore.generation.engine import tokenizer_as_written
+from grpo_mcore.generation.engine_tokenizer import register_tokenizer
 from grpo_mcore.generation.worker_calls import divide_logits
 from grpo_mcore.parallel.probes import fixed_direction
 from grpo_mcore.refit.plan.plan import RefitError
@@ -129,8 +129,9 @@ def test_vllms_tokenizer_shows_text_as_it_was_written(tmp_path: Path) -> None:
     from vllm.tokenizers import get_tokenizer, maybe_make_thread_pool
 
     ids = make_byte_level(tmp_path, "LlamaTokenizerFast")(TEXT, add_special_tokens=False)["input_ids"]
-    with tokenizer_as_written():
-        tokenizer = maybe_make_thread_pool(get_tokenizer(str(tmp_path)), 2)
+    register_tokenizer()
+    register_tokenizer()
+    tokenizer = maybe_make_thread_pool(get_tokenizer(str(tmp_path)), 2)
     assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == ids
     assert tokenizer.decode(ids) == TEXT == tokenizer._tokenizer.decode(ids)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_mcore.base.formats import FORMATS
+from grpo_mcore.base.files import FORMATS
 from grpo_mcore.cli.main import main
 from grpo_mcore.driver.checkpoints.checkpoint_files import ResumeError
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import all_reduce, destroy_process_group, init_process_group
 
-from grpo_mcore.base.gloo import gloo_towards
+from grpo_mcore.base.addresses import gloo_towards
 from grpo_mcore.families import params_of
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.plan.plan import plan_refit

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.algorithms.grpo import grpo_train
-from grpo_mcore.base.garbage import rare_collections
+from grpo_mcore.base.processes import rare_collections
 from grpo_mcore.cluster import is_fault
 from grpo_mcore.cluster.virtual_cluster import GIVEN_UP_S, VirtualClock, VirtualCluster, VirtualWorker
 from grpo_mcore.driver.run.supervise import until_over

@@ -105,7 +105,7 @@ def test_commands_import_inside_the_verb() -> None:
     """`grpo-mcore --help` must not wait for torch. The recipe room does without."""
     quick = (
         "grpo_mcore.cli",
-        "grpo_mcore.base.garbage",
+        "grpo_mcore.base.processes",
         "grpo_mcore.observe",
         "grpo_mcore.recipe",
         "grpo_mcore.base.text",

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from grpo_mcore.base.file_digests import Digest
+from grpo_mcore.base.files import Digest
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from grpo_mcore.driver.checkpoints.checkpoint_files import (
     RunSnapshot,

@@ -15,18 +15,19 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from grpo_mcore.base.file_digests import (
+from grpo_mcore.base.files import (
     DIGESTS,
+    FORMATS,
     Digest,
     collect_digests,
     digest_file,
     digest_of,
     first_changed,
     first_missing,
+    newer_format,
     parse_digests,
     try_to_read,
 )
-from grpo_mcore.base.formats import FORMATS, newer_format
 from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
 
 INFO = "training_info.json"

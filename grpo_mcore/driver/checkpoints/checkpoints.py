@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.base.clock import REAL, Clock
-from grpo_mcore.base.file_digests import DIGESTS, UNREADABLE, Digest, parse_digests
+from grpo_mcore.base.files import DIGESTS, UNREADABLE, Digest, parse_digests
 from grpo_mcore.driver.checkpoints.checkpoint_files import (
     GB,
     INFO,

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.base.file_digests import DIGESTS, first_missing, parse_digests
+from grpo_mcore.base.files import DIGESTS, first_missing, parse_digests
 from grpo_mcore.driver.checkpoints.checkpoint_files import GB, damage, refuse_full_disk, sync_folder
 from grpo_mcore.observe import LEDGER_FILE
 

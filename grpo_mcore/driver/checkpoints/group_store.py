@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_mcore.base import tensor_files
-from grpo_mcore.base.file_digests import Digest
+from grpo_mcore.base.files import Digest
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.rollout.group import Group

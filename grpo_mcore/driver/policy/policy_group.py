@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import numpy as np
 from torch import Tensor
 
-from grpo_mcore.base.file_digests import Digest
+from grpo_mcore.base.files import Digest
 from grpo_mcore.cluster import BackgroundWork, Cluster, Future, Worker, call_all, gather, remote_call
 from grpo_mcore.driver.interfaces import TokenScorers
 from grpo_mcore.driver.policy.policy_worker import PolicyWorker

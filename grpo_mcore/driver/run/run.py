@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.base.clock import REAL, Clock
-from grpo_mcore.base.garbage import rare_collections
+from grpo_mcore.base.processes import rare_collections
 from grpo_mcore.base.stopping import StopRequest, on_sigterm
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import (

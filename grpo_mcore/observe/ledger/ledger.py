@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.base.clock import REAL, Clock
-from grpo_mcore.base.formats import FORMATS, newer_format
+from grpo_mcore.base.files import FORMATS, newer_format
 from grpo_mcore.observe.append_file import AppendFile
 
 logger = logging.getLogger(__name__)

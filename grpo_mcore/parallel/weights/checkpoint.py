@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mcore.base import tensor_files
-from grpo_mcore.base.file_digests import PART, leave_digests
+from grpo_mcore.base.files import PART, leave_digests
 from grpo_mcore.parallel.memory import on_device, on_host
 
 WEIGHTS = "weights and optimizer"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_mcore
-from grpo_mcore.base.formats import newer_format
+from grpo_mcore.base.files import newer_format
 from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, nearest_hint
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
 from grpo_mcore.recipe.schema.keys import nearest_key, plain_defaults

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from grpo_mcore.base.addresses import address_towards, with_port
-from grpo_mcore.base.stores import hosted_store
+from grpo_mcore.base.addresses import address_towards, hosted_store, with_port
 from grpo_mcore.refit.plan.plan import RefitError
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpo_mcore
-from grpo_mcore.base.hub_variables import HUB_VARIABLES
+from grpo_mcore.base.processes import HUB_VARIABLES
 from grpo_mcore.families import FamilyError
 from grpo_mcore.layout import LayoutError
 from grpo_mcore.recipe import (

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from grpo_mcore.base import processes
-from grpo_mcore.base.garbage import collect_rarely
+from grpo_mcore.base.processes import collect_rarely
 from grpo_mcore.parallel.mesh import Address
 
 

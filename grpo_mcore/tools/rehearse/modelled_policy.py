@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.base.file_digests import Digest, first_changed, leave_digests
+from grpo_mcore.base.files import Digest, first_changed, leave_digests
 from grpo_mcore.cluster.virtual_cluster import Condition, sleep
 from grpo_mcore.parallel.policy import TrainReport
 from grpo_mcore.recipe import PolicyConfig, compares_distributions, policy_layout

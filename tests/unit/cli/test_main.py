@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import grpo_mcore
-from grpo_mcore.base.garbage import COLLECT_AFTER
+from grpo_mcore.base.processes import COLLECT_AFTER
 from grpo_mcore.cli import main as command
 from grpo_mcore.cli.train import train
 from grpo_mcore.recipe import MasterConfig

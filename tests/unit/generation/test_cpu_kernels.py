@@ -31,7 +31,6 @@ def formula(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_the_norms_are_the_formula(dtype: torch.dtype, tolerance: float) -> None:
     register_cpu_kernels()
     register_cpu_kernels()  # a second plugin's load changes nothing
-    assert torch.distributed.ProcessGroupGloo.__init__.__module__ == "grpo_mcore.base.gloo"
     from vllm import ir
 
     draw = torch.Generator().manual_seed(1)

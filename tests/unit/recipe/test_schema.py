@@ -27,7 +27,7 @@ def test_the_package_imports_none_of_the_large_libraries() -> None:
 
 
 def test_the_package_imports_no_room_but_the_layouts() -> None:
-    for_every_room = ("grpo_mcore.base.formats", "grpo_mcore.base.imports")
+    for_every_room = ("grpo_mcore.base.files", "grpo_mcore.base.imports")
     own = ("grpo_mcore.recipe", "grpo_mcore.layout", "grpo_mcore.families", *for_every_room)
     others = {"omegaconf", "pydantic", "yaml"} | sys.stdlib_module_names
     for file in PACKAGE.rglob("*.py"):

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from grpo_mcore.base import file_digests
+from grpo_mcore.base import files
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.driver.checkpoints import checkpoint_files
 from grpo_mcore.driver.checkpoints import checkpoints as module
@@ -236,7 +236,7 @@ def test_the_ranks_tell_what_they_wrote_and_compare_what_they_read(tmp_path: Pat
 
     def write(folder: str) -> None:
         write_policy(folder)
-        file_digests.leave_digests(Path(folder), "00000", ["weights"])
+        files.leave_digests(Path(folder), "00000", ["weights"])
         (Path(folder) / "weights").write_bytes(b"4321")  # as if the disk had changed it since: nobody looks again
 
     checkpoints = manager(tmp_path)
@@ -245,12 +245,12 @@ def test_the_ranks_tell_what_they_wrote_and_compare_what_they_read(tmp_path: Pat
     assert [path.name for path in (tmp_path / "step_2" / "policy").iterdir()] == ["weights"]
     resumed = resuming(tmp_path, True)
     assert resumed.resumed_from == tmp_path / "step_2"
-    problem = file_digests.first_changed(tmp_path / "step_2" / "policy", resumed.policy_digests())
+    problem = files.first_changed(tmp_path / "step_2" / "policy", resumed.policy_digests())
     assert problem == "weights is not what was saved (its digest differs)" and checkpoint_files.damage(
         tmp_path / "step_2"
     )
     assert resumed.pass_over(problem) == resumed.resumed_from == tmp_path / "step_1"
-    assert file_digests.first_changed(tmp_path / "step_1" / "policy", resumed.policy_digests()) is None
+    assert files.first_changed(tmp_path / "step_1" / "policy", resumed.policy_digests()) is None
     assert kept(tmp_path) == ["damaged_step_2", "step_1"]
     with pytest.raises(ResumeError, match="step_1 is damaged: .*choose another checkpoint"):
         resuming(tmp_path, str(tmp_path / "step_1")).pass_over(problem)
@@ -303,16 +303,16 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
 ) -> None:
     for step in (1, 2):
         save(manager(tmp_path), step)
-    digest = file_digests.digest_file
+    digest = files.digest_file
 
     def failing(path: Path, sync: bool = False) -> tuple[int, str]:
         if "step_2" in str(path):
             raise OSError(number, os.strerror(number), str(path))
         return digest(path, sync)
 
-    monkeypatch.setattr(file_digests, "READ_AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(files, "READ_AGAIN_S", (0.0, 0.0))
     with monkeypatch.context() as patch:
-        patch.setattr(file_digests, "digest_file", failing)
+        patch.setattr(files, "digest_file", failing)
         with pytest.raises(ResumeError, match=f"step_2 is damaged: it cannot be read: .*{os.strerror(number)}"):
             manager(tmp_path).find(str(tmp_path / "step_2"))
         assert manager(tmp_path).find(True) == tmp_path / "step_1"
@@ -326,7 +326,7 @@ def test_a_disk_that_fails_once_displaces_no_checkpoint(
 ) -> None:
     """However many calls precede the one that fails."""
     save(manager(tmp_path), 1)
-    monkeypatch.setattr(file_digests, "READ_AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(files, "READ_AGAIN_S", (0.0, 0.0))
     owner: Any = io if function == "open" else os
     original, calls, number_that_fails = getattr(owner, function), itertools.count(1), 0
 
@@ -443,7 +443,7 @@ def test_a_folder_that_is_gone_is_said_in_place_of_what_to_free(
 def test_the_digests_of_a_checkpoint_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(manager(tmp_path), 1)
     assert manager(tmp_path).find(True) == folder
-    monkeypatch.setattr(file_digests, "digest_file", lambda *args: pytest.fail("again"))
+    monkeypatch.setattr(files, "digest_file", lambda *args: pytest.fail("again"))
     assert manager(tmp_path).find(str(folder)) == folder
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.base.garbage import rare_collections
+from grpo_mcore.base.processes import rare_collections
 from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.cluster import NodeLost, virtual_cluster
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager

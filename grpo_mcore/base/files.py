@@ -1,4 +1,8 @@
-"""Digests of files: whoever writes a file tells what it wrote, and whoever reads it compares."""
+"""Files that a run leaves: their digests, which the writer notes and every reader compares, and their formats.
+
+A format's number rises when older code would misread the files. Files without a number were written before there were
+any, and are of format 1. docs/install.md has the promise.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,15 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Literal
 
 from grpo_mcore.base.clock import REAL
+
+Kind = Literal["checkpoint", "ledger", "recipe", "samples"]
+
+FORMATS: dict[Kind, int] = {"checkpoint": 1, "ledger": 2, "recipe": 1, "samples": 1}
+"""The formats of recipes and of what a run leaves for later versions: what this version writes, and the newest that it
+reads."""
 
 THREADS = 8
 """Files that are read at a time."""
@@ -110,3 +121,14 @@ def try_to_read(look: Callable[[], str | None]) -> str | None:
         return look()
     except OSError as error:
         return f"{UNREADABLE}: {error}"
+
+
+def newer_format(kind: Kind, written: Any) -> str | None:
+    """Return why files of the format `written` cannot be read, None if they can. `written` None means format 1."""
+    known = FORMATS[kind]
+    if written is None or isinstance(written, int) and written <= known:
+        return None
+    return (
+        f"written by a newer version of grpo_mcore, in format {written} of its {kind}; this version reads up to "
+        f"{known}: upgrade grpo_mcore"
+    )
