@@ -6,6 +6,7 @@ and a name.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,10 @@ from grpo_mcore.rollout.workers import (
     remote_call,
     remote_stream,
 )
+
+# Below `uv run` Ray would start each worker by uv, in a copy of the working directory, where relative paths lead
+# elsewhere. Ray reads its variable when it is imported.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 if TYPE_CHECKING:  # every worker process imports this file
     from grpo_mcore.recipe import ClusterConfig

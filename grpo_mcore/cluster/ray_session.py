@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
@@ -11,16 +12,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
 from ray import NodeID
-from ray._private import ray_constants, services, worker
-from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from grpo_mcore.base.addresses import running_ray, split_port
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
@@ -37,8 +36,8 @@ KNOCK_S = 10.0
 STARTS = 3
 """Maximum starts of a Ray whose node process ends while it starts."""
 
-NOTE_S = 20.0
-"""Seconds between two messages about a start that takes long."""
+LATE = "timed out during startup"
+"""Text of Ray's error about a node process that has not registered within 30 seconds, for which Ray has no setting."""
 
 SHUTDOWN_S = 30.0
 """Seconds that Ray gets to end in order before its processes are killed."""
@@ -55,9 +54,6 @@ scripts of Slurm and Kubernetes: at 95 % of the machine's memory it would kill a
 Ray starts no workers in advance: one for each core, of which no run takes any, since its workers have an environment of
 their own."""
 
-UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
-"""Ray's variable for what `as_this_process` prevents."""
-
 SHORTEST_SECRET = 6
 """Characters. A shorter value is not looked for in logs: it would be found everywhere."""
 
@@ -70,10 +66,6 @@ class RayUnreachable(ConnectionError):
 
 class BadRayAddress(ValueError):
     """RAY_ADDRESS names no cluster that a driver can join."""
-
-
-class EndedWhileStarting(Exception):
-    """Ray's node process is gone. No RuntimeError: after one, Ray itself would go on asking for the node."""
 
 
 class RaySession:
@@ -100,42 +92,45 @@ class RaySession:
     def _connect(self, address: str | None, num_cpus: int | None, num_gpus: int | None, start_timeout_s: float) -> None:
         if ray.is_initialized():
             return
-        as_this_process()
-        if there := running_ray(address):
-            attach(there)
+        if running := running_ray(address):
+            attach(running)
             return
         self.started_here = True
         self.reaper = OrphanReaper(_short_folder())
         settings = {name: value for name, value in SETTINGS.items() if name not in os.environ}
         try:
             with only_allowed(added={**self.reaper.variables, **_token(self.reaper.folder), **settings}):
-                AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
                 self._start(start_timeout_s, num_cpus, num_gpus)
         except BaseException:
             self.close()
             raise
 
     def _start(self, timeout_s: float, num_cpus: int | None, num_gpus: int | None) -> None:
-        """Start Ray with as much patience as the recipe has. A node process that ends while it starts is started again:
-        one that waits longer than 15 seconds for an agent of its own gives up, and Ray has no setting for that."""
+        """Start Ray. A node process that is only late, as where programs share few cores, is waited for and joined. One
+        that ends while it starts is started again: it gives up where an agent of its own takes longer than 15 s."""
+        deadline = time.monotonic() + timeout_s
         for left in reversed(range(STARTS)):
             try:
-                with _patience(timeout_s):
-                    ray.init(
-                        address="local",
-                        num_cpus=num_cpus,
-                        num_gpus=num_gpus,
-                        include_dashboard=False,
-                        log_to_driver=False,
-                        logging_level=logging.ERROR,
-                        _temp_dir=str(self.reaper.folder / RAYS_OWN),
-                    )
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(self.reaper.folder / RAYS_OWN),
+                )
                 return
-            except EndedWhileStarting as error:
-                why = f"{error}{last_failure(self.reaper.folder / RAYS_OWN / 'session_latest' / 'logs')}"
+            except Exception as error:
+                if LATE not in str(error):
+                    raise
+                if join_late_node(deadline, timeout_s):
+                    return
+                failure = last_failure(self.reaper.folder / RAYS_OWN / "session_latest" / "logs")
+                reason = f"Ray's node process (raylet) ended while it started{failure}"
                 if not left:
-                    raise NodeLost(f"{why}; that was {STARTS} times in a row") from error
-                logger.warning("%s; Ray is started again", why)
+                    raise NodeLost(f"{reason}; that was {STARTS} times in a row") from error
+                logger.warning("%s; Ray is started again", reason)
                 ray.shutdown()
                 end_marked(self.reaper.mark)
 
@@ -187,30 +182,34 @@ class NodeWatch(threading.Thread):
     and no signal or exception reaches it there. When the process is gone, every such call fails, and Ray ends the
     driver, which `supervise` starts again. A launcher's node ends with it, so that a job is queued again without it.
 
-    `lives`: asks the head whether this node is alive; `socket`: path that the node process has among its words.
+    `lives`: asks the head whether this node is alive; `node`: the node's id, which its process has among its words.
     """
 
-    def __init__(self, lives: Callable[[], bool], socket: str, period_s: float = WATCH_NODE_S) -> None:
+    def __init__(self, lives: Callable[[], bool], node: str, period_s: float = WATCH_NODE_S) -> None:
         super().__init__(name="node watch", daemon=True)
-        self._lives, self._socket, self._period_s = lives, socket, period_s
+        self._lives, self._node, self._period_s = lives, node, period_s
         self._ended = threading.Event()
 
     @classmethod
     def of_this_machine(cls) -> NodeWatch:
         """Watch the node that this process is connected to. It asks without ray.nodes(), which would start another Ray
         if this one has just been shut down."""
-        node, client = NodeID.from_hex(ray.get_runtime_context().get_node_id()), worker.global_worker.gcs_client
-        watch = cls(lambda: client.check_alive([node], timeout=ASK_S)[0], worker._global_node.raylet_socket_name)
+        context = ray.get_runtime_context()
+        watch = cls.of(context.get_node_id(), context.gcs_address)
         watch.start()
         return watch
+
+    @classmethod
+    def of(cls, node: str, head: str) -> NodeWatch:
+        identity, client = NodeID.from_hex(node), GcsClient(address=head)
+        return cls(lambda: client.check_alive([identity], timeout=ASK_S)[0], node)
 
     @classmethod
     def of_child(cls) -> NodeWatch:
         """Watch the node process that this one, a launcher's, starts: once it is there and its head knows it."""
         while not (words := _words_of_node_process()):
             time.sleep(WATCH_NODE_S)
-        node, client = NodeID.from_hex(words["node_id"]), GcsClient(address=words["gcs-address"])
-        watch = cls(lambda: client.check_alive([node], timeout=ASK_S)[0], words["raylet_socket_name"])
+        watch = cls.of(words["node_id"], words["gcs-address"])
         while not watch._is_alive():
             time.sleep(WATCH_NODE_S)
         watch.start()
@@ -228,8 +227,8 @@ class NodeWatch(threading.Thread):
             given_up = 0 if lives else given_up + 1
             if given_up == 2 and not self._ended.is_set():
                 hanging = self._node_processes()
-                why = "does not answer and is ended now" if hanging else "has ended"
-                logger.error("Ray has given up this machine, whose node process (raylet) %s", why)
+                state = "does not answer and is ended now" if hanging else "has ended"
+                logger.error("Ray has given up this machine, whose node process (raylet) %s", state)
                 for process in hanging:  # after it is said: Ray may end this process at once
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
@@ -246,59 +245,23 @@ class NodeWatch(threading.Thread):
         return [
             process
             for process in psutil.process_iter(["name", "cmdline"])
-            if process.info["name"] == "raylet" and any(self._socket in word for word in process.info["cmdline"] or ())
+            if process.info["name"] == "raylet" and any(self._node in word for word in process.info["cmdline"] or ())
         ]
 
 
-def as_this_process() -> None:
-    """Let Ray's workers run in the environment and the folder of this process also below `uv run`. Ray would start each
-    of them by uv, in a copy of the working directory, where relative paths lead elsewhere: a run waits for ever, or
-    writes its checkpoints into the copy. The variable UV_RUN of the environment wins."""
-    if UV_RUN not in os.environ:
-        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
-
-
-@contextmanager
-def _patience(timeout_s: float) -> Iterator[None]:
-    """Let a start of Ray inside the context take up to `timeout_s`, and say what it waits for.
-
-    Ray gives its node process 30 seconds to register, which it may miss where programs share few cores, and has no
-    setting for it. It asks again and again whether the node is there (`services.get_node`): here each answer waits.
-    """
-    get_node, began = services.get_node, time.monotonic()
-    said = began
-
-    def wait_for_node(*args: Any, **kwargs: Any) -> Any:
-        nonlocal said
-        while True:
-            try:
-                return get_node(*args, **kwargs)
-            except RuntimeError as error:
-                if not _has_node_process():
-                    raise EndedWhileStarting("Ray's node process (raylet) ended while it started") from error
-                waited = time.monotonic() - began
-                if waited > timeout_s:
-                    raise DeadlineExceeded("start of Ray", "its node process (raylet)", timeout_s) from error
-            if time.monotonic() - said > NOTE_S:
-                said = time.monotonic()
-                logger.info(
-                    "  Ray is still starting after %.0f s: its node process (raylet) has not registered", waited
-                )
-            time.sleep(0.5)
-
-    services.get_node = wait_for_node
-    try:
-        yield
-    finally:
-        services.get_node = get_node
-
-
-def _has_node_process() -> bool:
-    """Return whether a node process that this one has started lives."""
-    children = psutil.Process().children()
-    with suppress(psutil.NoSuchProcess):
-        return any(child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    return True  # one has just ended: the next look tells which
+def join_late_node(deadline: float, timeout_s: float) -> bool:
+    """Join the Ray whose node process this one has started, once that has registered. Return False if it has ended.
+    Raises DeadlineExceeded at `deadline`, `timeout_s` after its start."""
+    while words := _words_of_node_process():
+        logger.info("  Ray is still starting: its node process (raylet) has not registered")
+        try:
+            ray.init(address=words["gcs-address"], log_to_driver=False, logging_level=logging.ERROR)
+            return True
+        except (ConnectionError, RuntimeError) as error:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("start of Ray", "its node process (raylet)", timeout_s) from error
+        time.sleep(1.0)
+    return False
 
 
 def _words_of_node_process() -> dict[str, str]:
@@ -316,22 +279,29 @@ def last_failure(logs: Path) -> str:
         lines = (logs / "raylet.err").read_text(errors="replace", encoding="utf-8").splitlines()
     except OSError:
         return ""
-    said = [line.partition("Check failed: ")[2] for line in lines if "Check failed: " in line]
-    return f": {said[-1][:300]}" if said else ""
+    failures = [line.partition("Check failed: ")[2] for line in lines if "Check failed: " in line]
+    return f": {failures[-1][:300]}" if failures else ""
 
 
 def start_node(words: Sequence[str], timeout_s: float) -> None:
-    """Run `ray start` with these words in this process, with as much patience as `RaySession` has, and watch the node
-    that it starts. Return, having said so, if its node process ended while it started; otherwise this process ends."""
+    """Run `ray start` with these words in this process, and watch the node that it starts. A node process that is only
+    late is waited for. Return, having said so, if it ended while it started; otherwise this process ends."""
     from ray.scripts.scripts import cli
 
     threading.Thread(target=NodeWatch.of_child, name="node watch", daemon=True).start()
     folder = next((Path(word.partition("=")[2]) for word in words if word.startswith("--temp-dir=")), Path())
+    deadline = time.monotonic() + timeout_s
     try:
-        with _patience(timeout_s):
-            cli(["start", *words])
-    except EndedWhileStarting as error:
-        print(f"{error}{last_failure(folder / 'session_latest' / 'logs')}", file=sys.stderr, flush=True)
+        cli(["start", *words])
+    except Exception as error:
+        if LATE not in str(error):
+            raise
+        while _words_of_node_process():  # it registers late, or it gives up
+            time.sleep(1.0)
+        if time.monotonic() > deadline:
+            sys.exit(1)
+        failure = last_failure(folder / "session_latest" / "logs")
+        print(f"Ray's node process (raylet) ended while it started{failure}", file=sys.stderr, flush=True)
 
 
 def attach(address: str) -> None:
@@ -358,12 +328,18 @@ def attach(address: str) -> None:
         raise BadRayAddress(f"the Ray at {address} (RAY_ADDRESS) cannot be joined: {error}") from error
 
 
+@functools.cache
+def _secret() -> str:
+    """Return the token of every Ray that this process starts: Ray reads it once in a process."""
+    return secrets.token_hex(32)
+
+
 def _token(folder: Path) -> dict[str, str]:
-    """Return the variable of a new token in `folder`; nothing if the environment names a token."""
+    """Return the variable of a file in `folder` with this process's token; nothing if the environment names a token."""
     if TOKEN in os.environ or TOKEN_PATH in os.environ:
         return {}
     path = folder / "token"
-    path.write_text(secrets.token_hex(32), encoding="utf-8")
+    path.write_text(_secret(), encoding="utf-8")
     return {TOKEN_PATH: str(path)}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_mcore.base import processes
 from grpo_mcore.base.addresses import running_ray, with_port
-from grpo_mcore.rollout.workers import DeadlineExceeded
+from grpo_mcore.cluster import DeadlineExceeded
 from grpo_mcore.tools.doctor import checks
 from grpo_mcore.tools.doctor.checks import CheckResult, Needs, checked, examine, fault
 
@@ -43,7 +43,7 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
     """
     import ray
 
-    from grpo_mcore.cluster.ray_session import BadRayAddress, RayUnreachable, as_this_process, attach
+    from grpo_mcore.cluster.ray_session import BadRayAddress, RayUnreachable, attach
 
     address = running_ray(address or os.environ.get("RAY_ADDRESS"))
     if address is None:
@@ -52,7 +52,6 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
         return {"cluster": [answer]}
     ours = not ray.is_initialized()
     if ours:
-        as_this_process()
         try:
             attach(address)
         except (RayUnreachable, BadRayAddress) as error:

@@ -94,9 +94,8 @@ def test_a_worker_looks_for_modules_in_the_working_directory_last(monkeypatch: p
 def test_workers_below_uv_run_have_the_environment_of_the_run(tmp_path: Path, asked: bool, answer: str) -> None:
     """Ray would start them by uv, in a copy of the working directory: a run waited for its policy without end."""
     program = """
+import grpo_mcore.cluster
 from ray._private.worker import _maybe_modify_runtime_env
-from grpo_mcore.cluster.ray_session import as_this_process
-as_this_process()
 print(_maybe_modify_runtime_env({}, False))
 """
     (tmp_path / "run").write_text(f"\"{sys.executable}\" -c '{program}'\n")

@@ -63,8 +63,8 @@ def test_a_node_process_that_the_head_has_given_up_is_ended(
     """Also one that is stopped, and no other one."""
     program = shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
     ours, others = (
-        subprocess.Popen(["bash", "-c", f"exec -a --raylet_socket_name={socket} {program} 60"])
-        for socket in (f"{tmp_path}/raylet", "another")
+        subprocess.Popen(["bash", "-c", f"exec -a --node_id={node} {program} 60"])
+        for node in ("1234", "5678")
     )
     answers = iter([True, False, True, False, ConnectionError("the head is away"), False])
 
@@ -78,7 +78,7 @@ def test_a_node_process_that_the_head_has_given_up_is_ended(
         while any(Path(f"/proc/{each.pid}/comm").read_text() != "raylet\n" for each in (ours, others)):
             time.sleep(0.01)
         ours.send_signal(signal.SIGSTOP)
-        watch = NodeWatch(lives, f"{tmp_path}/raylet", period_s=0.01)
+        watch = NodeWatch(lives, "1234", period_s=0.01)
         watch.start()
         assert ours.wait(20) == -signal.SIGKILL and others.poll() is None
         watch.join(20)
