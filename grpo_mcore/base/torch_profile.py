@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 
 
 class ProcessProfile:
@@ -21,7 +20,9 @@ class ProcessProfile:
     def start(self) -> None:
         if not ProcessProfile._running:
             ProcessProfile._running = True
-            self._profiler = torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
+            self._profiler = torch.profiler.profile(
+                experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)
+            )
             self._profiler.start()
 
     def stop(self, path: Path) -> None:

@@ -31,7 +31,7 @@ class Platform:
     own_attention: bool = False
     """Attention is `PackedAttention` also where TransformerEngine's could be used: shared prefixes need it."""
     grouped_products: bool = False
-    """`torch._grouped_mm` computes a rank's experts. The CPU has it too, without a gain over one expert at a time."""
+    """torch's `grouped_mm` computes a rank's experts. The CPU has it too, without a gain over one expert at a time."""
     mamba_kernels: bool = False
     """`mamba_ssm` and `causal_conv1d` compute Mamba2 mixers, in half precision."""
     delta_kernels: bool = False

@@ -122,7 +122,7 @@ class GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, ends, *weights)
         if not len(x):  # the kernel refuses no rows
             return x.new_zeros(0, weights[0].size(0))
-        return torch._grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
+        return torch.nn.functional.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,10 +133,10 @@ class GroupedLinear(torch.autograd.Function):
         of_x: Tensor | None = None
         of_weights: tuple[Tensor | None, ...] = (None,) * len(weights)
         if ctx.needs_input_grad[0]:
-            of_x = torch._grouped_mm(above, torch.stack(weights), offs=ends)
+            of_x = torch.nn.functional.grouped_mm(above, torch.stack(weights), offs=ends)
         if any(ctx.needs_input_grad[2:]):
             # Above in columns, x in rows: the only order in which the kernel takes empty and unaligned groups.
-            of_weights = torch._grouped_mm(above.t(), x, offs=ends).unbind()
+            of_weights = torch.nn.functional.grouped_mm(above.t(), x, offs=ends).unbind()
         return of_x, None, *of_weights
 
 

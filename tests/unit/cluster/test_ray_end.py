@@ -63,8 +63,7 @@ def test_a_node_process_that_the_head_has_given_up_is_ended(
     """Also one that is stopped, and no other one."""
     program = shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
     ours, others = (
-        subprocess.Popen(["bash", "-c", f"exec -a --node_id={node} {program} 60"])
-        for node in ("1234", "5678")
+        subprocess.Popen(["bash", "-c", f"exec -a --node_id={node} {program} 60"]) for node in ("1234", "5678")
     )
     answers = iter([True, False, True, False, ConnectionError("the head is away"), False])
 

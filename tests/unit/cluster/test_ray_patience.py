@@ -81,6 +81,7 @@ def test_a_launchers_node_lives_as_long_as_its_late_node_process(
     words: list[dict[str, str]], ends: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One that has lived longer than a start takes has ended; one that has not may be started again."""
+
     def late(command: list[str]) -> None:
         raise TIMED_OUT
 
