@@ -27,7 +27,7 @@ class Clock(Protocol):
     def thread(self, name: str) -> Executor:
         """Return an executor with one thread. Under a virtual clock, which no thread can follow, it works at once."""
 
-    def beat(self, seconds: float, action: Callable[[], None], name: str) -> Callable[[], None]:
+    def beat(self, seconds: float, action: Callable[[], object], name: str) -> Callable[[], None]:
         """Call `action` every so many seconds in a thread, until the returned function is called. Under a virtual clock
         nothing is done: no other process sees its time."""
 
@@ -47,7 +47,7 @@ class RealClock:
     def thread(self, name: str) -> Executor:
         return ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    def beat(self, seconds: float, action: Callable[[], None], name: str) -> Callable[[], None]:
+    def beat(self, seconds: float, action: Callable[[], object], name: str) -> Callable[[], None]:
         ended = threading.Event()
 
         def run() -> None:

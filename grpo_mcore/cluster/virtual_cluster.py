@@ -88,7 +88,7 @@ class VirtualClock:
     def thread(self, name: str) -> Executor:
         return _AtOnce()
 
-    def beat(self, seconds: float, action: Callable[[], None], name: str) -> Callable[[], None]:
+    def beat(self, seconds: float, action: Callable[[], object], name: str) -> Callable[[], None]:
         return lambda: None
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
