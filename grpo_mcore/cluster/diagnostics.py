@@ -85,7 +85,7 @@ def wait_graph(waits: Sequence[Wait], reports: Mapping[str, ProcessReport], name
     activities: dict[tuple[str, str], list[str]] = {}
     for name in names:
         report = reports.get(name)
-        stack = "\n".join(filter(None, [report.frames, report.children])) if report and with_stacks else ""
+        stack = report.frames if report and with_stacks else ""
         activity = _activity(report) if report else "could not be asked: unknown"
         activities.setdefault((activity, stack), []).append(name)
     for (activity, stack), alike_names in sorted(

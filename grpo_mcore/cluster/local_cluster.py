@@ -14,7 +14,7 @@ from typing import Any
 from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.base.imports import no_exit
 from grpo_mcore.base.processes import free_port
-from grpo_mcore.cluster.inspection import Answering, current_frames, own_frames
+from grpo_mcore.cluster.inspection import Answering, current_frames, driver_key, own_frames
 from grpo_mcore.rollout.workers import Cluster, ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
 
 
@@ -107,7 +107,7 @@ class LocalCluster(Cluster):
         self.address = "127.0.0.1"
         self._workers: list[LocalWorker] = []
         self._environment_before: dict[str, str | None] = {}
-        self._answering = None if log_dir is None else Answering(log_dir, self.inspect)
+        self._answering = None if log_dir is None else Answering(driver_key(log_dir), self.inspect)
 
     def inspect(self) -> str:
         """Return what this process, which is all of the run, is doing."""

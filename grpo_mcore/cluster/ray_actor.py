@@ -25,7 +25,7 @@ from typing import Any, TextIO, cast
 from grpo_mcore.base.imports import no_exit
 from grpo_mcore.base.processes import free_port
 from grpo_mcore.cluster.environment import is_allowed
-from grpo_mcore.cluster.inspection import Answering, report_here
+from grpo_mcore.cluster.inspection import Answering, report_here, worker_key
 from grpo_mcore.observe.console.console_stream import UnfailingStream
 from grpo_mcore.rollout.workers import Parcel, Place, Rendezvous
 
@@ -154,14 +154,15 @@ class WorkerActor:
         self._threads = ThreadPoolExecutor(concurrency, "call", _mark_stream)  # of calls that came together
         _set_environment(extra_allowed, env, gpus)
         search_last(os.getcwd())
+        # For inspections, where no thread can answer. Before it prints to its log, by which it is known as a worker.
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         _print_to(log)
         package = logging.getLogger("grpo_mcore")  # information too: the driver shows the last line of a late worker
         package.addHandler(logging.StreamHandler())
         package.setLevel(logging.INFO)
         package.propagate = False
         faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # for inspections, where no thread can answer
-        self._answering = Answering(log, report_here)
+        self._answering = Answering(worker_key(log, os.getpid()), report_here)
         gc.disable()  # until the object is built: garbage collection takes a fifth of the time of imports
 
     def __repr__(self) -> str:

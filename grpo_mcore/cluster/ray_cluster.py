@@ -20,7 +20,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.cluster.diagnostics import last_line, wait_graph
 from grpo_mcore.cluster.environment import chosen
-from grpo_mcore.cluster.inspection import Answering, Collector, ProcessReport, current_frames, own_frames, reports_here
+from grpo_mcore.cluster.inspection import (
+    Answering,
+    Collector,
+    ProcessReport,
+    current_frames,
+    driver_key,
+    own_frames,
+    reports_here,
+)
 from grpo_mcore.cluster.local_cluster import LocalFuture
 from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
@@ -97,7 +105,7 @@ class RayCluster(Cluster):
         self._inspection = threading.Thread()
         self._inspections, self._next_inspection = 0, 0.0
         self._returned_at = 0.0
-        self._answering = Answering(self.log_dir, self.inspect)
+        self._answering = Answering(driver_key(self.log_dir), self.inspect)
         atexit.register(self.shutdown)
 
     def spawn(

@@ -31,7 +31,7 @@ from grpo_mcore.cluster import (
     ray_cluster,
     remote_call,
 )
-from grpo_mcore.cluster.inspection import ask
+from grpo_mcore.cluster.inspection import ask, driver_key
 from grpo_mcore.cluster.orphan_reaper import MARKER, SOCKETS, marked
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.cluster.ray_worker import RayWorker
@@ -331,7 +331,7 @@ def test_what_workers_do_is_told_on_demand_and_kept_when_a_call_is_late(
     while not kept.exists() and time.monotonic() < deadline:
         with contextlib.suppress(DeadlineExceeded):
             cluster.ready([nap], 1.0, "a nap")
-    asked = ask(cluster.log_dir, 60.0)
+    asked = ask(driver_key(cluster.log_dir), 60.0)
     for told in (asked, kept.read_text()):
         assert told is not None and f"the driver (process {os.getpid()}) is at" in told
         assert "the driver waits for abacus: a nap, for " in told

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from grpo_mcore.cluster.inspection import Answering, Collector, report_here
+from grpo_mcore.cluster.inspection import Answering, Collector, report_here, worker_key
 from grpo_mcore.rollout.workers import Place
 
 __all__ = ["Collector", "Rank"]
@@ -26,7 +26,7 @@ class Rank:
         file = os.open(log, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 2)
         faulthandler.register(signal.SIGUSR1)
-        self._rank, self._answering = rank, Answering(log, report_here)
+        self._rank, self._answering = rank, Answering(worker_key(log, os.getpid()), report_here)
         gloo_towards(address)
         dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=world)
         pairs = [dist.new_group([first, first + 1], group_desc="PAIR") for first in range(0, world, 2)]

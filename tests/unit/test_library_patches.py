@@ -18,6 +18,10 @@ CPU_PLUG_INS = {
 
 READS = {
     "base/torch_profile.py": ({"_ExperimentalConfig"}, "torch's documented type of the profiler's option for threads"),
+    "cluster/inspection.py": (
+        {"_distributed_c10d", "_world"},
+        "which collectives a rank has entered: torch's flight recorder has no public name",
+    ),
     "cluster/ray_session.py": (
         {"_raylet"},
         "whether a node lives, with a deadline: Ray's public calls have none, or need its dashboard",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cli.look import inspect as inspect_command
-from grpo_mcore.cluster import inspection
 from grpo_mcore.cluster.inspection import (
     Answering,
     Collective,
     ProcessReport,
     ask,
+    driver_key,
     frames_here,
     odd_ones,
     reports_here,
@@ -146,10 +145,10 @@ def test_ranks_in_different_collectives_accuse_nobody() -> None:
 def program_at(log: Path, text: str) -> Iterator[Place]:
     """Run Python that answers inspections like a worker, and wait until it says that it is ready."""
     head = f"""
-import faulthandler, pathlib, signal, sys, time
-from grpo_mcore.cluster.inspection import Answering, report_here
+import faulthandler, os, pathlib, signal, sys, time
+from grpo_mcore.cluster.inspection import Answering, report_here, worker_key
 faulthandler.register(signal.SIGUSR1)
-answering = Answering({str(log)!r}, report_here)
+answering = Answering(worker_key({str(log)!r}, os.getpid()), report_here)
 """
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-c", head + text], stderr=file, stdout=subprocess.PIPE)
@@ -186,7 +185,7 @@ work()
         assert "in work" in report.frames and not report.state and not report.collectives
         os.kill(place.pid, signal.SIGSTOP)
         assert "SIGSTOP" in until({"policy-0": place}, ["SIGSTOP"]).state
-        assert frames_here({"policy-0": place}) == {"policy-0": None}
+        assert frames_here({"policy-0": place}) == {}
         os.kill(place.pid, signal.SIGCONT)
         assert until({"policy-0": place}, ["in work"]).frames
     assert "has ended" in reports_here({"policy-0": place})["policy-0"].state
@@ -207,68 +206,18 @@ hold()
         assert "in hold" in report.frames and not report.state
 
 
-def test_a_process_without_a_handler_gets_no_signal(tmp_path: Path) -> None:
-    """It prints to a worker's log, but cannot answer, and SIGUSR1 would end it."""
-    with (tmp_path / "engine-0.log").open("w") as log, subprocess.Popen(["sleep", "600"], stderr=log) as process:
-        place = Place("", "127.0.0.1", process.pid, (), log.name)
-        assert reports_here({"engine-0": place}) == {"engine-0": ProcessReport()}
-        assert process.poll() is None
-        process.kill()
-
-
-def test_children_of_a_worker_are_told_of_with_what_py_spy_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spy = tmp_path / "py-spy"
-    dump = [{"frames": [{"filename": "/vllm/worker.py", "line": 12, "name": "execute_model"}]}]
-    spy.write_text(f"#!/bin/sh\necho '{json.dumps(dump)}'\n")
-    spy.chmod(0o755)
-    has_child = """
-import subprocess
-child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-print("ready", flush=True)
-try:
-    time.sleep(600)
-finally:
-    child.kill()
-"""
-    with program_at(tmp_path / "engine-0.log", has_child) as place:
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        told = reports_here({"engine-0": place})["engine-0"].children
-        assert "sleep 600" in told and 'File "/vllm/worker.py", line 12 in execute_model' in told
-        spy.write_text("#!/bin/sh\necho 'Permission denied: ptrace' >&2\nexit 1\n")
-        assert "unknown: py-spy: Permission denied: ptrace" in reports_here({"engine-0": place})["engine-0"].children
-        monkeypatch.setattr(inspection.shutil, "which", lambda *args, **how: None)
-        assert "py-spy is not installed" in reports_here({"engine-0": place})["engine-0"].children
-        os.kill(place.pid, signal.SIGINT)  # it ends its child
-
-
-def test_whoever_comes_after_a_worker_of_the_same_name_answers_once_that_has_ended(tmp_path: Path) -> None:
-    first = Answering(tmp_path / "log", lambda: "first")
-    said: list[str | None] = []
-    deadline = time.monotonic() + 60
-    while "first" not in said and time.monotonic() < deadline:
-        said.append(ask(tmp_path / "log"))
-    second = Answering(tmp_path / "log", lambda: "second")
-    said.append(ask(tmp_path / "log"))
-    first.close()
-    while "second" not in said and time.monotonic() < deadline:
-        said.append(ask(tmp_path / "log"))
-        time.sleep(0.05)
-    second.close()
-    assert "first" in said and set(said) <= {None, "first", "second"} and said[-1] == "second"
-
-
 def test_an_answer_that_fails_is_logged_and_the_next_one_comes(
     tmp_path: Path, package_log: pytest.LogCaptureFixture
 ) -> None:
     answers = iter(["first"])
-    answering = Answering(tmp_path / "log", lambda: next(answers))
-    deadline, said = time.monotonic() + 60, None
-    while said is None and time.monotonic() < deadline:
-        said = ask(tmp_path / "log")
-    assert said == "first" and ask(tmp_path / "log") is None and ask(tmp_path / "log") is None
+    key = str(tmp_path / "log")
+    answering = Answering(key, lambda: next(answers))
+    Answering(key, lambda: "another").close()  # it finds the key taken, and leaves the first alone
+    assert ask(key) == "first" and ask(key) is None and ask(key) is None
     answering.close()
+    again = Answering(key, lambda: "again")
+    assert ask(key) == "again"
+    again.close()
     assert package_log.text.count("an inspection of this process failed") == 2
 
 
@@ -282,9 +231,7 @@ def test_the_command_asks_the_driver_else_the_workers_here_else_says_where_to_lo
     assert inspect_command.run(args) == 1
     assert "is on this machine" in capsys.readouterr().err
     with LocalCluster(log_dir=run / "workers"):
-        deadline = time.monotonic() + 60
-        while ask(run / "workers") is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        assert ask(driver_key(run / "workers"), 60.0) is not None
         assert inspect_command.run(args) == 0
     told = capsys.readouterr().out
     assert f"process {os.getpid()}, all of the run" in told
