@@ -6,7 +6,7 @@ No threads and no deadlines: a call runs when it is made, a stream when its item
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,17 @@ from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.base.imports import no_exit
 from grpo_mcore.base.processes import free_port
 from grpo_mcore.cluster.inspection import Answering, current_frames, driver_key, own_frames
-from grpo_mcore.rollout.workers import Cluster, ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
+from grpo_mcore.rollout.workers import (
+    Cluster,
+    ObjectStore,
+    Place,
+    Ref,
+    Rendezvous,
+    SpawnOptions,
+    T,
+    Worker,
+    WorkerFailed,
+)
 
 
 class LocalFuture:
@@ -113,41 +123,27 @@ class LocalCluster(Cluster):
         """Return what this process, which is all of the run, is doing."""
         return f"process {os.getpid()}, all of the run, is at, innermost first:\n{own_frames(current_frames())}\n"
 
-    def spawn(
-        self,
-        name: str,
-        cls: Callable[..., Any],
-        *args: Any,
-        cpus: float = 1.0,
-        gpus: float = 0.0,
-        env: Mapping[str, str] | None = None,
-        concurrency: int = 1,
-        streams: int = 0,
-        colocate_with: Sequence[Worker] = (),
+    def start(
+        self, name: str, cls: Callable[..., Any], args: Sequence[Any], options: SpawnOptions, beside: Sequence[Worker]
     ) -> LocalWorker:
         """Construct a worker. `env` is set in this process until shutdown; values read at import time do not change."""
-        for key, value in (env or {}).items():
+        for key, value in options.env.items():
             self._environment_before.setdefault(key, os.environ.get(key))
             os.environ[key] = value
-        began = self.clock.now()
+        started_at = self.clock.now()
         built = LocalFuture(name, "its constructor", lambda: cls(*args)).result()
-        worker = LocalWorker(name, built, self.clock.now() - began)
+        worker = LocalWorker(name, built, self.clock.now() - started_at)
         self._workers.append(worker)
         return worker
 
-    def spawn_group(
+    def start_group(
         self,
         name: str,
         cls: Callable[..., Any],
         args_per_rank: Sequence[Sequence[Any]],
-        *,
-        cpus: float = 1.0,
-        gpus: float = 0.0,
-        env: Mapping[str, str] | None = None,
-        nodes: int = 1,
-        concurrency: int = 1,
-        streams: int = 0,
-        colocate_with: Sequence[Sequence[Worker]] = (),
+        options: SpawnOptions,
+        nodes: int,
+        beside: Sequence[Sequence[Worker]],
     ) -> Sequence[LocalWorker]:
         if len(args_per_rank) != 1:
             raise ValueError(
@@ -155,7 +151,7 @@ class LocalCluster(Cluster):
                 "lower the parallel sizes to 1 or set cluster.backend=ray"
             )
         rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", free_port())
-        return [self.spawn(f"{name}-0", cls, rendezvous, *args_per_rank[0], env=env)]
+        return [self.start(f"{name}-0", cls, (rendezvous, *args_per_rank[0]), options, ())]
 
     def ready(
         self,

@@ -34,7 +34,7 @@ from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
 from grpo_mcore.cluster.ray_session import RaySession
 from grpo_mcore.cluster.ray_worker import RayFuture, RayStore, RayStream, RayWorker
-from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, ObjectStore, Place, T, Worker
+from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, ObjectStore, Place, SpawnOptions, T, Worker
 
 CLOSE_S = 3.0
 """Seconds that workers get for their `shutdown` before they are killed. One that is in a call does not answer."""
@@ -108,54 +108,40 @@ class RayCluster(Cluster):
         self._answering = Answering(driver_key(self.log_dir), self.inspect)
         atexit.register(self.shutdown)
 
-    def spawn(
-        self,
-        name: str,
-        cls: type,
-        *args: Any,
-        cpus: float = 1.0,
-        gpus: float = 0.0,
-        env: Mapping[str, str] | None = None,
-        concurrency: int = 1,
-        streams: int = 0,
-        colocate_with: Sequence[Worker] = (),
+    def start(
+        self, name: str, cls: Callable[..., Any], args: Sequence[Any], options: SpawnOptions, beside: Sequence[Worker]
     ) -> RayWorker:
-        check_room(name, 1, cpus, gpus, self._wait_for_nodes_s)
-        strategy, env = _colocated(name, colocate_with, env)
-        worker = self._start_actor(name, cpus, gpus, env, strategy, concurrency, streams)
+        check_room(name, 1, options.cpus, options.gpus, self._wait_for_nodes_s)
+        strategy, visible = _colocated(name, beside)
+        worker = self._start_actor(name, options, visible, strategy)
         worker.build(cls, *args)
         return worker
 
-    def spawn_group(
+    def start_group(
         self,
         name: str,
         cls: Callable[..., Any],
         args_per_rank: Sequence[Sequence[Any]],
-        *,
-        cpus: float = 1.0,
-        gpus: float = 0.0,
-        env: Mapping[str, str] | None = None,
-        nodes: int = 1,
-        concurrency: int = 1,
-        streams: int = 0,
-        colocate_with: Sequence[Sequence[Worker]] = (),
+        options: SpawnOptions,
+        nodes: int,
+        beside: Sequence[Sequence[Worker]],
     ) -> Sequence[RayWorker]:
-        size = len(args_per_rank)
+        size, cpus, gpus = len(args_per_rank), options.cpus, options.gpus
         names = [f"{name}-{rank}" for rank in range(size)]
-        if colocate_with:
+        if beside:
             check_room(name, size, cpus, gpus, self._wait_for_nodes_s)
             local_ranks = [0] * size
-            spots = [_colocated(*where, env) for where in zip(names, colocate_with, strict=True)]
+            spots = [_colocated(rank_name, others) for rank_name, others in zip(names, beside, strict=True)]
         else:
             rejoins = self._wait_for_nodes_s > 0
             group = reserve(name, size, cpus, gpus, self._start_timeout_s, nodes, rejoins=rejoins)
             self._groups.append((group, set(names)))
             places = rank_order(nodes_of(group), size)
             local_ranks = [local for _, local in places]
-            spots = [(PlacementGroupSchedulingStrategy(group, bundle), dict(env or {})) for bundle, _ in places]
+            spots = [(PlacementGroupSchedulingStrategy(group, bundle), {}) for bundle, _ in places]
         workers = [
-            self._start_actor(rank_name, cpus, gpus, variables, strategy, concurrency, streams)
-            for rank_name, (strategy, variables) in zip(names, spots, strict=True)
+            self._start_actor(rank_name, options, visible, strategy)
+            for rank_name, (strategy, visible) in zip(names, spots, strict=True)
         ]
         meeting_point = workers[0].actor.meeting_point.remote()
         for rank, (worker, local, args) in enumerate(zip(workers, local_ranks, args_per_rank, strict=True)):
@@ -240,23 +226,17 @@ class RayCluster(Cluster):
             finally:
                 session.close()
 
-    def _start_actor(
-        self,
-        name: str,
-        cpus: float,
-        gpus: float,
-        env: Mapping[str, str],
-        strategy: Any,
-        concurrency: int = 1,
-        streams: int = 0,
-    ) -> RayWorker:
+    def _start_actor(self, name: str, options: SpawnOptions, visible: Mapping[str, str], strategy: Any) -> RayWorker:
+        """`visible`: variables that name the accelerators of its neighbours; `strategy`: Ray's, of its place."""
         if name in self._workers:
             raise ValueError(f"there is a worker called {name} already")
         # Ray writes a runtime environment to its logs, but not an actor's arguments, which may have secrets.
         assert self._session is not None
         for node in {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {self._node}:
             self._collector(node)
-        given = {**chosen(os.environ, self._env_vars), **env}
+        cpus, gpus, streams, concurrency = options.cpus, options.gpus, options.streams, options.concurrency
+        env = {**options.env, **visible}
+        variables = {**chosen(os.environ, self._env_vars), **env}
         remote: Any = ray.remote  # its types do not know concurrency groups
         make = remote(concurrency_groups={STREAMS: streams})(WorkerActor) if streams else remote(WorkerActor)
         actor = make.options(
@@ -264,8 +244,10 @@ class RayCluster(Cluster):
             num_gpus=gpus,
             max_concurrency=concurrency,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": dict(env)},
-        ).remote(name, str(self.log_dir / f"{name}.log"), self._env_vars, given, gpus, self._session.umask, concurrency)
+            runtime_env={"env_vars": env},
+        ).remote(
+            name, str(self.log_dir / f"{name}.log"), self._env_vars, variables, gpus, self._session.umask, concurrency
+        )
         self._workers[name] = RayWorker(
             name,
             actor,
@@ -354,16 +336,17 @@ class RayCluster(Cluster):
             self._session.copy_logs(self.log_dir / "ray", chosen(os.environ, self._env_vars).values())
 
 
-def _colocated(name: str, workers: Sequence[Worker], env: Mapping[str, str] | None) -> tuple[Any, dict[str, str]]:
-    """Return (scheduling strategy, environment) of a worker on the node of these; without any, Ray chooses the node."""
-    env, places = dict(env or {}), [worker.place() for worker in workers]
+def _colocated(name: str, workers: Sequence[Worker]) -> tuple[Any, dict[str, str]]:
+    """Return (scheduling strategy, variables that make their accelerators visible) of a worker on the node of these;
+    without any, Ray chooses the node."""
+    places = [worker.place() for worker in workers]
     if not places:
-        return "DEFAULT", env
+        return "DEFAULT", {}
     if len({place.node for place in places}) > 1:
         raise ValueError(f"{name} cannot run next to workers of several nodes: {places}")
-    if shared := dict.fromkeys(gpu for place in places for gpu in place.gpus):
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
-    return NodeAffinitySchedulingStrategy(places[0].node, soft=False), env
+    shared = dict.fromkeys(gpu for place in places for gpu in place.gpus)
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(shared)} if shared else {}
+    return NodeAffinitySchedulingStrategy(places[0].node, soft=False), visible
 
 
 @contextmanager

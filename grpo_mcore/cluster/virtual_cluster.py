@@ -32,6 +32,7 @@ from grpo_mcore.rollout.workers import (
     Place,
     Ref,
     Rendezvous,
+    SpawnOptions,
     T,
     Worker,
     WorkerDied,
@@ -308,7 +309,7 @@ class VirtualWorker:
 
     spawn_seconds = 0.0
 
-    def __init__(self, cluster: VirtualCluster, name: str, node: Node, gpus: Sequence[int], how: tuple[int, int]):
+    def __init__(self, cluster: VirtualCluster, name: str, node: Node, gpus: Sequence[int], options: SpawnOptions):
         self.cluster, self.name, self.node, self.gpus = cluster, name, node, tuple(gpus)
         cluster.processes += 1
         self.pid = cluster.processes
@@ -318,9 +319,8 @@ class VirtualWorker:
         self._built = False
         self._tasks: set[_Task] = set()
         self._open: dict[int, VirtualFuture | VirtualStream] = {}  # by id, in the order in which they were made
-        concurrency, streams = how
-        self._calls = _Lane(concurrency)
-        self._streams = _Lane(streams) if streams else self._calls
+        self._calls = _Lane(options.concurrency)
+        self._streams = _Lane(options.streams) if options.streams else self._calls
         self._inbox: deque[tuple[_Lane, Callable[[], None]]] = deque()  # messages do not overtake each other
 
     def build(self, cls: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -532,53 +532,34 @@ class VirtualCluster(Cluster):
         """Note that a call has something for its caller."""
         self._has_come = self._has_come or id(call) in self._awaited
 
-    def spawn(
-        self,
-        name: str,
-        cls: Any,
-        *args: Any,
-        cpus: float = 1.0,
-        gpus: float = 0.0,
-        env: Mapping[str, str] | None = None,
-        concurrency: int = 1,
-        streams: int = 0,
-        colocate_with: Sequence[Worker] = (),
+    def start(
+        self, name: str, cls: Callable[..., Any], args: Sequence[Any], options: SpawnOptions, beside: Sequence[Worker]
     ) -> VirtualWorker:
-        (worker,) = self._place([name], gpus, 1, [colocate_with] if colocate_with else [], (concurrency, streams))
+        (worker,) = self._place([name], options, 1, [beside] if beside else [])
         worker.build(self._stand_in(cls), args)
         return worker
 
-    def spawn_group(
+    def start_group(
         self,
         name: str,
         cls: Callable[..., Any],
         args_per_rank: Sequence[Sequence[Any]],
-        *,
-        cpus: float = 1.0,
-        gpus: float = 0.0,
-        env: Mapping[str, str] | None = None,
-        nodes: int = 1,
-        concurrency: int = 1,
-        streams: int = 0,
-        colocate_with: Sequence[Sequence[Worker]] = (),
+        options: SpawnOptions,
+        nodes: int,
+        beside: Sequence[Sequence[Worker]],
     ) -> Sequence[VirtualWorker]:
         size = len(args_per_rank)
         names = [f"{name}-{rank}" for rank in range(size)]
-        workers = self._place(names, gpus, nodes, colocate_with, (concurrency, streams))
+        workers = self._place(names, options, nodes, beside)
         local: dict[Node, int] = {}
         for rank, (worker, args) in enumerate(zip(workers, args_per_rank, strict=True)):
             index = local[worker.node] = local.get(worker.node, -1) + 1
-            meeting = Rendezvous(rank, size, 0 if gpus else index, workers[0].node.name, 1024)
+            meeting = Rendezvous(rank, size, 0 if options.gpus else index, workers[0].node.name, 1024)
             worker.build(self._stand_in(cls), (meeting, *args))
         return workers
 
     def _place(
-        self,
-        names: Sequence[str],
-        gpus: float,
-        nodes: int,
-        beside: Sequence[Sequence[Worker]],
-        how: tuple[int, int],
+        self, names: Sequence[str], options: SpawnOptions, nodes: int, beside: Sequence[Sequence[Worker]]
     ) -> list[VirtualWorker]:
         for name in names:
             if name in self.workers:
@@ -587,8 +568,8 @@ class VirtualCluster(Cluster):
             homes = [others[0].node for others in beside if isinstance(others[0], VirtualWorker)]
             if lost := [node.name for node in homes if not node.alive]:
                 raise NodeLost(f"{names[0]}: its node {lost[0]} is gone")
-            return [self._worker(name, node, (), how) for name, node in zip(names, homes, strict=True)]
-        need, per_node = int(gpus), -(-len(names) // nodes)
+            return [self._worker(name, node, (), options) for name, node in zip(names, homes, strict=True)]
+        need, per_node = int(options.gpus), -(-len(names) // nodes)
         spots: list[tuple[Node, list[int]]] = []
         for node in (node for node in self.nodes if node.alive):
             room = min(per_node if nodes > 1 else len(names), len(node.free) // need if need else len(names))
@@ -604,10 +585,10 @@ class VirtualCluster(Cluster):
             if whole and not all(node.alive for node in self.nodes):
                 raise NodeLost(f"{text}: a node is gone")
             raise NotEnoughResources(f"{text} are more than the cluster has free")
-        return [self._worker(name, node, taken, how) for name, (node, taken) in zip(names, spots, strict=True)]
+        return [self._worker(name, node, taken, options) for name, (node, taken) in zip(names, spots, strict=True)]
 
-    def _worker(self, name: str, node: Node, gpus: Sequence[int], how: tuple[int, int]) -> VirtualWorker:
-        worker = self.workers[name] = VirtualWorker(self, name, node, gpus, how)
+    def _worker(self, name: str, node: Node, gpus: Sequence[int], options: SpawnOptions) -> VirtualWorker:
+        worker = self.workers[name] = VirtualWorker(self, name, node, gpus, options)
         return worker
 
     def ready(

@@ -1,4 +1,4 @@
-"""The protocols of workers and clusters, and their errors. Two implementations: LocalCluster, RayCluster."""
+"""The protocols of workers and clusters, and their errors. Clusters: LocalCluster, RayCluster, VirtualCluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
@@ -211,6 +211,19 @@ class ObjectStore(Protocol):
 T = TypeVar("T", bound=Future | Stream)
 
 
+@dataclass(frozen=True)
+class SpawnOptions:
+    """What each worker gets. `env`: variables of its process, set before anything is imported there. `concurrency`:
+    maximum number of calls that run at the same time, in threads. `streams`: maximum number of streams that run in
+    addition to the calls, in threads of their own; further streams queue. 0: streams count as calls."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    env: Mapping[str, str] = field(default_factory=dict)
+    concurrency: int = 1
+    streams: int = 0
+
+
 class Cluster(Protocol):
     """Spawns workers and moves objects between them. `with cluster:` shuts it down at the end."""
 
@@ -223,25 +236,14 @@ class Cluster(Protocol):
     """Address of this process, on the interface through which the cluster's nodes reach each other."""
 
     def spawn(
-        self,
-        name: str,
-        cls: type,
-        *args: Any,
-        cpus: float = 1.0,
-        gpus: float = 0.0,
-        env: Mapping[str, str] | None = None,
-        concurrency: int = 1,
-        streams: int = 0,
-        colocate_with: Sequence[Worker] = (),
+        self, name: str, cls: Callable[..., Any], *args: Any, colocate_with: Sequence[Worker] = (), **options: Any
     ) -> Worker:
         """Start a worker constructed by `cls(*args)` and return at once: `ready()` waits for it.
 
-        `env`: variables of its process, set before anything is imported there. `concurrency`: maximum number of calls
-        that run at the same time, in threads. `streams`: maximum number of streams that run in addition to the calls,
-        in threads of their own; further streams queue. 0: streams count as calls. `colocate_with`: workers on whose
-        node it runs, with their accelerators visible. Raises NotEnoughResources if the whole cluster is too small,
-        NodeLost if it is since a node of it is gone.
+        `options`: of SpawnOptions. `colocate_with`: workers on whose node it runs, with their accelerators visible.
+        Raises NotEnoughResources if the whole cluster is too small, NodeLost if it is since a node of it is gone.
         """
+        return self.start(name, cls, args, SpawnOptions(**options), colocate_with)
 
     def spawn_group(
         self,
@@ -249,18 +251,31 @@ class Cluster(Protocol):
         cls: Callable[..., Any],
         args_per_rank: Sequence[Sequence[Any]],
         *,
-        cpus: float = 1.0,
-        gpus: float = 0.0,
-        env: Mapping[str, str] | None = None,
         nodes: int = 1,
-        concurrency: int = 1,
-        streams: int = 0,
         colocate_with: Sequence[Sequence[Worker]] = (),
+        **options: Any,
     ) -> Sequence[Worker]:
         """Start `name-0`, `name-1`, ... constructed by `cls(Rendezvous, *args_per_rank[rank])`, and return them by rank
         as soon as each has its place: on as few nodes as possible, or equally many on each of `nodes` nodes, with
-        consecutive ranks on a node. `cpus` and `gpus` are for each rank. `concurrency`, `streams`: as in `spawn`.
-        `colocate_with`: the workers on whose node each rank runs; overrides `nodes`. `cls` may be a function."""
+        consecutive ranks on a node. `options`: of SpawnOptions, for each rank. `colocate_with`: the workers on whose
+        node each rank runs; overrides `nodes`. `cls` may be a function."""
+        return self.start_group(name, cls, args_per_rank, SpawnOptions(**options), nodes, colocate_with)
+
+    def start(
+        self, name: str, cls: Callable[..., Any], args: Sequence[Any], options: SpawnOptions, beside: Sequence[Worker]
+    ) -> Worker:
+        """Do what `spawn` says. `beside`: its `colocate_with`."""
+
+    def start_group(
+        self,
+        name: str,
+        cls: Callable[..., Any],
+        args_per_rank: Sequence[Sequence[Any]],
+        options: SpawnOptions,
+        nodes: int,
+        beside: Sequence[Sequence[Worker]],
+    ) -> Sequence[Worker]:
+        """Do what `spawn_group` says."""
 
     def ready(
         self,
