@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 MISMATCH = 1.05
@@ -33,6 +33,81 @@ class Alarm:
     text: str
 
 
+def _engine_mismatch(metrics: Mapping[str, float]) -> str | None:
+    current = metrics.get("token_mult_prob_error/age_0", metrics.get("token_mult_prob_error"))
+    if metrics.get("token_share/age_0") == 0:  # every token is of older weights: numerics cannot be told from age
+        current = None
+    if current is None or current <= MISMATCH:  # NaN raises it too
+        return None
+    return (
+        f"engine and policy disagree: under the same weights their probabilities of a token differ by a factor of "
+        f"{current:.4g} on average (1 is equal, up to {MISMATCH} is usual). The policy trains on another model's "
+        "samples. `grpo-mcore refit verify` and policy.refit_parity look for the cause: docs/refit.md."
+    )
+
+
+def _stale_samples(metrics: Mapping[str, float]) -> str | None:
+    mismatch = metrics.get("token_mult_prob_error")
+    if mismatch is None or mismatch <= STALE or _engine_mismatch(metrics):
+        return None
+    return (
+        f"samples of older weights are far from the policy: their probabilities of a token differ by a factor of "
+        f"{mismatch:.4g} on average, at an age of {metrics.get('trajectory_age_mean', 0.0):.3g}. Lower "
+        "grpo.async_grpo.max_trajectory_age_steps or the learning rate: docs/async.md."
+    )
+
+
+def _refit_mismatch(metrics: Mapping[str, float]) -> str | None:
+    after_refit = metrics.get("refit/mult_prob_error")
+    if after_refit is None or after_refit <= MISMATCH:
+        return None
+    return (
+        "after a refit an engine does not compute what the policy does: on random prompts their probabilities of a "
+        f"token differ by a factor of {after_refit:.4g} on average (policy.refit_parity). `grpo-mcore refit "
+        "verify` looks for the cause: docs/refit.md."
+    )
+
+
+def _equal_rewards(metrics: Mapping[str, float]) -> str | None:
+    if metrics.get("zero_advantage_rate") != 1:
+        return None
+    return (
+        "all advantages are 0, since the rewards compared are equal: the task is too hard or too easy for the "
+        "model, or the environment finds no answers."
+    )
+
+
+def _policy_stands_still(metrics: Mapping[str, float]) -> str | None:
+    stands_still = metrics.get("grad_norm") == 0 or ("loss" in metrics and metrics.get("lr") == 0)
+    if not stands_still or _equal_rewards(metrics):
+        return None
+    return (
+        f"the policy does not move: gradient norm {metrics.get('grad_norm', 0.0):.3g}, learning rate "
+        f"{metrics.get('lr', 0.0):.3g}."
+    )
+
+
+def _failed_samples(metrics: Mapping[str, float]) -> str | None:
+    failed, count = metrics.get("num_failed_samples", 0.0), metrics.get("num_samples", 0.0)
+    if not count or failed <= FAILED * count:
+        return None
+    return (
+        f"{failed:.0f} of {count:.0f} samples have no reward, because their environment failed on them: "
+        "docs/environments.md."
+    )
+
+
+ALARMS: dict[str, tuple[Callable[[Mapping[str, float]], str | None], int]] = {
+    "engine_mismatch": (_engine_mismatch, 1),
+    "stale_samples": (_stale_samples, 1),
+    "refit_mismatch": (_refit_mismatch, 1),
+    "equal_rewards": (_equal_rewards, AGAIN),
+    "policy_stands_still": (_policy_stands_still, AGAIN),
+    "failed_samples": (_failed_samples, 1),
+}
+"""Kind of alarm: (what a step's metrics say of it, None if nothing; steps in a row after which it is raised)."""
+
+
 class StepAlarms:
     """Looks at the metrics of each step, and raises each kind of alarm once.
 
@@ -46,15 +121,13 @@ class StepAlarms:
 
     def of_step(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
         """Return the alarms that this step raises and no step before it has."""
-        conditions = dict(_conditions(metrics))
-        for kind in self._in_a_row.keys() | conditions.keys():
-            self._in_a_row[kind] = self._in_a_row[kind] + 1 if kind in conditions else 0
-        known = {alarm.kind for alarm in self.raised}
-        new = [
-            Alarm(kind, step, text if self._patience(kind) == 1 else f"{text} That is so for {AGAIN} steps in a row.")
-            for kind, text in conditions.items()
-            if kind not in known and self._in_a_row[kind] >= self._patience(kind)
-        ]
+        new = []
+        for kind, (look, patience) in ALARMS.items():
+            text = look(metrics)
+            self._in_a_row[kind] = 0 if text is None else self._in_a_row[kind] + 1
+            if text is not None and self._in_a_row[kind] >= patience and kind not in {a.kind for a in self.raised}:
+                repeated = f" That is so for {patience} steps in a row." if patience > 1 else ""
+                new.append(Alarm(kind, step, text + repeated))
         self.raised += new
         return new
 
@@ -64,62 +137,18 @@ class StepAlarms:
         if self._stop_after is None:
             return None
         for alarm in self.raised:
-            if (steps := self._in_a_row[alarm.kind]) >= max(self._stop_after, self._patience(alarm.kind)):
+            if (steps := self._in_a_row[alarm.kind]) >= max(self._stop_after, ALARMS[alarm.kind][1]):
                 return f"the alarm {alarm.kind} for {steps} steps (logger.alarms.stop_after)"
         return None
 
-    @staticmethod
-    def _patience(kind: str) -> int:
-        return AGAIN if kind in ("equal_rewards", "policy_stands_still") else 1
 
-
-def _conditions(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) of what may spoil a run in the metrics of one step."""
-    mismatch = metrics.get("token_mult_prob_error")
-    current = metrics.get("token_mult_prob_error/age_0", mismatch)
-    if metrics.get("token_share/age_0") == 0:  # every token is of older weights: numerics cannot be told from age
-        current = None
-    if current is not None and not current <= MISMATCH:  # NaN raises it too
-        yield (
-            "engine_mismatch",
-            f"engine and policy disagree: under the same weights their probabilities of a token differ by a factor of "
-            f"{current:.4g} on average (1 is equal, up to {MISMATCH} is usual). The policy trains on another model's "
-            "samples. `grpo-mcore refit verify` and policy.refit_parity look for the cause: docs/refit.md.",
-        )
-    elif mismatch is not None and not mismatch <= STALE:
-        yield (
-            "stale_samples",
-            f"samples of older weights are far from the policy: their probabilities of a token differ by a factor of "
-            f"{mismatch:.4g} on average, at an age of {metrics.get('trajectory_age_mean', 0.0):.3g}. Lower "
-            "grpo.async_grpo.max_trajectory_age_steps or the learning rate: docs/async.md.",
-        )
-    after_refit = metrics.get("refit/mult_prob_error")
-    if after_refit is not None and not after_refit <= MISMATCH:
-        yield (
-            "refit_mismatch",
-            "after a refit an engine does not compute what the policy does: on random prompts their probabilities of a "
-            f"token differ by a factor of {after_refit:.4g} on average (policy.refit_parity). `grpo-mcore refit "
-            "verify` looks for the cause: docs/refit.md.",
-        )
-    if metrics.get("zero_advantage_rate") == 1:
-        yield (
-            "equal_rewards",
-            "all advantages are 0, since the rewards compared are equal: the task is too hard or too easy for the "
-            "model, or the environment finds no answers.",
-        )
-    elif metrics.get("grad_norm") == 0 or ("loss" in metrics and metrics.get("lr") == 0):
-        yield (
-            "policy_stands_still",
-            f"the policy does not move: gradient norm {metrics.get('grad_norm', 0.0):.3g}, learning rate "
-            f"{metrics.get('lr', 0.0):.3g}.",
-        )
-    failed, count = metrics.get("num_failed_samples", 0.0), metrics.get("num_samples", 0.0)
-    if count and failed > FAILED * count:
-        yield (
-            "failed_samples",
-            f"{failed:.0f} of {count:.0f} samples have no reward, because their environment failed on them: "
-            "docs/environments.md.",
-        )
+def alarms_of(lines: Iterable[Mapping[str, float | None]]) -> list[Alarm]:
+    """Return the alarms that the recorded metrics of a run's steps raise, one of each kind."""
+    alarms = StepAlarms()
+    for line in lines:
+        metrics = {name: value for name, value in line.items() if value is not None}
+        alarms.of_step(int(metrics.get("step", 0)), metrics)
+    return alarms.raised
 
 
 def post_alarm(url: str, run: str, alarm: Alarm) -> None:

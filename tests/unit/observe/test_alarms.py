@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.observe.alarms import AGAIN, Alarm, StepAlarms, post_alarm
+from grpo_mcore.observe.alarms import AGAIN, Alarm, StepAlarms, alarms_of, post_alarm
 
 GOOD = {
     **{"loss": 0.1, "lr": 1e-6, "grad_norm": 0.3, "token_mult_prob_error": 1.001, "zero_advantage_rate": 0.2},
@@ -70,6 +70,12 @@ def test_what_may_happen_once_is_said_after_some_steps(kind: str, changed: dict[
     assert kinds(alarms, 10, {}) == []  # it has stopped: they are counted from 0 again
     said = [kinds(alarms, step, changed) for step in range(AGAIN + 1)]
     assert said == [[]] * (AGAIN - 1) + [[kind], []]
+
+
+def test_recorded_metrics_raise_the_alarms_that_the_run_raised() -> None:
+    """A loss that was not finite is null there."""
+    lines = [GOOD | {"step": 1}, GOOD | {"step": 2, "loss": None, "token_mult_prob_error": 2.0}, GOOD | {"step": 3}]
+    assert [(alarm.kind, alarm.step) for alarm in alarms_of(lines)] == [("engine_mismatch", 2)]
 
 
 def test_the_run_stops_after_as_many_steps_in_a_row_as_the_recipe_says() -> None:
