@@ -6,22 +6,18 @@ import errno
 import io
 import os
 import select
-import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from typing import Any, TextIO, cast
 
-PATIENCE_S = 1.0
-"""Seconds that a flush waits for a reader. Then nothing waits for it any more until it has caught up."""
+KEPT = 10_000
+"""Pieces of text, mostly lines, that wait for a reader; further ones are left out."""
 
 LAST_S = 3.0
 """Seconds that a reader gets for what is left at the end of the run."""
-
-KEPT = 10_000
-"""Pieces of text, mostly lines, that wait for a reader; further ones are left out, and their lines counted."""
 
 
 class UnfailingStream:
@@ -41,28 +37,38 @@ class UnfailingStream:
         return not self._stream.closed and self._stream.isatty()
 
     def write(self, text: str) -> int:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        shown = text.encode(encoding, "backslashreplace")  # it may lack a character, such as a bar's
         if self._writer is not None and self._writer.is_here:
-            self._writer.put(self, text)
-            return len(text)
-        try:
-            self._attempt(lambda: self._stream.write(text))
-        except UnicodeEncodeError as error:  # the terminal's encoding lacks a character, such as a bar's
-            shown = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
-            self._attempt(lambda: self._stream.write(shown))
+            self._writer.put(self, shown)
+        else:
+            self._attempt(lambda: self._stream.write(shown.decode(encoding)))
         return len(text)
 
     def flush(self) -> None:
-        if self._writer is not None and self._writer.is_here:
-            self._writer.wait()
-        else:
-            self._attempt(self._stream.flush)
+        self._attempt(self._stream.flush)
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
-    def write_to_file(self, text: str) -> None:
+    def write_to_file(self, content: bytes) -> None:
         """Write past the buffer of the stream: a thread that waits there would hold its lock when the process ends."""
-        self._attempt(lambda: _write(self._stream.fileno(), text.encode(self._stream.encoding, "backslashreplace")))
+        self._attempt(lambda: _write(self._stream.fileno(), content))
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except ValueError:  # it is closed
+            pass
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO, errno.EBADF):
+                self._replace_by_null()
+
+    def _replace_by_null(self) -> None:
+        with suppress(OSError, ValueError):  # a stream without a file, or a closed one
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
     def discard(self) -> None:
         """Give up what could not be written so far: Python would end the process with exit code 120 because of it."""
@@ -72,23 +78,6 @@ class UnfailingStream:
             pass
         except OSError:
             self._replace_by_null()
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except UnicodeEncodeError:
-            raise
-        except ValueError:  # it is closed
-            pass
-        except OSError as error:
-            if error.errno in (errno.EPIPE, errno.EIO, errno.EBADF):
-                self._replace_by_null()
-
-    def _replace_by_null(self) -> None:
-        with suppress(OSError, ValueError):  # a stream without a file
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -101,62 +90,27 @@ class Writer(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="console", daemon=True)
         self._pid = os.getpid()
-        self._changed = threading.Condition()  # its lock may be taken again by a signal's handler that prints
-        self._kept: deque[tuple[UnfailingStream, str]] = deque()
-        self._omitted = 0
-        self._late = self._ended = False
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals are for the main thread
-        try:
-            self.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._kept: SimpleQueue[tuple[UnfailingStream, bytes] | None] = SimpleQueue()  # signals' handlers may print
+        self.start()
 
     @property
     def is_here(self) -> bool:
         """Whether the thread runs in this process: a fork has the streams, but not the thread."""
-        return os.getpid() == self._pid and not self._ended
+        return os.getpid() == self._pid and self.is_alive()
 
-    def put(self, stream: UnfailingStream, text: str) -> None:
-        with self._changed:
-            if len(self._kept) >= KEPT:
-                self.wait()
-            if self._omitted or len(self._kept) >= KEPT:
-                self._omitted += text.count("\n")
-                return
-            self._kept.append((stream, text))
-            self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Wait until all is written, unless the reader is known to be late."""
-        with self._changed:
-            if not self._late and not self._changed.wait_for(lambda: not self._kept, PATIENCE_S):
-                self._late = True
+    def put(self, stream: UnfailingStream, content: bytes) -> None:
+        if self._kept.qsize() < KEPT:
+            self._kept.put((stream, content))
 
     def close(self) -> None:
-        """Give up what nobody has read by now."""
-        if not self.is_here:
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: not self._kept, LAST_S)
-            self._ended = True
-            self._changed.notify_all()
+        """Give up what nobody reads within LAST_S."""
+        self._kept.put(None)
+        self.join(LAST_S)
 
     def run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._kept) or self._ended)
-                if self._ended:
-                    return
-                stream, text = self._kept[0]
-            stream.write_to_file(text)
-            with self._changed:
-                self._kept.popleft()
-                if self._kept:
-                    continue
-                self._late, omitted, self._omitted = False, self._omitted, 0
-                if omitted:
-                    self.put(stream, f"\n[{omitted} lines are left out here: nobody read this output for a while]\n")
-                self._changed.notify_all()
+        while (piece := self._kept.get()) is not None:
+            stream, content = piece
+            stream.write_to_file(content)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -74,7 +75,11 @@ def test_what_may_happen_once_is_said_after_some_steps(kind: str, changed: dict[
 
 def test_recorded_metrics_raise_the_alarms_that_the_run_raised() -> None:
     """A loss that was not finite is null there."""
-    lines = [GOOD | {"step": 1}, GOOD | {"step": 2, "loss": None, "token_mult_prob_error": 2.0}, GOOD | {"step": 3}]
+    lines: list[Mapping[str, float | None]] = [
+        GOOD | {"step": 1},
+        GOOD | {"step": 2, "loss": None, "token_mult_prob_error": 2.0},
+        GOOD | {"step": 3},
+    ]
     assert [(alarm.kind, alarm.step) for alarm in alarms_of(lines)] == [("engine_mismatch", 2)]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.observe.console import console_stream as unfailing_stream
+from grpo_mcore.observe.console import console_stream
 from grpo_mcore.observe.console.console import LONGEST_TEXT, WIDTH, RunConsole
 from grpo_mcore.observe.console.step_table import StepRow, fit, header_lines, row_line
 
@@ -194,10 +194,10 @@ import sys, logging
 from grpo_mcore.cli.main import guarded
 from grpo_mcore.observe.console.console import RunConsole
 from grpo_mcore.observe.append_file import AppendFile
-from grpo_mcore.observe.console import console_stream as unfailing_stream
+from grpo_mcore.observe.console import console_stream
 from pathlib import Path
 
-unfailing_stream.PATIENCE_S = unfailing_stream.LAST_S = 0.1
+console_stream.LAST_S = 0.1
 
 def work():
     console = RunConsole(kept=AppendFile(Path(sys.argv[1])))
@@ -249,26 +249,23 @@ def test_a_terminal_without_a_character_shows_its_code() -> None:
     assert shown.getvalue() == b"caf\xe9 \\u2501 6 / 9\n"
 
 
-def test_a_reader_that_comes_back_gets_what_was_kept_and_the_number_of_lines_that_were_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(unfailing_stream, "KEPT", 100)
-    monkeypatch.setattr(unfailing_stream, "PATIENCE_S", 0.01)
+def test_a_reader_that_comes_back_gets_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_stream, "KEPT", 100)
     reads, writes = os.pipe()
     with open(reads) as reader:
         with open(writes, "w") as pipe:
             monkeypatch.setattr(sys, "stdout", pipe)
             lines: list[str] = []
             reading = threading.Thread(target=lambda: lines.extend(reader), daemon=True)
-            with unfailing_stream.unfailing_console():
-                for number in range(200):
+            with console_stream.unfailing_console():
+                for number in range(300):
                     sys.stdout.write(f"{number} " + "x" * 1000 + "\n")  # a pipe holds 64 KiB
                 reading.start()
-                while not any("left out" in line for line in lines):
+                deadline = time.monotonic() + 60
+                while len(lines) < 80 and time.monotonic() < deadline:
                     time.sleep(0.01)
                 print("last", flush=True)
-        reading.join(10.0)
+        reading.join(60.0)
     assert lines[-1] == "last\n"
     numbers = [int(line.partition(" ")[0]) for line in lines if "x" in line]
-    assert numbers == list(range(len(numbers)))
-    assert f"[{200 - len(numbers)} lines are left out here" in "".join(lines)
+    assert numbers == list(range(len(numbers))) and 80 < len(numbers) < 300
