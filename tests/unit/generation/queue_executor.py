@@ -151,6 +151,8 @@ class QueueExecutor(Executor):
     supports_pp = True
 
     def _init_executor(self) -> None:
+        # The scheduler works for vLLM's second model runner, as on GPU; its check for Triton came before the executor.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         # vLLM's CPU platform turns this off; the scheduler and the queue are made after the executor.
         self.scheduler_config.async_scheduling = True
         self.policy = Policy(self.model_config.model)
@@ -270,17 +272,9 @@ class QueueExecutor(Executor):
         self.policy.sender.close_refit()
 
 
-class SecondRunnerExecutor(QueueExecutor):
-    """Has the scheduler work for vLLM's second model runner, whose check for Triton came before the executor."""
-
-    def _init_executor(self) -> None:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-        super()._init_executor()
-
-
-def engine(folder: Path, executor: type[QueueExecutor] = QueueExecutor, **options: Any) -> Engine:
-    """Start an engine over `executor`. `folder`: a tiny model, of which only configuration and tokenizer count."""
-    kwargs = {"distributed_executor_backend": executor, "enable_sleep_mode": False, "block_size": BLOCK}
+def engine(folder: Path, **options: Any) -> Engine:
+    """Start an engine over a QueueExecutor. `folder`: a tiny model, whose configuration and tokenizer alone count."""
+    kwargs = {"distributed_executor_backend": QueueExecutor, "enable_sleep_mode": False, "block_size": BLOCK}
     settings: dict[str, Any] = {"platform": "gpu", "sleep_between_phases": True, "max_model_len": 64}
     settings |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_gb": 0.001}
     return Engine(EngineConfig(str(folder), **settings | options, vllm_kwargs=kwargs))

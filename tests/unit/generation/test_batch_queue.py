@@ -31,9 +31,9 @@ STEPS = 4
 the last batch."""
 
 
-@pytest.fixture(scope="module", params=["SecondRunnerExecutor", "QueueExecutor"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """On GPU vLLM takes the second model runner, unless the model needs the first. They are scheduled differently."""
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Over vLLM's second model runner, which it takes on GPU unless the model needs the first."""
     preload()
     from vllm import envs
 
@@ -43,8 +43,8 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         folder = make_tiny_model("qwen3", tmp_path_factory.mktemp("tiny"), words=True, num_hidden_layers=1)
-        started = queue_executor.engine(folder, getattr(queue_executor, request.param), max_model_len=CONTEXT)
-        assert started._llm_engine.vllm_config.use_v2_model_runner == (request.param == "SecondRunnerExecutor")
+        started = queue_executor.engine(folder, max_model_len=CONTEXT)
+        assert started._llm_engine.vllm_config.use_v2_model_runner
         yield started
         started.shutdown()
     envs.disable_envs_cache()
