@@ -17,15 +17,15 @@ from typing import Any
 NOT_INSTALLED = "not installed"
 
 
-def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
+def import_by_path(path: str, kind: str, error: type[Exception]) -> Any:
     """Return the object at "package.module:name" or "package.module.name". The working directory is searched last.
 
-    Raises `error`, whose message calls the object `what`.
+    Raises `error`, whose message calls the object `kind`, such as "logger".
     """
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not {"", os.getcwd()} & set(sys.path):  # `python -m` searches it, an installed command does not
         sys.path.append(os.getcwd())
-    failed = f"cannot import the {what} {path!r}"
+    failed = f"cannot import the {kind} {path!r}"
     if not module_name or not attribute:
         raise error(f"{failed}: write it as 'package.module:name'")
     if "/" in module_name or module_name.endswith(".py"):
@@ -33,8 +33,8 @@ def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
     try:
         module = importlib.import_module(module_name)
     except SystemExit as cause:
-        what = f"the module ends the process when it is imported{place_of(cause)}"
-        raise error(f"{failed}: {what}; put what runs as a program under `if __name__ == '__main__':`") from cause
+        reason = f"the module ends the process when it is imported{place_of(cause)}"
+        raise error(f"{failed}: {reason}; put what runs as a program under `if __name__ == '__main__':`") from cause
     except Exception as cause:
         if isinstance(cause, ModuleNotFoundError) and f"{module_name}.".startswith(f"{cause.name}."):
             hint = f"modules are looked for among the installed packages, then in {os.getcwd()}"
@@ -42,9 +42,9 @@ def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
                 hint = "examples/ is not part of the installed package; run this in the root of a checkout"
             raise error(f"{failed}: {cause}; {hint}") from cause
         raise error(f"{failed}: {type(cause).__name__}: {cause}{place_of(cause)}") from cause
-    named = getattr(module, attribute, module)  # the module itself: it has no such name
-    if named is not module and not isinstance(named, ModuleType):
-        return named
+    value = getattr(module, attribute, module)  # the module itself: it has no such name
+    if value is not module and not isinstance(value, ModuleType):
+        return value
     if _is_module(f"{module_name}.{attribute}"):
         raise error(f"{failed}: it is a module; write '{module_name}.{attribute}:name'")
     near = difflib.get_close_matches(attribute, vars(module), n=1)
@@ -80,21 +80,21 @@ def module_of_file(path: str) -> str:
 
 
 @contextmanager
-def no_exit(what: str) -> Iterator[None]:
-    """Turn an exit of the process that custom code asks for into an error. `what`: names the code."""
+def no_exit(code: str) -> Iterator[None]:
+    """Turn an exit of the process that custom code asks for into an error, which calls it `code`."""
     try:
         yield
     except SystemExit as error:
-        raise exited(what, error) from error
+        raise exited(code, error) from error
 
 
-def exited(what: str, error: SystemExit) -> RuntimeError:
-    """Return the error for an exit that custom code asked for."""
-    return RuntimeError(f"{what} called sys.exit({error.code!r}){place_of(error)}")
+def exited(code: str, error: SystemExit) -> RuntimeError:
+    """Return the error for an exit that custom code, called `code`, asked for."""
+    return RuntimeError(f"{code} called sys.exit({error.code!r}){place_of(error)}")
 
 
 def place_of(cause: BaseException) -> str:
     """Return " (FILE:LINE)" of where custom code failed, which is not where it was called or where Python imports a
     module. A SyntaxError has it in its message."""
-    frames = [at for at in traceback.extract_tb(cause.__traceback__)[1:] if "importlib" not in at.filename]
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__)[1:] if "importlib" not in frame.filename]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames and not isinstance(cause, SyntaxError) else ""

@@ -93,11 +93,11 @@ def gather(
                 break
             late = ", ".join(future.whom for future in waiting.values())
             raise DeadlineExceeded(what, late, timeout_s, error.detail) from None
-        mine = [waiting.pop(id(one)) for one in ready if id(one) in waiting]
-        if background is not None and len(mine) < len(ready):
-            own = set(map(id, mine))
-            background.take([one for one in ready if id(one) not in own])
-        for future in mine:
+        own_ready = [waiting.pop(id(thing)) for thing in ready if id(thing) in waiting]
+        if background is not None and len(own_ready) < len(ready):
+            own_ids = set(map(id, own_ready))
+            background.take([thing for thing in ready if id(thing) not in own_ids])
+        for future in own_ready:
             try:
                 results[id(future)] = future.result()
                 on_result(future)

@@ -66,13 +66,13 @@ class OrphanReaper:
 def marked(mark: str) -> list[int]:
     """Return the processes whose environment has `mark` ("NAME=value"), except this one. Returns [] without /proc."""
     pids = []
-    wanted = mark.encode()
+    variable = mark.encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:  # it has ended, or is another user's
             continue
-        if wanted in variables and int(folder.name) != os.getpid():
+        if variable in variables and int(folder.name) != os.getpid():
             pids.append(int(folder.name))
     return pids
 
@@ -80,8 +80,8 @@ def marked(mark: str) -> list[int]:
 def end_marked(mark: str, timeout_s: float = END_S) -> list[int]:
     """Kill all processes that carry `mark`, also those that they start meanwhile. Return those left at the timeout.
     Python's resource trackers end by themselves after the others, and are killed only if they do not."""
-    began = time.monotonic()
-    while (pids := marked(mark)) and (passed := time.monotonic() - began) < timeout_s:
+    started_at = time.monotonic()
+    while (pids := marked(mark)) and (passed := time.monotonic() - started_at) < timeout_s:
         for pid in pids:
             if passed < TRACKER_S and is_tracker(pid):
                 continue

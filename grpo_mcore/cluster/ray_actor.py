@@ -206,27 +206,27 @@ class WorkerActor:
             gc.enable()
             self._built.set()
 
-    def call(self, asked: Asked, *wholes: Any) -> Any:
+    def call(self, request: Asked, *wholes: Any) -> Any:
         """Call a method. `wholes`: the objects that it needs. What is asked is one argument, as each argument costs the
         caller time."""
         target = self._wait_for_target()
-        method, given, references = asked
-        for place, (number, index) in references.items():
-            given[place] = wholes[number] if index is None else entry(wholes[number], index)
+        method, args, references = request
+        for position, (number, index) in references.items():
+            args[position] = wholes[number] if index is None else entry(wholes[number], index)
         try:
             with self._room, no_exit("it"):
-                return getattr(target, method)(*given)
+                return getattr(target, method)(*args)
         except Exception as error:
             raise RemoteFailure.of(error) from None
 
-    def calls(self, asked: Sequence[Asked], *wholes: Any) -> Iterator[dict[int, bytes]]:
+    def calls(self, requests: Sequence[Asked], *wholes: Any) -> Iterator[dict[int, bytes]]:
         """Make several calls at the same time. Yield {number of the call: its answer, or RemoteFailure, pickled} of
         those that have ended, as many as there are. `wholes`: the objects that any of them needs."""
         self._wait_for_target()
         ended: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
-        for number, one in enumerate(asked):
-            self._threads.submit(self._answer, ended, number, one, wholes)
-        left = len(asked)
+        for number, request in enumerate(requests):
+            self._threads.submit(self._answer, ended, number, request, wholes)
+        left = len(requests)
         while left:
             answers = dict([ended.get()])
             while not ended.empty():
@@ -234,11 +234,13 @@ class WorkerActor:
             left -= len(answers)
             yield answers
 
-    def _answer(self, ended: SimpleQueue[tuple[int, bytes]], number: int, asked: Asked, wholes: Sequence[Any]) -> None:
+    def _answer(
+        self, ended: SimpleQueue[tuple[int, bytes]], number: int, request: Asked, wholes: Sequence[Any]
+    ) -> None:
         import ray
 
         try:
-            answer = ray.cloudpickle.dumps(self.call(asked, *wholes))
+            answer = ray.cloudpickle.dumps(self.call(request, *wholes))
         except RemoteFailure as failure:
             answer = pickle.dumps(failure)
         except Exception as error:  # it cannot be pickled
@@ -281,8 +283,8 @@ def _set_environment(extra_allowed: Sequence[str], env: Mapping[str, str], gpus:
         if key not in env and not is_allowed(key, extra_allowed):
             del os.environ[key]
     # Ray itself sets them, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is there: all ranks would take the first.
-    given = ray.get_runtime_context().get_accelerator_ids()["GPU"] if gpus else []
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(given)
+    gpu_ids = ray.get_runtime_context().get_accelerator_ids()["GPU"] if gpus else []
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
     os.environ.update(env)
 
 

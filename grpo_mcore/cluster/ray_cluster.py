@@ -160,8 +160,8 @@ class RayCluster(Cluster):
         if not things:
             raise ValueError(f"{what}: nothing to wait for")
         # Calls of objects of this process have run already, and some answers come with those of other calls.
-        if here := [thing for thing in things if isinstance(thing, LocalFuture) or cast("RayFuture", thing).answered]:
-            return here
+        if over := [thing for thing in things if isinstance(thing, LocalFuture) or cast("RayFuture", thing).answered]:
+            return over
         calls = cast("Sequence[RayFuture | RayStream]", things)
         arrived: list[RayFuture | RayStream] = []
         if not patient:
@@ -194,15 +194,15 @@ class RayCluster(Cluster):
 
     def stop(self, workers: Sequence[Worker]) -> None:
         self._print_wait_graph(workers)
-        mine = [self._workers.pop(worker.name) for worker in workers]
-        closing = {worker.actor.close.remote(): worker for worker in mine}
+        stopped = [self._workers.pop(worker.name) for worker in workers]
+        closing = {worker.actor.close.remote(): worker for worker in stopped}
         if closing:
             ended, _ = ray.wait(list(closing), num_returns=len(closing), timeout=CLOSE_S)
             for handle in ended:
                 _log_failed_shutdown(closing[handle].name, handle)
-        for worker in mine:
+        for worker in stopped:
             ray.kill(worker.actor)
-        gone = {worker.name for worker in mine}
+        gone = {worker.name for worker in stopped}
         for group, names in self._groups:
             names -= gone
             if not names:
@@ -274,8 +274,8 @@ class RayCluster(Cluster):
         workers = list(self._workers.values())
         names, waits = [worker.name for worker in workers], [wait for worker in workers for wait in worker.waits()]
         driver = own_frames(current_frames())
-        told = wait_graph(waits, self._reports(names), names)
-        return f"the driver (process {os.getpid()}) is at, innermost first:\n{driver}\n{told}\n"
+        graph = wait_graph(waits, self._reports(names), names)
+        return f"the driver (process {os.getpid()}) is at, innermost first:\n{driver}\n{graph}\n"
 
     def _inspect_late(self, calls: Iterable[RayFuture | RayStream]) -> None:
         """Keep an inspection, made by another thread, if one of `calls` has taken a tenth of its deadline."""
@@ -289,18 +289,18 @@ class RayCluster(Cluster):
             self._inspection = threading.Thread(target=self._keep_inspection, args=(text,), daemon=True)
             self._inspection.start()
 
-    def _keep_inspection(self, why: str) -> None:
+    def _keep_inspection(self, reason: str) -> None:
         path = self.log_dir / f"inspection_{self._inspections % KEPT}.txt"
         self._inspections += 1
         try:
-            told = self.inspect()
-            path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {why}\n{told}", encoding="utf-8")
+            inspection = self.inspect()
+            path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n{inspection}", encoding="utf-8")
         except Exception as error:  # the run goes on without it
-            logger.warning("%s; what each process does could not be found out: %s", why, error)
+            logger.warning("%s; what each process does could not be found out: %s", reason, error)
             return
-        last = told.rstrip().rpartition("\n")[2]
+        last = inspection.rstrip().rpartition("\n")[2]
         odd = f"; {last}" if not last.startswith(" ") else ""
-        logger.info("%s; what each process does: %s%s", why, path, odd)
+        logger.info("%s; what each process does: %s%s", reason, path, odd)
 
     def _reports(self, names: Collection[str]) -> dict[str, ProcessReport]:
         """Return what these workers are doing, each asked on its own node; see `wait_graph`. Those whose node does not
@@ -310,10 +310,10 @@ class RayCluster(Cluster):
             worker = self._workers.get(name)  # None: it was ended meanwhile
             if worker is not None and (place := worker.known_place()) is not None:
                 by_node.setdefault(place.node, {})[name] = place
-        here = by_node.pop(self._node, {})
-        asked = [self._collector(node).reports.remote(places) for node, places in by_node.items()]
-        reports = reports_here(here)
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=ASK_S) if asked else ([], [])
+        local_places = by_node.pop(self._node, {})
+        answers = [self._collector(node).reports.remote(places) for node, places in by_node.items()]
+        reports = reports_here(local_places)
+        ready, _ = ray.wait(answers, num_returns=len(answers), timeout=ASK_S) if answers else ([], [])
         for answer in ready:
             try:
                 reports |= ray.get(answer)

@@ -128,14 +128,14 @@ def wait_for_head(host: str, port: int, seconds: float) -> None:
 
 def check_ports(host: str, port: int) -> None:
     """Raise OSError, with the remedy, if a port that the head needs is taken."""
-    for wanted in (port, port + 9):
+    for needed in (port, port + 9):
         with socket.socket(family_of(host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended job's port may linger
             try:
-                probe.bind((host, wanted))
+                probe.bind((host, needed))
             except OSError as error:
                 advice = "set RAY_PORT to the first of ten free ports below 32768"
-                raise OSError(f"port {wanted} of {host} cannot be used: {error.strerror}; {advice}") from error
+                raise OSError(f"port {needed} of {host} cannot be used: {error.strerror}; {advice}") from error
 
 
 def wait_for_nodes(address: str, nodes: int, gpus: float, seconds: float) -> str:
@@ -152,12 +152,12 @@ def wait_for_nodes(address: str, nodes: int, gpus: float, seconds: float) -> str
     try:
         while True:
             alive = [node for node in ray.nodes() if node["Alive"]]
-            there = f"{len(alive)} of {nodes} nodes, {_total(alive, 'GPU'):g} of {gpus:g} GPUs"
+            joined = f"{len(alive)} of {nodes} nodes, {_total(alive, 'GPU'):g} of {gpus:g} GPUs"
             if len(alive) >= nodes and _total(alive, "GPU") >= gpus:
-                return f"{there}, {_total(alive, 'CPU'):g} CPUs"
+                return f"{joined}, {_total(alive, 'CPU'):g} CPUs"
             if time.monotonic() > deadline:
                 names = ", ".join(f"{n['NodeManagerAddress']} ({n['Resources'].get('GPU', 0):g} GPUs)" for n in alive)
-                raise DeadlineExceeded("all nodes of Ray", address, seconds, f"there are {there}: {names or 'none'}")
+                raise DeadlineExceeded("all nodes of Ray", address, seconds, f"there are {joined}: {names or 'none'}")
             time.sleep(0.5)
     finally:
         ray.shutdown()

@@ -27,13 +27,14 @@ def check_room(name: str, count: int, cpus: float, gpus: float, wait_s: float = 
     has been lost, wait up to `wait_s` seconds for one in its place, then raise NodeLost."""
 
     def shortage() -> str | None:
-        there = ray.cluster_resources()
-        short = [unit for unit, each in (("CPU", cpus), ("GPU", gpus)) if count * each > there.get(unit, 0.0) + 1e-9]
+        total = ray.cluster_resources()
+        needed = {"CPU": count * cpus, "GPU": count * gpus}
+        short = [unit for unit, amount in needed.items() if amount > total.get(unit, 0.0) + 1e-9]
         if not short:
             return None
         return (
             f"{name}: too few {' and '.join(short)}s: {request_text(count, cpus, gpus)} asked for, the cluster has "
-            f"{resources_text(there)}"
+            f"{resources_text(total)}"
         )
 
     _refuse_or_wait(shortage, "ask for less or add nodes", wait_s)
@@ -52,7 +53,7 @@ def check_nodes(name: str, nodes: int, wait_s: float = 0.0) -> None:
 def _refuse_or_wait(shortage: Callable[[], str | None], advice: str, wait_s: float) -> None:
     """Return once `shortage` returns None. Otherwise raise NotEnoughResources with what it says and `advice`; if a node
     is lost, or Ray knows of none any more, NodeLost after `wait_s` seconds."""
-    deadline, told = time.monotonic() + wait_s, False
+    deadline, is_logged = time.monotonic() + wait_s, False
     while (missing := shortage()) is not None:
         alive = [bool(node["Alive"]) for node in ray.nodes()]
         if alive and all(alive):
@@ -60,8 +61,8 @@ def _refuse_or_wait(shortage: Callable[[], str | None], advice: str, wait_s: flo
         lost = len(alive) - sum(alive)
         if time.monotonic() >= deadline:
             raise NodeLost(f"{missing}; {lost} of its nodes are lost, and none came in their place in {wait_s:g} s")
-        if not told:
-            told = True
+        if not is_logged:
+            is_logged = True
             logger.warning("%s; %d of its nodes are lost; waiting up to %g s for others", missing, lost, wait_s)
         time.sleep(POLL_S)
 
@@ -76,11 +77,11 @@ def reserve(
     """
     wait_s = timeout_s if rejoins else 0.0
     check_room(name, count, cpus, gpus, wait_s)
-    each, rest = divmod(count, nodes)
+    per_node, rest = divmod(count, nodes)
     if rest:
         raise ValueError(f"{name}: {count} workers cannot be spread evenly over {nodes} nodes")
     check_nodes(name, nodes, wait_s)
-    share = 1 if nodes == 1 else each
+    share = 1 if nodes == 1 else per_node
     bundle = {unit: share * amount for unit, amount in (("CPU", cpus), ("GPU", gpus)) if amount > 0}
     group = placement_group([bundle] * (count // share), strategy="PACK" if nodes == 1 else "STRICT_SPREAD")
     if not group.wait(timeout_s):
@@ -99,7 +100,7 @@ def rank_order(nodes: Sequence[str], count: int | None = None) -> list[tuple[int
     several."""
     share = (count or len(nodes)) // len(nodes)
     order = sorted(range(len(nodes)), key=lambda bundle: (nodes.index(nodes[bundle]), bundle))
-    return [(bundle, nodes[:bundle].count(nodes[bundle]) * share + place) for bundle in order for place in range(share)]
+    return [(bundle, nodes[:bundle].count(nodes[bundle]) * share + index) for bundle in order for index in range(share)]
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:

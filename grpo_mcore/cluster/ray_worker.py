@@ -106,10 +106,10 @@ class RayFuture(_RayCall):
     number = 0
 
     def __init__(
-        self, worker: RayWorker, what: str, handle: Any, timeout_s: float, asked: tuple[str, Sequence[Any]] = NOTHING
+        self, worker: RayWorker, what: str, handle: Any, timeout_s: float, request: tuple[str, Sequence[Any]] = NOTHING
     ) -> None:
         super().__init__(worker, what, handle, timeout_s)
-        self.asked = asked
+        self.asked = request
 
     @property
     def answered(self) -> bool:
@@ -273,12 +273,12 @@ class RayWorker:
     def send(self, calls: Sequence[RayFuture]) -> None:
         """Send calls as one message."""
         wholes: dict[ray.ObjectRef, int] = {}
-        asked = [_asked(*call.asked, wholes) for call in calls]
+        requests = [_asked(*call.asked, wholes) for call in calls]
         if len(calls) == 1:
-            calls[0].handle, calls[0].answers = self.actor.call.remote(asked[0], *wholes), None
+            calls[0].handle, calls[0].answers = self.actor.call.remote(requests[0], *wholes), None
             calls[0].asked = NOTHING
         elif calls:
-            stream = self.actor.calls.options(num_returns="streaming").remote(asked, *wholes)
+            stream = self.actor.calls.options(num_returns="streaming").remote(requests, *wholes)
             answers = _Answers(stream, calls)
             for number, call in enumerate(calls):
                 call.handle, call.answers, call.number = stream, answers, number
@@ -340,14 +340,14 @@ class RayWorker:
 
 def _asked(method: str, args: Sequence[Any], wholes: dict[ray.ObjectRef, int]) -> Asked:
     """Return a call as `WorkerActor` takes it, and add the objects of the store that it needs to `wholes`."""
-    given: list[Any] = list(args)
+    sent_args: list[Any] = list(args)
     references: dict[int, tuple[int, int | None]] = {}
-    for place, arg in enumerate(args):
+    for position, arg in enumerate(args):
         if isinstance(arg, PartRef | ray.ObjectRef):
             whole, index = (arg.whole, arg.index) if isinstance(arg, PartRef) else (arg, None)
-            references[place] = wholes.setdefault(whole, len(wholes)), index
-            given[place] = None
-    return method, given, references
+            references[position] = wholes.setdefault(whole, len(wholes)), index
+            sent_args[position] = None
+    return method, sent_args, references
 
 
 class RayStore:
@@ -366,18 +366,18 @@ class RayStore:
         return self.fetch_many([ref])[0]
 
     def fetch_many(self, refs: Sequence[Ref]) -> list[Any]:
-        what = f"fetch of {len(refs)} objects"
+        purpose = f"fetch of {len(refs)} objects"
         try:
             wholes = list(dict.fromkeys(ref.whole if isinstance(ref, PartRef) else ref for ref in refs))
             objects = dict(zip(wholes, ray.get(wholes, timeout=self._timeout_s), strict=True))
             return [entry(objects[ref.whole], ref.index) if isinstance(ref, PartRef) else objects[ref] for ref in refs]
         except GetTimeoutError:
-            raise DeadlineExceeded(what, "the object store", self._timeout_s) from None
+            raise DeadlineExceeded(purpose, "the object store", self._timeout_s) from None
         except RayError as error:
             cause, detail, original = _explain(error)
             # A RayTaskError is what was to be stored: the call that should have made it failed.
             failed = WorkerFailed if isinstance(error, RayTaskError) else ObjectLost
-            raise failed("the object store", what, cause, detail) from original
+            raise failed("the object store", purpose, cause, detail) from original
 
 
 def _explain(error: RayError | RemoteFailure) -> tuple[str, str, BaseException | None]:

@@ -101,11 +101,11 @@ class VirtualClock:
         """Let events happen until `until()` or the deadline, and return whether it was `until()`."""
         if self._timer is None:
             return self._run(until, deadline)
-        began = self._timer()
+        started_at = self._timer()
         try:
             return self._run(until, deadline)
         finally:
-            self.spent += self._timer() - began
+            self.spent += self._timer() - started_at
 
     def _run(self, until: Callable[[], bool], deadline: float) -> bool:
         self._circles += 1
@@ -413,8 +413,8 @@ class VirtualWorker:
 
     def _hand_over(self, stream: VirtualStream, item: Any) -> None:
         many = item if isinstance(item, list) else [item]
-        if many and all(isinstance(one, Parcel) for one in many):
-            parcels = [Parcel(one.label, self.cluster.store.keep(one.content, self)) for one in many]
+        if many and all(isinstance(entry, Parcel) for entry in many):
+            parcels = [Parcel(parcel.label, self.cluster.store.keep(parcel.content, self)) for parcel in many]
             item = parcels if isinstance(item, list) else parcels[0]
         stream.add(item)
 
@@ -603,9 +603,9 @@ class VirtualCluster(Cluster):
         if not things:
             raise ValueError(f"{what}: nothing to wait for")
         calls: Sequence[Any] = things
-        here = [thing for thing in calls if not isinstance(thing, _Call)]
-        if here:  # calls of objects of this process: they have run already
-            return here
+        answered = [thing for thing in calls if not isinstance(thing, _Call)]
+        if answered:  # calls of objects of this process: they have run already
+            return answered
         deadline = self.clock.now() + timeout_s
 
         def look() -> bool:

@@ -167,12 +167,12 @@ def _allow_experts_without_gate() -> None:
         if self.moe_config.activation is not ungated:
             pack(self, layer)
 
-    def compute(self: Any, **given: Any) -> None:
-        if given["activation"] is ungated:
+    def compute(self: Any, **options: Any) -> None:
+        if options["activation"] is ungated:
             names = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids")
-            squared_relu_experts(*[given[name] for name in names])
+            squared_relu_experts(*[options[name] for name in names])
         else:
-            apply(self, **given)
+            apply(self, **options)
 
     FusedMoEConfig.__post_init__ = allow_on_cpu
     theirs._supports_no_act_and_mul = staticmethod(lambda: True)
@@ -186,10 +186,10 @@ def _route_sigmoid_scores_without_groups() -> None:
     theirs: Any = CPURouter
     route = theirs._compute_routing
 
-    def compute_routing(self: Any, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def compute_routing(self: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         if self.scoring_func == "sigmoid" and not self.use_grouped_topk:  # one group of all experts
             self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
-        routing: tuple[Tensor, Tensor] = route(self, *arguments, **named)
+        routing: tuple[Tensor, Tensor] = route(self, *arguments, **options)
         return routing
 
     theirs._compute_routing = compute_routing
@@ -209,11 +209,11 @@ def squared_relu_experts(output: Tensor, x: Tensor, up: Tensor, down: Tensor, we
 
 
 def _do_without_torchvision() -> None:
-    why = why_not_imported("torchvision")
-    if why is None:
+    reason = why_not_imported("torchvision")
+    if reason is None:
         return
-    if why != NOT_INSTALLED:  # vLLM and transformers ask for its name only, and then fail to import it
-        raise ImportError(f"torchvision is installed but broken ({why}); remove it: pip uninstall torchvision")
+    if reason != NOT_INSTALLED:  # vLLM and transformers ask for its name only, and then fail to import it
+        raise ImportError(f"torchvision is installed but broken ({reason}); remove it: pip uninstall torchvision")
     for model, processor in (("qwen2_vl", "Qwen2VLImageProcessor"), ("gemma3", "Gemma3ImageProcessor")):
         package = f"transformers.models.{model}"
         module: Any = importlib.import_module(f"{package}.image_processing_pil_{model}")
@@ -276,17 +276,17 @@ def gated_delta_net(
     out = x.new_zeros(int(starts[-1]), heads, e)
     lengths = starts.diff()
     for step in range(int(lengths.max())):
-        here = (lengths > step).nonzero()[:, 0]
-        rows = starts[here] + step
-        inputs = torch.cat([window[here], x[rows, :, None]], -1)
-        window[here] = inputs[..., 1:]
+        running = (lengths > step).nonzero()[:, 0]
+        rows = starts[running] + step
+        inputs = torch.cat([window[running], x[rows, :, None]], -1)
+        window[running] = inputs[..., 1:]
         convolved = torch.nn.functional.silu((inputs * weight).sum(-1))
         *pair, v = convolved.split([keys, keys, heads * e], -1)
         pair = [part.unflatten(-1, (-1, d)) for part in pair]
         pair = [part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in pair]
         q, k = (part.repeat_interleave(heads // part.size(1), 1)[..., None] for part in pair)  # [n, heads, d, 1]
-        old = state[here] * decay[rows][..., None, None]
+        old = state[running] * decay[rows][..., None, None]
         change = (v.unflatten(-1, (heads, e))[..., None] - old @ k) * strength[rows][..., None, None]
-        state[here] = new = old + change @ k.transpose(-1, -2)
+        state[running] = new = old + change @ k.transpose(-1, -2)
         out[rows] = (new @ q)[..., 0] * d**-0.5
     return out

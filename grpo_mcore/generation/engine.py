@@ -71,7 +71,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         self.config = config
         self.name = config.name
         self.weight_version: int | None = 0 if config.load_format == "auto" else None
@@ -116,7 +116,7 @@ class Engine:
             )
         # Of several ranks; a single one lives in this process.
         self._ranks = [rank.proc for rank in getattr(self._llm_engine.model_executor, "workers", ())]
-        self.start_seconds = time.perf_counter() - began
+        self.start_seconds = time.perf_counter() - started_at
 
     def _on_device(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call vLLM on the engine's own thread, and wait."""
@@ -248,10 +248,10 @@ class Engine:
         from grpo_mcore.generation.samples import sampling_params
 
         number, room = next(self._callers), self._max_model_len
-        asked = {f"{number}-{index}": request for index, request in enumerate(requests)}
+        by_key = {f"{number}-{index}": request for index, request in enumerate(requests)}
         special = special_tokens(self._llm_engine.get_tokenizer())
-        params = {key: sampling_params(request, sampling, room, special) for key, request in asked.items()}
-        tokens = {key: request.token_ids().tolist() for key, request in asked.items()}
+        params = {key: sampling_params(request, sampling, room, special) for key, request in by_key.items()}
+        tokens = {key: request.token_ids().tolist() for key, request in by_key.items()}
         with self._lock.call():
             self._refuse_to_generate()
             if stream.caller.closed:
@@ -259,15 +259,15 @@ class Engine:
             # Before the first refit there are no adapters. The path is not read: the refit has registered them.
             adapted = self.config.adapter_rank is not None and bool(self.weight_version)
             adapter = LoRARequest("policy", ENGINE_ADAPTER, "from a refit") if adapted else None
-            self._requests |= asked
+            self._requests |= by_key
             try:
-                for key, request in asked.items():
+                for key, request in by_key.items():
                     prompt = tokens_input(tokens[key], cache_salt=str(self._cache_number))
                     engine_id = self._llm_engine.add_request(key, prompt, params[key], lora_request=adapter)
                     stream.engine_ids[key], stream.requests[key] = engine_id, request
                     self._steps.add(stream.caller, key, engine_id)
             except BaseException:
-                self._forget(stream, list(asked))
+                self._forget(stream, list(by_key))
                 raise
         return True
 
@@ -384,9 +384,9 @@ class Engine:
             self._drain()  # a refit in place writes over the weights that a batch reads
             self._refit_open = True
             names = ("parts", "seats", "transports", "version", "verify", "in_place")
-            given = {name: manifest[name] for name in names if name in manifest}
+            settings = {name: manifest[name] for name in names if name in manifest}
             self._lock.hold(True)
-            reports = self._refit_step("start", given | {"engine": self.name})
+            reports = self._refit_step("start", settings | {"engine": self.name})
             if (digests := {report["digest"] for report in reports}) != {manifest["digest"]}:
                 self.abort_refit()
                 raise EngineError(f"{self.name}: ranks read plan {manifest['digest'][:12]} as {sorted(digests)}")
@@ -401,10 +401,10 @@ class Engine:
         rank, of the checked copies}. Their own waiting has the refit's deadline."""
         if not self._refit_open:
             raise EngineError(f"{self.name}: nothing to stage, no refit is open")
-        began, reports = time.monotonic(), self._refit_step("wait")
+        started_at, reports = time.monotonic(), self._refit_step("wait")
         while any(report["busy"] for report in reports):
             # Each look takes time from the threads that copy: one in a long refit may come a little later.
-            time.sleep(max(POLL_S, (time.monotonic() - began) / 32))
+            time.sleep(max(POLL_S, (time.monotonic() - started_at) / 32))
             reports = self._refit_step("wait")
         sums = {f"{self.name} rank {rank}": report["sums"] for rank, report in enumerate(reports)}
         return {"seconds": max(report["seconds"] for report in reports), "sums": sums}
@@ -418,7 +418,7 @@ class Engine:
         """
         if not self._refit_open:
             raise EngineError(f"{self.name}: weight version {version} cannot be committed, no refit is open")
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         with self._lock.call():
             self._drain()
             self._lock.hold(True)
@@ -430,7 +430,7 @@ class Engine:
             self._llm_engine.set_weight_version(str(version))
             self.weight_version = version
         answer = {name: report[name] for name in ("parameters", "fallbacks")}
-        return answer | {"version": version, "seconds": time.perf_counter() - began}
+        return answer | {"version": version, "seconds": time.perf_counter() - started_at}
 
     def _forget_cache(self, recompute_kv: bool) -> None:
         """Clear the prefix cache: keys and values of the old weights must not serve new prompts.
@@ -585,9 +585,9 @@ class Engine:
                 raise EngineError(f"{self.name}: {deaths(gone, self.config.ranks)}") from error
             raise
 
-    def _node_lost(self, what: str) -> None:
+    def _node_lost(self, reason: str) -> None:
         """Shut down as vLLM does when it loses a local rank. Called by the thread that watches another node."""
-        self._lost = self._lost or what
+        self._lost = self._lost or reason
         self._loss_reported.set()
         if (engine := self._llm_engine) is not None:
             engine.model_executor.is_failed = True

@@ -24,7 +24,7 @@ class EngineFollower:
 
     def __init__(self, config: EngineConfig) -> None:
         """Wait until the ranks of all nodes are up. Raises NodeLost if the first node cannot be reached."""
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         self.config = config
         self._executor: Any = None
         self._ending = threading.Lock()
@@ -38,10 +38,10 @@ class EngineFollower:
             self._executor = self._start(port)
         if self._ended:  # meanwhile
             self._executor.shutdown()
-        each = config.ranks // config.node.count
-        self._ranks = {config.node.rank * each + i: rank.proc for i, rank in enumerate(self._executor.workers)}
+        per_node = config.ranks // config.node.count
+        self._ranks = {config.node.rank * per_node + i: rank.proc for i, rank in enumerate(self._executor.workers)}
         threading.Thread(target=self._watch, daemon=True, name="engine ranks").start()
-        self.start_seconds = time.perf_counter() - began
+        self.start_seconds = time.perf_counter() - started_at
 
     def _start(self, port: int) -> Any:
         if self.config.platform == "cpu":
@@ -63,9 +63,9 @@ class EngineFollower:
             codes = {rank: process.exitcode for rank, process in gone.items()}
             self._lose(f"{deaths(codes, self.config.ranks)} on {socket.gethostname()}")
 
-    def _lose(self, what: str) -> None:
+    def _lose(self, reason: str) -> None:
         """Shut down, because a rank here has died or the first node is gone."""
-        self._first.tell(what)
+        self._first.tell(reason)
         self.shutdown()
 
     def shutdown(self) -> None:

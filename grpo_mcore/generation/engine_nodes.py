@@ -41,10 +41,10 @@ class Lifeline:
     def watch(self) -> None:
         threading.Thread(target=self._read, daemon=True, name=f"lifeline to {self._whom}").start()
 
-    def tell(self, what: str) -> None:
+    def tell(self, message: str) -> None:
         """Send a last report. A closed connection is no error: the other node knows already."""
         try:
-            self._wire.sendall(what.encode() + b"\n")
+            self._wire.sendall(message.encode() + b"\n")
         except OSError:
             pass
 
@@ -59,11 +59,11 @@ class Lifeline:
 
     def _read(self) -> None:
         try:
-            said = _line(self._wire)
+            line = _line(self._wire)
         except OSError:
-            said = ""
+            line = ""
         if not self._closed:
-            self._on_loss(said or f"{self._whom} is gone")
+            self._on_loss(line or f"{self._whom} is gone")
 
 
 def await_followers(
@@ -126,8 +126,9 @@ def join_first(
 
 def node_name(config: EngineConfig, rank: int, address: str) -> str:
     """Return the name of a node of an engine, for errors."""
-    each = config.ranks // config.node.count
-    return f"its node {rank} of {config.node.count} (ranks {rank * each} to {(rank + 1) * each - 1}, at {address})"
+    per_node = config.ranks // config.node.count
+    first = rank * per_node
+    return f"its node {rank} of {config.node.count} (ranks {first} to {first + per_node - 1}, at {address})"
 
 
 def deaths(exit_codes: Mapping[int, int | None], of: int) -> str:

@@ -194,7 +194,7 @@ def record_layers(worker: Any, direction: Tensor) -> bool:
     runner, config = worker.model_runner, worker.model_runner.model_config
     count = config.get_total_num_hidden_layers()
     lists = (module for module in runner.model.modules() if isinstance(module, torch.nn.ModuleList))
-    layers = next((each for each in lists if len(each) == count), None)
+    layers = next((modules for modules in lists if len(modules) == count), None)
     if layers is None:
         return False
     worker.layer_recorder = recorder = TokenRecorder(runner, (config.max_model_len, count, 2), np.nan, np.float64)

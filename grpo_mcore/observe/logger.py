@@ -40,7 +40,7 @@ class CustomLoggerError(ValueError):
 def check_custom_logger(code: CustomCode) -> Any:
     """Return the class of a custom logger. It is built as `Class(log_dir, **options)` and has
     `log_metrics(metrics, step, prefix)`, `log_hyperparams(params)` and `close()`. Raises CustomLoggerError."""
-    what = f"logger.custom {code.path}"
+    key = f"logger.custom {code.path}"
     cls = import_by_path(code.path, "logger", CustomLoggerError)
     try:
         inspect.signature(cls).bind("log_dir", **code.options)
@@ -49,7 +49,7 @@ def check_custom_logger(code: CustomCode) -> Any:
         inspect.signature(cls.close).bind(None)
     except (AttributeError, TypeError) as error:
         raise CustomLoggerError(
-            f"{what}: {error}; a logger is a class, built as Class(log_dir, **options), with "
+            f"{key}: {error}; a logger is a class, built as Class(log_dir, **options), with "
             "log_metrics(metrics, step, prefix), log_hyperparams(params) and close()"
         ) from error
     return cls
@@ -114,9 +114,9 @@ class Logger:
         head = {"step": step, "prefix": prefix, "unix_time": round(self._clock.unix(), 3)}
         finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
         self._file.write_json(head | finite)
-        named = {f"{prefix}/{name}" if prefix else name: v for name, v in values.items() if v is not None}
+        full_names = {f"{prefix}/{name}" if prefix else name: v for name, v in values.items() if v is not None}
         for tracker in self._backends:
-            tracker.call(f"step {step}", lambda backend: backend.log(named, step))
+            tracker.call(f"step {step}", lambda backend: backend.log(full_names, step))
         for custom in self._custom:
             custom.call(f"step {step}", lambda logger: logger.log_metrics(dict(values), step, prefix))
 

@@ -163,11 +163,11 @@ class SampleFiles:
         if self._tokens is not None:
             self._tokens.close()
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, reason: str) -> None:
         self.dropped += 1
         if not self._complained:
             self._complained = True
-            logger.warning("samples are not written to %s: %s; the run goes on (said only once)", self._folder, why)
+            logger.warning("samples are not written to %s: %s; the run goes on (said only once)", self._folder, reason)
 
     def _do(self, kind: Kind, step: int, rows: Callable[[], Iterable[Row]], last: bool) -> None:
         try:
@@ -284,8 +284,8 @@ def read_samples(
         cause = str(error).partition("\n")[0]
         raise SamplesError(f"{path} cannot be read: {cause}; it may be cut off: copy it again, or remove it") from error
     written = (table.schema.metadata or {}).get(_FORMAT)
-    if (why := newer_format("samples", None if written is None else int(written))) is not None:
-        raise SamplesError(f"{path} was {why}")
+    if (reason := newer_format("samples", None if written is None else int(written))) is not None:
+        raise SamplesError(f"{path} was {reason}")
     return table.to_pylist()
 
 

@@ -47,10 +47,10 @@ class SpanFile:
         now = round(self._clock.unix(), 3)
         self._write(what="begin", time=now, devices=dict(devices), colocated=colocated, algorithm=algorithm)
 
-    def span(self, process: str, what: str, start: float, end: float) -> None:
-        """Record that `process` did `what` from `start` to `end`, of the clock."""
+    def span(self, process: str, name: str, start: float, end: float) -> None:
+        """Record that `process` did `name` from `start` to `end`, of the clock."""
         start_unix, seconds = round(start + self._to_unix, 4), round(end - start, 4)
-        self._write(what=what, process=process, start=start_unix, seconds=seconds, step=self._step())
+        self._write(what=name, process=process, start=start_unix, seconds=seconds, step=self._step())
 
     def optimizer_step(self, process: str, times: Sequence[float]) -> None:
         """Record an optimizer step of a policy rank. `times`: see `TrainReport`."""
@@ -76,8 +76,8 @@ class SpanFile:
         """Record the samples that held the step that is being trained."""
         self._write(what="tail", step=self._step(), samples=list(samples))
 
-    def restarted(self, process: str, why: str) -> None:
-        self._write(what="restart", process=process, why=why, time=round(self._clock.unix(), 3))
+    def restarted(self, process: str, reason: str) -> None:
+        self._write(what="restart", process=process, why=reason, time=round(self._clock.unix(), 3))
 
     def close(self) -> None:
         """May be called again."""
@@ -92,8 +92,8 @@ def parts_of(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the spans of the parts of an event, none if it has none."""
     start = event["start"]
     for number, seconds in enumerate(parts := event.get("parts", ()), start=1):
-        what = "train/update" if number == len(parts) else "train/micro-batch"
-        yield {name: event[name] for name in ("process", "step")} | {"what": what, "start": start, "seconds": seconds}
+        span = "train/update" if number == len(parts) else "train/micro-batch"
+        yield {name: event[name] for name in ("process", "step")} | {"what": span, "start": start, "seconds": seconds}
         start += seconds
 
 

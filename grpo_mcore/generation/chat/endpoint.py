@@ -131,8 +131,8 @@ class ChatRecord:
                 self._version = weight_version
             number = self._asked[key.digest()]
             self._asked[key.digest()] += 1
-        if type(asked := body.get("seed")) is int:
-            return sample_seed(asked, 0, "again", number) if number else asked
+        if type(seed := body.get("seed")) is int:
+            return sample_seed(seed, 0, "again", number) if number else seed
         return sample_seed(self._seed, weight_version, key.hexdigest(), number)
 
     def note(self, fingerprint: str, spans: Spans, engine: int, messages: Sequence[Any] = ()) -> None:
@@ -274,8 +274,8 @@ class Endpoint:
         self._silent.discard(request.protocol)
         headers = request.headers  # Anthropic's clients send x-api-key
         text = headers.get("Authorization", headers.get("x-api-key", "")).removeprefix("Bearer ")
-        given = text.encode(errors="surrogateescape")
-        known = hmac.compare_digest(given, self._token.encode())
+        token = text.encode(errors="surrogateescape")
+        known = hmac.compare_digest(token, self._token.encode())
         if not known and request.path != "/health":
             response: web.StreamResponse = _error(401, "this endpoint asks for its token: Authorization: Bearer ...")
         else:
@@ -317,27 +317,27 @@ class Endpoint:
 
     async def _complete(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Answer a request for a completion in the form in which it was asked for."""
-        asked = await _json(request)
-        reply = await self._ask("complete", dialect, asked)
+        body = await _json(request)
+        reply = await self._ask("complete", dialect, body)
         if reply.status != 200:
             return web.json_response(dialect.error(reply.status, reply.body), status=reply.status)
-        answer = dialect.answer(reply.body, asked)
-        if not asked.get("stream"):
+        answer = dialect.answer(reply.body, body)
+        if not body.get("stream"):
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        for name, data in dialect.events(answer, asked):
+        for name, data in dialect.events(answer, body):
             text = data if isinstance(data, str) else json.dumps(data)
             await response.write((f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode())
         await response.write_eof()
         return response
 
-    async def _ask(self, kind: str, dialect: Dialect, asked: Any) -> Reply:
+    async def _ask(self, kind: str, dialect: Dialect, body: Any) -> Reply:
         """Return an engine's answer to a request that was asked in a dialect."""
-        if not isinstance(asked, dict):
+        if not isinstance(body, dict):
             return _no_reply(400, "BadRequestError", "the body must be an object")
         try:
-            body = dialect.request(asked)
+            body = dialect.request(body)
         except DialectError as error:
             return _no_reply(400, "BadRequestError", str(error))
         return await self._loop.run_in_executor(self._pool, self._reply, kind, body)
@@ -353,8 +353,8 @@ class Endpoint:
         while (index := self._choose(recorded_tokens(body))) is not None:
             engine = self._engines.workers[index]
             try:
-                what = f"a chat {kind} request"
-                stream = remote_stream(engine, Engine.chat, timeout_s=self._timeout_s, what=what)(kind, body, seed)
+                purpose = f"a chat {kind} request"
+                stream = remote_stream(engine, Engine.chat, timeout_s=self._timeout_s, what=purpose)(kind, body, seed)
                 reply = next(stream)
                 next(stream, None)  # the end of the stream
             except Exception as error:  # any error must reach the client and the log
@@ -421,15 +421,15 @@ class Endpoint:
             log.warning("endpoint: %s%s", text, "; further warnings are left out" if last else "")
 
 
-def _no_reply(status: int, kind: str, why: str) -> Reply:
-    return Reply(status, {"error": {"message": why, "type": kind, "code": status}})
+def _no_reply(status: int, kind: str, reason: str) -> Reply:
+    return Reply(status, {"error": {"message": reason, "type": kind, "code": status}})
 
 
 def recorded_tokens(body: Mapping[str, Any]) -> list[int] | None:
     """Return the tokens of prompt and answer that are recorded in the conversation's last answer."""
     messages = body.get("messages")
     tokens = map(_recorded, reversed(messages if isinstance(messages, list) else []))
-    return next((each for each in tokens if each is not None), None)
+    return next((token for token in tokens if token is not None), None)
 
 
 def _recorded(message: Any) -> list[int] | None:
@@ -448,12 +448,12 @@ def _told(messages: Sequence[Any]) -> bytes:
         parts = content if isinstance(content, list) else [content]
         return [(part.get("text") if isinstance(part, dict) else part) or "" for part in parts]
 
-    said = [
+    texts = [
         (message.get("role"), None if message.get("role") == "assistant" else text(message.get("content")))
         for message in messages
         if isinstance(message, dict)
     ]
-    return blake2b(json.dumps(said).encode(), digest_size=16).digest()
+    return blake2b(json.dumps(texts).encode(), digest_size=16).digest()
 
 
 class _Refused(asyncio.Protocol):
@@ -480,7 +480,7 @@ def _parsed(text: bytes) -> Any:
     body = json.loads(text)
     level = [body]
     for _ in range(MAX_NESTING):
-        inner = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        inner = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
         level = [child for child in inner if isinstance(child, dict | list)] if isinstance(body, dict | list) else []
         if not level:
             if b"\\u" in text and has_surrogates(body):

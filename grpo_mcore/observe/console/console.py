@@ -100,7 +100,7 @@ class RunConsole:
             self._print("-" * WIDTH)
             self._rows = 0
 
-    def progress(self, what: str, done: int, total: int) -> None:
+    def progress(self, title: str, done: int, total: int) -> None:
         """Show the progress of a long phase, such as generation, with the time left; nothing if the output is not a
         terminal."""
         now = self._clock()
@@ -111,7 +111,7 @@ class RunConsole:
             self._progress_from = (done, now)
         before, since = self._progress_from
         filled = BAR * done // max(total, 1)
-        line = f"{what}: {done} / {total} {'━' * filled}{'─' * (BAR - filled)}"
+        line = f"{title}: {done} / {total} {'━' * filled}{'─' * (BAR - filled)}"
         if done > before:
             line += f" {(now - since) / (done - before) * (total - done):.0f} s left"
         line = line[: self._columns() - 1]  # a line that wraps could not be written over

@@ -62,8 +62,8 @@ def header_lines(computed_tokens: float | None = None) -> list[str]:
     left, middle = " ".join(names), " ".join(phases)
     line = f"{left} | {middle} | {'tok/s':>{RATE_WIDTH}}"
     shared = computed_tokens is not None and computed_tokens < 1
-    said = f"{computed_tokens:.0%} of the tokens computed: samples share prefixes" if shared else ""
-    return [f"{said:{len(left)}} | {' seconds ':-^{len(middle)}} |", line, "-" * len(line)]
+    shared_text = f"{computed_tokens:.0%} of the tokens computed: samples share prefixes" if shared else ""
+    return [f"{shared_text:{len(left)}} | {' seconds ':-^{len(middle)}} |", line, "-" * len(line)]
 
 
 def row_line(row: StepRow) -> str:
@@ -71,9 +71,9 @@ def row_line(row: StepRow) -> str:
     step = f"{row.step}/{row.max_steps}" if row.max_steps else f"{row.step}"
     values = [f"{step:>{STEP_WIDTH}}", *(fit(getattr(row, key), width) for key, _, width in COLUMNS)]
     total = row.seconds.get(TOTAL)
-    named = [row.seconds.get(phase) for phase, _ in PHASES]
-    other = None if total is None else total - sum(spent or 0.0 for spent in named)
-    phases = [fit(spent, PHASE_WIDTH) for spent in (*named, other, total)]
+    seconds = [row.seconds.get(phase) for phase, _ in PHASES]
+    other = None if total is None else total - sum(spent or 0.0 for spent in seconds)
+    phases = [fit(spent, PHASE_WIDTH) for spent in (*seconds, other, total)]
     return f"{' '.join(values)} | {' '.join(phases)} | {fit(row.tokens_per_second, RATE_WIDTH)}"
 
 

@@ -83,9 +83,9 @@ class Ledger:
         """Number of entries so far."""
         return self._file.lines
 
-    def retried(self, uid: str, why: str) -> None:
+    def retried(self, uid: str, reason: str) -> None:
         self._retries[uid] = self._retries.get(uid, 0) + 1
-        self.write("retried", uid=uid, why=why, times=self._retries[uid])
+        self.write("retried", uid=uid, why=reason, times=self._retries[uid])
 
     def sync(self) -> int:
         """Flush all entries to the disk. Returns their number. Raises OSError on a full disk."""
@@ -111,6 +111,6 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
             raise LedgerError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(entries[-1], dict) or "event" not in entries[-1]:
             raise LedgerError(f"{path}:{number}: no entry of a ledger: {line[:80]!r}")
-        if (why := newer_format("ledger", entries[-1].get("format"))) is not None:
-            raise LedgerError(f"{path}:{number}: {why}")
+        if (reason := newer_format("ledger", entries[-1].get("format"))) is not None:
+            raise LedgerError(f"{path}:{number}: {reason}")
     return entries

@@ -16,13 +16,13 @@ ENDS = (TRAINED, FILTERED, FAILED)
 
 @dataclass(frozen=True)
 class Flaw:
-    """A violation. `uid`: its prompt, empty if it is not about one."""
+    """A violation of the ledger's laws. `uid`: its prompt, empty if it is not about one."""
 
     uid: str
-    what: str
+    violation: str
 
     def __str__(self) -> str:
-        return f"{self.uid}: {self.what}" if self.uid else self.what
+        return f"{self.uid}: {self.violation}" if self.uid else self.violation
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ class MLflow:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        named = {_mlflow_name(name): value for name, value in values.items()}
-        metrics = [self._metric(_file_of(name, named), float(value), now, step) for name, value in named.items()]
+        by_name = {_mlflow_name(name): value for name, value in values.items()}
+        metrics = [self._metric(_file_of(name, by_name), float(value), now, step) for name, value in by_name.items()]
         for first in range(0, len(metrics), 1000):  # the server's limit
             self._client.log_batch(self._run_id, metrics=metrics[first : first + 1000])
 
