@@ -176,7 +176,8 @@ def end(processes: Sequence[Process], grace_s: float = GRACE_S) -> list[Process]
 
 
 def describe_exit(code: int | None) -> str:
-    """Say how a process ended. `code`: as Popen.returncode; below 0 it is a signal's number, None: it still runs."""
+    """Say how a process ended. `code` has the form of Popen.returncode: below 0 it is a signal's number, and None means
+    that the process still runs."""
     if code is None:
         return "is still running"
     if code >= 0:
@@ -188,7 +189,7 @@ def describe_exit(code: int | None) -> str:
 def available_cores(root: Path = Path("/")) -> float:
     """Return the number of cores that this process may use: the number in its affinity, or the quota of processor time
     (cpu.max) of its control group or of one above, if that is less. Containers and batch jobs set such quotas. `root`:
-    of the file system."""
+    top of the file system."""
     return min(float(len(os.sched_getaffinity(0))), _least_quota(root))
 
 
@@ -216,7 +217,7 @@ def _least_quota(root: Path) -> float:
 
 
 def _quota(files: Sequence[Path]) -> list[float]:
-    """Return the cores of one control group's quota; nothing without one. `files`: with quota and period."""
+    """Return the cores of one control group's quota; nothing without one. `files` hold quota and period."""
     try:
         quota, period = " ".join(file.read_text(encoding="utf-8") for file in files).split()
         return [int(quota) / int(period)] if int(quota) > 0 else []

@@ -68,8 +68,8 @@ def wait_graph(waits: Sequence[Wait], reports: Mapping[str, ProcessReport], name
     for nobody; else late workers that are in no collective. Workers that are doing the same are one line; the odd ones
     come first, then the fewer they are, the earlier.
 
-    `reports`: what each worker is doing. One that could not be asked is left out, and accused of nothing. `names`: the
-    workers to tell of, with their stacks; by default those that are waited for, without.
+    `reports`: state of each worker; one that could not be asked is left out, and accused of nothing. `names`: the
+    workers to list, with their stacks; by default those that are waited for, without stacks.
     """
     lines = ["who waits for whom:"]
     calls: dict[tuple[str, bool], list[Wait]] = {}

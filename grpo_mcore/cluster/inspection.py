@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Collective:
-    """The last collective that a rank has entered in one process group. `group`: what the group is for; `name`: torch's
-    name of it, equal on all its ranks; `number`: how many it has entered there; `kind`: such as all_reduce; `waits`: it
-    has not come back."""
+    """The last collective that a rank has entered in one process group. `group`: description of the group; `name`:
+    torch's name of it, equal on all its ranks; `number`: how many the rank has entered there; `kind`: its operation,
+    such as all_reduce; `waits`: whether the rank is still in it."""
 
     group: str
     name: str

@@ -107,8 +107,8 @@ class LocalStore:
 
 
 class LocalCluster(Cluster):
-    """The Cluster interface without other processes. A failing constructor raises from spawn. `log_dir`: by which
-    `grpo-mcore inspect` asks for this process."""
+    """The Cluster interface without other processes. A failing constructor raises from spawn. `log_dir`: folder of the
+    run's logs, by which `grpo-mcore inspect` finds this process."""
 
     def __init__(self, call_timeout_s: float = 3600.0, log_dir: Path | None = None) -> None:
         self.store: ObjectStore = LocalStore()

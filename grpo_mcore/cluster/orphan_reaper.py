@@ -37,7 +37,7 @@ TRACKER_S = 3.0
 class OrphanReaper:
     """Ends everything that carries the marker of one run, and removes `folder`: on `close`, or when this process ends.
 
-    `variables`: to be set in the processes that the run starts. `mark`: one of them, as "NAME=value".
+    `variables`: environment of the processes that the run starts. `mark`: one of these variables, as "NAME=value".
     """
 
     def __init__(self, folder: Path) -> None:

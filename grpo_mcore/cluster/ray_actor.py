@@ -47,9 +47,9 @@ BEHIND = b"behind"
 
 @dataclass(frozen=True)
 class Sent:
-    """An item of a stream as it is sent, pickled. `labels`: of its parcels, pickled, as who is sent one of the contents
-    need not read them; without parcels, the item itself. `inline`: the contents, pickled one by one; None: there are
-    none, or they came before. `together`: it is a list."""
+    """An item of a stream as it is sent, pickled. `labels`: labels of its parcels, pickled, since a receiver of one of
+    the contents need not read them; without parcels, the item itself. `inline`: the contents, pickled one by one; None
+    if there are none, or they came before. `together`: whether it is a list."""
 
     labels: bytes
     inline: list[bytes] | None

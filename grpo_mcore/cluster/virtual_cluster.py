@@ -514,7 +514,7 @@ class VirtualCluster(Cluster):
         self.processes = 0
         self.observe = observe
         self.overdue: list[tuple[float, str]] = []
-        """Calls on which nobody had given up long after their deadlines: seconds after that, and what to say."""
+        """(Seconds overdue, message) of every call still open GIVEN_UP_S after its deadline."""
         self.standing: dict[VirtualWorker, list[Callable[[], None]]] = {}
         """Steps of hung workers that are held back."""
         self.workers: dict[str, VirtualWorker] = {}

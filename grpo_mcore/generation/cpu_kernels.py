@@ -106,7 +106,7 @@ def _wait_without_spinning(seconds: float = 0.001) -> None:
 
 
 def takes_norm(x: Tensor, weight: Tensor | None, variance_size: int | None, rounds: bool) -> bool:
-    """Return whether vLLM's kernel computes this norm, and rightly. `rounds`: from `rounds_to_bfloat16`."""
+    """Return whether vLLM's kernel computes this norm correctly. `rounds`: result of `rounds_to_bfloat16`."""
     plain = weight is not None and weight.dtype == x.dtype and variance_size is None
     return plain and (rounds or x.dtype != torch.bfloat16)
 

@@ -184,8 +184,9 @@ class Engine:
                 yield samples
 
     def score_tokens(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the log-prob of each token of the sequences, int64 [n] each, after those before it: float32 [n], 0 for
-        the first. Of the whole distribution, at the temperature `config.logit_temperature`. Raises as `generate`."""
+        """Return the log-prob of each token of the sequences, int64 [n] each, given the tokens before it: float32 [n],
+        0 for the first. The distribution is the whole one, at the temperature `config.logit_temperature`. Raises as
+        `generate`."""
         from grpo_mcore.generation.samples import prompt_logprobs
 
         scores = [torch.zeros(len(tokens), dtype=torch.float32) for tokens in sequences]

@@ -132,7 +132,8 @@ def node_name(config: EngineConfig, rank: int, address: str) -> str:
 
 
 def deaths(exit_codes: Mapping[int, int | None], of: int) -> str:
-    """Describe dead ranks. `exit_codes`: by rank, None if it lives. `of`: ranks of the engine."""
+    """Describe dead ranks. `exit_codes`: exit code of each rank, None if it lives. `of`: number of the engine's
+    ranks."""
     # Name the ranks that died first: vLLM then terminates the others, which may still exit cleanly.
     dead = [rank for rank, code in exit_codes.items() if code not in (None, 0, -signal.SIGTERM)] or list(exit_codes)
     return "; ".join(f"rank {rank} of {of} has died (exit code {exit_codes[rank]})" for rank in dead)

@@ -156,7 +156,7 @@ class TokenRecorder:
     recorded. A token that is computed again (preemption, new weights) is recorded again."""
 
     def __init__(self, runner: Any, shape: tuple[int, ...], fill: Any, dtype: Any) -> None:
-        """`runner`: vLLM's model runner. `shape`: of a request's array."""
+        """`runner`: vLLM's model runner. `shape`: shape of a request's array."""
         self._runner, self._empty = runner, partial(np.full, shape, fill, dtype=dtype)
         self.records: dict[str, np.ndarray] = {}
 

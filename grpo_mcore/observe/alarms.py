@@ -26,7 +26,8 @@ WEBHOOK_S = 10.0
 
 @dataclass(frozen=True)
 class Alarm:
-    """`kind`: its name; `step`: when it was raised; `text`: what happened, with numbers, and what to do."""
+    """A warning about a run. `kind`: its name; `step`: the step that raised it; `text`: the event, with numbers, and
+    the remedy."""
 
     kind: str
     step: int

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def exit_code(summary: Mapping[str, object]) -> int:
-    """Return the exit code of a run that came to its end. `summary`: what its loop returned."""
+    """Return the exit code of a run that came to its end. `summary`: the summary that its loop returned."""
     if (step := summary.get("unsaved")) is not None:
         logger.error("grpo-mcore train: step %s is trained but not saved, see above; exit code %d", step, UNSAVED)
         return UNSAVED

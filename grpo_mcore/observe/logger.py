@@ -227,8 +227,9 @@ def run_folder(parent: Path, run: str | None = None) -> Path:
 
 
 def read_metrics(path: Path, prefix: str) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` with this prefix, by step. Of several lines of a step the last counts. Where a
-    run went back to an earlier step and trained on, the steps and validations that it went back from are left out.
+    """Return the lines of a `metrics.jsonl` with this prefix, by step. Of several lines of a step the last counts.
+    Where a run went back to an earlier step and trained on, the steps and validations that it went back from are left
+    out.
 
     A line that a crash has cut off is left out with a warning.
     """

@@ -14,7 +14,7 @@ GIB = 2**30
 class MachineMonitor:
     """Samples this node every `interval_s` seconds in a thread. Packages are imported when it is made.
 
-    `_rendezvous`: of the worker group that it may be part of; not used.
+    `_rendezvous`: rendezvous of the worker group that it may be part of; not used.
     """
 
     def __init__(self, _rendezvous: object, interval_s: float) -> None:
@@ -129,8 +129,9 @@ def peak_flops(gpu_name: str) -> float | None:
 def throughput(
     *, tokens: float, flops: float, total_s: float, train_s: float, devices: int, ranks: int, peak: float | None
 ) -> dict[str, float]:
-    """Return the throughput of a step under NeMo RL's names. `tokens`: that were trained on; `flops`: of the training
-    pass on all ranks; `devices`: of the run; `ranks`: of the policy; `peak`: FLOP/s of a device."""
+    """Return the throughput of a step under NeMo RL's names. `tokens`: number trained on; `flops`: FLOPs of the
+    training pass on all ranks; `devices`, `ranks`: number of the run's devices and of the policy's ranks; `peak`:
+    FLOP/s of a device."""
     rates = {"tokens_per_sec_per_gpu": tokens / total_s / devices}
     if train_s > 0 and flops:
         rates["policy_training_tokens_per_sec_per_gpu"] = tokens / train_s / ranks

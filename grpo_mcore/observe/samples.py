@@ -290,7 +290,7 @@ def read_samples(
 
 
 def read_token_texts(folder: Path) -> dict[int, str]:
-    """Return the text of each token id that a run has seen. `folder`: of its samples."""
+    """Return the text of each token id that a run has seen. `folder`: folder of its samples."""
     texts: dict[int, str] = {}
     path = folder / TOKENS_FILE
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():

@@ -54,7 +54,7 @@ class Timeline:
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Exclude the seconds inside from the step. `name`: what is done in them, such as a checkpoint."""
+        """Exclude the seconds inside from the step. `name`: the work in them, such as a checkpoint."""
         start, paused = self._clock(), self._paused
         try:
             yield

@@ -240,8 +240,9 @@ class Cluster(Protocol):
     ) -> Worker:
         """Start a worker constructed by `cls(*args)` and return at once: `ready()` waits for it.
 
-        `options`: of SpawnOptions. `colocate_with`: workers on whose node it runs, with their accelerators visible.
-        Raises NotEnoughResources if the whole cluster is too small, NodeLost if it is since a node of it is gone.
+        `options`: fields of SpawnOptions. `colocate_with`: workers on whose node it runs, with their accelerators
+        visible. Raises NotEnoughResources if the whole cluster is too small, NodeLost if it is since a node of it is
+        gone.
         """
         return self.start(name, cls, args, SpawnOptions(**options), colocate_with)
 
@@ -257,8 +258,8 @@ class Cluster(Protocol):
     ) -> Sequence[Worker]:
         """Start `name-0`, `name-1`, ... constructed by `cls(Rendezvous, *args_per_rank[rank])`, and return them by rank
         as soon as each has its place: on as few nodes as possible, or equally many on each of `nodes` nodes, with
-        consecutive ranks on a node. `options`: of SpawnOptions, for each rank. `colocate_with`: the workers on whose
-        node each rank runs; overrides `nodes`. `cls` may be a function."""
+        consecutive ranks on a node. `options`: fields of SpawnOptions, for each rank. `colocate_with`: the workers on
+        whose node each rank runs; overrides `nodes`. `cls` may be a function."""
         return self.start_group(name, cls, args_per_rank, SpawnOptions(**options), nodes, colocate_with)
 
     def start(

@@ -136,7 +136,8 @@ class ChatRecord:
         return sample_seed(self._seed, weight_version, key.hexdigest(), number)
 
     def note(self, fingerprint: str, spans: Spans, engine: int, messages: Sequence[Any] = ()) -> None:
-        """Remember a completion. `fingerprint`: of its prompt and answer together; `messages`: of its request."""
+        """Remember a completion. `fingerprint`: digest of its prompt and answer together; `messages`: the messages of
+        its request."""
         with self._lock:
             self._generated[fingerprint] = spans, engine, _told(messages)
             while len(self._generated) > MAX_REMEMBERED:

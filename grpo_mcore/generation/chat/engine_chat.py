@@ -41,8 +41,8 @@ class EngineChat:
         self._reader = AnswerReader(tokenizer, config)
 
     def answer(self, kind: str, body: Any, seed: int) -> Reply:
-        """Answer a request. `kind`: "complete" or "tokenize". `seed`: as ChatRecord.seed derives it, also from the
-        body's own."""
+        """Answer a request. `kind`: "complete" or "tokenize". `seed`: the seed that ChatRecord.seed derives, also from
+        the body's."""
         try:
             request = ChatRequest.read(body, self._config)
             sampling = request.sampling(self._config) if kind == "complete" else None

@@ -25,7 +25,8 @@ _LONGEST_VALUE = 10_000
 
 
 class ChatPrompts:
-    """Builds prompts for one tokenizer. `vocab_size`: of the model, which may have more tokens than the tokenizer."""
+    """Builds prompts for one tokenizer. `vocab_size`: number of the model's tokens, which may exceed the
+    tokenizer's."""
 
     def __init__(self, tokenizer: Any, config: ChatConfig, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size

@@ -36,8 +36,8 @@ RATE_WIDTH = 6
 @dataclass(frozen=True)
 class StepRow:
     """One step as a person sees it; None is shown as "-". `length`: mean tokens generated a sample.
-    `computed_tokens`: share of the samples' tokens that is computed; below 1 where they share prefixes. `seconds`: by
-    phase, with "total", as Timeline gives them. `notes`: lines under it."""
+    `computed_tokens`: share of the samples' tokens that is computed; below 1 where they share prefixes. `seconds`:
+    Timeline's seconds by phase, with "total". `notes`: lines under it."""
 
     step: int
     max_steps: int | None = None

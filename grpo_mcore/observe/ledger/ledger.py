@@ -47,8 +47,8 @@ class Ledger:
     def __init__(
         self, path: Path, *, step: int, kept: int, max_age: int, last: str | None = None, clock: Clock = REAL
     ) -> None:
-        """`kept`, `last`: what `sync` and `last_digest` gave when the checkpoint that this run goes on from was saved;
-        0 and None for a new run. A file that is another run's is set aside."""
+        """`kept`, `last`: results of `sync` and `last_digest` at the time when the checkpoint that this run goes on
+        from was saved; 0 and None for a new run. A file that is another run's is set aside."""
         self.path = path
         self.follow: Callable[[dict[str, Any]], Iterable[dict[str, Any]]] | None = None
         """Gets each entry; returns those that are written in its place."""

@@ -81,7 +81,7 @@ def valid_flags(entries: Sequence[Mapping[str, Any]]) -> list[bool]:
 
 @dataclass
 class _Books:
-    """`fates`: by uid, what has become of it and at which step. `passed_over`: those that others overtook while they
+    """`fates`: state of each prompt and the step of it, by uid. `passed_over`: those that others overtook while they
     were returned."""
 
     fates: dict[str, tuple[str, int]] = field(default_factory=dict)

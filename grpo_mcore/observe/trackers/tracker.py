@@ -52,7 +52,8 @@ class Tracker(Generic[B]):
         return self._made - self._taken
 
     def call(self, purpose: str, run: Callable[[B], None]) -> None:
-        """Queue a call. Returns at once and raises nothing. `purpose`: for messages, such as "step 5"."""
+        """Queue a call. Returns at once and raises nothing. `purpose`: name of the call in messages, such as "step
+        5"."""
         self._made += 1
         try:
             self._calls.put_nowait((purpose, run))
