@@ -239,8 +239,8 @@ class _Call:
         waited = self.cluster.clock.now() - self.since
         if not self.ready and waited > self.timeout_s + GIVEN_UP_S:
             text = (
-                f"{self.whom} owed the answer to {self.what} for {waited:.0f} s, of which the driver promises to wait "
-                f"{self.timeout_s:.0f}"
+                f"{self.whom} owed the answer to {self.what} for {waited:.0f} s, of which the driver promises to "
+                f"wait {self.timeout_s:.0f}"
             )
             self.cluster.overdue.append((waited - self.timeout_s, text))
         self.ready = True

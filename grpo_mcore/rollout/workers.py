@@ -29,8 +29,8 @@ class DeadlineExceeded(TimeoutError):
 
 
 class WorkerFailed(RuntimeError):
-    """A worker raised or died. `what`: the method, or the name that the caller gave the call; `cause`: the exception's
-    type and message; `detail`: its traceback and the end of the worker's log. `__cause__` is the exception itself if it
+    """A worker raised or died. `what`: the method, or the name that the caller gave the call; `cause`: type and message
+    of the exception; `detail`: its traceback and the end of the worker's log. `__cause__` is the exception itself if it
     could be pickled.
     """
 
@@ -185,7 +185,7 @@ def remote_call(worker: Any, method: Callable[Concatenate[Any, P], Any], **how: 
     """Return a function that starts `method`, of the worker's class, there: `remote_call(worker, Engine.prepare)(3)`.
 
     It takes the method's arguments, by position. `worker`: a Worker, or what stands in front of one. `how`: timeout_s
-    and what, see `Worker.call`."""
+    and `what`, see `Worker.call`."""
     return partial(worker.call, method.__name__, **how)
 
 
