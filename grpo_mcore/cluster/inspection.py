@@ -23,10 +23,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import psutil
 
 from grpo_mcore.rollout.workers import Place
@@ -195,7 +195,7 @@ def driver_key(log_dir: Path) -> str:
 def report_here() -> str:
     """Return the ProcessReport of this process, as JSON."""
     collectives, sends = _collectives()
-    return json.dumps(asdict(ProcessReport(own_frames(current_frames()), collectives, sends)))
+    return msgspec.json.encode(ProcessReport(own_frames(current_frames()), collectives, sends)).decode()
 
 
 def current_frames() -> str:
@@ -249,7 +249,8 @@ def reports_here(places: Mapping[str, Place]) -> dict[str, ProcessReport]:
     running = {name: place for name, place in places.items() if not reports[name].state}
     with ThreadPoolExecutor(64) as pool:
         answers = pool.map(lambda place: ask(worker_key(place.log, place.pid)), running.values())
-        reports |= {name: _read(answer) for name, answer in zip(running, answers, strict=True) if answer is not None}
+        answered = {name: answer for name, answer in zip(running, answers, strict=True) if answer is not None}
+    reports |= {name: msgspec.json.decode(answer, type=ProcessReport) for name, answer in answered.items()}
     silent = {name: place for name, place in running.items() if reports[name] == ProcessReport()}
     return reports | {name: ProcessReport(frames) for name, frames in frames_here(silent).items()}
 
@@ -270,12 +271,6 @@ def frames_here(places: Mapping[str, Place]) -> dict[str, str]:
         if before == dumps and all(dumps.values()):
             break
     return {name: own_frames(dump) for name, dump in dumps.items()}
-
-
-def _read(answer: str) -> ProcessReport:
-    values: dict[str, Any] = json.loads(answer)
-    entered = tuple(Collective(**last | {"ranks": tuple(last["ranks"])}) for last in values["collectives"])
-    return ProcessReport(values["frames"], entered, values["sends"])
 
 
 def is_worker(place: Place) -> bool:
