@@ -62,22 +62,10 @@ class UnfailingStream:
             pass
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.EIO, errno.EBADF):
-                self._replace_by_null()
-
-    def _replace_by_null(self) -> None:
-        with suppress(OSError, ValueError):  # a stream without a file, or a closed one
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
-
-    def discard(self) -> None:
-        """Give up what could not be written so far: Python would end the process with exit code 120 because of it."""
-        try:
-            self._stream.flush()
-        except ValueError:  # it is closed
-            pass
-        except OSError:
-            self._replace_by_null()
+                with suppress(OSError, ValueError):  # a stream without a file
+                    null = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, self._stream.fileno())
+                    os.close(null)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -117,15 +105,13 @@ class Writer(threading.Thread):
 def unfailing_console() -> Iterator[None]:
     """Replace standard output and error by streams that neither fail nor block, inside the block."""
     before, writer = (sys.stdout, sys.stderr), Writer()
-    replaced = UnfailingStream(sys.stdout, writer), UnfailingStream(sys.stderr, writer)
-    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", replaced)
+    streams = UnfailingStream(sys.stdout, writer), UnfailingStream(sys.stderr, writer)
+    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", streams)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
         writer.close()
-        for stream in replaced:
-            stream.discard()
 
 
 def _has_file(stream: Any) -> bool:
