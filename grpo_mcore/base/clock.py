@@ -25,10 +25,11 @@ class Clock(Protocol):
     def sleep(self, seconds: float) -> None: ...
 
     def thread(self, name: str) -> Executor:
-        """Return an executor with one thread. Under a virtual clock, which no thread can follow, it works at once."""
+        """Return an executor with one thread. Under a virtual clock, which no thread can follow, it runs each task at
+        once."""
 
     def beat(self, seconds: float, action: Callable[[], object], name: str) -> Callable[[], None]:
-        """Call `action` every so many seconds in a thread, until the returned function is called. Under a virtual clock
+        """Call `action` every `seconds` in a thread, until the returned function is called. Under a virtual clock
         nothing is done: no other process sees its time."""
 
 

@@ -24,9 +24,9 @@ FORMATS: dict[Kind, int] = {"checkpoint": 1, "ledger": 2, "recipe": 1, "samples"
 reads."""
 
 THREADS = 8
-"""Files that are read at a time."""
+"""Maximum number of files that are read at the same time."""
 SMALL_BYTES = 1 << 20
-"""A file that holds less is read at once. Files that hold less together are read one after the other: threads would
+"""Below this size a file is read in one piece, and files of this size together are read without threads, which would
 take longer to start."""
 
 READ_AGAIN_S = (1.0, 5.0)
@@ -84,7 +84,7 @@ def collect_digests(folder: Path) -> dict[str, Digest]:
 
 
 def parse_digests(text: str | bytes) -> dict[str, Digest]:
-    """Return the content of DIGESTS, by path inside the folder. Raises ValueError that says what is wrong with it."""
+    """Return the content of DIGESTS, by path inside the folder. Raises ValueError with its fault."""
     try:
         files = json.loads(text)["files"]
         return {name: (int(saved["bytes"]), str(saved["sha256"])) for name, saved in files.items()}
@@ -112,7 +112,7 @@ def first_changed(folder: Path, digests: Mapping[str, Digest]) -> str | None:
 
 def try_to_read(look: Callable[[], str | None]) -> str | None:
     """Return what `look` says is wrong with files. A disk that fails (EIO, ESTALE of a network file system) gets two
-    more attempts, as it may be away for a moment only; then that is said, with UNREADABLE."""
+    more attempts, as it may be away for a moment only; then the text begins with UNREADABLE."""
     for wait_s in READ_AGAIN_S:
         with suppress(OSError):
             return look()

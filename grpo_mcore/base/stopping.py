@@ -21,7 +21,7 @@ class StopNow(Exception):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came before the run had anything to save that is not saved."""
+    """SIGTERM or SIGHUP came before the run had trained anything."""
 
     exit_code = 128 + signal.SIGTERM
 

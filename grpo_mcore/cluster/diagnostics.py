@@ -32,7 +32,7 @@ def log_tail(log: str) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a worker's log: of a progress bar, its newest state. Empty where there is none."""
+    """Return the last line of a worker's log, and the newest state of a progress bar; empty where there is none."""
     try:
         text = read_from(log, max(0, log.stat().st_size - 4096))
     except OSError:
@@ -55,7 +55,8 @@ def stacks(name: str, place: Place) -> str:
 
 @dataclass(frozen=True)
 class Wait:
-    """A call without an answer. `seconds`: since it was made, or since its last item; `late`: past its deadline."""
+    """A call without an answer. `seconds`: time since the call, or since its last item; `late`: whether its deadline
+    has passed."""
 
     whom: str
     what: str

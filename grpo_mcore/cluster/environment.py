@@ -28,11 +28,12 @@ ALLOWED = (
     # Ray's own, and those that an OrphanReaper sets
     *("RAY_*", MARKER, SOCKETS),
 )
-"""Names and patterns. Others are named in the recipe (`cluster.env_vars`) or given with the worker."""
+"""Names and patterns of allowed variables. A recipe (`cluster.env_vars`) and the code that spawns a worker may add
+others."""
 
 SECRETS = ("*TOKEN", "*_API_KEY", "*_KEY_ID", "*SECRET*", "*PASSWORD*", "*CREDENTIAL*")
-"""Patterns of secrets, which no pattern of ALLOWED lets through, such as VLLM_API_KEY. Only a name given by the recipe
-does, and Ray's own token, without which its processes could not talk."""
+"""Patterns of secrets, which no pattern of ALLOWED lets through, such as VLLM_API_KEY. Only a name in the recipe lets a
+secret through, and Ray's own token, which its processes need to talk."""
 
 
 RAYS_OWN = "r"

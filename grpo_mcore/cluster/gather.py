@@ -35,8 +35,8 @@ class BackgroundWork(Protocol):
         """Return the futures and streams that it waits for at this moment."""
 
     def take(self, ready: Sequence[Any]) -> None:
-        """Process those of these that have an answer, an item, an end or an error; may start further calls. Does
-        nothing with one that it has stopped waiting for since."""
+        """Process these futures and streams, each of which has an answer, an item, an end or an error. May start
+        further calls, and ignores those that it no longer waits for."""
 
 
 def call_all(

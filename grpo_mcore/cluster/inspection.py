@@ -83,9 +83,10 @@ class ProcessReport:
 def odd_ones(reports: Mapping[str, ProcessReport]) -> list[str]:
     """Return the processes that others wait for and that wait for nobody; empty where the reports do not tell.
 
-    First those that do not run. Then, by the numbers of their collectives: a rank that waits in a group waits for those
-    of the group who have entered fewer. At last, by their stacks: of a kind of worker, those that are in no collective
-    while others of the kind are. Processes without a report are neither accused nor excused.
+    Processes that do not run come first. Otherwise the numbers of collectives decide: a rank that waits in a group
+    waits for the ranks of the group that have entered fewer. Without numbers the stacks decide: of each kind of worker,
+    those that are in no collective while others of the kind are. Processes without a report are neither accused nor
+    excused.
     """
     if idle := [name for name, report in reports.items() if report.state]:
         return idle
@@ -223,7 +224,7 @@ def own_frames(dump: str) -> str:
 
 def workers_here(log_dir: Path) -> dict[str, Place]:
     """Return the workers of a run that are on this machine, by name: the processes that print to the logs of `log_dir`.
-    For when the driver does not answer."""
+    Used when the driver does not answer."""
     places: dict[str, Place] = {}
     for process in psutil.process_iter():
         try:
@@ -257,8 +258,8 @@ def reports_here(places: Mapping[str, Place]) -> dict[str, ProcessReport]:
 
 def frames_here(places: Mapping[str, Place]) -> dict[str, str]:
     """Return the stacks of workers of this machine, which they write to their logs on SIGUSR1, all at the same time.
-    Workers that have ended or are stopped are left out: to one that goes on and answers meanwhile the signal is deadly,
-    since its handler reads the frames of threads that run."""
+    Workers that have ended or are stopped are left out: the signal would end a stopped worker that goes on and answers
+    meanwhile, since its handler reads the frames of running threads."""
     sizes: dict[str, int] = {}
     for name, place in places.items():
         if not why_not_running(place):

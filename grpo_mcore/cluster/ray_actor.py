@@ -39,10 +39,10 @@ that were sent with it, entry of the list that it is; None for all of it)."""
 
 INLINE_BYTES = 64 * 1024
 """Contents of parcels of at most this size together travel with their labels; Ray keeps objects of up to 100 KiB with
-their owner anyway. Each object of a stream costs the driver a third of a millisecond."""
+their owner anyway, and each object of a stream costs the driver time."""
 
 BEHIND = b"behind"
-"""Stands for an item whose contents are one object, which comes next, and whose labels come after them."""
+"""Announces an item whose contents are the next object of the stream and whose labels are the one after it."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Sent:
 
 def sent(item: Any) -> Iterator[Any]:
     """Yield the objects as which an item of a stream is sent: what it holds, with small contents; or `BEHIND`, large
-    contents and then what else it holds. Labels that arrive prove that the contents were sent; the other way round the
-    contents could be the worker's death."""
+    contents and then what else it holds. Contents come before labels, so that labels that arrive prove that the
+    contents were sent."""
     import ray
 
     together = isinstance(item, list)
@@ -207,8 +207,8 @@ class WorkerActor:
             self._built.set()
 
     def call(self, request: Asked, *wholes: Any) -> Any:
-        """Call a method. `wholes`: the objects that it needs. What is asked is one argument, as each argument costs the
-        caller time."""
+        """Call a method. `wholes`: the objects that it needs. The request is one argument, since each argument costs
+        the caller time."""
         target = self._wait_for_target()
         method, args, references = request
         for position, (number, index) in references.items():

@@ -37,7 +37,7 @@ from grpo_mcore.cluster.ray_worker import RayFuture, RayStore, RayStream, RayWor
 from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, ObjectStore, Place, SpawnOptions, T, Worker
 
 CLOSE_S = 3.0
-"""Seconds that workers get for their `shutdown` before they are killed. One that is in a call does not answer."""
+"""Seconds that workers get for their `shutdown` before they are killed; a worker that is in a call does not answer."""
 
 WATCH_S = 0.2
 """Seconds between two calls of `watch` in a wait. An exception that a signal's handler raises inside of Ray's own wait
@@ -47,12 +47,12 @@ ASK_S = 30.0
 """Seconds that the other nodes get to say what their workers are doing."""
 
 GATHER_S = 0.01
-"""Seconds between two returns of a wait that is not patient, where something comes all the time. What comes meanwhile
-comes together: taken one by one, each event wakes the driver and costs it three times as much processor time."""
+"""Seconds between two returns of a wait that is not patient, where something comes all the time. Events of that time
+are taken together; taken one by one, each would wake the driver."""
 
 INSPECT_AT, INSPECT_S = 0.1, 30.0
-"""An inspection is made and kept when a call has taken this share of its deadline, at least INSPECT_S seconds; another
-one follows each time as much has passed again."""
+"""An inspection is made and kept when a call has taken the share INSPECT_AT of its deadline, and at least INSPECT_S
+seconds, and again each time as much has passed."""
 
 KEPT = 10
 """Number of inspections that are kept; a later one replaces the oldest."""
@@ -227,7 +227,8 @@ class RayCluster(Cluster):
                 session.close()
 
     def _start_actor(self, name: str, options: SpawnOptions, visible: Mapping[str, str], strategy: Any) -> RayWorker:
-        """`visible`: variables that name the accelerators of its neighbours; `strategy`: Ray's, of its place."""
+        """`visible`: variables that name the accelerators of its neighbours; `strategy`: Ray's scheduling strategy for
+        its place."""
         if name in self._workers:
             raise ValueError(f"there is a worker called {name} already")
         # Ray writes a runtime environment to its logs, but not an actor's arguments, which may have secrets.
@@ -351,8 +352,8 @@ def _colocated(name: str, workers: Sequence[Worker]) -> tuple[Any, dict[str, str
 
 @contextmanager
 def _abandoned_calls_fail_silently() -> Iterator[None]:
-    """Keep Ray from printing the errors of calls that nobody waits for any more, inside the block: their workers are
-    being ended, and whoever ends them says why."""
+    """Keep Ray, inside the block, from printing the errors of calls that nobody waits for any more, since their workers
+    are being ended on purpose."""
     before = os.environ.get(IGNORE_UNHANDLED)
     os.environ[IGNORE_UNHANDLED] = "1"
     try:

@@ -91,7 +91,8 @@ def start_command(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def run_node(command: Sequence[str], folder: Path, *, again: bool = False) -> int:
     """Run `command` until it ends or a signal comes, then end everything it has started and remove `folder`. Return 0
-    after a signal, else its exit code, or 1 for 0. again: START_AGAIN is not the node's end."""
+    after a signal, else its exit code, or 1 for 0. `again`: exit code START_AGAIN leads to another start, so the node's
+    end is not printed."""
     signals: list[int] = []
     reaper = OrphanReaper(folder)
     with only_allowed(added=reaper.variables), private_files():  # secrets stay with the driver

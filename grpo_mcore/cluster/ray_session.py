@@ -51,11 +51,11 @@ TOKEN_PATH, TOKEN = "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 SETTINGS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0"}
 """Variables for a Ray that is started here; the environment's values win. Ray's memory monitor is off, as in the job
 scripts of Slurm and Kubernetes: at 95 % of the machine's memory it would kill a worker, mostly one that holds a model.
-Ray starts no workers in advance: one for each core, of which no run takes any, since its workers have an environment of
-their own."""
+Ray starts no workers in advance: it would start one for each core, and a run uses none of them, since its workers have
+environments of their own."""
 
 SHORTEST_SECRET = 6
-"""Characters. A shorter value is not looked for in logs: it would be found everywhere."""
+"""Minimum number of characters of a value that is hidden in logs: a shorter one would be found everywhere."""
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +140,8 @@ class RaySession:
         return ray.util.get_node_ip_address()
 
     def close(self) -> None:
-        """Disconnect, and end a Ray that was started here with everything that runs in it. What cannot be ended, such
-        as a process that the kernel still frees the memory of, is said: what the run has done stands."""
+        """Disconnect, and end a Ray that was started here with everything that runs in it. Processes that cannot be
+        ended, since the kernel still frees their memory, are logged and end no run."""
         if self._watch is not None:
             self._watch.end()
         if not self.started_here:
@@ -182,7 +182,8 @@ class NodeWatch(threading.Thread):
     and no signal or exception reaches it there. When the process is gone, every such call fails, and Ray ends the
     driver, which `supervise` starts again. A launcher's node ends with it, so that a job is queued again without it.
 
-    `lives`: asks the head whether this node is alive; `node`: the node's id, which its process has among its words.
+    `lives`: asks the head whether this node is alive; `node`: the node's id, which is on the command line of its
+    process.
     """
 
     def __init__(self, lives: Callable[[], bool], node: str, period_s: float = WATCH_NODE_S) -> None:
@@ -206,7 +207,7 @@ class NodeWatch(threading.Thread):
 
     @classmethod
     def of_child(cls) -> NodeWatch:
-        """Watch the node process that this one, a launcher's, starts: once it is there and its head knows it."""
+        """Watch the node process that this process, a launcher's, starts, from the time on when its head knows it."""
         while not (words := _words_of_node_process()):
             time.sleep(WATCH_NODE_S)
         watch = cls.of(words["node_id"], words["gcs-address"])
@@ -265,7 +266,8 @@ def join_late_node(deadline: float, timeout_s: float) -> bool:
 
 
 def _words_of_node_process() -> dict[str, str]:
-    """Return the options of the node process that this one has started; nothing as long as there is none."""
+    """Return the command line options of the node process that this process has started; none as long as there is no
+    such process."""
     for child in psutil.Process().children():
         with suppress(psutil.Error):
             if child.name() == "raylet":
@@ -285,7 +287,8 @@ def last_failure(logs: Path) -> str:
 
 def start_node(words: Sequence[str], timeout_s: float) -> None:
     """Run `ray start` with these words in this process, and watch the node that it starts. A node process that is only
-    late is waited for. Return, having said so, if it ended while it started; otherwise this process ends."""
+    late is waited for. If the node process ended while it started, print that and return; otherwise this process
+    ends."""
     from ray.scripts.scripts import cli
 
     threading.Thread(target=NodeWatch.of_child, name="node watch", daemon=True).start()

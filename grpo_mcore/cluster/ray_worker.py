@@ -300,7 +300,7 @@ class RayWorker:
         return [wait for call in calls if (wait := call.wait()) is not None]
 
     def known_place(self) -> Place | None:
-        """Return its place if the process is up, without waiting."""
+        """Return the worker's place without waiting; None if its process is not up."""
         if self._known_place is None:
             ready, _ = ray.wait([self._place.handle], timeout=0)
             try:

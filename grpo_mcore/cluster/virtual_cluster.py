@@ -40,9 +40,9 @@ from grpo_mcore.rollout.workers import (
 )
 
 LATE_S = 1e-6
-"""Seconds by which a wait overruns its deadline, as any does: what is left of it is then 0, and not a rounding."""
+"""Seconds by which a wait overruns its deadline, so that the time left is then exactly 0 and not a rounding error."""
 CIRCLES, CIRCLE_S = 200_000, 1.0
-"""More waits of the driver in so many virtual seconds mean that it makes no progress."""
+"""More than CIRCLES waits of the driver within CIRCLE_S virtual seconds mean that it makes no progress."""
 GIVEN_UP_S = 90.0
 """Virtual seconds after its deadline in which a call must be over: its worker was asked for its health, which has a
 deadline of its own, and replaced, or the run is lost. 15 of them are the driver's: it trained, and began a refit,
@@ -75,7 +75,7 @@ class VirtualClock:
         self._circles, self._circled_at = 0, 0.0  # waits since then
         self._timer = timer
         self.spent = 0.0
-        """Seconds that the events have taken, by the timer: what is left of a process's time is the driver's."""
+        """Seconds that the events have taken, by the timer; the rest of the process's time is the driver's."""
 
     def now(self) -> float:
         return self._now
@@ -448,7 +448,7 @@ class VirtualWorker:
 
 
 class _Task:
-    """A coroutine of a worker under way."""
+    """A worker's coroutine that has begun."""
 
     def __init__(self, worker: VirtualWorker, coroutine: Any, over: Callable[[Any, Exception | None], None]) -> None:
         self.worker, self._coroutine, self._over = worker, coroutine, over
@@ -459,7 +459,8 @@ class _Task:
         self._coroutine.close()
 
     def go_on(self, value: Any) -> None:
-        """Run it up to its next wait. One whose worker has ended does nothing more, one of a hung worker waits."""
+        """Run the coroutine up to its next wait. Do nothing if its worker has ended, and hold the step back if its
+        worker hangs."""
         worker = self.worker
         if self not in worker._tasks:
             return

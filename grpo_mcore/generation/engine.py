@@ -273,8 +273,8 @@ class Engine:
         return True
 
     def _forget(self, stream: _OpenStream, only: Collection[str] | None = None) -> None:
-        """Abort those of these requests of a stream that are unfinished, and forget them all. None: all of a stream
-        that has ended."""
+        """Abort the unfinished ones of a stream's requests `only`, and forget all of `only`; None: all requests of a
+        stream that has ended."""
         with self._lock.call():
             keys = list(stream.requests if only is None else only)
             unfinished = self._steps.give_up(keys)
@@ -436,7 +436,8 @@ class Engine:
     def _forget_cache(self, recompute_kv: bool) -> None:
         """Clear the prefix cache: keys and values of the old weights must not serve new prompts.
 
-        vLLM clears nothing while requests hold blocks. The new number keeps later requests off what then stays.
+        vLLM clears nothing while requests hold blocks. The new number of the cache keeps later requests from using what
+        stays in it.
         """
         self._cache_number += 1
         in_flight = self._llm_engine.get_num_unfinished_requests()

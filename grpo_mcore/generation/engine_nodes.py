@@ -23,7 +23,7 @@ JOIN_TIMEOUT_S = 600.0
 """Longest wait for all nodes of an engine, whose processes start at the same time."""
 RETRY_S = 0.1
 KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-"""A machine that vanishes silently is noticed after half a minute."""
+"""TCP options by which a host that vanishes silently is noticed after half a minute."""
 
 
 class Lifeline:

@@ -68,9 +68,9 @@ def unlink_shared_segments(worker: Any) -> None:
 
 
 def unlink_answer_queue(worker: Any) -> None:
-    """Remove the name of the segment in which this rank answers its engine, 240 MB, which both have mapped. vLLM
-    removes it at the rank's end, which a rank that is killed does not reach. In vLLM only the object that runs the
-    rank's calls, this one too, has the queue."""
+    """Remove the name of the shared memory in which this rank answers its engine; both have it mapped. vLLM removes the
+    name at the rank's end, which a killed rank does not reach. Only the object of vLLM that runs the rank's calls, such
+    as this one, has the queue: it is found on the stack."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         unlink_queue(getattr(frame.f_locals.get("self"), "worker_response_mq", None))

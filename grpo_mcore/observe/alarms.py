@@ -1,4 +1,4 @@
-"""Alarms of a running training: what may spoil it, said while it goes on. The page of `report` has more, afterwards."""
+"""Alarms of a running training: signs in a step's metrics that something spoils it. The page of `report` has more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STALE = 1.5
 """Largest such mean over tokens of older weights that raises no alarm: training moves the policy away from them."""
 
 AGAIN = 5
-"""Steps in a row after which what may happen once raises an alarm."""
+"""Steps in a row after which a sign that is harmless in a single step raises an alarm."""
 
 FAILED = 0.1
 """Largest share of a step's samples without a reward that raises no alarm."""
@@ -106,7 +106,8 @@ ALARMS: dict[str, tuple[Callable[[Mapping[str, float]], str | None], int]] = {
     "policy_stands_still": (_policy_stands_still, AGAIN),
     "failed_samples": (_failed_samples, 1),
 }
-"""Kind of alarm: (what a step's metrics say of it, None if nothing; steps in a row after which it is raised)."""
+"""Kind of alarm: (function that returns its text for a step's metrics, None without a sign; steps in a row after which
+it is raised)."""
 
 
 class StepAlarms:

@@ -147,7 +147,7 @@ class Logger:
             self._webhook.call(f"the alarm of step {alarm.step}", lambda url: post_alarm(url, run, alarm))
 
     def put_summary_back(self) -> None:
-        """Let the summary be that of the run before, as this one has ended without a step. Raises OSError."""
+        """Restore the summary of the earlier run, since this one has ended without a step. Raises OSError."""
         if self._summary is not None:
             (self.log_dir / "summary.json").write_bytes(self._summary)
 

@@ -81,8 +81,8 @@ def valid_flags(entries: Sequence[Mapping[str, Any]]) -> list[bool]:
 
 @dataclass
 class _Books:
-    """`fates`: state of each prompt and the step of it, by uid. `passed_over`: those that others overtook while they
-    were returned."""
+    """`fates`: state of each prompt and the step of it, by uid. `passed_over`: prompts that others overtook while they
+    were returned to the data."""
 
     fates: dict[str, tuple[str, int]] = field(default_factory=dict)
     returned: set[str] = field(default_factory=set)
