@@ -79,9 +79,9 @@ class InstantEngine:
         self.name = name
 
     def stream(
-        self, method: str, requests: Sequence[GenerationRequest], sampling: Sampling, name: str, what: str
+        self, method: str, requests: Sequence[GenerationRequest], sampling: Sampling, name: str, purpose: str
     ) -> Stream:
-        stream = Stream(self.name, what, 0)
+        stream = Stream(self.name, purpose, 0)
         for request in requests:
             sample = TrajectoryRef(request.uid, request.generation_index, 9, 3, 8, 1, False, "stop", None, 1)
             stream.parcels.append(Parcel(sample, 1))
@@ -97,7 +97,7 @@ class InstantEnvironment:
     def together(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def call(self, method: str, metadata: Any, *turns: int, timeout_s: float, what: str) -> Answer:
+    def call(self, method: str, metadata: Any, *turns: int, timeout_s: float, purpose: str) -> Answer:
         answer = self.world.answer_of(turns)
         answer.is_ready = True
         return answer
@@ -111,7 +111,7 @@ class InstantWorld(World):
     def environment(self) -> Any:
         return InstantEnvironment(self)
 
-    def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
+    def ready(self, things: Any, timeout_s: float, purpose: str, watch: Any = None, *, patient: bool = False) -> Any:
         return things
 
 

@@ -78,7 +78,7 @@ def us_a_call(cluster: RayCluster, worker: Worker, calls: int, rounds: int, *, t
     for _ in range(rounds):
         with worker.together() if together else nullcontext():
             pending = [remote_call(worker, Environment.advance)([{}], number) for number in range(calls)]
-        gather(cluster, pending, timeout_s=60.0, what="the calls")
+        gather(cluster, pending, timeout_s=60.0, purpose="the calls")
     seconds = {"driver": time.process_time() - began, "worker": theirs().result() - before}
     return {name: round(value / calls / rounds * 1e6, 1) for name, value in seconds.items()}
 

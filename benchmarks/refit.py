@@ -61,10 +61,12 @@ class Remote:
         os.environ.update(before)
         self._sent, self._answers = 0, {}
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Any:
         self._sent += 1
         self._pipe.send((self._sent, method, args))
-        return SimpleNamespace(result=lambda number=self._sent: self._result(number, what or method, timeout_s or 600))
+        return SimpleNamespace(
+            result=lambda number=self._sent: self._result(number, purpose or method, timeout_s or 600)
+        )
 
     def _result(self, number: int, what: str, timeout_s: float) -> Any:
         while number not in self._answers:

@@ -69,7 +69,7 @@ FIXED = ["math_1_turn", "tool_4_turns_1s", "swe_12_turns_5s"]
 
 class Answer:
     def __init__(self, whom: str, result: Any) -> None:
-        self.whom, self.what, self.value, self.is_ready = whom, "an answer", result, False
+        self.whom, self.purpose, self.value, self.is_ready = whom, "an answer", result, False
 
     def result(self) -> Any:
         return self.value
@@ -107,13 +107,13 @@ class Engine:
         self.busy = False
 
     def stream(
-        self, method: str, requests: Sequence[GenerationRequest], sampling: Sampling, name: str, what: str
+        self, method: str, requests: Sequence[GenerationRequest], sampling: Sampling, name: str, purpose: str
     ) -> Stream:
-        stream = self.streams[name] = Stream(self.name, what, 0)
+        stream = self.streams[name] = Stream(self.name, purpose, 0)
         self.add(stream, requests)
         return stream
 
-    def call(self, method: str, *args: Any, what: str) -> Answer:
+    def call(self, method: str, *args: Any, purpose: str) -> Answer:
         answer = Answer(self.name, getattr(self, method)(*args))
         answer.is_ready = True
         self.world.came.append(answer)
@@ -177,7 +177,7 @@ class Environment:
     def together(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def call(self, method: str, metadata: Any, *turns: int, timeout_s: float, what: str) -> Answer:
+    def call(self, method: str, metadata: Any, *turns: int, timeout_s: float, purpose: str) -> Answer:
         answer = self.world.answer_of(turns)
         self.world.at(max(self.world.answers_in() for _ in turns), lambda: self.answered(answer))
         return answer
@@ -242,7 +242,7 @@ class World(LocalCluster):
     def at(self, delay: float, event: Any) -> None:
         heapq.heappush(self.events, (self.now + delay, next(self.numbers), event))
 
-    def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
+    def ready(self, things: Any, timeout_s: float, purpose: str, watch: Any = None, *, patient: bool = False) -> Any:
         while not (came := list(dict.fromkeys(thing for thing in self.came if thing.is_ready))):
             self.now, _, event = heapq.heappop(self.events)
             event()

@@ -50,15 +50,15 @@ def calls_run_in_order_on_one_object(cluster: Cluster, name: str) -> None:
     assert worker.ready().result() is None
     answers = [remote_call(worker, Abacus.add)(value) for value in (1, 2, 3)]
     assert [answer.result() for answer in answers] == [11, 13, 16]
-    assert answers[0].whom == name and answers[0].what == "add" and worker.place().node
+    assert answers[0].whom == name and answers[0].purpose == "add" and worker.place().node
 
 
 def calls_made_together_are_answered_one_by_one(cluster: Cluster, name: str) -> None:
     worker = cluster.spawn(name, Abacus, 10, cpus=0.01, concurrency=2)
     with worker.together():
         answers = [remote_call(worker, Abacus.length)([0] * size) for size in (1, 2)]
-        failed = remote_call(worker, Abacus.fail, what="counting")()
-    assert [answer.result() for answer in answers] == [1, 2] and answers[0].what == "length"
+        failed = remote_call(worker, Abacus.fail, purpose="counting")()
+    assert [answer.result() for answer in answers] == [1, 2] and answers[0].purpose == "length"
     with pytest.raises(WorkerFailed, match=f"{name}: counting failed: ValueError: beads are gone") as caught:
         failed.result()
     assert isinstance(caught.value.__cause__, ValueError) and cluster.ready([failed], 9, "it") == [failed]
@@ -66,7 +66,7 @@ def calls_made_together_are_answered_one_by_one(cluster: Cluster, name: str) -> 
 
 def an_error_waits_for_result_and_has_its_cause(cluster: Cluster, name: str) -> None:
     worker = _abacus(cluster, name)
-    answer = remote_call(worker, Abacus.fail, what="counting")()
+    answer = remote_call(worker, Abacus.fail, purpose="counting")()
     with pytest.raises(WorkerFailed, match=f"{name}: counting failed: ValueError: beads are gone") as caught:
         answer.result()
     assert isinstance(caught.value.__cause__, ValueError) and remote_call(worker, Abacus.add)(1).result() == 1
@@ -113,7 +113,7 @@ def answers_are_gathered_by_worker(cluster: Cluster, name: str) -> None:
     assert call_all(cluster, workers, Abacus.add)(10) == [10, 11, 12]
     failing = [remote_call(workers[0], Abacus.add)(0), remote_call(workers[1], Abacus.fail)()]
     with pytest.raises(WorkerFailed, match="beads are gone"):
-        gather(cluster, failing, timeout_s=60.0, what="counting")
+        gather(cluster, failing, timeout_s=60.0, purpose="counting")
 
 
 def a_stopped_worker_frees_its_name(cluster: Cluster, name: str) -> None:

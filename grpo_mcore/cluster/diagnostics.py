@@ -59,7 +59,7 @@ class Wait:
     has passed."""
 
     whom: str
-    what: str
+    purpose: str
     seconds: float
     late: bool
 
@@ -75,11 +75,11 @@ def wait_graph(waits: Sequence[Wait], reports: Mapping[str, ProcessReport], name
     lines = ["who waits for whom:"]
     calls: dict[tuple[str, bool], list[Wait]] = {}
     for wait in sorted(waits, key=lambda wait: (not wait.late, -wait.seconds)):
-        calls.setdefault((wait.what, wait.late), []).append(wait)
-    for (what, late), alike in calls.items():
+        calls.setdefault((wait.purpose, wait.late), []).append(wait)
+    for (purpose, late), alike in calls.items():
         overdue = ", past its deadline" if late else ""
         whom, longest = listed([wait.whom for wait in alike]), alike[0].seconds
-        lines.append(f"  the driver waits for {whom}: {what}, for {longest:.0f} s{overdue}")
+        lines.append(f"  the driver waits for {whom}: {purpose}, for {longest:.0f} s{overdue}")
     with_stacks = names is not None
     names = names if names is not None else list(dict.fromkeys(wait.whom for wait in waits))
     odd = odd_ones({name: reports[name] for name in names if name in reports})

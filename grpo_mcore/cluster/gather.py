@@ -45,17 +45,17 @@ def call_all(
     method: Callable[Concatenate[Any, P], R],
     *,
     timeout_s: float | None = None,
-    what: str | None = None,
+    purpose: str | None = None,
     grace_s: float = GRACE_S,
     background: BackgroundWork | None = None,
 ) -> Callable[P, list[R]]:
     """Return a function that calls `method`, of the workers' class, on every worker at once and returns the results by
     worker: `call_all(cluster, workers, PolicyWorker.train)(loss_fn, targets)`. Errors: see `gather`."""
-    limit_s, name = cluster.call_timeout_s if timeout_s is None else timeout_s, what or method.__name__
+    limit_s, name = cluster.call_timeout_s if timeout_s is None else timeout_s, purpose or method.__name__
 
     def call(*args: P.args, **kwargs: P.kwargs) -> list[R]:
-        futures = [remote_call(worker, method, timeout_s=limit_s, what=name)(*args, **kwargs) for worker in workers]
-        return gather(cluster, futures, timeout_s=limit_s, what=name, grace_s=grace_s, background=background)
+        futures = [remote_call(worker, method, timeout_s=limit_s, purpose=name)(*args, **kwargs) for worker in workers]
+        return gather(cluster, futures, timeout_s=limit_s, purpose=name, grace_s=grace_s, background=background)
 
     return call
 
@@ -65,7 +65,7 @@ def gather(
     futures: Sequence[Future],
     *,
     timeout_s: float,
-    what: str,
+    purpose: str,
     grace_s: float = GRACE_S,
     background: BackgroundWork | None = None,
     on_result: Callable[[Future], None] = lambda future: None,
@@ -87,12 +87,12 @@ def gather(
         others = background.awaited() if background and left and failure is None else ()
         try:
             things: list[Any] = [*waiting.values(), *others]
-            ready = cluster.ready(things, left, what, watch, patient=not others)
+            ready = cluster.ready(things, left, purpose, watch, patient=not others)
         except DeadlineExceeded as error:
             if failure is not None:
                 break
             late = ", ".join(future.whom for future in waiting.values())
-            raise DeadlineExceeded(what, late, timeout_s, error.detail) from None
+            raise DeadlineExceeded(purpose, late, timeout_s, error.detail) from None
         own_ready = [waiting.pop(id(thing)) for thing in ready if id(thing) in waiting]
         if background is not None and len(own_ready) < len(ready):
             own_ids = set(map(id, own_ready))
@@ -107,7 +107,7 @@ def gather(
                 failure = _merged(failure, error)
     if failure is not None:
         for future in waiting.values():
-            failure.add_note(f"{future.whom} was still at work on {future.what} {grace_s:.6g} s later")
+            failure.add_note(f"{future.whom} was still at work on {future.purpose} {grace_s:.6g} s later")
         raise failure
     return [results[id(future)] for future in futures]
 

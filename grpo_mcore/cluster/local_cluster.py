@@ -31,8 +31,8 @@ from grpo_mcore.rollout.workers import (
 class LocalFuture:
     """A call that has already run."""
 
-    def __init__(self, whom: str, what: str, run: Callable[[], Any]) -> None:
-        self.whom, self.what = whom, what
+    def __init__(self, whom: str, purpose: str, run: Callable[[], Any]) -> None:
+        self.whom, self.purpose = whom, purpose
         self._value: Any = None
         self._error: Exception | None = None
         try:
@@ -43,15 +43,15 @@ class LocalFuture:
 
     def result(self) -> Any:
         if self._error is not None:
-            raise _failed(self.whom, self.what, self._error) from self._error
+            raise _failed(self.whom, self.purpose, self._error) from self._error
         return self._value
 
 
 class LocalStream:
     """A generator that runs when its items are asked for."""
 
-    def __init__(self, whom: str, what: str, start: Callable[[], Iterator[Any]]) -> None:
-        self.whom, self.what = whom, what
+    def __init__(self, whom: str, purpose: str, start: Callable[[], Iterator[Any]]) -> None:
+        self.whom, self.purpose = whom, purpose
         self._start = start
         self._items: Iterator[Any] | None = None
 
@@ -66,7 +66,7 @@ class LocalStream:
         except StopIteration:
             raise
         except Exception as error:
-            raise _failed(self.whom, self.what, error) from error
+            raise _failed(self.whom, self.purpose, error) from error
 
 
 class LocalWorker:
@@ -83,11 +83,13 @@ class LocalWorker:
     def place(self) -> Place:
         return Place("local", "127.0.0.1", os.getpid(), (), "")
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> LocalFuture:
-        return LocalFuture(self.name, what or method, lambda: getattr(self.target, method)(*args))
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> LocalFuture:
+        return LocalFuture(self.name, purpose or method, lambda: getattr(self.target, method)(*args))
 
-    def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> LocalStream:
-        return LocalStream(self.name, what or method, lambda: getattr(self.target, method)(*args))
+    def stream(
+        self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None
+    ) -> LocalStream:
+        return LocalStream(self.name, purpose or method, lambda: getattr(self.target, method)(*args))
 
     def together(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -157,13 +159,13 @@ class LocalCluster(Cluster):
         self,
         things: Sequence[T],
         timeout_s: float,
-        what: str,
+        purpose: str,
         watch: Callable[[], None] = lambda: None,
         *,
         patient: bool = False,
     ) -> Sequence[T]:
         if not things:
-            raise ValueError(f"{what}: nothing to wait for")
+            raise ValueError(f"{purpose}: nothing to wait for")
         watch()
         return things[:1]  # a call has run already; a stream runs when it is asked, so only one is
 
@@ -185,6 +187,6 @@ class LocalCluster(Cluster):
         self._environment_before.clear()
 
 
-def _failed(worker: str, what: str, error: Exception) -> WorkerFailed:
+def _failed(worker: str, purpose: str, error: Exception) -> WorkerFailed:
     """Return the error as a WorkerFailed, without its traceback: the caller raises it from `error`."""
-    return WorkerFailed(worker, what, f"{type(error).__name__}: {error}")
+    return WorkerFailed(worker, purpose, f"{type(error).__name__}: {error}")

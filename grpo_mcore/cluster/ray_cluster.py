@@ -152,13 +152,13 @@ class RayCluster(Cluster):
         self,
         things: Sequence[T],
         timeout_s: float,
-        what: str,
+        purpose: str,
         watch: Callable[[], None] = lambda: None,
         *,
         patient: bool = False,
     ) -> Sequence[T]:
         if not things:
-            raise ValueError(f"{what}: nothing to wait for")
+            raise ValueError(f"{purpose}: nothing to wait for")
         # Calls of objects of this process have run already, and some answers come with those of other calls.
         if over := [thing for thing in things if isinstance(thing, LocalFuture) or cast("RayFuture", thing).answered]:
             return over
@@ -184,7 +184,7 @@ class RayCluster(Cluster):
             workers = list({call.whom: call.worker for call in calls}.values())
             names = ", ".join(worker.name for worker in workers)
             states = "\n".join(worker.state() for worker in workers[:4])
-            raise DeadlineExceeded(what, names, timeout_s, states)
+            raise DeadlineExceeded(purpose, names, timeout_s, states)
         self._returned_at = time.monotonic()
         return cast("list[T]", arrived)
 
@@ -286,7 +286,7 @@ class RayCluster(Cluster):
         late = next((c for c in calls if now - c.since >= max(c.timeout_s * INSPECT_AT, INSPECT_S)), None)
         self._next_inspection = now + (WATCH_S if late is None else max(late.timeout_s * INSPECT_AT, INSPECT_S))
         if late is not None:
-            text = f"{late.whom}: {late.what} has taken {now - late.since:.0f} of at most {late.timeout_s:.0f} s"
+            text = f"{late.whom}: {late.purpose} has taken {now - late.since:.0f} of at most {late.timeout_s:.0f} s"
             self._inspection = threading.Thread(target=self._keep_inspection, args=(text,), daemon=True)
             self._inspection.start()
 

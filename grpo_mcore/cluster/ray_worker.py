@@ -33,8 +33,8 @@ class _RayCall:
 
     seen = False
 
-    def __init__(self, worker: RayWorker, what: str, handle: Any, timeout_s: float) -> None:
-        self.worker, self.whom, self.what = worker, worker.name, what
+    def __init__(self, worker: RayWorker, purpose: str, handle: Any, timeout_s: float) -> None:
+        self.worker, self.whom, self.purpose = worker, worker.name, purpose
         self.handle = handle
         self.since = time.monotonic()
         self.timeout_s = timeout_s
@@ -57,11 +57,11 @@ class _RayCall:
         if self.has_answer():
             return None
         seconds = time.monotonic() - self.since
-        return Wait(self.whom, self.what, seconds, seconds >= self.timeout_s)
+        return Wait(self.whom, self.purpose, seconds, seconds >= self.timeout_s)
 
     def _await_answer(self, seconds: float) -> None:
         if not (self.seen or self.has_answer(seconds)):
-            raise DeadlineExceeded(self.what, self.whom, self.timeout_s, self.worker.state())
+            raise DeadlineExceeded(self.purpose, self.whom, self.timeout_s, self.worker.state())
 
 
 NOTHING: tuple[str, Sequence[Any]] = "", ()
@@ -106,9 +106,14 @@ class RayFuture(_RayCall):
     number = 0
 
     def __init__(
-        self, worker: RayWorker, what: str, handle: Any, timeout_s: float, request: tuple[str, Sequence[Any]] = NOTHING
+        self,
+        worker: RayWorker,
+        purpose: str,
+        handle: Any,
+        timeout_s: float,
+        request: tuple[str, Sequence[Any]] = NOTHING,
     ) -> None:
-        super().__init__(worker, what, handle, timeout_s)
+        super().__init__(worker, purpose, handle, timeout_s)
         self.asked = request
 
     @property
@@ -128,7 +133,7 @@ class RayFuture(_RayCall):
         """Return the answer. One that came in time is returned however late it is asked for."""
         if self.answers is None:
             self._await_answer(self._seconds_left())
-            return self.worker.fetch(self.what, self.handle)
+            return self.worker.fetch(self.purpose, self.handle)
         while not self.answered:
             self._await_answer(self._seconds_left())
             self.answers.take(self.timeout_s)
@@ -136,10 +141,10 @@ class RayFuture(_RayCall):
                 return self.result()
         if self.number not in self.answers.here:
             assert self.answers.failure is not None
-            self.worker.fail(self.what, self.answers.failure)
+            self.worker.fail(self.purpose, self.answers.failure)
         answer = pickle.loads(self.answers.here[self.number])
         if isinstance(answer, RemoteFailure):
-            self.worker.fail(self.what, answer)
+            self.worker.fail(self.purpose, answer)
         return answer
 
     def _seconds_left(self) -> float:
@@ -176,15 +181,15 @@ class RayStream(_RayCall):
     def _next_item(self) -> Any:
         """Return the next item; see `sent`."""
         content = self._next_reference()
-        data = self.worker.fetch(self.what, content)
+        data = self.worker.fetch(self.purpose, content)
         if data == BEHIND:
             content = self._next_reference()
             try:
                 label = self._next_reference()
             except StopIteration:  # then what came first is the error that ended the stream
-                self.worker.fetch(self.what, content)
-                raise WorkerFailed(self.whom, self.what, "its stream ended in the middle of an item") from None
-            data = self.worker.fetch(self.what, label)
+                self.worker.fetch(self.purpose, content)
+                raise WorkerFailed(self.whom, self.purpose, "its stream ended in the middle of an item") from None
+            data = self.worker.fetch(self.purpose, label)
         item: Sent = pickle.loads(data)
         labels = pickle.loads(item.labels)
         if not item.parcels:
@@ -249,9 +254,9 @@ class RayWorker:
     def place(self) -> Place:
         return self._place.result()
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayFuture:
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> RayFuture:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        call = RayFuture(self, what or method, None, timeout_s, (method, args))
+        call = RayFuture(self, purpose or method, None, timeout_s, (method, args))
         if self._held is None:
             self.send([call])
         else:
@@ -285,10 +290,10 @@ class RayWorker:
         with self._lock:
             self._calls.update(calls)
 
-    def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayStream:
+    def stream(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> RayStream:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
         handle = self.actor.stream.options(num_returns="streaming", **self._stream_options).remote(method, *args)
-        stream = RayStream(self, what or method, handle, timeout_s)
+        stream = RayStream(self, purpose or method, handle, timeout_s)
         with self._lock:
             self._calls.add(stream)
         return stream
@@ -316,18 +321,18 @@ class RayWorker:
             return f"{self.name} has no process yet: {self._waiting_for()}"
         return stacks(self.name, place)
 
-    def fetch(self, what: str, reference: ray.ObjectRef | list[ray.ObjectRef]) -> Any:
+    def fetch(self, purpose: str, reference: ray.ObjectRef | list[ray.ObjectRef]) -> Any:
         """Return the value of an answer, or of each of several, or raise its error."""
         try:
             return ray.get(reference, timeout=self._call_timeout_s)
         except RayError as error:
-            self.fail(what, error)
+            self.fail(purpose, error)
 
-    def fail(self, what: str, error: RayError | RemoteFailure) -> NoReturn:
+    def fail(self, purpose: str, error: RayError | RemoteFailure) -> NoReturn:
         """Raise `error` as a WorkerFailed, or as a DeadlineExceeded."""
         if isinstance(error, GetTimeoutError):
             whom = f"the object store of {self.name}"
-            raise DeadlineExceeded(f"the result of {what}", whom, self._call_timeout_s) from None
+            raise DeadlineExceeded(f"the result of {purpose}", whom, self._call_timeout_s) from None
         cause, detail, original = _explain(error)
         died = isinstance(error, RayActorError)
         if died:
@@ -335,7 +340,7 @@ class RayWorker:
         place = self.known_place()
         if place is not None:
             detail += "\n" + log_tail(place.log)
-        raise (WorkerDied if died else WorkerFailed)(self.name, what, cause, detail.strip()) from original
+        raise (WorkerDied if died else WorkerFailed)(self.name, purpose, cause, detail.strip()) from original
 
 
 def _asked(method: str, args: Sequence[Any], wholes: dict[ray.ObjectRef, int]) -> Asked:

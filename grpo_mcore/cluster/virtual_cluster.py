@@ -224,8 +224,8 @@ class VirtualStore:
 class _Call:
     """The driver's end of a call. `ready`: whether there is an answer, an item, an end or an error."""
 
-    def __init__(self, worker: VirtualWorker, what: str, timeout_s: float) -> None:
-        self.whom, self.what, self.timeout_s = worker.name, what, timeout_s
+    def __init__(self, worker: VirtualWorker, purpose: str, timeout_s: float) -> None:
+        self.whom, self.purpose, self.timeout_s = worker.name, purpose, timeout_s
         self.worker, self.cluster = worker, worker.cluster
         self.since = self.cluster.clock.now()
         self.ready = self.over = False
@@ -233,13 +233,13 @@ class _Call:
     def _await(self, deadline: float) -> None:
         if not self.cluster.clock.run(lambda: self.ready, deadline):
             state = "it stands still" if self.worker.hung else "it is at work"
-            raise DeadlineExceeded(self.what, self.whom, self.timeout_s, f"{self.whom}: {state}")
+            raise DeadlineExceeded(self.purpose, self.whom, self.timeout_s, f"{self.whom}: {state}")
 
     def _came(self) -> None:
         waited = self.cluster.clock.now() - self.since
         if not self.ready and waited > self.timeout_s + GIVEN_UP_S:
             text = (
-                f"{self.whom} owed the answer to {self.what} for {waited:.0f} s, of which the driver promises to "
+                f"{self.whom} owed the answer to {self.purpose} for {waited:.0f} s, of which the driver promises to "
                 f"wait {self.timeout_s:.0f}"
             )
             self.cluster.overdue.append((waited - self.timeout_s, text))
@@ -264,8 +264,8 @@ class VirtualFuture(_Call):
 
 
 class VirtualStream(_Call):
-    def __init__(self, worker: VirtualWorker, what: str, timeout_s: float) -> None:
-        super().__init__(worker, what, timeout_s)
+    def __init__(self, worker: VirtualWorker, purpose: str, timeout_s: float) -> None:
+        super().__init__(worker, purpose, timeout_s)
         self._items: deque[Any] = deque()
         self._error: Exception | None = None
 
@@ -349,13 +349,17 @@ class VirtualWorker:
     def place(self) -> Place:
         return Place(self.node.name, self.node.name, self.pid, tuple(map(str, self.gpus)), "")
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> VirtualFuture:
-        future = VirtualFuture(self, what or method, self._timeout(timeout_s))
+    def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None
+    ) -> VirtualFuture:
+        future = VirtualFuture(self, purpose or method, self._timeout(timeout_s))
         self._start(future, self._calls, method, args)
         return future
 
-    def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> VirtualStream:
-        stream = VirtualStream(self, what or method, self._timeout(timeout_s))
+    def stream(
+        self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None
+    ) -> VirtualStream:
+        stream = VirtualStream(self, purpose or method, self._timeout(timeout_s))
         self._start(stream, self._streams, method, args)
         return stream
 
@@ -369,7 +373,9 @@ class VirtualWorker:
         """Send a call to the worker, where it waits for a thread of its lane."""
         self._open[id(call)] = call
         if not self.alive:
-            self.cluster.clock.after(self.cluster.latency(), lambda: self._answered(call, None, self._died(call.what)))
+            self.cluster.clock.after(
+                self.cluster.latency(), lambda: self._answered(call, None, self._died(call.purpose))
+            )
             return
 
         def run() -> None:
@@ -379,7 +385,7 @@ class VirtualWorker:
 
         def over(value: Any, error: Exception | None) -> None:
             lane.free += 1
-            failure = None if error is None else _failed(self.name, call.what, error)
+            failure = None if error is None else _failed(self.name, call.purpose, error)
             self.cluster.clock.after(self.cluster.latency(), lambda: self._answered(call, value, failure))
             self._next(lane)
 
@@ -429,8 +435,8 @@ class VirtualWorker:
         if self._open.pop(id(call), None) is not None:
             call.answer(value, error)
 
-    def _died(self, what: str) -> WorkerDied:
-        return WorkerDied(self.name, what, "its process ended")
+    def _died(self, purpose: str) -> WorkerDied:
+        return WorkerDied(self.name, purpose, "its process ended")
 
     def end(self, notice_s: float = 0.0) -> None:
         """End its process. Its callers hear of it after `notice_s`."""
@@ -444,7 +450,7 @@ class VirtualWorker:
             lane.waiting.clear()
         getattr(self.target, "died", lambda: None)()
         for call in list(self._open.values()):
-            self.cluster.clock.after(notice_s, lambda call=call: self._answered(call, None, self._died(call.what)))  # type: ignore[misc]
+            self.cluster.clock.after(notice_s, lambda call=call: self._answered(call, None, self._died(call.purpose)))  # type: ignore[misc]
 
 
 class _Task:
@@ -596,13 +602,13 @@ class VirtualCluster(Cluster):
         self,
         things: Sequence[T],
         timeout_s: float,
-        what: str,
+        purpose: str,
         watch: Callable[[], None] = lambda: None,
         *,
         patient: bool = False,
     ) -> Sequence[T]:
         if not things:
-            raise ValueError(f"{what}: nothing to wait for")
+            raise ValueError(f"{purpose}: nothing to wait for")
         calls: Sequence[Any] = things
         answered = [thing for thing in calls if not isinstance(thing, _Call)]
         if answered:  # calls of objects of this process: they have run already
@@ -619,7 +625,7 @@ class VirtualCluster(Cluster):
             try:
                 if not self.clock.run(look, deadline):
                     whom = ", ".join(call.whom for call in calls[:3]) + (" ..." if len(calls) > 3 else "")
-                    raise DeadlineExceeded(what, whom, timeout_s)
+                    raise DeadlineExceeded(purpose, whom, timeout_s)
             finally:
                 self._awaited = {}
         if patient:
@@ -679,10 +685,10 @@ class VirtualCluster(Cluster):
             del self.workers[worker.name]
 
 
-def _failed(worker: str, what: str, error: Exception) -> WorkerFailed:
+def _failed(worker: str, purpose: str, error: Exception) -> WorkerFailed:
     """Return what a caller gets of an error in a worker."""
     if isinstance(error, WorkerFailed) and error.worker == worker:
         return error
-    failed = WorkerFailed(worker, what, f"{type(error).__name__}: {error}")
+    failed = WorkerFailed(worker, purpose, f"{type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed

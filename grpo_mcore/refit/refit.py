@@ -473,7 +473,7 @@ class Refit:
         def start(*args: P.args, **kwargs: P.kwargs) -> list[Call]:
             calls = []
             for worker in workers:
-                future = remote_call(worker, method, timeout_s=limit_s, what=purpose)(*args, **kwargs)
+                future = remote_call(worker, method, timeout_s=limit_s, purpose=purpose)(*args, **kwargs)
                 calls.append(Call(worker, purpose, future))
                 self._outstanding.append(calls[-1])
             return calls

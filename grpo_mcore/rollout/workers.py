@@ -17,29 +17,29 @@ Ref = Any
 
 
 class DeadlineExceeded(TimeoutError):
-    """A wait was too long. `what` was waited for, from `whom`, for `seconds`."""
+    """A wait was too long. `purpose` was waited for, from `whom`, for `seconds`."""
 
-    def __init__(self, what: str, whom: str, seconds: float, detail: str = "") -> None:
-        super().__init__(what, whom, seconds, detail)  # as `args`, so that it can be pickled
-        self.what, self.whom, self.seconds, self.detail = what, whom, seconds, detail
+    def __init__(self, purpose: str, whom: str, seconds: float, detail: str = "") -> None:
+        super().__init__(purpose, whom, seconds, detail)  # as `args`, so that it can be pickled
+        self.purpose, self.whom, self.seconds, self.detail = purpose, whom, seconds, detail
 
     def __str__(self) -> str:
-        text = f"{self.what}: no answer from {self.whom} within {self.seconds:.6g} s"
+        text = f"{self.purpose}: no answer from {self.whom} within {self.seconds:.6g} s"
         return f"{text}\n{self.detail}" if self.detail else text
 
 
 class WorkerFailed(RuntimeError):
-    """A worker raised or died. `what`: the method, or the name that the caller gave the call; `cause`: type and message
-    of the exception; `detail`: its traceback and the end of the worker's log. `__cause__` is the exception itself if it
-    could be pickled.
+    """A worker raised or died. `purpose`: the method, or the name that the caller gave the call; `cause`: type and
+    message of the exception; `detail`: its traceback and the end of the worker's log. `__cause__` is the exception
+    itself if it could be pickled.
     """
 
-    def __init__(self, worker: str, what: str, cause: str, detail: str = "") -> None:
-        super().__init__(worker, what, cause, detail)
-        self.worker, self.what, self.cause, self.detail = worker, what, cause, detail
+    def __init__(self, worker: str, purpose: str, cause: str, detail: str = "") -> None:
+        super().__init__(worker, purpose, cause, detail)
+        self.worker, self.purpose, self.cause, self.detail = worker, purpose, cause, detail
 
     def __str__(self) -> str:
-        text = f"{self.worker}: {self.what} failed: {self.cause}"
+        text = f"{self.worker}: {self.purpose} failed: {self.cause}"
         return f"{text}\n{self.detail}" if self.detail else text
 
 
@@ -126,10 +126,10 @@ class Parcel:
 
 
 class Future(Protocol):
-    """The answer of one call. `whom`: the worker's name; `what`: the call's name in errors."""
+    """The answer of one call. `whom`: the worker's name; `purpose`: the call's name in errors."""
 
     whom: str
-    what: str
+    purpose: str
 
     def result(self) -> Any:
         """Wait for the answer. Raises DeadlineExceeded if it is not there `timeout_s` after the call, and WorkerFailed
@@ -141,7 +141,7 @@ class Stream(Protocol):
     to arrive. Raises as `Future.result` does."""
 
     whom: str
-    what: str
+    purpose: str
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -164,12 +164,12 @@ class Worker(Protocol):
     def place(self) -> Place:
         """Return where it runs, once its process is up."""
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Future:
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Future:
         """Start `method(*args)`; loops use `remote_call`, so that mypy checks the arguments. A reference given as an
-        argument arrives as the object; inside another argument it stays a reference, for `ObjectStore.fetch`. `what`
+        argument arrives as the object; inside another argument it stays a reference, for `ObjectStore.fetch`. `purpose`
         names the call in errors."""
 
-    def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Stream:
+    def stream(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Stream:
         """Start the generator `method(*args)`; callers use `remote_stream`."""
 
     def together(self) -> AbstractContextManager[object]:
@@ -185,7 +185,7 @@ def remote_call(worker: Any, method: Callable[Concatenate[Any, P], Any], **how: 
     """Return a function that starts `method`, of the worker's class, there: `remote_call(worker, Engine.prepare)(3)`.
 
     It takes the method's arguments, by position. `worker`: a Worker, or what stands in front of one. `how`: timeout_s
-    and `what`, see `Worker.call`."""
+    and `purpose`, see `Worker.call`."""
     return partial(worker.call, method.__name__, **how)
 
 
@@ -282,7 +282,7 @@ class Cluster(Protocol):
         self,
         things: Sequence[T],
         timeout_s: float,
-        what: str,
+        purpose: str,
         watch: Callable[[], None] = lambda: None,
         *,
         patient: bool = False,

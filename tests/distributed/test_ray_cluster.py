@@ -260,7 +260,7 @@ def test_those_that_have_something_are_ready(cluster, abacus, second, gate):
 def test_an_exception_comes_with_its_cause_and_the_log(abacus, cluster):
     with pytest.raises(WorkerFailed) as caught:
         abacus.call("fail", "beads are gone").result()
-    assert (caught.value.worker, caught.value.what) == ("abacus", "fail")
+    assert (caught.value.worker, caught.value.purpose) == ("abacus", "fail")
     assert caught.value.cause == "ValueError: beads are gone"
     assert isinstance(caught.value.__cause__, ValueError)
     text = str(caught.value)
@@ -283,10 +283,10 @@ def test_a_stream_that_fails_gives_its_items_first(abacus):
 
 
 def test_an_exceeded_deadline_names_the_worker_the_call_and_the_line(abacus, gate):
-    pending = abacus.call("nap_in_the_middle", str(gate), timeout_s=0.5, what="the nap")
+    pending = abacus.call("nap_in_the_middle", str(gate), timeout_s=0.5, purpose="the nap")
     with pytest.raises(DeadlineExceeded) as caught:
         pending.result()
-    assert (caught.value.what, caught.value.whom, caught.value.seconds) == ("the nap", "abacus", 0.5)
+    assert (caught.value.purpose, caught.value.whom, caught.value.seconds) == ("the nap", "abacus", 0.5)
     assert re.search(r'ray_workers.py", line \d+ in nap_in_the_middle', str(caught.value))
     gate.touch()
     assert abacus.call("add", 0).result() == 13  # the late call did not harm the worker
@@ -326,7 +326,7 @@ def test_what_workers_do_is_told_on_demand_and_kept_when_a_call_is_late(
     cluster._next_inspection = 0.0
     second.place()  # its process is up
     kept = cluster.log_dir / "inspection_0.txt"
-    nap = abacus.call("nap_in_the_middle", str(gate), what="a nap")
+    nap = abacus.call("nap_in_the_middle", str(gate), purpose="a nap")
     deadline = time.monotonic() + 60
     while not kept.exists() and time.monotonic() < deadline:
         with contextlib.suppress(DeadlineExceeded):
@@ -354,7 +354,7 @@ def test_a_late_item_and_a_late_group_are_named(cluster, abacus, second, gate):
     with pytest.raises(DeadlineExceeded, match="the crowd: no answer from abacus, second within 0.2 s"):
         cluster.ready(things, 0.2, "the crowd")
     gate.touch()
-    gather(cluster, things, timeout_s=20, what="the crowd")
+    gather(cluster, things, timeout_s=20, purpose="the crowd")
 
 
 def test_a_dead_worker_is_named_with_the_end_of_its_log(cluster):
@@ -392,7 +392,7 @@ def test_concurrent_calls_share_one_object(cluster, gate):
 def test_calls_that_travel_together_are_answered_one_by_one(cluster, team, gate):
     numbers = cluster.store.put([1, 2])
     with team.together():
-        nap = team.call("nap_in_the_middle", str(gate), what="the nap")
+        nap = team.call("nap_in_the_middle", str(gate), purpose="the nap")
         quick = [
             team.call("add", 0),
             team.call("sum_of", numbers, 4, numbers, next(team.stream("lists", [3])).content),
@@ -405,7 +405,7 @@ def test_calls_that_travel_together_are_answered_one_by_one(cluster, team, gate)
     while len(waiting) > 1:
         for one in cluster.ready(waiting, 20, "the quick ones"):
             waiting.remove(one)
-    assert waiting == [nap] and [wait.what for wait in team.waits()] == ["the nap"]
+    assert waiting == [nap] and [wait.purpose for wait in team.waits()] == ["the nap"]
     assert [one.result() for one in quick[:2]] == [5, 13]
     errors = [_error_of(one) for one in quick[2:]]
     assert [error.cause.partition(":")[0] for error in errors] == ["ValueError", "Awkward", "TypeError", "RuntimeError"]
@@ -423,14 +423,14 @@ def _error_of(future: Future) -> WorkerFailed:
 
 def test_a_late_one_of_calls_that_travel_together_is_named(cluster, team, gate):
     with team.together():
-        nap = team.call("nap_in_the_middle", str(gate), timeout_s=1.0, what="the nap")
+        nap = team.call("nap_in_the_middle", str(gate), timeout_s=1.0, purpose="the nap")
         quick = team.call("add", 0)
     assert cluster.ready([nap, quick], 20, "the quick one") == [quick]
     with pytest.raises(DeadlineExceeded, match="no answer from team within 0.3 s"):
         cluster.ready([nap], 0.3, "the nap")
     with pytest.raises(DeadlineExceeded) as caught:
         nap.result()
-    assert (caught.value.what, caught.value.whom) == ("the nap", "team")
+    assert (caught.value.purpose, caught.value.whom) == ("the nap", "team")
     assert re.search(r'ray_workers.py", line \d+ in nap_in_the_middle', str(caught.value))
     gate.touch()
 
@@ -481,7 +481,7 @@ def test_a_call_alone_travels_alone_and_nothing_can_travel_together(team):
 def test_a_worker_that_dies_fails_those_of_its_calls_that_have_no_answer(cluster, gate):
     mortal = cluster.spawn("crew", Abacus, 5, None, cpus=0.1, concurrency=3)
     with mortal.together():
-        nap, quick = mortal.call("nap_in_the_middle", str(gate), what="the nap"), mortal.call("add", 1)
+        nap, quick = mortal.call("nap_in_the_middle", str(gate), purpose="the nap"), mortal.call("add", 1)
     assert quick.result() == 6
     mortal.call("die")
     with pytest.raises(WorkerDied, match="crew: the nap failed") as caught:
@@ -541,10 +541,10 @@ def test_the_failing_rank_is_named_and_the_others_are_not_waited_for(cluster, ra
 
 
 def test_a_deadline_names_the_rank_that_is_missing(cluster, ranks, gate):
-    act = [remote_call(rank, Rank.act, what="the act") for rank in ranks]
+    act = [remote_call(rank, Rank.act, purpose="the act") for rank in ranks]
     calls = [act[0](9, str(gate)), act[1](9)]
     with pytest.raises(DeadlineExceeded, match="the act: no answer from rank-0 within 1 s"):
-        gather(cluster, calls, timeout_s=1.0, what="the act")
+        gather(cluster, calls, timeout_s=1.0, purpose="the act")
     gate.touch()
     assert call_all(cluster, ranks, Rank.act)(9) == [0, 1]
 

@@ -186,7 +186,7 @@ def test_a_death_on_either_node_is_named_and_the_engine_starts_anew_on_both(
     assert len(gone) >= 2
     endless = Sampling(max_new_tokens=CONTEXT - 20)
     stream = engines.workers[0].stream(
-        "generate_refs", [request(n) for n in range(64)], endless, timeout_s=DEADLINE_S, what="samples"
+        "generate_refs", [request(n) for n in range(64)], endless, timeout_s=DEADLINE_S, purpose="samples"
     )
     next(stream)
     (rank,) = ranks_of(before[1])

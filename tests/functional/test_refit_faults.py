@@ -35,7 +35,7 @@ class PolicyProcess:
         self._process.start()
         there.close()
 
-    def call(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float, purpose: str) -> Any:
         self._pipe.send((method, args))
         return Answer(self._pipe, self.name, timeout_s)
 

@@ -27,7 +27,7 @@ class Remote:
         self.name, self.process = name, process
         self._pipe, self._thread = pipe, ThreadPoolExecutor(1)
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Any:
         return self._thread.submit(self._ask, method, args)
 
     def _ask(self, method: str, args: tuple[Any, ...]) -> Any:

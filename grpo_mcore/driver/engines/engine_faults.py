@@ -72,7 +72,7 @@ class EngineFaults:
         elif not self._engines.replace_dead(error, [engine]):
             self._retries.failed(error)
             return False
-        self._on_restart(name, f"{error.what}: {cause(error)}")
+        self._on_restart(name, f"{error.purpose}: {cause(error)}")
         return True
 
     def next_engine(self, engine: int) -> int:

@@ -187,8 +187,8 @@ class EngineGroup:
         slots, purpose = [self.slots[number] for number in self.serving()], "prepare of the engines"
         for slot in slots:
             slot.paused = False
-        calls = [remote_call(slot.worker, EngineWorker.prepare, what=purpose)(slot.version) for slot in slots]
-        gather(self.cluster, calls, timeout_s=self.cluster.call_timeout_s, what=purpose)
+        calls = [remote_call(slot.worker, EngineWorker.prepare, purpose=purpose)(slot.version) for slot in slots]
+        gather(self.cluster, calls, timeout_s=self.cluster.call_timeout_s, purpose=purpose)
         for slot in slots:
             slot.prepared_at = self.cluster.clock.now()
 
@@ -269,7 +269,7 @@ class EngineGroup:
         """Return the numbers of the engines, or of those of `among`, that do not answer or have lost a rank."""
         timeout_s = min(HEALTH_S, self.cluster.call_timeout_s)
         checks = {
-            number: remote_call(self.slots[number].worker, EngineWorker.health, timeout_s=timeout_s, what="health")()
+            number: remote_call(self.slots[number].worker, EngineWorker.health, timeout_s=timeout_s, purpose="health")()
             for number in (range(len(self.slots)) if among is None else among)
         }
         return [number for number, check in checks.items() if not _is_healthy(check)]
@@ -301,12 +301,12 @@ class EngineGroup:
         self._start_successors()
         if self.lost:
             starting = [host.ready() for number in sorted(self.lost) for host in self.slots[number].hosts]
-            gather(self.cluster, starting, timeout_s=self.start_timeout_s, what="restart of an engine")
+            gather(self.cluster, starting, timeout_s=self.start_timeout_s, purpose="restart of an engine")
 
     def _all(self, method: Callable[Concatenate[EngineWorker, P], R]) -> Callable[P, list[R]]:
         """Return a function that calls a method of the engines that can take requests."""
         workers = [self.slots[number].worker for number in self.serving()]
-        return call_all(self.cluster, workers, method, what=f"{method.__name__} of the engines")
+        return call_all(self.cluster, workers, method, purpose=f"{method.__name__} of the engines")
 
 
 def _is_healthy(check: Future) -> bool:

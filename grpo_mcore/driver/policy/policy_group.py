@@ -61,7 +61,7 @@ class PolicyGroup:
 
     def build(self, timeout_s: float) -> None:
         """Let ranks that were spawned with `build_later` build the model and load its weights."""
-        call_all(self.cluster, self.workers, PolicyWorker.build, timeout_s=timeout_s, what="start of the policy")()
+        call_all(self.cluster, self.workers, PolicyWorker.build, timeout_s=timeout_s, purpose="start of the policy")()
 
     @contextmanager
     def run_alongside(self, other: BackgroundWork | None) -> Iterator[None]:
@@ -76,7 +76,7 @@ class PolicyGroup:
         """Return references to what `PolicyWorker.score` says of each sample, by index in the step. `steps`: one of
         each data-parallel rank."""
         parts = self._wait(
-            remote_call(worker, PolicyWorker.score, what="the teacher's pass")(
+            remote_call(worker, PolicyWorker.score, purpose="the teacher's pass")(
                 steps[self.layout.coordinates(rank).data], hidden
             )
             for rank, worker in enumerate(self.workers)
@@ -88,7 +88,7 @@ class PolicyGroup:
         version, put = self.updates + 1, [self.cluster.store.put(step) for step in steps]
         purpose = "receiving the step's samples"
         self._wait(
-            remote_call(worker, PolicyWorker.receive, what=purpose)(put[self.layout.coordinates(rank).data], version)
+            remote_call(worker, PolicyWorker.receive, purpose=purpose)(put[self.layout.coordinates(rank).data], version)
             for rank, worker in enumerate(self.workers)
         )
 
@@ -111,7 +111,7 @@ class PolicyGroup:
         """Run every optimizer step of the step received. Return metrics over all ranks and optimizer steps.
         `meanwhile`: called by the driver while the ranks train."""
         sent = self.cluster.store.put(replace(targets, estimate=None))
-        calls = [remote_call(worker, PolicyWorker.train, what="training")(loss_fn, sent) for worker in self.workers]
+        calls = [remote_call(worker, PolicyWorker.train, purpose="training")(loss_fn, sent) for worker in self.workers]
         meanwhile()
         reports = self._wait(calls)
         self.updates += 1
@@ -140,7 +140,7 @@ class PolicyGroup:
         """Ask the ranks for `PolicyWorker.token_logprobs` of the last `train`. Does not wait for the answers."""
         ranks = [rank for rank in range(self.layout.world_size) if self.layout.is_reporting_rank(rank)]
         purpose = "log-probs of the samples"
-        return [remote_call(self.workers[rank], PolicyWorker.token_logprobs, what=purpose)() for rank in ranks]
+        return [remote_call(self.workers[rank], PolicyWorker.token_logprobs, purpose=purpose)() for rank in ranks]
 
     def load_teacher_head(self, folder: str) -> None:
         """Have each rank load its rows of the output layer of a teacher, a Hugging Face folder."""
@@ -234,7 +234,7 @@ class PolicyGroup:
         its files; one rank reads a file."""
         names, purpose = list(digests), f"comparing {folder} with its digests"
         problems = self._wait(
-            remote_call(worker, PolicyWorker.damage, what=purpose)(
+            remote_call(worker, PolicyWorker.damage, purpose=purpose)(
                 folder, {name: digests[name] for name in names[rank :: len(self.workers)]}
             )
             for rank, worker in enumerate(self.workers)
@@ -252,10 +252,12 @@ class PolicyGroup:
     def _wait(self, calls: Iterable[Future]) -> list[Any]:
         """Wait for a call of each rank."""
         futures, timeout_s = list(calls), self.cluster.call_timeout_s
-        return gather(self.cluster, futures, timeout_s=timeout_s, what=futures[0].what, background=self.background)
+        return gather(
+            self.cluster, futures, timeout_s=timeout_s, purpose=futures[0].purpose, background=self.background
+        )
 
     def _all(self, method: Callable[Concatenate[PolicyWorker, P], R], purpose: str) -> Callable[P, list[R]]:
-        return call_all(self.cluster, self.workers, method, what=purpose, background=self.background)
+        return call_all(self.cluster, self.workers, method, purpose=purpose, background=self.background)
 
 
 def logprobs_by_sample(answers: Sequence[Future]) -> dict[int, dict[str, np.ndarray]]:

@@ -122,7 +122,7 @@ def measure_parity(policy: ColocatablePolicyInterface, engines: GenerationInterf
     sampling = Sampling(new_tokens, check.temperature, check.top_p, check.top_k)
     purpose = "samples to compare engine and policy by"
     streams = [
-        remote_stream(worker, EngineWorker.generate_refs, what=purpose)(requests, sampling)
+        remote_stream(worker, EngineWorker.generate_refs, purpose=purpose)(requests, sampling)
         for worker in engines.workers
     ]
     by_engine = [[parcel.content for parcels in stream for parcel in parcels] for stream in streams]

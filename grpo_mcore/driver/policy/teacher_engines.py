@@ -88,7 +88,7 @@ class TeacherEngines:
         shares = [[indices[position] for position in share] for share in spread(order, lengths, len(self.workers))]
         self.engines.prepare()
         calls = [
-            remote_call(worker, TeacherEngineWorker.score, what=purpose)(
+            remote_call(worker, TeacherEngineWorker.score, purpose=purpose)(
                 {index: samples[index].ref for index in share},
                 {index: prompts[index] for index in share if index in prompts},
             )
@@ -97,7 +97,7 @@ class TeacherEngines:
         ]
         try:
             parts = gather(
-                self.cluster, calls, timeout_s=self.cluster.call_timeout_s, what=purpose, background=background
+                self.cluster, calls, timeout_s=self.cluster.call_timeout_s, purpose=purpose, background=background
             )
         except WorkerFailed as error:
             if not is_fault(error) and (dead := self.engines.find_dead()):

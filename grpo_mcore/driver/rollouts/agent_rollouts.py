@@ -109,7 +109,7 @@ class AgentRollouts:
     def _start(self, worker: EnvironmentWorker, sampling: Sampling, samples: list[GymRequest]) -> None:
         assert self._engines.endpoint is not None
         purpose = f"{len(samples)} samples that {worker.name} plays"
-        run = remote_stream(worker, AgentWorker.run_agents, timeout_s=worker.timeout_s, what=purpose)
+        run = remote_stream(worker, AgentWorker.run_agents, timeout_s=worker.timeout_s, purpose=purpose)
         stream = run(samples, sampling, self._engines.endpoint.address, self._on_outcome is not None)
         expected = {(sample.uid, sample.generation_index): sample for sample in samples}
         self._batches[id(stream)] = AgentBatch(worker, sampling, stream, expected)
@@ -125,7 +125,7 @@ class AgentRollouts:
             item = next(batch.stream, None)
             if item is None:
                 reason = f"it ended without {len(batch.expected)} samples"
-                raise WorkerFailed(batch.worker.name, batch.stream.what, reason)
+                raise WorkerFailed(batch.worker.name, batch.stream.purpose, reason)
         except (WorkerFailed, DeadlineExceeded):
             self._failures += 1
             if self._failures > _MAX_FAILURES:

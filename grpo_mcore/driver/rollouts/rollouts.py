@@ -313,7 +313,7 @@ class Rollouts:
         return engines
 
     def _abort_on_engine(self, engine: int, uids: Collection[str]) -> Future:
-        return remote_call(self.engines.slots[engine].worker, EngineWorker.give_up, what="giving samples up")(
+        return remote_call(self.engines.slots[engine].worker, EngineWorker.give_up, purpose="giving samples up")(
             tuple(uids)
         )
 
@@ -419,7 +419,7 @@ class Rollouts:
                 self._end_call(call)
                 return
             name, reason = self.engines.slots[call.engine].worker.name, f"its stream ended without {missing} samples"
-            self._handle_failure(call.engine, WorkerFailed(name, stream.what, reason), call)
+            self._handle_failure(call.engine, WorkerFailed(name, stream.purpose, reason), call)
             return
         for parcel in parcels:
             key = (parcel.label.uid, parcel.label.generation_index)
@@ -634,13 +634,13 @@ class Rollouts:
         worker, purpose = self.engines.slots[engine].worker, f"{len(requests)} samples of step {step}"
         expected = {(request.uid, request.generation_index): request for request in requests}
         if joined is not None:
-            answer = remote_call(worker, EngineWorker.join, what=purpose)(joined.name, requests, sampling)
+            answer = remote_call(worker, EngineWorker.join, purpose=purpose)(joined.name, requests, sampling)
             joined.expected |= expected
             self._joins[id(answer)] = _Join(self._calls_made, joined, answer, expected)
             return
         self._calls_made += 1
         name = f"{self._name}-{self._calls_made}"
-        stream = remote_stream(worker, EngineWorker.generate_refs, what=purpose)(requests, sampling, name)
+        stream = remote_stream(worker, EngineWorker.generate_refs, purpose=purpose)(requests, sampling, name)
         if not self._calls_of[engine]:
             self._faults.mark_active(engine)
         call = self._calls[id(stream)] = _EngineCall(

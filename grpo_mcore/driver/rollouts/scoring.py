@@ -80,11 +80,11 @@ class EnvironmentWorker:
     def place(self) -> Place:
         return self._worker.place()
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Future:
-        return self._worker.call(method, *args, timeout_s=timeout_s, what=what)
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Future:
+        return self._worker.call(method, *args, timeout_s=timeout_s, purpose=purpose)
 
-    def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Stream:
-        return self._worker.stream(method, *args, timeout_s=timeout_s, what=what)
+    def stream(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Stream:
+        return self._worker.stream(method, *args, timeout_s=timeout_s, purpose=purpose)
 
     def together(self) -> AbstractContextManager[object]:
         return self._worker.together()
@@ -305,7 +305,7 @@ class RewardScorer:
             call.since = self._clock.now()
             call.deadline = self._clock.now() + queue.timeout_s
             purpose, limit_s = f"the verdict on {call.label}", queue.timeout_s
-            call.pending = remote_call(queue.worker, EnvironmentInterface.advance, timeout_s=limit_s, what=purpose)(
+            call.pending = remote_call(queue.worker, EnvironmentInterface.advance, timeout_s=limit_s, purpose=purpose)(
                 metadata, *references
             )
             queue.running[call.pending] = call

@@ -444,7 +444,7 @@ def wait_until_ready(
             log.info("  still starting after %.0f s: %s%s: %s", said - began, late, others, cluster.last_log_line(late))
 
     gather(
-        cluster, [worker.ready() for worker in workers], timeout_s=config.cluster.start_timeout_s, what=what,
+        cluster, [worker.ready() for worker in workers], timeout_s=config.cluster.start_timeout_s, purpose=what,
         on_result=ready, watch=watch,
     )  # fmt: skip
 
@@ -476,13 +476,13 @@ def watch_machines(config: MasterConfig, cluster: Cluster, logger: Logger) -> No
     nodes, interval = config.cluster.num_nodes, config.logger.gpu_monitoring.collection_interval
     monitors = cluster.spawn_group("monitor", MachineMonitor, [(interval,)] * nodes, cpus=0.01, nodes=nodes)
     start_s, purpose = config.cluster.start_timeout_s, "start of the monitors"
-    names = call_all(cluster, monitors, MachineMonitor.gpu_names, timeout_s=start_s, what=purpose)()
+    names = call_all(cluster, monitors, MachineMonitor.gpu_names, timeout_s=start_s, purpose=purpose)()
     peaks = [peak_flops(name) for node in names for name in node]
     logger.peak_flops = peaks[0] if peaks else None
 
     def take() -> dict[str, float]:
         try:
-            taken = call_all(cluster, monitors, MachineMonitor.take, timeout_s=MONITOR_S, what="machine metrics")()
+            taken = call_all(cluster, monitors, MachineMonitor.take, timeout_s=MONITOR_S, purpose="machine metrics")()
         except Exception as error:
             if not (isinstance(error, WorkerFailed) or is_fault(error)):
                 raise

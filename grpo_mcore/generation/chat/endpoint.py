@@ -77,7 +77,7 @@ class ChatEngine(Protocol):
 
     name: str
 
-    def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Any: ...
+    def stream(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Any: ...
 
 
 class ChatEngines(Protocol):
@@ -355,7 +355,9 @@ class Endpoint:
             engine = self._engines.workers[index]
             try:
                 purpose = f"a chat {kind} request"
-                stream = remote_stream(engine, Engine.chat, timeout_s=self._timeout_s, what=purpose)(kind, body, seed)
+                stream = remote_stream(engine, Engine.chat, timeout_s=self._timeout_s, purpose=purpose)(
+                    kind, body, seed
+                )
                 reply = next(stream)
                 next(stream, None)  # the end of the stream
             except Exception as error:  # any error must reach the client and the log

@@ -14,7 +14,7 @@ from tests.clocks import StandingClock
 
 class Answer:
     def __init__(self, whom: str, at: float, value: Any = None) -> None:
-        self.whom, self.what, self.at, self.value = whom, "work", at, value
+        self.whom, self.purpose, self.at, self.value = whom, "work", at, value
 
     def result(self) -> Any:
         if isinstance(self.value, Exception):
@@ -29,12 +29,12 @@ class Script:
         self.clock = StandingClock()
 
     def ready(
-        self, things: Sequence[Answer], timeout_s: float, what: str, watch: Any = None, *, patient: bool = False
+        self, things: Sequence[Answer], timeout_s: float, purpose: str, watch: Any = None, *, patient: bool = False
     ) -> list[Answer]:
         first = min(things, key=lambda thing: thing.at)
         if first.at > self.clock.at + timeout_s:
             self.clock.at += timeout_s
-            raise DeadlineExceeded(what, ", ".join(thing.whom for thing in things), timeout_s, "stacks")
+            raise DeadlineExceeded(purpose, ", ".join(thing.whom for thing in things), timeout_s, "stacks")
         self.clock.at = max(self.clock.at, first.at)
         return [first]
 
@@ -50,15 +50,15 @@ def script() -> Script:
 
 def test_results_keep_the_order_of_the_workers(script):
     answers = [Answer("a", 3, "A"), Answer("b", 1, "B"), Answer("c", 2, "C")]
-    assert gather(script, answers, timeout_s=10, what="work") == ["A", "B", "C"]
+    assert gather(script, answers, timeout_s=10, purpose="work") == ["A", "B", "C"]
     assert script.clock.at == 3
-    assert gather(script, [], timeout_s=10, what="work") == []
+    assert gather(script, [], timeout_s=10, purpose="work") == []
 
 
 def test_the_deadline_is_one_for_all_and_names_the_missing(script):
     answers = [Answer("a", 6), Answer("b", 99), Answer("c", 9), Answer("d", 99)]
     with pytest.raises(DeadlineExceeded) as caught:
-        gather(script, answers, timeout_s=10, what="work")
+        gather(script, answers, timeout_s=10, purpose="work")
     assert script.clock.at == 10
     assert (caught.value.whom, caught.value.seconds) == ("b, d", 10)  # the whole timeout, not that of the last wait
     assert str(caught.value) == "work: no answer from b, d within 10 s\nstacks"
@@ -70,7 +70,7 @@ def test_the_first_failure_is_raised_and_the_others_get_a_grace(script):
         *(Answer("c", 3, "C"), Answer("d", 99)),
     ]
     with pytest.raises(WorkerFailed, match="b: work failed: out of memory") as caught:
-        gather(script, answers, timeout_s=1000, what="work", grace_s=5)
+        gather(script, answers, timeout_s=1000, purpose="work", grace_s=5)
     assert script.clock.at == 7
     assert caught.value.__notes__ == [
         "a failed too: connection reset",
@@ -81,7 +81,7 @@ def test_the_first_failure_is_raised_and_the_others_get_a_grace(script):
 def test_the_grace_does_not_outlast_the_deadline(script):
     answers = [Answer("a", 9, failed("a", "x")), Answer("b", 99)]
     with pytest.raises(WorkerFailed, match="a: work failed"):
-        gather(script, answers, timeout_s=10, what="work", grace_s=50)
+        gather(script, answers, timeout_s=10, purpose="work", grace_s=50)
     assert script.clock.at == 10
 
 
@@ -104,14 +104,14 @@ class Others:
 def test_other_work_goes_on_while_it_waits(script):
     others = Others(1, 2, 2.5, 7)
     answers = [Answer("a", 3, "A"), Answer("b", 5, "B")]
-    assert gather(script, answers, timeout_s=10, what="work", background=others) == ["A", "B"]
+    assert gather(script, answers, timeout_s=10, purpose="work", background=others) == ["A", "B"]
     assert [other.at for other in others.taken] == [1, 2, 2.5] and script.clock.at == 5
 
 
 def test_other_work_moves_no_deadline_and_takes_no_blame(script):
     others = Others(*range(1, 50))
     with pytest.raises(DeadlineExceeded) as caught:
-        gather(script, [Answer("a", 99)], timeout_s=10, what="work", background=others)
+        gather(script, [Answer("a", 99)], timeout_s=10, purpose="work", background=others)
     assert script.clock.at == 10 and caught.value.whom == "a" and len(others.taken) < 11
 
 
@@ -119,5 +119,5 @@ def test_a_death_is_the_cause_of_what_was_heard_before(script):
     died = WorkerDied("b", "work", "its process ended")
     answers = [Answer("a", 1, failed("a", "connection reset")), Answer("b", 2, died), Answer("c", 3, failed("c", "x"))]
     with pytest.raises(WorkerDied, match="b: work failed: its process ended") as caught:
-        gather(script, answers, timeout_s=10, what="work")
+        gather(script, answers, timeout_s=10, purpose="work")
     assert caught.value.__notes__ == ["a failed too: connection reset", "c failed too: x"]

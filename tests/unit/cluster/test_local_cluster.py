@@ -86,7 +86,7 @@ def test_a_call_runs_at_once_in_this_thread(cluster):
 
 def test_an_exception_waits_for_result_as_with_a_remote_worker(cluster):
     worker = cluster.spawn("abacus", Abacus, 10)
-    pending = worker.call("fail", what="the failure")
+    pending = worker.call("fail", purpose="the failure")
     with pytest.raises(WorkerFailed, match="abacus: the failure failed: ValueError: beads are gone") as caught:
         pending.result()
     assert isinstance(caught.value.__cause__, ValueError)
@@ -143,7 +143,7 @@ def test_only_the_first_is_ready(cluster):
     assert cluster.ready(things, 0.0, "both") == things[:1]
     with pytest.raises(ValueError, match="both: nothing to wait for"):
         cluster.ready([], 0.0, "both")
-    assert gather(cluster, things, timeout_s=1, what="both") == [1, 2]
+    assert gather(cluster, things, timeout_s=1, purpose="both") == [1, 2]
 
 
 def test_a_group_of_one_meets_itself_and_more_are_refused(cluster):
@@ -179,7 +179,7 @@ def test_the_end_closes_the_workers_once(cluster):
 def test_call_all(cluster):
     workers = [cluster.spawn("first", Abacus, 0), cluster.spawn("second", Abacus, 5)]
     assert call_all(cluster, workers, Abacus.add)(1) == [1, 6]
-    assert remote_call(workers[0], Abacus.add, what="the sum")(2).result() == 3
+    assert remote_call(workers[0], Abacus.add, purpose="the sum")(2).result() == 3
     assert list(remote_stream(workers[0], Abacus.count)(2)) == list(workers[0].stream("count", 2))
 
 

@@ -85,7 +85,7 @@ def test_calls_at_a_time_are_as_many_as_it_has_threads(cluster: VirtualCluster) 
     calls = [worker.call("work", str(number), 10.0) for number in range(3)]
     stream = remote_stream(worker, Machine.samples)(1)
     assert next(stream).label == 0 and cluster.clock.now() == 10
-    assert gather(cluster, calls, timeout_s=60, what="work") == ["0", "1", "2"] and cluster.clock.now() == 20
+    assert gather(cluster, calls, timeout_s=60, purpose="work") == ["0", "1", "2"] and cluster.clock.now() == 20
 
 
 def test_calls_wait_for_another_call_at_most_so_long(cluster: VirtualCluster) -> None:
@@ -99,7 +99,7 @@ def test_calls_wait_for_another_call_at_most_so_long(cluster: VirtualCluster) ->
 
 def test_a_late_answer_is_named_and_may_be_asked_for_later(cluster: VirtualCluster) -> None:
     worker = machine(cluster)
-    call = remote_call(worker, Machine.work, timeout_s=5.0, what="the work")("a", 8.0)
+    call = remote_call(worker, Machine.work, timeout_s=5.0, purpose="the work")("a", 8.0)
     with pytest.raises(DeadlineExceeded, match="the work: no answer from machine within 5 s"):
         call.result()
     assert cluster.clock.now() == pytest.approx(5.0)
@@ -175,7 +175,7 @@ def orders(seed: int) -> list[str]:
     with VirtualCluster(seed) as cluster:
         workers = [machine(cluster, f"machine-{number}", log) for number in range(4)]
         calls = [remote_call(worker, Machine.work)(worker.name, 1.0) for worker in workers]
-        gather(cluster, calls, timeout_s=10.0, what="work")
+        gather(cluster, calls, timeout_s=10.0, purpose="work")
     return [name for _, name, _ in log]
 
 

@@ -12,7 +12,7 @@ from grpo_mcore.rollout.trajectory import Sampling
 
 
 def calls(cluster: Cluster, worker: Worker, policy: PolicyGroup, sampling: Sampling) -> None:
-    remote_call(worker, EngineWorker.prepare, what="prepare")(3)
+    remote_call(worker, EngineWorker.prepare, purpose="prepare")(3)
     remote_call(worker, EngineWorker.prepare)("3")  # type: ignore[arg-type]
     remote_call(worker, EngineWorker.commit_refit)(3, True)
     remote_call(worker, EngineWorker.commit_refit)()  # type: ignore[call-arg]

@@ -50,7 +50,7 @@ class Handle:
     def __init__(self, name: str, target: Any) -> None:
         self.name, self.target = name, target
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Any:
         if method == "send_refit":  # it waits for the other ranks
             return in_a_thread(getattr(self.target, method), *args)
         return Answer(getattr(self.target, method), args)

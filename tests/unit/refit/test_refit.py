@@ -170,8 +170,8 @@ class Worker:
     def __init__(self, name: str, world: World) -> None:
         self.name, self.world = name, world
 
-    def call(self, method: str, *args: Any, timeout_s: float, what: str) -> Answer:
-        assert timeout_s > 0 and what
+    def call(self, method: str, *args: Any, timeout_s: float, purpose: str) -> Answer:
+        assert timeout_s > 0 and purpose
         answer = Answer(self, method, args)
         self.world.waiting[self.name].append(answer)
         return answer

@@ -44,7 +44,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.name, self.asked = name, None
 
-    def stream(self, method: str, requests: list[Any], sampling: Any, what: str) -> Any:
+    def stream(self, method: str, requests: list[Any], sampling: Any, purpose: str) -> Any:
         assert method == "generate_refs"
         self.asked = requests, sampling
         return iter([[Parcel(request.uid, f"{self.name} {request.uid}")] for request in requests])

@@ -47,7 +47,7 @@ class Shuffling(LocalCluster):
         self.store: Any = Handles()
         self._draw = random.Random(seed)
 
-    def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
+    def ready(self, things: Any, timeout_s: float, purpose: str, watch: Any = None, *, patient: bool = False) -> Any:
         first = {thing.whom: thing for thing in reversed(things) if isinstance(thing, LocalStream)}
         answers = [thing for thing in things if not isinstance(thing, LocalStream)]
         return [self._draw.choice([*answers, *first.values()])]

@@ -24,7 +24,7 @@ from tests.unit.driver.rollouts.fake_rollouts import Shuffling, engine_group, pr
 class Stream:
     """The samples of one call, in the order in which the test lets them finish."""
 
-    whom, what = "gym", "samples"
+    whom, purpose = "gym", "samples"
 
     def __init__(self, samples: list[GymRequest]) -> None:
         self.asked, self.played = samples, deque[Any]()

@@ -78,7 +78,7 @@ class Answer:
     """A call's answer, or its error."""
 
     def __init__(self, whom: str, find: Callable[[], Any]) -> None:
-        self.whom, self.what, self.find = whom, "an answer", find
+        self.whom, self.purpose, self.find = whom, "an answer", find
 
     def result(self) -> Any:
         return self.find()
@@ -88,7 +88,7 @@ class Stream:
     """A generation call: one sample after the other, then its end."""
 
     def __init__(self, engine: Engine, requests: Sequence[GenerationRequest], name: str, what: str) -> None:
-        self.engine, self.whom, self.name, self.what = engine, engine.name, name, what
+        self.engine, self.whom, self.name, self.purpose = engine, engine.name, name, what
         self.left = list(requests)
         self.over = False
 
@@ -100,10 +100,10 @@ class Stream:
         match "dies" if self.engine.dead else world.accident("dies", "fails", "ends early"):
             case "dies":
                 self.engine.dead = self.over = True
-                raise WorkerDied(self.whom, self.what, "its process ended")
+                raise WorkerDied(self.whom, self.purpose, "its process ended")
             case "fails":
                 self.over = True
-                raise WorkerFailed(self.whom, self.what, "out of memory")
+                raise WorkerFailed(self.whom, self.purpose, "out of memory")
             case "ends early":
                 self.over = True
                 raise StopIteration
@@ -165,9 +165,9 @@ class Engine:
             return Answer(self.name, lambda: joined)
         return Answer(self.name, find)
 
-    def stream(self, method: str, requests: Any, sampling: Any, name: str, what: str) -> Stream:
+    def stream(self, method: str, requests: Any, sampling: Any, name: str, purpose: str) -> Stream:
         assert self in self.world.engines.workers, "it was replaced"
-        self.streams.append(Stream(self, requests, name, what))
+        self.streams.append(Stream(self, requests, name, purpose))
         return self.streams[-1]
 
 
@@ -189,16 +189,16 @@ class Environment:
     def together(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def call(self, method: str, metadata: Any, *samples: Any, timeout_s: float, what: str) -> Answer:
+    def call(self, method: str, metadata: Any, *samples: Any, timeout_s: float, purpose: str) -> Answer:
         def find() -> list[Outcome]:
             if answer in self.world.hung:
-                raise DeadlineExceeded(what, self.name, timeout_s)
+                raise DeadlineExceeded(purpose, self.name, timeout_s)
             match "dies" if self.dead else self.world.accident("dies", "raises"):
                 case "dies":
                     self.dead = True
-                    raise WorkerDied(self.name, what, "its process ended")
+                    raise WorkerDied(self.name, purpose, "its process ended")
                 case "raises":
-                    raise WorkerFailed(self.name, what, "ValueError: no verdict")
+                    raise WorkerFailed(self.name, purpose, "ValueError: no verdict")
             return [
                 Outcome(1.0, None, "", 0.0, terminated=index == 1 or turn == 2, observation="on")
                 for _, index, turn in samples
@@ -255,7 +255,7 @@ class World(LocalCluster):
         self.lost_rewards += kind in ("dies", "raises")  # of an environment: at most one sample's
         return kind
 
-    def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
+    def ready(self, things: Any, timeout_s: float, purpose: str, watch: Any = None, *, patient: bool = False) -> Any:
         """Choose what is ready: of each engine its first stream, any answer. Or something hangs from now on."""
         assert things, "it waits for something that nobody produces"
         first: dict[Any, Any] = {}
@@ -274,9 +274,9 @@ class World(LocalCluster):
             self.lost_rewards += 1
             self.hung.add(chosen[1])
             if len(first) > 1:
-                return self.ready(things, timeout_s, what)
+                return self.ready(things, timeout_s, purpose)
         self.clock.at += timeout_s
-        raise DeadlineExceeded(what, "somebody", timeout_s)
+        raise DeadlineExceeded(purpose, "somebody", timeout_s)
 
     def check(self) -> None:
         """Somebody produces what each open group misses, and only once."""

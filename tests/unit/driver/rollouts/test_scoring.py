@@ -24,19 +24,19 @@ class Answer:
     whom = "environment"
 
     def __init__(self, worker: FakeWorker, samples: Sequence[str], what: str) -> None:
-        self.worker, self.samples, self.what = worker, samples, what
+        self.worker, self.samples, self.purpose = worker, samples, what
 
     def is_there(self) -> bool:
         return self.worker.dead or "hangs" not in self.samples
 
     def result(self) -> list[Outcome]:
         if not self.is_there():
-            raise DeadlineExceeded(self.what, self.whom, TIMEOUT_S)
+            raise DeadlineExceeded(self.purpose, self.whom, TIMEOUT_S)
         self.worker.dead |= "dies" in self.samples
         if self.worker.dead:
-            raise WorkerDied("environment", self.what, "it was killed")
+            raise WorkerDied("environment", self.purpose, "it was killed")
         if "raises" in self.samples:
-            raise WorkerFailed("environment", self.what, "ValueError: no tests")
+            raise WorkerFailed("environment", self.purpose, "ValueError: no tests")
         return [Outcome(float(sample), sample, "", 0.0) for sample in self.samples]
 
 
@@ -56,11 +56,11 @@ class FakeWorker:
         yield
         self.world.sent.append(len(self.world.asked) - before)
 
-    def call(self, method: str, metadata: Any, *samples: str, timeout_s: float, what: str) -> Answer:
+    def call(self, method: str, metadata: Any, *samples: str, timeout_s: float, purpose: str) -> Answer:
         assert (method, timeout_s) == ("advance", TIMEOUT_S) and metadata == [{"of": sample} for sample in samples]
         assert not self.dead
         self.world.asked.append(list(samples))
-        return Answer(self, samples, what)
+        return Answer(self, samples, purpose)
 
 
 class World:
@@ -79,12 +79,12 @@ class World:
     def stop(self, workers: Sequence[FakeWorker]) -> None:
         self.stopped += workers
 
-    def ready(self, things: Sequence[Answer], timeout_s: float, what: str) -> Answer:
+    def ready(self, things: Sequence[Answer], timeout_s: float, purpose: str) -> Answer:
         for thing in things:
             if thing.is_there():
                 return thing
         self.clock.at += timeout_s
-        raise DeadlineExceeded(what, "environment", timeout_s)
+        raise DeadlineExceeded(purpose, "environment", timeout_s)
 
     def score(self, *groups: Sequence[str]) -> dict[str, list[Outcome]]:
         """Score these groups. Return the outcomes by uid: "p0" and so on."""

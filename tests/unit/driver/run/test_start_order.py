@@ -24,7 +24,7 @@ from tests.clocks import StandingClock
 
 class Answer:
     def __init__(self, events: list[str], event: str, whom: str) -> None:
-        self._events, self._event, self.whom, self.what = events, event, whom, event
+        self._events, self._event, self.whom, self.purpose = events, event, whom, event
 
     def result(self) -> None:
         self._events.append(self._event)
@@ -59,7 +59,7 @@ class Node:
         self.events.append(f"spawn {name}" + (", built later" if arguments[0][-1] is True else ""))
         return [self.worker(f"{name}-{rank}") for rank in range(len(arguments))]
 
-    def ready(self, things: Any, timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
+    def ready(self, things: Any, timeout_s: float, purpose: str, watch: Any = None, *, patient: bool = False) -> Any:
         return things[:1]
 
     def stop(self, workers: list[Any]) -> None:
@@ -103,7 +103,7 @@ def test_the_start_tells_who_is_ready_and_what_the_late_ones_do(
     node = Node()
     node.last_log_line = lambda worker: f"{worker} loads shard 3 of 8"  # type: ignore[attr-defined]
 
-    def ready(things: list[Any], timeout_s: float, what: str, watch: Any = None, *, patient: bool = False) -> Any:
+    def ready(things: list[Any], timeout_s: float, purpose: str, watch: Any = None, *, patient: bool = False) -> Any:
         for _ in range(25):
             node.clock.at += 1
             watch()

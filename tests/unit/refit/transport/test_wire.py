@@ -37,7 +37,7 @@ class ThreadHandle:
         self.name, self.target = name, target
         self._last: threading.Thread | None = None
 
-    def call(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float, purpose: str) -> Any:
         answer: Future[Any] = Future()
         before = self._last
 
