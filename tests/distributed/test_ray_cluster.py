@@ -605,7 +605,6 @@ GUEST = """
     from grpo_mcore.cluster.ray_session import BadRayAddress
     from grpo_mcore.cluster.ray_cluster import RayCluster
     from tests.distributed.ray_workers import Abacus
-    from tests.processes_below import named
 
     version, ray.__version__ = ray.__version__, "2.0.0"
     try:
@@ -651,6 +650,7 @@ STOPPED = """
     from grpo_mcore.cluster.orphan_reaper import marked
     from grpo_mcore.cluster.ray_cluster import RayCluster
     from tests.distributed.ray_workers import Abacus
+    from tests.processes_below import named
 
     ray_session.SHUTDOWN_S = 2.0
     with RayCluster(pathlib.Path(sys.argv[1]), address="local", num_cpus=2, start_timeout_s=150) as cluster:
