@@ -30,7 +30,6 @@ READS = {
     "parallel/finite.py": ({"_foreach_norm"}, "torch documents its operations on lists under such names"),
     "parallel/mesh.py": ({"_internal"}, "torch's group without other ranks, for a rank that is only traced"),
     "refit/transport/network.py": ({"_Options"}, "torch's only options of a Gloo group"),
-    "tools/doctor/checks.py": ({"_private"}, "where Ray's address auto leads to, without joining it"),
     "tools/plan/counting.py": (
         {"_subclasses", "_python_dispatch", "_pytree", "_local_scalar_dense"},
         "torch's documented fake tensors and modes live there; the last is an operator's name",
@@ -40,9 +39,7 @@ READS = {
 """Files that read private names of a library: which, and why there is no public way."""
 
 PENDING = {
-    "environments/verifier_pool.py": "Pebble's constants, with the pool",
-    "parallel/weights/checkpoint.py": "Megatron-Core's queue of written files",
-    "tools/plan/trace.py": "a collective and Megatron-Core's router",
+    "parallel/weights/checkpoint.py": "Megatron-Core's queue of written files: its own has a manager process a rank",
 }
 """Files that still patch a library, to be deleted from here with their patches."""
 
