@@ -79,7 +79,7 @@ class AnswerReader:
         prompt = all_ids[: len(all_ids) - len(ids)]
         reason = {"length": "length", "abort": "abort"}.get(trajectory.finish_reason, "stop")
         by_text = reason == "stop" and trajectory.stop_token is None
-        stop = next((each for each in request.stops if by_text and generated.text.endswith(each)), None)
+        stop = next((text for text in request.stops if by_text and generated.text.endswith(text)), None)
         message = self.message(request, ids, trajectory.stop_token, stop)
         choice: dict[str, Any] = {
             "index": 0,
@@ -155,8 +155,8 @@ class AnswerReader:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         parser = self._harmony(self._tokenizer)
-        asked = ChatCompletionRequest(model=self._config.model, messages=[])
-        reasoning, content, calls = parser.parse("", asked, enable_auto_tools=True, model_output_token_ids=ids)
+        empty = ChatCompletionRequest(model=self._config.model, messages=[])
+        reasoning, content, calls = parser.parse("", empty, enable_auto_tools=True, model_output_token_ids=ids)
         calls = calls if request.tools and request.tool_choice != "none" else None
         if not (reasoning or content or calls):
             content = self._tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens is not False)
