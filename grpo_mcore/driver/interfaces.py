@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_mcore.cluster import BackgroundWork, Cluster, Future, Worker
 from grpo_mcore.families import ModelShape
-from grpo_mcore.generation.chat.endpoint import Endpoint
+from grpo_mcore.generation.endpoint import Endpoint
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import KLType

@@ -24,9 +24,9 @@ from grpo_mcore.driver.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker, as_workers
 from grpo_mcore.environments.gym.nemo_gym import NemoGymEnvironment
-from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.generation.endpoint import Endpoint
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, TrajectoryRef, Turn
 from tests.distributed.rollout_workers import BROKEN, FATAL, HANGING, SHORT, Game

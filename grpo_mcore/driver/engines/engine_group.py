@@ -24,7 +24,7 @@ from grpo_mcore.cluster import (
 )
 from grpo_mcore.driver.engines.retries import Retries
 from grpo_mcore.generation import Engine, EngineConfig, EngineFollower, EngineNode
-from grpo_mcore.generation.chat.endpoint import ChatEngine, Endpoint
+from grpo_mcore.generation.endpoint import ChatEngine, Endpoint
 from grpo_mcore.layout import EngineLayout
 from grpo_mcore.refit.engine_side.receiver import RefitReceiver
 from grpo_mcore.refit.refit import EngineNodes, RefitEngine

@@ -10,8 +10,8 @@ from pathlib import Path
 from grpo_mcore.data.tokenizer import load_tokenizer, template_text
 from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.engines.sampling_config import sampling_of
-from grpo_mcore.generation.chat.endpoint import Endpoint, EndpointError
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.generation.endpoint import Endpoint, EndpointError
 from grpo_mcore.recipe import MasterConfig
 
 ENDPOINT_FILE = "endpoint.json"

@@ -14,7 +14,7 @@ from grpo_mcore.environments import create_env, create_env_class
 from grpo_mcore.environments.gym.gym_client import GymError, agents_of
 from grpo_mcore.environments.gym.nemo_gym import GymRequest, NemoGymEnvironment
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.generation.chat.endpoint import EndpointAddress
+from grpo_mcore.generation.endpoint import EndpointAddress
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.gym_server import AGENT, GymServer
 

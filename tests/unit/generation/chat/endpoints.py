@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.generation.chat.engine_chat import Reply
+from grpo_mcore.generation.endpoint import Endpoint
 from grpo_mcore.rollout.trajectory import fingerprint
 
 HEADERS = {"Authorization": "Bearer secret"}

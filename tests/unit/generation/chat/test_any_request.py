@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.prompt import ChatPrompts
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.generation.endpoint import Endpoint
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.fuzz import JSON, TEXTS, examples
 from tests.unit.generation.chat.endpoints import HEADERS, connect

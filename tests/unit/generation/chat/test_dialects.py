@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mcore.generation.chat.dialects import DialectError, of_messages, of_responses
-from grpo_mcore.generation.chat.endpoint import Endpoint, recorded_tokens
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.generation.endpoint import Endpoint, recorded_tokens
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.unit.generation.chat.endpoints import Engines
 

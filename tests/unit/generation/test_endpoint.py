@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from grpo_mcore.generation.chat import endpoint as endpoints
-from grpo_mcore.generation.chat.endpoint import ChatRecord, Endpoint, EndpointError
+from grpo_mcore.generation import endpoint as endpoints
+from grpo_mcore.generation.endpoint import ChatRecord, Endpoint, EndpointError
 from grpo_mcore.rollout.trajectory import fingerprint
 from tests.unit.generation.chat.endpoints import HEADERS, Engines, connect
 
@@ -215,7 +215,7 @@ def test_the_log_of_warnings_is_bounded(
     endpoint: Endpoint, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every answer of a client may have another text of many characters."""
-    monkeypatch.setattr("grpo_mcore.generation.chat.endpoint.MAX_WARNINGS", 5)
+    monkeypatch.setattr("grpo_mcore.generation.endpoint.MAX_WARNINGS", 5)
     for number in range(20):
         endpoint._warn(f"{number} " + "x" * 100_000)
     assert len(caplog.messages) == 5 and caplog.messages[-1].endswith("; further warnings are left out")
