@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from grpo_mcore.environments.answers import Thoughts
-from grpo_mcore.environments.registry import EnvironmentConfigError
+from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.recipe import nearest
 
 

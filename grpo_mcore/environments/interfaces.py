@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from grpo_mcore.base.imports import no_exit
 from grpo_mcore.base.text import not_unicode, replaced
 from grpo_mcore.environments.config import EnvConfig
-from grpo_mcore.environments.registry import EnvironmentConfigError
+from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Outcome, Trajectory
 
 

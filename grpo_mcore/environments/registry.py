@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.base import imports
+from grpo_mcore.environments.errors import EnvironmentConfigError
 
 if TYPE_CHECKING:
     from grpo_mcore.environments.interfaces import EnvironmentBase
@@ -21,10 +22,6 @@ _ENVIRONMENTS: dict[str, str] = {
     "rules": "grpo_mcore.environments.rules.rule_environment:RuleEnvironment",
     "sliding_puzzle": "examples.sliding_puzzle.environment:SlidingPuzzleEnvironment",
 }
-
-
-class EnvironmentConfigError(ValueError):
-    """An environment's name or its `env.<name>` section is wrong."""
 
 
 def register_env(env_name: str, import_path: str) -> None:

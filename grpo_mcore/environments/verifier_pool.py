@@ -44,7 +44,8 @@ import pebble
 from grpo_mcore.base import processes
 from grpo_mcore.base.processes import HUB_VARIABLES
 from grpo_mcore.base.text import shorten
-from grpo_mcore.environments.registry import EnvironmentConfigError, import_by_path
+from grpo_mcore.environments.errors import EnvironmentConfigError
+from grpo_mcore.environments.registry import import_by_path
 
 # The environment variables that workers see. The rest stays out, secrets (HF_TOKEN, WANDB_API_KEY) above all.
 _INHERITED = (

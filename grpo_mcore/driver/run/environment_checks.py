@@ -11,8 +11,8 @@ from typing import Any
 from grpo_mcore.driver.rollouts.scoring import BatchLimits
 from grpo_mcore.driver.run.checks import SetupError
 from grpo_mcore.environments import create_env_class
+from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentBase
-from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.recipe import MasterConfig, environment_class
 from grpo_mcore.rollout.datum import DatumSpec, field_of
 from grpo_mcore.rollout.pass_rates import TASK

@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.gym.gym_client import GymClient, GymError, PolicyEndpoint
 from grpo_mcore.environments.gym.gym_penalties import THOUGHT_MARKS, TOOL_CALL_MARKS, RewardPenalties
 from grpo_mcore.environments.gym.gym_result import FormRules, GymFailure, GymRollout, read_result
 from grpo_mcore.environments.http_retries import RetryPolicy
 from grpo_mcore.environments.interfaces import EnvironmentBase
-from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Sampling, Score, Trajectory
 
 # Keys of a Gym's own configuration, which NeMo RL passes on to the Gym that it starts.

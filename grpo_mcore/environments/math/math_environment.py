@@ -18,6 +18,7 @@ from pydantic import Field
 
 from grpo_mcore.environments.answers import UNFINISHED, split_messages
 from grpo_mcore.environments.config import AnswerConfig
+from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -33,7 +34,6 @@ from grpo_mcore.environments.math.verifiers import (
     reason_for,
     verifier_modules,
 )
-from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from grpo_mcore.objective import CORRECT, pass_at_k
 

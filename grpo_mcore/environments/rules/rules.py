@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
+from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.http_retries import RetryPolicy
 from grpo_mcore.environments.math.verifiers import ground_truths, make_verifier, verifier_module, verifier_modules
-from grpo_mcore.environments.registry import EnvironmentConfigError, import_by_path
+from grpo_mcore.environments.registry import import_by_path
 from grpo_mcore.environments.rules.async_rewards import AsyncReward, gathered
 from grpo_mcore.environments.rules.reward_functions import (
     Sample,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from grpo_mcore.environments.answers import split_messages, split_response
+from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.math.math_environment import MathEnvConfig
-from grpo_mcore.environments.registry import EnvironmentConfigError
 
 THINKING_PROMPT = "<|im_start|>assistant\n<think>\n"
 CLOSED_PROMPT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"

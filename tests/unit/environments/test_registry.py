@@ -12,9 +12,9 @@ import ray
 import torch
 
 from grpo_mcore.environments import create_env, create_env_class, register_env
+from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from grpo_mcore.environments.math.math_environment import MathEnvConfig, MathEnvironment
-from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Trajectory
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from grpo_mcore.environments import create_env
+from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.math.math_environment import MathEnvConfig, MathEnvironment, Verdict, response_text
-from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn
 
 
