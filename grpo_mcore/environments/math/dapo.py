@@ -1,16 +1,17 @@
 r"""Math answers compared as strings, for data whose answers are short (DAPO, arXiv 2503.14476, section 3.4): the
-answer is in a last line "Answer: ...", and the reward is 1 where it is the truth, -1 elsewhere (equation 7).
+answer is in a last line "Answer: ...", and the reward is 1 where it is the ground truth, -1 elsewhere (equation 7).
 
-Truth and answer are normalised before they are compared: no dollar signs, 1/2 for \dfrac12, 1000 for 1,000, 25 for 025
-(as AIME writes its truths), and no unit, unless both have one: then it must be the same.
+Both are normalised before they are compared: no dollar signs, 1/2 for \dfrac12, 1000 for 1,000, 25 for 025 (as AIME
+writes its ground truths), and no unit, unless both have one: then it must be the same.
 """
 
 from __future__ import annotations
 
 import re
 
-from grpo_mcore.environments.math.math_text import boxes, plain_characters, without_boxes
-from grpo_mcore.environments.math.math_units import split_unit
+from grpo_mcore.environments.math.spellings import plain_characters
+from grpo_mcore.environments.math.statement import boxes, without_boxes
+from grpo_mcore.environments.math.units import split_unit
 
 _TAIL = 300  # characters of the response in which the answer is looked for
 _ANSWER = re.compile(r"answer[\s*_]*:\s*(?:(?:\$\$|\\\[)\s*)?([^\n]+)", re.IGNORECASE)
@@ -39,15 +40,15 @@ _UNITS = (
 _UNIT = re.compile(rf"(?<=[\d}})])(?:\s*\\?(?:{'|'.join(_UNITS.split())})\b(?:\s*\^?\d)?)+")
 
 
-def dapo_math_verify(response: str, truth: str) -> tuple[float, str | None]:
+def dapo_math_verify(response: str, ground_truth: str) -> tuple[float, str | None]:
     """Return (1 or -1, the answer as compared)."""
     stated = find_answer(response)
     if stated is None:
         return -1.0, None
     answer = normalized(stated)
-    unit, wanted = _unit(stated), _unit(truth)
-    right = bool(answer) and answer == normalized(truth) and (unit is None or wanted is None or unit == wanted)
-    return (1.0 if right else -1.0), answer
+    unit, gold_unit = _unit(stated), _unit(ground_truth)
+    is_same_unit = unit is None or gold_unit is None or unit == gold_unit
+    return (1.0 if answer and answer == normalized(ground_truth) and is_same_unit else -1.0), answer
 
 
 def find_answer(response: str) -> str | None:

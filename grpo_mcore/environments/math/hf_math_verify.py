@@ -1,5 +1,5 @@
-r"""math-verify as a verifier, behind a reader of the final statement (`math_text.py`) and with a stricter look at what
-it calls equal. Importing this module takes seconds, because it also loads what sympy would load with the first
+r"""math-verify as a verifier, behind a reader of the final statement (`statement.py`), with rules for what math-verify
+calls equal and is not. Importing this module takes seconds, because it also loads what sympy would load with the first
 polynomial, the first matrix and so on: the workers' fork server does that once, ahead of all time limits."""
 
 from __future__ import annotations
@@ -7,233 +7,253 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
 
 import sympy
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 
-from grpo_mcore.environments.math.math_text import (
+from grpo_mcore.environments.math.spellings import normalized, plain_characters
+from grpo_mcore.environments.math.statement import (
     Statement,
     alternatives,
-    as_formula,
-    as_interval,
-    as_residue,
-    choice_letters,
-    in_base,
-    is_negated,
-    is_pure,
-    is_unsure,
+    is_doubtful,
     last_statement,
-    normalized,
-    without_boxes,
-    without_correction,
+    stated_formula,
 )
-from grpo_mcore.environments.math.math_units import numbers_apart, split_unit, without_degrees
+from grpo_mcore.environments.math.units import split_unit
 
 _EXAMPLES = (
-    ("x^2 + 3x + 2", "(x+1)(x+2)"),
-    (r"\sqrt{2}+1", r"1+\sqrt{2}"),
-    (r"\frac{\pi}{4}", "0.785"),
-    ("x=3", "3"),
-    ("(3,4)", "(4,3)"),
-    (r"\{1,2\}", r"\{2,1\}"),
-    (r"(0,1)\cup[2,3)", r"[2,3)\cup(0,1)"),
-    (r"x\in[0,1]", "x<3"),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
-    (r"\sin^2 x+\cos^2 x", "1"),
-    (r"e^{i\pi}", "-1"),
-    (r"\log_2 8", r"\binom{5}{2}"),
-    (r"\int_0^1 x dx", r"\sum_{k=1}^{3} k"),
-)
-_BOXED = [LatexExtractionConfig(boxed_match_priority=0)]
-_ANYWHERE = [ExprExtractionConfig(), LatexExtractionConfig()]
+    ("x^2 + 3x + 2", "(x+1)(x+2)"), (r"\sqrt{2}+1", r"1+\sqrt{2}"), (r"\frac{\pi}{4}", "0.785"), ("x=3", "3"),
+    ("(3,4)", "(4,3)"), (r"\{1,2\}", r"\{2,1\}"), (r"(0,1)\cup[2,3)", r"[2,3)\cup(0,1)"), (r"x\in[0,1]", "x<3"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"), (r"e^{i\pi}", "-1"),
+    (r"\sin^2 x+\cos^2 x", "1"), (r"\log_2 8", r"\binom{5}{2}"), (r"\int_0^1 x dx", r"\sum_{k=1}^{3} k"),
+)  # fmt: skip
+# Units are read here: math-verify would take the h of "5h" for one.
+_AS_LATEX = replace(LatexExtractionConfig().normalization_config, units=False)
+_FORMULA = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_AS_LATEX)]
 _DECIMALS, _DIGITS = 6, 15  # places to which math-verify rounds a float, and digits of its precision
 _SMALL, _VERY_SMALL = -3, -5  # decimal exponents below which more places are compared
 _MOST_PLACES = 10_000
+_DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
 _EQUALS = re.compile(r"(?<![\\<>!:])=(?![=>])")
-_LABEL = re.compile(
-    r"^(?:\\text\s*\{[^{}]*(?::|\b(?:is|are|equals)|=)\s*\}|\\approx(?![a-zA-Z])|\\sim(?:eq)?(?![a-zA-Z])|approximately|about)\s*"
-)
-_CHOICE = re.compile(r"^(?:\\text\s*\{\s*)?\(\s*([A-E])\s*\)\s*\}?(?:\\[ ,;:]|\\q?quad(?![a-zA-Z])|[~:\s])+(?=\S)")
-_ONLY_CHOICE = re.compile(r"(?:\\text\s*\{\s*)?(?:([A-E])|\(\s*([A-E])\s*\))\s*\}?")
-_REMARK = re.compile(r"(?<=[\d}])\s+\((?!base|in base|mod)(?=[^()]*[a-z]{4})[a-zA-Z ,]+\)$")  # 5 (apples)
-_MARGIN = re.compile(r"^(?:\\[ ,;:!]|~|\s)+|(?:(?<!\\)\\(?:[ ,;:!]|$)|~|\s)+$")
-_QUESTION = re.compile(r"[^.!?\n]*\?(?=\s|$)")
-_HALF_OF_DAY = re.compile(r"\\text\{ [ap]m\}")
-_NUMBERS = re.compile(r"[-+]?[\d.]+(?:(?:\s*[,;]\s+|\s*;\s*|\s*,?\s+and\s+|\s+)[-+]?[\d.]+)+\.?")
-_MONEY = re.compile(r"\\\$(?=\d)")
+_OPTION = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])(?=$))(?:[~:\s]|\\[ ,;:]|\\q?quad(?![a-zA-Z]))*(.*)", re.DOTALL)
+_LETTERS = re.compile(r"(?:\\\{)?\s*([A-J](?:(?:\s*,\s*(?:and\s)?|\s+and\s+|\s+)[A-J])+)\s*(?:\\\})?")
+_WORDS = re.compile(r"(?=.*(?:[a-zA-Z]{2}|[^\x00-\x7f]))[^\W\d_]+(?:(?:, (?:and )?|[ -])[^\W\d_]+)*")
 _PRIMED = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]'+(?![a-zA-Z])")
-_TEXT = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}")
+_BASED = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?\s*_\{(\d+)\}")
+_RESIDUE = re.compile(r"(?:.*\\equiv\s*)?([^\\=]+?)\s*(?:\\[,;: ]|\\q?quad|~|\s)*\\mod (\d+)")
 _LABEL_OR_WORD = re.compile(r"(?=.*[a-zA-Z].*[a-zA-Z])[a-zA-Z0-9]+")
 _PRODUCT = re.compile(r"\d*(?:[a-z]{1,2}|[^\W\d_aeiouA-Z]{3}|[abchkmnpqruvwxyz]{3}|[A-Z][a-z]|[a-z][A-Z])")
 _TUPLE_EQUATION = re.compile(r"\(([a-zA-Z,\s]+)\)\s*=\s*\(([^()=]+)\)")
 _ASSIGNMENT = re.compile(r"([a-zA-Z])\s*=\s*([^=()\[\]<>]+)")
-_NEXT = re.compile(r"(?:[,;\s]|\\[ ,;:]|\\q?quad(?![a-zA-Z])|\\text\s*\{\s*,?\s*and\s*\}|\band\b)+(?=[a-zA-Z]\s*=)")
+_NEXT = re.compile(r"(?:[,;\s]|\\[ ,;:]|\\q?quad(?![a-zA-Z])|\band\b)+(?=[a-zA-Z]\s*=)")
+_IN_ONE_UNKNOWN = re.compile(r"(?=.*\d)[\d\s+*/^{}().-]*([a-z])(?:[\d\s+*/^{}().-]|\1)*")
 _NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*")
 
 
-def hf_math_verify(response: str, truth: str) -> tuple[bool, str | None]:
+def hf_math_verify(response: str, ground_truth: str) -> tuple[bool, str | None]:
     """Return (correct, extracted answer). math-verify's own time limits are off: the pool has a harder one."""
-    stated = last_statement(normalized(truth))  # a whole solution, as MATH has them
-    gold_written = stated.text if stated is not None and stated.text else truth
-    gold_text = _bare(gold_written)
-    gold = _parse_formula(gold_text)
+    ground_truth = plain_characters(ground_truth)
+    gold_statement = last_statement(ground_truth)  # of a whole solution, as MATH has them
+    if gold_statement.kind == "text":
+        gold_statement = Statement(ground_truth, "box")
+    gold = stated_formula(gold_statement) or normalized(gold_statement.text)
     if not gold:
-        raise ValueError(f"the ground truth {truth!r} is not a mathematical expression")
-    text = normalized(response)
-    statement = last_statement(text)
-    if statement is None:
-        text = numbers_apart(_MONEY.sub("", _QUESTION.sub("", text)))
-        statement = _last_line(text)
-        several = _NUMBERS.fullmatch(statement.text) and not _has_several(gold_text)
-        if several or is_unsure(statement.text) and not is_unsure(gold_text):
-            return False, statement.text
-        answers = _parsed(text, _ANYWHERE)
-    elif not statement.text:
-        return False, None
-    elif (
-        statement.is_boxed or is_pure(statement.text) or _words(_bare(statement.text)) == _words(gold_text) is not None
-    ):
-        answers = _parse_formula(_bare(statement.text))
-    else:
-        answers = _parsed(f"Answer: {numbers_apart(without_correction(statement.text))}", _ANYWHERE)
-    if not answers:
-        return False, None
-    # The last entry is the answer as written; an expression could take for ever to print.
-    answer = answers[-1] if isinstance(answers[-1], str) else None
-    if statement.is_boxed:
-        answer = statement.text
-    choice, gold_choice = _choice(statement.text), _choice(gold_written)
-    if choice and gold_choice and (choice.is_alone or gold_choice.is_alone):
-        return choice.letter == gold_choice.letter, answer
-    return _is_right(gold, gold_text, answers, statement), answer
+        raise ValueError(f"the ground truth {ground_truth!r} is not a mathematical expression")
+    statement = last_statement(plain_characters(response))
+    answer = stated_formula(statement)
+    if _compact(normalized(statement.text)) == _compact(gold):  # "at least 5" is right where it is the ground truth
+        answer = gold
+    elif statement.kind == "text" and not re.search(r"[\d\\]", answer or ""):
+        answer = None
+    shown = statement.text if statement.kind == "box" else answer
+    return answer is not None and is_right(answer, gold), shown
 
 
-def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: Statement) -> bool:
-    said = without_correction(_bare(statement.text))
-    interval, gold_interval = as_interval(said), as_interval(gold_text)
-    if interval is not None and gold_interval is not None and interval[0] != gold_interval[0]:
+# Each rule returns whether the answer is right, or None where it says nothing.
+
+
+def _options(answer: str, gold: str) -> bool | None:
+    """Compare options by their letters where one has no text, "C" and "(C) 5", and by their texts otherwise."""
+    options = [_OPTION.fullmatch(text) for text in (answer, gold)]
+    if options[0] and options[1] and not (options[0][3] and options[1][3]):
+        return (options[0][1] or options[0][2]) == (options[1][1] or options[1][2])
+    texts = [option[3] if option and option[3] else text for option, text in zip(options, (answer, gold), strict=True)]
+    return None if texts == [answer, gold] else is_right(*texts)
+
+
+def _negation_and_unit(answer: str, gold: str) -> bool | None:
+    """Refuse an answer that is negated where the ground truth is not, or that has another unit."""
+    if is_doubtful(answer) and not is_doubtful(gold):
         return False
-    if interval is not None or gold_interval is not None:
-        sets = [one[1] if one is not None else text for one, text in ((gold_interval, gold_text), (interval, said))]
-        if _equal(*(_parse_formula(one) for one in sets)):
-            return True
-    if _contradicts(said, gold_text, statement.after):
-        return False
-    if (wanted_values := _assignments(gold_text)) is not None:
-        values = _assignments(said)
-        if values is None and "=" not in said and "\\{" not in said:  # in the order of the names
-            listed = re.sub(r"^\((.*)\)$", r"\1", said).split(",")
-            values = dict(zip(wanted_values, listed, strict=True)) if len(listed) == len(wanted_values) else None
-        if values is not None and values.keys() == wanted_values.keys():
-            return all(_equal(_parse_formula(wanted_values[name]), _parse_formula(values[name])) for name in values)
-    offered = alternatives(said)
-    if len(offered) > 1 and not _has_several(gold_text):
-        return all(_equal(gold, _parse_formula(one)) and not _contradicts(one, gold_text) for one in offered)
-    if max(len(offered), len(wanted := alternatives(gold_text))) > 1:
-        return _equal(_parse_formula(", ".join(wanted)), _parse_formula(", ".join(offered)))
-    gold_base, said_base = in_base(gold_text), in_base(said)
-    if gold_base and said_base:
-        return gold_base == said_base
-    if said_base:
-        digits, base = said_base
-        return base == 10 and _equal(gold, [sympy.Integer(int(digits))])
-    if gold_base and statement.is_boxed:
-        return said.lstrip("0") == gold_base[0]
-    residue, gold_residue = as_residue(said), as_residue(gold_text)
+    units = [split_unit(text)[1] for text in (answer, gold)]
+    return False if None not in units and units[0] != units[1] else None
+
+
+def _conditions(answer: str, gold: str) -> bool | None:
+    """Compare conditions, as "x < 1 or x > 3", by their variable and the set of its values; either may be a set."""
+    if not re.search(r"[<>]|\\[lgn]e(?![a-zA-Z])", answer + gold):
+        return None
+    condition, gold_condition = _set_of(answer), _set_of(gold)
+    if condition is None or gold_condition is None:
+        return None
+    names = {condition[0], gold_condition[0]} - {None}
+    return len(names) < 2 and _equal([gold_condition[1]], [condition[1]])
+
+
+def _assignments(answer: str, gold: str) -> bool | None:
+    """Compare the values of several variables one by one: "p=2, q=3" and "(p,q)=(2,3)", or "(2,3)" in their order."""
+    gold_values, values = _values_by_name(gold), _values_by_name(answer)
+    if gold_values is None:
+        return None
+    if values is None and "=" not in answer and "\\{" not in answer:
+        in_order = re.sub(r"^\((.*)\)$", r"\1", answer).split(",")
+        values = dict(zip(gold_values, in_order, strict=False)) if len(in_order) == len(gold_values) else None
+    if values is None or values.keys() != gold_values.keys():
+        return None
+    return all(_equal(_parsed(gold_values[name]), _parsed(values[name])) for name in values)
+
+
+def _alternatives(answer: str, gold: str) -> bool | None:
+    """Compare lists with "or" as sets; where the ground truth is one answer, each of those offered must equal it."""
+    offered, gold_parts = alternatives(answer), alternatives(gold)
+    if len(offered) > 1 and len(gold_parts) == 1 and not re.search(r",|;|\\pm|\\cup|\\\{", gold):
+        return all(is_right(part, gold) for part in offered)
+    if len(offered) > 1 or len(gold_parts) > 1:
+        return _equal(_parsed(", ".join(gold_parts)), _parsed(", ".join(offered)))
+    return None
+
+
+def _bases(answer: str, gold: str) -> bool | None:
+    """Compare the digits and the base of a number such as 101_2; a name such as F_{10} is none."""
+    based, gold_based = _in_base(answer), _in_base(gold)
+    if gold_based:
+        return based == gold_based if based else answer.lstrip("0") == gold_based[0]
+    return based[1] == "10" and is_right(based[0], gold) if based else None
+
+
+def _residues(answer: str, gold: str) -> bool | None:
+    r"""Compare 10 \mod 7 with 3 \mod 7, or with the remainder 3 alone."""
+    residue, gold_residue = _RESIDUE.fullmatch(answer), _RESIDUE.fullmatch(gold)
     if residue and gold_residue:
-        numbers = [_value(value) for value, _ in (residue, gold_residue)]
-        if residue[1] != gold_residue[1] or not all(isinstance(number, sympy.Integer) for number in numbers):
-            return residue == gold_residue
-        return (numbers[0] - numbers[1]) % residue[1] == 0
-    if residue and gold_text.isdecimal() and int(gold_text) < residue[1]:  # the remainder, with its modulus
-        return _equal(gold, _parse_formula(residue[0]))
-    if set(_PRIMED.findall(_EQUALS.split(said)[-1])) != set(_PRIMED.findall(_EQUALS.split(gold_text)[-1])):
-        return False  # math-verify does not look at f'
-    if re.sub(r"\s", "", said) == re.sub(r"\s", "", gold_text):
-        return _sides_agree(said)
-    if _HALF_OF_DAY.search(said) and _HALF_OF_DAY.search(gold_text):  # math-verify does not look at it
-        return False
-    if choice_letters(said) is not None and choice_letters(said) == choice_letters(gold_text):
+        values = [_value(match[1]) for match in (residue, gold_residue)]
+        if residue[2] != gold_residue[2] or not all(isinstance(value, sympy.Integer) for value in values):
+            return residue.groups() == gold_residue.groups()
+        return (values[0] - values[1]) % int(residue[2]) == 0
+    if residue and gold.isdecimal() and int(gold) < int(residue[2]):  # the remainder, with its modulus
+        return _equal(_parsed(gold), _parsed(residue[1]))
+    return None
+
+
+def _texts(answer: str, gold: str) -> bool | None:
+    """Compare what math-verify does not look at, or reads as a product: words, labels, f', a.m., ratios of several."""
+    if _compact(answer) == _compact(gold):
+        return _sides_agree(answer)
+    if _letters(answer) is not None and _letters(answer) == _letters(gold):
         return True
-    if _words(said) is not None and _words(said) == _words(gold_text):
-        return True
-    if _is_an_anagram(_EQUALS.split(said)[-1], gold_text):
+    last, gold_last = _EQUALS.split(answer)[-1].strip(), _EQUALS.split(gold)[-1].strip()
+    if set(_PRIMED.findall(last)) != set(_PRIMED.findall(gold_last)) or answer.count(":") != gold.count(":"):
         return False
-    if _equal(gold, answers):
-        return _sides_agree(said)
-    said_number, gold_number = _without_percent(said), _without_percent(gold_text)
-    if (said_number is None) != (gold_number is None):  # a question that asks for a percentage has truths of both forms
-        return _equal(_parse_formula(gold_number or gold_text), _parse_formula(said_number or said))
-    sides = _EQUALS.split(said)
-    if len(sides) > 1 and _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(gold_text):  # 5 = n
+    if answer.endswith((" am", " pm")) and gold.endswith((" am", " pm")):
+        return False
+    plain = [re.sub(r"[ -]", "", text) for text in (last, gold_last)]
+    is_anagram = sorted(plain[0].casefold()) == sorted(plain[1].casefold())
+    are_labels = all(map(_LABEL_OR_WORD.fullmatch, plain)) and not all(map(_PRODUCT.fullmatch, plain))
+    return False if is_anagram and are_labels else None
+
+
+def _formulas(answer: str, gold: str) -> bool | None:
+    """Compare decimals exactly, and what is left as math-verify does; of an equation the last side counts, too."""
+    (number, unit), (gold_number, gold_unit) = split_unit(answer), split_unit(gold)
+    has_both_forms = (unit == "%") != (gold_unit == "%")
+    if _DECIMAL.fullmatch(number) and _DECIMAL.fullmatch(gold_number) and not has_both_forms:
+        return Decimal(number) == Decimal(gold_number)
+    sides = [side.strip() for side in _EQUALS.split(answer)]
+    if len(sides) > 1 and not _EQUALS.search(gold):
+        if any(_IN_ONE_UNKNOWN.fullmatch(side) and not _NAME.fullmatch(side) for side in sides[:-1]):
+            return False  # 2x = 36 does not state 36
+    if _equal(_parsed(gold), _parsed(answer)):
+        return _sides_agree(answer)
+    if has_both_forms:  # a question that asks for a percentage has ground truths of both forms
+        return _equal(_parsed(gold_number), _parsed(number))
+    if len(sides) > 1 and _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(gold):  # 5 = n
         sides = sides[::-1]
-    if len(sides) > 1 and len(_EQUALS.split(gold_text)) == 1 and "," not in said and _sides_agree(said):
-        if all(_NAME.fullmatch(side) or _value(side) is not None for side in sides[:-1]):
-            return _equal(gold, _parse_formula(sides[-1]))
-    return False
+    if len(sides) == 1 or _EQUALS.search(gold) or "," in answer or not _sides_agree(answer):
+        return False
+    are_names_or_numbers = all(_NAME.fullmatch(side) or _value(side) is not None for side in sides[:-1])
+    return are_names_or_numbers and is_right(sides[-1], gold)
 
 
-def _assignments(text: str) -> dict[str, str] | None:
-    """Return the values of several variables: {"p": "2", "q": "3"} of "p=2, q=3" and "(p,q)=(2,3)". None for any other
-    text, such as the roots x=2, x=3."""
-    if (match := _TUPLE_EQUATION.fullmatch(text.strip())) is not None:
-        pairs = list(zip(match[1].split(","), match[2].split(","), strict=False))
-        pairs = pairs if len(pairs) == match[1].count(",") + 1 == match[2].count(",") + 1 else []
+_RULES: list[Callable[[str, str], bool | None]] = [
+    _options, _conditions, _negation_and_unit, _assignments, _alternatives, _bases, _residues, _texts, _formulas,
+]  # fmt: skip
+
+
+def is_right(answer: str, gold: str) -> bool:
+    """Return the result of the first rule that has one."""
+    return next((result for rule in _RULES if (result := rule(answer, gold)) is not None), False)
+
+
+def _values_by_name(text: str) -> dict[str, str] | None:
+    """Return {"p": "2", "q": "3"} of "p=2, q=3" and "(p,q)=(2,3)"; None for any other text, such as x=2, x=3."""
+    if (match := _TUPLE_EQUATION.fullmatch(text)) is not None:
+        names, values = match[1].split(","), match[2].split(",")
+        pairs = list(zip(names, values, strict=True)) if len(names) == len(values) else []
     else:
         parts = [_ASSIGNMENT.fullmatch(part.strip()) for part in _NEXT.split(text)]
         pairs = [(part[1], part[2]) for part in parts if part is not None and "," not in part[2]]
         pairs = pairs if len(pairs) == len(parts) else []
-    values = {name.strip(): value.strip() for name, value in pairs}
-    return values if 1 < len(values) == len(pairs) else None
+    by_name = {name.strip(): value.strip() for name, value in pairs}
+    return by_name if 1 < len(by_name) == len(pairs) else None
 
 
-class _Choice(NamedTuple):
-    """The letter of an option. `is_alone`: its text does not follow."""
-
-    letter: str
-    is_alone: bool
-
-
-def _choice(text: str) -> _Choice | None:
-    """Return the option that a text names, as "C", "(C)" or "(C) 5"."""
-    if (label := _CHOICE.match(normalized(text))) is not None:
-        return _Choice(label[1], is_alone=False)
-    alone = _ONLY_CHOICE.fullmatch(_bare(text))
-    return None if alone is None else _Choice(alone[1] or alone[2], is_alone=True)
-
-
-def _bare(text: str) -> str:
-    """Return a normalised formula without its box, its dollar signs and the full stop behind it."""
-    text = _CHOICE.sub("", " ".join(without_boxes(normalized(text)).split()))
-    text = _MARGIN.sub("", _LABEL.sub("", text)).removesuffix("\\\\").strip()
-    text = _REMARK.sub("", text)
-    text = re.sub(r"^(?:\*\*|__|`)(.*)(?:\*\*|__|`)$", r"\1", text, flags=re.DOTALL).strip()
-    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        inner = text.rstrip(".").rstrip()
-        if inner.startswith(opening) and inner.endswith(closing) and len(inner) > len(opening) + len(closing):
-            inside = inner[len(opening) : -len(closing)]
-            if opening not in inside:
-                text = inside.strip()
-    text = text if text.endswith("..") else text.rstrip(".,;\\").strip()
-    worded = _TEXT.fullmatch(text)
-    if worded is not None and re.search(r"\d", worded[1]) and is_pure(worded[1]):
-        text = worded[1].strip()
-    return as_formula(text)
+def _set_of(text: str) -> tuple[str | None, Any] | None:
+    """Return the variable and the set of a condition, or of a set without a variable; None of any other text."""
+    names, union = set(), sympy.S.EmptySet
+    for part in alternatives(text):
+        parsed = _parsed(part)
+        expression = parsed[0] if parsed else None
+        if isinstance(expression, sympy.logic.boolalg.Boolean):
+            names |= {symbol.name for symbol in expression.free_symbols}
+            try:
+                expression = expression.as_set()
+            except (NotImplementedError, ValueError, TypeError, AttributeError):
+                return None
+        if not isinstance(expression, sympy.Set):
+            return None
+        union = sympy.Union(union, expression)
+    return (names.pop() if names else None, union) if len(names) < 2 else None
 
 
-def _parse_formula(text: str) -> list[Any]:
-    number, unit = split_unit(text)
-    if unit is not None and unit != "%":
-        text = without_degrees(number) if unit == "degree" else number
-    return _parsed(f"\\boxed{{{text}}}", _BOXED) if text else []
+def _in_base(text: str) -> tuple[str, str] | None:
+    match = _BASED.fullmatch(text)
+    if match is None or int(match[2]) > 16 or not all(int(digit, 16) < int(match[2]) for digit in match[1]):
+        return None
+    return match[1].lstrip("0") or "0", match[2]
 
 
-def _parsed(text: str, targets: Sequence[Any]) -> list[Any]:
+def _letters(text: str) -> str | None:
+    """Return "AC" of "A, C", "C and A" and "AC"; None of any other text, such as the label CA."""
+    if (match := _LETTERS.fullmatch(text)) is not None:
+        return "".join(sorted(re.sub(r"\W|and", "", match[1])))
+    return text if re.fullmatch("[A-J]{2,}", text) and list(text) == sorted(set(text)) else None
+
+
+def _compact(text: str) -> str:
+    """Return a text without spaces; words in one case, too, and without the comma before "and"."""
+    return re.sub(r"\s", "", text.casefold().replace(", and ", ", ") if _WORDS.fullmatch(text) else text)
+
+
+def _parsed(text: str) -> list[Any]:
     """Return what math-verify reads, nothing where it fails: then the text is no formula."""
+    number, unit = split_unit(text)
+    text = text if unit == "%" else number
     try:
-        return [_with_imaginary_unit(one) for one in parse(text, targets, parsing_timeout=None, raise_on_error=True)]
+        read = parse(f"\\boxed{{{text}}}", _FORMULA, parsing_timeout=None, raise_on_error=True) if text else []
+        return [_with_imaginary_unit(expression) for expression in read]
     except (MemoryError, RecursionError):
         raise
     except Exception:
@@ -243,26 +263,20 @@ def _parsed(text: str, targets: Sequence[Any]) -> list[Any]:
 def _with_imaginary_unit(expression: Any) -> Any:
     """Return an expression with sympy's imaginary unit for i, which math-verify reads as one of two variables: the i of
     "4 i" is not that of "4i", and no power of e has a value. An interval with i in its bounds stays as it is."""
-    units = {one for one in getattr(expression, "free_symbols", ()) if one.name == "i"}
+    units = {symbol for symbol in getattr(expression, "free_symbols", ()) if symbol.name == "i"}
     try:
         return expression.subs(dict.fromkeys(units, sympy.I)) if units else expression
     except (TypeError, ValueError):
         return expression
 
 
-def _last_line(text: str) -> Statement:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return Statement(lines[-1].strip() if lines else "", is_boxed=False)
-
-
 def _equal(gold: list[Any], answers: list[Any]) -> bool:
     """Compare as math-verify does, but small numbers by their digits instead of by their size. What cannot be compared
-    with the truth is not the truth."""
+    with the ground truth is not equal to it."""
     places = _DECIMALS
-    smallest = min((exponent for one in (*gold, *answers) for exponent in _exponents(one)), default=0)
+    smallest = min((exponent for expression in (*gold, *answers) for exponent in _exponents(expression)), default=0)
     if smallest < _SMALL:  # as many digits as 0.001 is compared to, and one more for the very small ones
-        places += _SMALL - smallest + (smallest < _VERY_SMALL)
-    places = min(places, _MOST_PLACES)
+        places = min(places + _SMALL - smallest + (smallest < _VERY_SMALL), _MOST_PLACES)
     precision = _DIGITS + places - _DECIMALS
     try:
         return bool(verify(gold, answers, places, precision, timeout_seconds=None, raise_on_error=True))
@@ -274,78 +288,31 @@ def _equal(gold: list[Any], answers: list[Any]) -> bool:
 
 def _exponents(expression: Any) -> Iterator[int]:
     """Return the decimal exponents of the numbers that an expression is, or has as its elements."""
-    if isinstance(expression, sympy.MatrixBase):
-        parts = list(expression)
-    elif isinstance(expression, sympy.Expr):
-        parts = [expression]
-    else:
-        parts = list(expression.args) if isinstance(expression, sympy.Basic) else []
-    for part in parts:
-        if isinstance(part, sympy.Expr) and part.is_number:
-            size = sympy.Abs(part).evalf(6)
-            if isinstance(size, sympy.Float) and size.is_finite and size > 0:
-                yield math.floor(float(sympy.log(size, 10).evalf(6)))
-        elif part is not expression:
+    if isinstance(expression, sympy.Expr) and expression.is_number:
+        size = sympy.Abs(expression).evalf(6)
+        if isinstance(size, sympy.Float) and size.is_finite and size > 0:
+            yield math.floor(float(sympy.log(size, 10).evalf(6)))
+    elif isinstance(expression, sympy.MatrixBase | sympy.Set | sympy.Tuple):
+        for part in expression if isinstance(expression, sympy.MatrixBase) else expression.args:
             yield from _exponents(part)
-
-
-def _contradicts(said: str, gold: str, after: str = "") -> bool:
-    """Return whether a statement is negated where the truth is not, or has another unit."""
-    if is_negated(said) and not is_negated(gold):
-        return True
-    said_unit, gold_unit = split_unit(said)[1], split_unit(gold)[1]
-    if said_unit is None and after and gold_unit is not None:
-        said_unit = split_unit("1 " + after.strip(" $\\)]").lstrip())[1]
-    return said_unit is not None and gold_unit is not None and said_unit != gold_unit
-
-
-def _is_an_anagram(said: str, gold: str) -> bool:
-    """Return whether two answers are words or labels with the same letters in another order, which sympy takes for
-    equal products. Products they are where both have up to three small letters: any two, or three that make no common
-    word (no vowel, or only letters that are often variables). "New York" is "NewYork"."""
-    plain = [re.sub(r"[ -]", "", _TEXT.sub(r"\1", one).strip()) for one in (said, gold)]
-    same = sorted(plain[0].casefold()) == sorted(plain[1].casefold()) and plain[0].casefold() != plain[1].casefold()
-    return same and all(map(_LABEL_OR_WORD.fullmatch, plain)) and not all(map(_PRODUCT.fullmatch, plain))
-
-
-def _words(text: str) -> str | None:
-    """Return the words of an answer that is nothing but words, in one case; None for any other."""
-    plain = _TEXT.sub(r"\1", text).strip()
-    return (
-        plain.casefold()
-        if re.fullmatch(r"(?=.*(?:[a-zA-Z]{2}|[^\x00-\x7f]))[^\W\d_]+(?:(?:, |[ -])[^\W\d_]+)*", plain)
-        else None
-    )
-
-
-def _without_percent(text: str) -> str | None:
-    """Return the number before a percent sign; None for a text that does not end with one."""
-    number, unit = split_unit(text)
-    return number if unit == "%" else None
-
-
-def _has_several(gold: str) -> bool:
-    return len(alternatives(gold)) > 1 or re.search(r",|;|\\pm|\\cup|\\\{", gold) is not None
 
 
 def _value(text: str) -> Any:
     """Return the value of a side of an equation that is a number, else None."""
-    if not text.strip() or len(text) > 200:
-        return None
-    parsed = _parse_formula(text.strip())
+    parsed = _parsed(text.strip()) if len(text) <= 200 else []
     number = parsed[0] if parsed else None
     return number if isinstance(number, sympy.Expr) and number.is_number else None
 
 
-def _sides_agree(said: str) -> bool:
+def _sides_agree(text: str) -> bool:
     """Return whether all sides of an "=" chain that are numbers are the same number."""
-    sides = _EQUALS.split(said)
-    if len(sides) < 2 or "," in said or ";" in said:
+    sides = _EQUALS.split(text)
+    if len(sides) < 2 or "," in text or ";" in text:
         return True
     values = [value for side in sides if (value := _value(side)) is not None]
     return all(_equal([values[0]], [value]) for value in values[1:])
 
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs each answer that it cannot read
-for _answer, _truth in _EXAMPLES:
-    hf_math_verify(f"so ${_answer}$", _truth)
+for _answer, _ground_truth in _EXAMPLES:
+    hf_math_verify(f"so ${_answer}$", _ground_truth)

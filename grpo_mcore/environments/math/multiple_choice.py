@@ -1,27 +1,29 @@
-"""Multiple choice: the letter after the last "Answer:" or "the answer is" is compared with that of the truth; reward 1
+"""Multiple choice: the letter after the last "Answer:" or "the answer is" is compared with the ground truth's; reward 1
 or 0. Where there is no such letter, the first of these counts: the last box with a letter; the whole response, if it is
-one letter; the letter that the last sentence settles on ("so I pick B"); the letter of an option that is the last
-paragraph ("(B) Paris").
+one letter; the letter that the last sentence settles on ("so I pick B"); the letter of an option that is the first line
+or the last paragraph ("(B) Paris"). Of several right letters the answer must name all and no other.
 
-A letter stands alone: "Answer: a better look" and "Answer: A or B" name none. Without a colon it is a capital. The
-multilingual verifier knows the word for answer in the languages below, and letters in their scripts.
+A letter stands alone: "Answer: a better look", "Answer: A or B" and "Answer: E = mc^2" name none. Without a colon it is
+a capital. The multilingual verifier knows the word for answer in the languages below, and letters in their scripts.
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-from grpo_mcore.environments.math.math_text import BETWEEN_BOXES, INVISIBLE, boxes, without_boxes
+from grpo_mcore.environments.math.spellings import INVISIBLE
+from grpo_mcore.environments.math.statement import BETWEEN_BOXES, boxes, without_boxes
 
 _WORDS = {
-    "en": "answer ans correct_option correct_choice",
+    "en": "answer answers ans correct_option correct_options correct_choice correct_choices",
     "ar": "الإجابة الاجابة الجواب إجابة",
     "bg": "отговор",
     "bn": "উত্তর",
     "cs": "odpověď",
-    "de": "antwort",
+    "de": "antwort lösung",
     "el": "απάντηση",
-    "es": "respuesta",
+    "es": "respuesta opción_correcta",
     "fa": "پاسخ",
     "fi": "vastaus",
     "fr": "réponse",
@@ -29,16 +31,16 @@ _WORDS = {
     "hi": "उत्तर",
     "hr": "odgovor",
     "hu": "válasz",
-    "id": "jawaban",
+    "id": "jawaban jawabannya",
     "it": "risposta",
     "ja": "答え 回答 解答 答案 正解",
     "ko": "정답 답변 답",
     "nl": "antwoord",
     "pl": "odpowiedź",
-    "pt": "resposta",
+    "pt": "resposta alternativa_correta",
     "ro": "răspuns răspunsul",
     "ru": "ответ",
-    "sv": "svar",
+    "sv": "svar svaret",
     "sw": "jibu",
     "ta": "பதில்",
     "te": "సమాధానం",
@@ -48,11 +50,11 @@ _WORDS = {
     "ur": "جواب",
     "vi": "đáp_án trả_lời",
     "yo": "ìdáhùn",
-    "zh": "答案 答 故选 应选 我选 所以选 因此选 本题选 正确选项",
+    "zh": "答案 答 选 选择 正确选项",
 }
 _LATIN = "ABCDEFGHIJ"
 _SCRIPTS = (_LATIN, "ＡＢＣＤＥＦＧＨＩＪ", "أبجد", "কখগঘ")  # Latin, full width, Arabic, Bengali
-_LETTER = {letter: _LATIN[place] for script in _SCRIPTS for place, letter in enumerate(script)}
+_LETTER = {letter: latin for script in _SCRIPTS for latin, letter in zip(_LATIN, script, strict=False)}
 # What may stand between the colon and the letter, and behind the letter.
 _OPENING = (
     r"(?:\s|[*_$\"'`“‘„«<(（\[【{]|\\[(\[]|\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf|it)|mbox|bm|boldsymbol)\s*\{|"
@@ -61,7 +63,13 @@ _OPENING = (
 _CLOSING = r"(?:[*_$\"'`”’“»>)）\]】}]|\\[)\]])*"
 # Chinese, Japanese and Korean write what follows a letter without a space: there it stands alone.
 _CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-_ALONE = rf"(?![^\W{_CJK}]|['’]\w|-\w)"
+# What follows a letter that is a variable, a function, a programming language or a genus, instead of an option.
+_SPECIES = "coli elegans subtilis cerevisiae aureus difficile albicans cereus sapiens familiaris latrans lupus"
+_ALONE = (
+    rf"(?![^\W{_CJK}]|['’]\w|-\w|\.[\w.]|\s*(?:=|≠|≤|≥|\\[lgn]e)|\s+[<>]\s|[(\[#^_♭♯]|"
+    r"\+(?!\s?[A-J]\b)|-(?=[\s.]|$)|/(?!\s?[A-J]\b)|"
+    rf"\.\s(?:{'|'.join(_SPECIES.split())})\b)"
+)
 _OR = (
     "or and oder und ou et o u y e eller och of en или и або та lub nebo veya ve atau dan hoặc và hoặc ή "
     "또는 또 または 或 或者 和 と یا و أو או या और"
@@ -75,94 +83,125 @@ _OTHER = (
 _NOT = "ではな ではあり じゃな でない 아니 아닙 不对 不正确 不正確 错 錯"
 _DENIED = rf"[{_CJK}\s]{{0,6}}?(?:{'|'.join(_NOT.split())}|[{_CJK}]{{0,5}}\s*[?\uff1f])"
 _BECAUSE = "because since as which that due for given rather instead not"
-_IS = "is be ist es est è é är er jest este je on to adalah ni là"
+_IS = "is are be ist es est è é är er jest este je on to adalah ni là هي هو lautet"
 _IS_RIGHT = r"is(?!\s+(?:not|wrong|incorrect|false)\b)"
 _SO = "therefore thus hence clearly indeed simply probably likely most definitely certainly"
 _LABELS = (
     rf"(?:\s+(?:{'|'.join(f'{_IS} {_SO}'.split())}|are|the|choice|option|letter|would|should|must|here|key|final|"
-    r"answer|correct|correcta|correcte|correta|corretta|corect|juste|richtig|đúng)\b|[是为為は은는选選])*"
+    r"answer|correct|correcta|correcte|correta|corretta|giusta|yang benar|الصحيحة|corect|juste|richtig|đúng)\b|"
+    r"[是为為は은는选選擇择应應])*"
 )
-_SIGN = r"(?:\W{0,3}[:：](?:\s*\})?|\s*=|\s+[-–])"
+_SIGN = r"(?:\W{0,3}[:：](?:\s*\})?|\s*=|\s+[-–—])"
+_ARTICLE = r"(?:(?<=\s)(?:la|le|el|die|das|a|o|la letra|la lettre|a letra)\s)?"
 _AFTER_WORD = "|".join(rf"(?<= {word})" for word in f"{_IS} {_SO}".split())
-_AFTER_IS = rf"(?:(?:{_AFTER_WORD})\W{{0,3}}(?<=\W)|(?<=[是为為は은는选選])\W{{0,3}})"
+_AFTER_IS = rf"(?:(?:{_AFTER_WORD})\W{{0,3}}(?<=\W)|(?<=[是为為は은는选選择擇])\W{{0,3}})"
 _HEADING = r"(?:^[^\w\n]*(?:final )?answer[^\w\n]*\n|####\s)"
 
 
-def _pattern(words: str, letters: str) -> re.Pattern[str]:
-    """Match a word, a colon and a `letter`, or "is" and a `capital`, with `several` where more letters follow and
-    `word` where the letter begins a phrase instead of standing alone."""
-    names = "|".join(word.replace("_", r"\s") for word in sorted(words.split(), key=len, reverse=True))
+class _Patterns(NamedTuple):
+    """How one letter is stated after a word for answer, and how a list of letters is."""
+
+    letter: re.Pattern[str]
+    several: re.Pattern[str]
+
+
+def _patterns(words: str, letters: str, article: str = "") -> _Patterns:
+    """`letter` matches a word, a colon and a `letter`, or "is" and a `capital`, with `several` where more letters
+    follow and `word` where the letter begins a phrase instead of standing alone. `several` matches a statement's
+    `rest`."""
+    ordered = [word.replace("_", r"\s") for word in sorted(words.split(), key=len, reverse=True)]
+    # Words stand alone, too, but for those of scripts without spaces.
+    whole = [word if re.match(rf"[{_CJK}\u0e00-\u0e7f]", word) else rf"(?<![^\W_]){word}" for word in ordered]
+    names = rf"(?<![不能别可])(?:{'|'.join(whole)})"
     lone = rf"(?-i:[{letters}])"
     lines = rf"\s*\n(?!\s*(?P=letter)){_OPENING}{lone}{_ALONE}{_CLOSING}[ \t]*(?:\n|\Z)"
-    return re.compile(
-        rf"(?:(?:(?:{names}){_LABELS}{_SIGN}|{_HEADING}){_OPENING}(?P<letter>[{letters}])|"
-        rf"(?:{names}){_LABELS}{_AFTER_IS}{_OPENING}(?P<capital>{lone}))"
+    letter = (
+        rf"(?:(?:{names}{_LABELS}{_SIGN}|{_HEADING}){_OPENING}(?P<letter>[{letters}])|"
+        rf"{names}{_LABELS}{_AFTER_IS}{article}{_OPENING}(?P<capital>{lone}))"
         rf"{_ALONE}{_CLOSING}"
         rf"(?:(?P<several>{_OTHER}[{letters}]{_ALONE}{_CLOSING}(?!\s+\w)|\s*[?？]|{_DENIED}|{lines}|"
         rf"(?:\.[ \t]*{lone}{_ALONE})+\.?[ \t]*(?:\n|\Z))|"
-        rf"(?P<word>(?<![)\]）】}}>*])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|{_IS_RIGHT}|and not)\b)[^\W{_CJK}]))?",
-        re.IGNORECASE | re.MULTILINE,
+        rf"(?P<word>(?<![)\]）】}}>*])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|{_IS_RIGHT}|and not)\b)[^\W{_CJK}]))?"
     )
+    several = rf"(?:{names}{_LABELS}(?:{_SIGN}|{_AFTER_IS})|{_HEADING})\s*(?P<rest>[^\n]*)"
+    return _Patterns(*(re.compile(pattern, re.IGNORECASE | re.MULTILINE) for pattern in (letter, several)))
 
 
-_ENGLISH = _pattern(rf"\b{_WORDS['en']}", "".join(_SCRIPTS[:2]))
-_ANY_LANGUAGE = _pattern(" ".join(_WORDS.values()), "".join(_LETTER))
-_AT_END = rf"(?!\w|['’]\w|-\w){_CLOSING}\s*(?:$|[.,;:!]|\b(?:{'|'.join(_BECAUSE.split())}|is|are)\b)"
+_ENGLISH = _patterns(_WORDS["en"], "".join(_SCRIPTS[:2]))
+_ANY_LANGUAGE = _patterns(" ".join(_WORDS.values()), "".join(_LETTER), _ARTICLE)
+_CORRECT = r"(?:is|are)\s+(?:the\s+|my\s+)?(?i:correct|right|best|true|answer|one|only)\b"
+_AT_END = rf"(?!\w|['’]\w|-\w){_CLOSING}\s*(?:$|[,;:!]|\.(?![\w.])|\b(?:{'|'.join(_BECAUSE.split())})\b|{_CORRECT})"
 _PICKED = re.compile(
-    rf"(?:\b(?i:answer|ans\.?|option|choice|letter)\s*[:：]?\s+|\b(?i:choose|pick|select|go with|it['’]?s|it is|"
-    rf"must be|should be|leaves|so|therefore|thus|hence)[\s,:]+|"
-    rf"\b(?i:option|choice|answer|solution|one)\b[^.\n]{{0,30}}\bis\s+)"
+    rf"(?:\b(?i:answer|ans\.?|option|choice|letter)\s*[:：]?\s+|\b(?i:choose|pick|select|say|go(?:ing)? with|it['’]?s|"
+    rf"it is|must be|should be|leaves|so|therefore|thus|hence)[\s,:]+|"
+    rf"\b(?i:option|choice|answer|solution|statement|response|pick|one)\b[^.\n]{{0,30}}\bis\s+)"
     rf"(?i:(?:the )?(?:option|choice|letter)\s+)?{_OPENING}(?P<letter>[{_LATIN}]){_AT_END}"
-    rf"|(?<!\w)\((?P<labelled>[{_LATIN}])\){_CLOSING}\s+(?:is|are)\b"
-    rf"|^(?P<first>[{_LATIN}])[).]?\s+(?i:{'|'.join(_BECAUSE.split())}|is\s+(?:the\s+)?(?:correct|right|best))\b"
+    rf"|(?<!\w)\((?P<labelled>[{_LATIN}])\){_CLOSING}\s+{_CORRECT}"
+    rf"|(?:^|,\s)(?P<first>[{_LATIN}])[).]?\s+(?:(?i:{'|'.join(_BECAUSE.split())})\b|{_CORRECT})"
 )
 _UNSURE = re.compile(
-    r"\b(?:not|never|neither|nor|either|both|all|or|and|incorrect|wrong|maybe|perhaps|possibly|might|could)\b|n['’]t\b|\?",
+    r"\b(?:not|never|neither|nor|either|both|all|or|and|incorrect|wrong|maybe|perhaps|possibly|might|could|see|mistake|trap|eliminated?|excluded?|ruled?)\b|n['’]t\b|\?",
     re.IGNORECASE,
 )
 _OPTION = re.compile(
-    rf"(?:\*\*|__)?\(?(?P<one>[{_LATIN}])\)[ \t]+\S.*|"
+    rf"(?:\*\*|__)?\(?(?P<letter>[{_LATIN}])\)[ \t]+\S.*|"
     rf"(?:\*\*|__)(?P<bold>[{_LATIN}])[.:)](?:\*\*|__)?[ \t]+\S.*"
 )
-_ONLY_OPTION = re.compile(rf"(?P<one>[{_LATIN}])[.:)][ \t]+\S.*(?P<bold>)")
+_ONLY_OPTION = re.compile(rf"(?P<letter>[{_LATIN}]){_ALONE}[.:)][ \t]+\S.*(?P<bold>)")
 _LISTED = re.compile(rf"[-*_\s]*\(?[{_LATIN}][).:]")
 _MOST_OF_AN_OPTION = 200  # characters
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+|,\s+(?=so\b|hence\b|therefore\b|thus\b)")
-_TRUTH = re.compile(rf"{_OPENING}([{''.join(_LETTER)}])\W*", re.IGNORECASE)
+_ONLY_LETTER = re.compile(rf"{_OPENING}([{''.join(_LETTER)}])[^\w+#=?？'’]*", re.IGNORECASE)
+_DECORATION = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf|it)|mbox)|[\s*_$\"'`(){}\[\].\\]")
+_SEVERAL = re.compile(rf"(?:[{_LATIN}](?:[,;&+、和]|and)*)+")
 _LABEL = re.compile(
     rf"(?:\\(?:text|math)(?:bf|it|rm|sf)?\s*\{{)?\s*(?:\(\s*(?P<in_brackets>[{_LATIN}])\s*\)|(?P<plain>[{_LATIN}])[.):](?=[\s~\\}}])(?!.*[,;\s]\(?[{_LATIN}][.):]))",
     re.DOTALL,
 )
 
 
-def english_choice(response: str, truth: str) -> tuple[bool, str | None]:
-    """Return (right, the letter). Raises ValueError where the truth is no letter from A to J."""
-    return _choice(_ENGLISH, response, truth)
+def english_choice(response: str, ground_truth: str) -> tuple[bool, str | None]:
+    """Return (right, the letter). `ground_truth`: a letter from A to J, or several with commas, all of which an answer
+    must name. Raises ValueError where it is neither."""
+    return _choice(_ENGLISH, response, ground_truth)
 
 
-def multilingual_choice(response: str, truth: str) -> tuple[bool, str | None]:
-    """Return (right, the letter, as a Latin one). Raises ValueError where the truth is not such a letter."""
-    return _choice(_ANY_LANGUAGE, response, truth)
+def multilingual_choice(response: str, ground_truth: str) -> tuple[bool, str | None]:
+    """Return (right, the letter, as a Latin one), as `english_choice`."""
+    return _choice(_ANY_LANGUAGE, response, ground_truth)
 
 
-def _choice(pattern: re.Pattern[str], response: str, truth: str) -> tuple[bool, str | None]:
-    right = _TRUTH.fullmatch(truth.strip())
-    if right is None:
-        raise ValueError(f"the ground truth of a multiple choice is a letter from A to J, got {truth!r}")
-    letter = _last_letter(pattern, response)
-    return letter is not None and letter == _latin(right[1]), letter
-
-
-def _last_letter(pattern: re.Pattern[str], response: str) -> str | None:
+def _choice(patterns: _Patterns, response: str, ground_truth: str) -> tuple[bool, str | None]:
+    right = [_ONLY_LETTER.fullmatch(part.strip()) for part in ground_truth.split(",")]
+    if not all(right):
+        raise ValueError(f"the ground truth of a multiple choice is a letter from A to J, got {ground_truth!r}")
+    letters = sorted({_latin(match[1]) for match in right if match is not None})
     text = response.translate(INVISIBLE)
+    letter = _last_letter(patterns.letter, text) if len(letters) == 1 else _last_letters(patterns.several, text)
+    return letter == ", ".join(letters), letter
+
+
+def _last_letters(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return the letters that the last statement lists, and nothing else, as "A, C"; None where it lists none."""
+    lists = [match["rest"] for match in pattern.finditer(text)]
+    if not lists:
+        boxed = boxes(text)
+        while len(boxed) > 1 and not BETWEEN_BOXES.fullmatch(text, boxed[0].end, boxed[1].start):
+            boxed = boxed[1:]
+        lists = [text[boxed[0].start : boxed[-1].end] if boxed else text]
+    listed = _DECORATION.sub("", lists[-1])
+    return ", ".join(sorted({*re.findall(f"[{_LATIN}]", listed)})) if _SEVERAL.fullmatch(listed) else None
+
+
+def _last_letter(pattern: re.Pattern[str], text: str) -> str | None:
     stated = [match for match in pattern.finditer(text) if match["word"] is None]
     if stated:
         return None if stated[-1]["several"] else _latin(stated[-1]["letter"] or stated[-1]["capital"])
     if boxed := _boxed_letters(text):
         return boxed.pop() if len(boxed) == 1 else None
-    if (alone := _TRUTH.fullmatch(text.strip())) is not None:
+    if (alone := _ONLY_LETTER.fullmatch(text.strip())) is not None:
         return _latin(alone[1])
-    return _picked(text) or _option_at_the_end(text)
+    return _picked(text) or _option_alone(text)
 
 
 def _boxed_letters(text: str) -> set[str]:
@@ -172,25 +211,26 @@ def _boxed_letters(text: str) -> set[str]:
         if letters and not BETWEEN_BOXES.fullmatch(text, box.end, next_start):
             break
         content = without_boxes(box.content or "").strip()
-        if (letter := _TRUTH.fullmatch(content) or _LABEL.match(content)) is not None:
+        if (letter := _ONLY_LETTER.fullmatch(content) or _LABEL.match(content)) is not None:
             letters.add(_latin(next(filter(None, letter.groups()))))
         next_start = box.start
     return letters
 
 
-def _option_at_the_end(text: str) -> str | None:
-    """Return the letter of an option that is the whole last paragraph, as "(B) Paris" or "**B. Paris**", unless it is
-    the last of a list."""
-    *before, last = [line.strip() for line in text.strip().split("\n") if line.strip()] or [""]
-    option = _OPTION.fullmatch(last)
-    if not before and option is None:
-        option = _ONLY_OPTION.fullmatch(last)
-    is_a_paragraph = not before or re.search(r"\n[ \t]*\n[^\n]*$", text.strip())
-    if option is None or not is_a_paragraph or len(last) > _MOST_OF_AN_OPTION:
+def _option_alone(text: str) -> str | None:
+    """Return the letter of an option that is the whole last paragraph, as "(B) Paris" or "**B. Paris**", or the first
+    line of a text without other options."""
+    lines = [line.strip() for line in text.strip().split("\n") if line.strip()] or [""]
+    option, line = _OPTION.fullmatch(lines[-1]), lines[-1]
+    if option is None and not any(map(_LISTED.match, lines[1:])):
+        option, line = _ONLY_OPTION.fullmatch(lines[0]) or _OPTION.fullmatch(lines[0]), lines[0]
+    elif len(lines) > 1 and (not re.search(r"\n[ \t]*\n[^\n]*$", text.strip()) or _LISTED.match(lines[-2])):
         return None
-    if _UNSURE.search(last) or re.search(rf"[( ][{_LATIN}]\)", last[2:]) or (before and _LISTED.match(before[-1])):
+    if option is None or len(line) > _MOST_OF_AN_OPTION:
         return None
-    return option["one"] or option["bold"]
+    if _UNSURE.search(line) or re.search(rf"[( ][{_LATIN}]\)", line[2:]):
+        return None
+    return option["letter"] or option["bold"]
 
 
 def _picked(text: str) -> str | None:

@@ -1,4 +1,5 @@
-r"""Verifiers of one response, by name or import path: `fn(response, truth) -> bool | float | (bool | float, answer)`.
+r"""Verifiers of one response, by name or import path: `fn(response, ground_truth) -> bool | float | (bool | float,
+answer)`.
 
 Imports stay light here: neither torch nor sympy. Answers that are plain numbers are compared without sympy, in
 microseconds instead of milliseconds, and only where math-verify would take the same number from the text (the tests
@@ -27,6 +28,7 @@ _BY_NAME = {
     "english_multichoice": "grpo_mcore.environments.math.multiple_choice:english_choice",
     "multilingual_multichoice": "grpo_mcore.environments.math.multiple_choice:multilingual_choice",
 }
+MULTIPLE_CHOICE = ("english_multichoice", "multilingual_multichoice")
 
 # Within 15 digits before the point and 6 after it, decimals are equal exactly when math-verify, which rounds
 # to 6 places, calls them equal.
@@ -41,18 +43,20 @@ _TAIL = 100  # characters: more than the longest box with its delimiters
 
 
 def make_verifier(name: str) -> Callable[[str, str | Sequence[str]], tuple[float, str | None]]:
-    """Return (response, truth) -> (reward, answer) for the verifier of this name or import path. Of several truths the
-    one with the highest reward counts."""
+    """Return (response, ground truth) -> (reward, answer) for the verifier of this name or import path. Of several
+    ground truths the one with the highest reward counts; the letters of a multiple choice are one ground truth."""
     verifier: Verifier = import_by_path(_BY_NAME.get(name, name), what="verifier")
 
-    def verify_one(response: str, truth: str) -> tuple[float, str | None]:
-        outcome = verifier(response, truth)
+    def verify_one(response: str, ground_truth: str) -> tuple[float, str | None]:
+        outcome = verifier(response, ground_truth)
         reward, answer = outcome if isinstance(outcome, tuple) else (outcome, None)
         return float(reward), None if answer is None else str(answer)
 
-    def verify(response: str, truth: str | Sequence[str]) -> tuple[float, str | None]:
-        truths = [truth] if isinstance(truth, str) else truth
-        return max((verify_one(response, one) for one in truths), key=lambda outcome: outcome[0])
+    def verify(response: str, ground_truth: str | Sequence[str]) -> tuple[float, str | None]:
+        alternatives = [ground_truth] if isinstance(ground_truth, str) else ground_truth
+        if name in MULTIPLE_CHOICE:
+            return verify_one(response, ", ".join(alternatives))
+        return max((verify_one(response, text) for text in alternatives), key=lambda outcome: outcome[0])
 
     return verify
 
@@ -74,55 +78,55 @@ def verifier_modules(name: str) -> tuple[str, ...]:
     return (verifier_module(name), *late)
 
 
-def reason_for(reward: float, answer: str | None, truth: str) -> str:
-    """Say in words why a response got its reward. Wrong is 0, or less where a verifier punishes it."""
+def reason_for(reward: float, answer: str | None, ground_truth: str) -> str:
+    """Return in words why a response got its reward. Wrong is 0, or less where a verifier punishes it."""
     if reward == 1.0:
         return "correct"
     if reward > 0.0:
         return f"partly correct: {reward:g}"
     if answer is None:
         return "no answer found"
-    return f"wrong: {shorten(answer)} != {shorten(truth)}"
+    return f"wrong: {shorten(answer)} != {shorten(ground_truth)}"
 
 
 def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:
-    """Return a prompt's truths: several where it has a list, of which an answer must be one. Of GSM8K's solutions the
-    part behind "####" is the truth, of Skywork-OR1's, JSON of a list, the one that is in it. Raises ValueError where a
-    prompt has none, or one that no answer can be."""
-    truth = _out_of_a_list(metadata.get("ground_truth"))
-    if truth is None:
+    """Return a prompt's ground truths: several where it has a list, of which an answer must be one. Of a GSM8K solution
+    the part behind "####" is the ground truth, of Skywork-OR1's, JSON of a list, its element. Raises ValueError where a
+    prompt has none, or one that no answer can match."""
+    ground_truth = _out_of_a_list(metadata.get("ground_truth"))
+    if ground_truth is None:
         raise ValueError(
             f"the {environment} environment needs 'ground_truth' in extra_env_info, got {sorted(metadata)}; "
             f"check the dataset's output_key and its processor"
         )
-    if hasattr(truth, "tolist"):  # numpy's, as tables have it
-        truth = truth.tolist()
-    several = list(truth) if isinstance(truth, list | tuple) else [truth]
-    for one in several:
-        if isinstance(one, Mapping | list | tuple | set | bytes | bytearray) or _is_missing(one):
+    if hasattr(ground_truth, "tolist"):  # numpy's, as tables have it
+        ground_truth = ground_truth.tolist()
+    values = list(ground_truth) if isinstance(ground_truth, list | tuple) else [ground_truth]
+    for value in values:
+        if isinstance(value, Mapping | list | tuple | set | bytes | bytearray) or _is_missing(value):
             raise ValueError(
-                f"the ground truth {shorten(repr(truth))} is {_kind(one)}, which no answer can match; name the field "
-                "that holds the answer in the dataset's output_key, such as reward_model.ground_truth"
+                f"the ground truth {shorten(repr(ground_truth))} is {_kind(value)}, which no answer can match; "
+                "name the field that holds the answer in the dataset's output_key, such as reward_model.ground_truth"
             )
-    if not several:
+    if not values:
         raise ValueError("the ground truth is an empty list, which no answer can match")
-    return [as_written(one).rpartition("####")[2].strip() for one in several]
+    return [as_written(value).rpartition("####")[2].strip() for value in values]
 
 
-def _out_of_a_list(truth: Any) -> Any:
+def _out_of_a_list(value: Any) -> Any:
     """Return the text in JSON of a list with one text, and everything else as it is: whether an answer must be one of
     several or all of them, JSON does not say."""
-    if not isinstance(truth, str) or not truth.startswith('["'):
-        return truth
+    if not isinstance(value, str) or not value.startswith('["'):
+        return value
     try:
-        inside = json.loads(truth)
+        inside = json.loads(value)
     except ValueError:
-        return truth
-    return inside[0] if len(inside) == 1 and isinstance(inside[0], str) else truth
+        return value
+    return inside[0] if len(inside) == 1 and isinstance(inside[0], str) else value
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a truth is empty; an empty cell of a table may be a float that is no number."""
+    """Return whether a ground truth is empty; an empty cell of a table may be a float that is no number."""
     return value is None or value != value or not str(value).rpartition("####")[2].strip()
 
 
@@ -130,9 +134,9 @@ def _kind(value: Any) -> str:
     return "blank" if _is_missing(value) else f"a {type(value).__name__}"
 
 
-def compare_plain_numbers(response: str, truth: str) -> tuple[bool, str] | None:
+def compare_plain_numbers(response: str, ground_truth: str) -> tuple[bool, str] | None:
     """Return (correct, answer), or None where either side is more than a plain number."""
-    gold = _PLAIN.fullmatch(truth)
+    gold = _PLAIN.fullmatch(ground_truth)
     if gold is None:
         return None
     answer = plain_answer(response)

@@ -1,0 +1,264 @@
+r"""The statement of a response that is its answer, and the formula in it: "so the total is 5 apples" states 5.
+
+Only what is certain is read: a number in words that the lists below do not know is no answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import NamedTuple
+
+from grpo_mcore.environments.math.spellings import normalized
+from grpo_mcore.environments.math.units import OTHER_SCRIPTS, split_unit
+
+_BOX = re.compile(
+    r"\\?(?:\\(?:boxed|fbox|framebox|Boxed|ovalbox|shadowbox|doublebox|tcboxmath|bbox|mathbox|colorbox\s*\{[^{}]*\}|"
+    r"fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\})|(?<![a-zA-Z\\])boxed(?=\{))\s*(?:\[[^\]]*\]\s*){0,2}"
+    r"(?:(\{)|([^\s{}\\a-zA-Z]))"
+)
+BETWEEN_BOXES = re.compile(
+    r"(?:\s|[,;&$]|\\[,;:!()\[\] ]|\\q?quad(?![a-zA-Z])|\\\\|\band\b|\bor\b|\\text\{\s*,?\s*(?:and|or)?\s*\}|"
+    r"(?<![a-zA-Z])[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
+)
+_BEHIND_A_BOX = re.compile(r"[\s$]*(?:\\\)|\\\])?(\s*(?:_\{?\d+\}?|\\?%|percent\b))?([^\n]*)")
+_OR = re.compile(
+    r"(?:\s*\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:or|oder|ou)\s*\}|,?(?<![a-zA-Z\\])\s*\b(?:or|oder|ou)\b|"
+    r"\\(?:lor|vee)(?![a-zA-Z])|或者?)\s*"
+)
+_ANSWER_WORD = re.compile(
+    r"(?:(?P<other>\b(?:wrong|incorrect|thought|assume|suppose|whether|if|of|twice|than)\b[^\n.:=]{0,20}?)?\banswers?\b[^\n.:=\\$]{0,60}?(?:\b(?:is|are|equals|be)\b|[:=])|"
+    r"^[^\w\n]*(?:final )?answer[^\w\n]*$|####|(?:答案|答え|正解|정답|답)[\s*]*(?:就?是|[为為]|は|은|는)?)[\s:*_=]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_SENTENCE_END = re.compile(r"([.;!?])(?=[*_]*(?:\s|$))|\n")
+
+# A denial or a doubt: no answer is read from a clause with one of these.
+_DOUBT = re.compile(
+    r"\b(?i:not|no|never|neither|nor|cannot|can be|impossible|fails?|failed|without|maybe|perhaps|possibly|might|could|"
+    r"doubt|wrong|incorrect|assume|suppose|whether|if|unless|unknown|unclear|otherwise|except|give or take|note|recall|"
+    r"want|prove|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|n't\b|\?|"
+    r"\\(?:ne|not|[lc]?dots)(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|大于|小于|"
+    r"多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
+)
+_CLAUSE = re.compile(
+    r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\snot\b))(?=[^\W\d_A-Z]{2})|"
+    r"\s(?=(?:because|since|so|but|and not|rather than|instead of|which)\b)"
+)
+_ASIDE = re.compile(r"(?:because|since|as|which|where|not|and not|rather than|instead of)\b")
+_REMARK = re.compile(r"\s\((?=[^()]*[^\W\d_]{3})([^()]*)\)")
+_ARTICLE = re.compile(r"\b(?:[aA]n?|total of) (?!and\b|or\b)(?=[^\W\d_]{2}|\d)")
+_PRONOUN = re.compile(r"\bI (?!and\b|or\b)(?=[a-z]{2})")
+_ORDINAL = re.compile(r"\d(?:\W|text)*(?:st|nd|rd|th)\b")
+_ABOUT_THE_ANSWER = re.compile(r"\banswers?\b.*\d|^(?:If|Unless)\b")
+
+# Words by what they do to the number behind or before them.
+_VERBS = set(
+    "is are was were be been ist est es è é equals has have had gives give gave get gets got obtain makes make made "
+    "leaves left remain remains need needs pay pays paid cost costs yields yield found that it's that's there's he's "
+    "she's takes took buys bought sells sold earns earned spends spent saves saved receives received eats ate uses "
+    "used collected scored weighs walked ran drove traveled attended".split()
+)
+_FILLERS = set(
+    "the a an exactly precisely simply just only now then thus therefore hence so clearly indeed equal to number value "
+    "integer answer final result total of in all about approximately roughly around also still finally definitely "
+    "certainly actually either both that we it there us him her them you me he she they".split()
+)
+_OPERATIONS = set(
+    "plus minus times over divided multiplied added subtracted increased decreased raised doubled tripled halved "
+    "squared cubed factorial modulo".split()
+)
+_QUALIFIERS = set("off too consider out of dozen dozens most least best or and point up than".split())
+_STATES_SOMETHING_ELSE = re.compile(r"\b(?:is|are|was|were)\b(?!.*\b(?:answer|result|solution|left|remaining)\b)")
+_PARTITIVE = re.compile(r"\bof (?:them|these|those|us|it)\b|\bin (?:all|total)\b|\bper\b")
+_SHORT_WORDS = set("of to or is it we so he no if as at be us my by in on an up do".split())
+_FORMULA_WORDS = set("gcd lcm max min".split())
+_LISTED = {"and": ",", "和": ",", "と": ",", "와": ",", "과": ","}
+_LISTED |= dict.fromkeys(("or", "或", "または", "또는", "oder", "ou", "o", "или"), " or")
+
+
+class Statement(NamedTuple):
+    """The answer of a response, as written."""
+
+    text: str
+    kind: str
+    """`box`; `answer`, behind "the answer is"; or `text`, of a response without either."""
+
+
+class Box(NamedTuple):
+    """A box in a text; `content` is None where it is not closed."""
+
+    start: int
+    end: int
+    content: str | None
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """Return the position of the brace that closes one before `start`; None where there is none."""
+    depth = 1
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.start()
+    return None
+
+
+def boxes(text: str) -> list[Box]:
+    """Return the outermost boxes of a text, in order."""
+    result: list[Box] = []
+    position = 0
+    while (match := _BOX.search(text, position)) is not None:
+        end = closing_brace(text, match.end()) if match[1] else match.end() - 1
+        content = None if end is None else match[2] or text[match.end() : end]
+        position = len(text) if end is None else end + 1
+        result.append(Box(match.start(), position, content))
+    return result
+
+
+def without_boxes(text: str) -> str:
+    """Return the text with each box replaced by its content."""
+    parts, position = [], 0
+    for box in boxes(text):
+        parts += [text[position : box.start], " " if box.content is None else without_boxes(box.content)]
+        position = box.end
+    return "".join(parts) + text[position:]
+
+
+def last_statement(text: str) -> Statement:
+    """Return what a response says last: its last box, with the boxes right before it, or what follows "the answer is",
+    "Answer:" or "####" where that comes later; else its last sentence with a formula. A box that is empty or not closed
+    is an empty statement."""
+    boxed = boxes(text)
+    end = boxed[-1].end if boxed else 0
+    for match in reversed(list(_ANSWER_WORD.finditer(text))):
+        behind = text[match.end() :]
+        if match.end() < end or behind.lstrip("$\\([ ").startswith(("boxed", "fbox")):
+            break
+        content, mark, *_ = _SENTENCE_END.split(behind, maxsplit=1) + [None]
+        content = content.strip().strip("*_ ")
+        if not content or mark == "?" or _DOUBT.search(match[0]):  # "the answer is 5? No, ..." states nothing
+            continue
+        if match["other"] or _OPERATIONS & set(match[0].lower().split()):  # "half of the answer is 5"
+            continue
+        if boxed and (not re.search(r"[\d\\]", content) or _words(normalized(content))):
+            continue  # "this answer is 100% correct" is no other answer than the box
+        return Statement(content, "answer")
+    return _last_boxes(text, boxed) if boxed else Statement(_last_sentence(text), "text")
+
+
+def _last_boxes(text: str, boxed: list[Box]) -> Statement:
+    first = len(boxed) - 1
+    while first and BETWEEN_BOXES.fullmatch(text, boxed[first - 1].end, boxed[first].start):
+        first -= 1
+    chosen = boxed[first:]
+    contents = [without_boxes(box.content or "").strip() for box in chosen]
+    if not all(contents):
+        return Statement("", "box")
+    joined = contents[0]
+    for before, box, previous, content in zip(chosen, chosen[1:], contents, contents[1:], strict=False):
+        is_choice = _OR.search(text[before.end : box.start]) is not None
+        if content != previous or is_choice:
+            joined += (" or " if is_choice else ", ") + content
+    behind = _BEHIND_A_BOX.match(text, chosen[-1].end)
+    sign, unit = (behind[1] or "", behind[2].strip(" $.")) if behind else ("", "")
+    return Statement(joined + (sign.strip() or (f" {unit}" if split_unit(f"1 {unit}")[1] else "")), "box")
+
+
+def _last_sentence(text: str) -> str:
+    """Return the last sentence with a formula, or the last of all where one behind it takes it back."""
+    sentences = [part.strip() for part in re.split(r"(?<=[.!?])\s+|\n", text) if part.strip()]
+    for sentence in reversed(sentences):
+        if sentence.endswith("?") and len(sentences) > 1:
+            continue
+        plain = normalized(sentence.rstrip(".;"))
+        if re.search(r"[\d\\]", plain) or _DOUBT.search(plain) or len(sentences) == 1:
+            return sentence.rstrip(".;")
+    return ""
+
+
+def stated_formula(statement: Statement) -> str | None:
+    """Return the formula that a statement gives, with its unit, or its words where it has no formula; None where it
+    gives none, or not for certain."""
+    text = normalized(re.sub(r"^#+ |(?<!\\right)(?<!\.)\.$|[,;]+$", "", statement.text.strip()))
+    text = _ARTICLE.sub("the ", _PRONOUN.sub("we ", text))
+    if text.endswith("?") or not text:
+        return None
+    if not _words(text):
+        return text
+    if not any(_is_formula(token) for token in text.split()):
+        return text
+    if _ORDINAL.search(statement.text) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
+        return None
+    remarks = _REMARK.findall(text)
+    if any(_OR.search(remark) or _DOUBT.search(remark) for remark in remarks):
+        return None
+    clauses = [clause.strip() for clause in _CLAUSE.split(_REMARK.sub("", text)) if clause.strip()]
+    clauses = [clause for clause in clauses if not _ASIDE.match(clause)]
+    clauses = [clause for clause in clauses if _DOUBT.search(clause) or any(map(_is_formula, clause.split()))]
+    if statement.kind == "text":
+        clauses = clauses[-1:]
+    if not clauses or any(_DOUBT.search(clause) for clause in clauses):
+        return None
+    formula = _formula_of_a_clause(clauses[0].split())
+    return None if formula is None else normalized(formula)
+
+
+def _formula_of_a_clause(tokens: list[str]) -> str | None:
+    """Return the formula, or the list of formulas, behind the last verb of a clause, with its unit."""
+    words, is_formula = [_word(token) for token in tokens], [_is_formula(token) for token in tokens]
+    if True not in is_formula:
+        return None
+    end = len(tokens) - is_formula[::-1].index(True)
+    start = 0
+    for index in range(end - 1):
+        if words[index] in _VERBS or tokens[index] in ("=", ":") and index and not is_formula[index - 1]:
+            start = index + 1
+    first = is_formula.index(True, start)
+    before = {word for word in words[start:first] if word.isascii()}
+    if before - _FILLERS:
+        return None
+    if not all(is_formula[index] or words[index] in _LISTED for index in range(first, end)):
+        return None
+    formula = tokens[first]
+    for index in range(first + 1, end):
+        formula = f"{formula} {tokens[index]}" if is_formula[index] else formula.rstrip(",") + _LISTED[words[index]]
+    formula, behind = formula.rstrip(".,;:"), " ".join(words[end:])
+    if _STATES_SOMETHING_ELSE.search(behind):
+        return None
+    if (_OPERATIONS | _QUALIFIERS) & set(_PARTITIVE.sub("", behind).split()) and behind != "times":
+        return None
+    with_nouns = [*itertools.accumulate([formula, *(token.strip(".,;:!") for token in tokens[end:])], "{} {}".format)]
+    return next((text for text in reversed(with_nouns) if split_unit(text)[1] and not _words(text)), formula)
+
+
+def _word(token: str) -> str:
+    return token.strip(".,;:!()\"'").lower()
+
+
+def _is_formula(token: str) -> bool:
+    """Return whether a token between spaces is part of a formula instead of a word."""
+    if re.search(r"[\d\\]", token):
+        return True
+    if re.search(f"[{OTHER_SCRIPTS}]", token):
+        return False
+    word = re.fullmatch(r"[^\w\\]*([^\W\d_]+)(?:[/'’-][^\W\d_]+)*['’]?[^\w\\]*", token)
+    if word is None:
+        return True
+    is_variable = len(word[1]) < 3 and word[1].lower() not in _SHORT_WORDS
+    return is_variable or word[1].lower() in _FORMULA_WORDS or re.fullmatch("[IVX]+", word[1]) is not None
+
+
+def _words(text: str) -> bool:
+    """Return whether there are words beside the formulas of a text and its unit."""
+    number, unit = split_unit(text)
+    return not all(map(_is_formula, (number if unit else text).split()))
+
+
+def alternatives(text: str) -> list[str]:
+    """Return the answers of which a statement offers one: "1 or 2" is two."""
+    return [part.strip(" ,$") for part in _OR.split(text) if part.strip(" ,$")]
+
+
+def is_doubtful(text: str) -> bool:
+    """Return whether a statement is negated, or in doubt."""
+    return _DOUBT.search(text) is not None
