@@ -1,8 +1,8 @@
-r"""The answer of a response: what stands behind its thought, and in `<answer>` where there is one.
+r"""The answer of a response: what stands behind its reasoning, and in `<answer>` where there is one.
 
-A thought is ended by its closing mark, `</think>` and its like, or by Harmony's final channel. It may have begun in the
-prompt: chat templates of thinking models write the opening mark. A response whose thought is not closed has no answer.
-An environment's key `thoughts` chooses other marks, or none.
+Reasoning ends with its closing mark, `</think>` and its like, or with Harmony's final channel. It may begin in the
+prompt: chat templates of reasoning models write the opening mark. A response whose reasoning is not closed has no
+answer. An environment's key `thoughts` chooses other marks, or none.
 
 Imports stay light here: verifier processes import this module.
 """
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 Thoughts = Literal["auto", "none"] | tuple[str, str]
-"""`auto`: the marks below; `none`: the whole response is the answer; or the two marks around a thought."""
+"""`auto`: the marks below; `none`: the whole response is the answer; or the two marks around the reasoning."""
 
-UNFINISHED = "no answer: the thought is not closed"
+UNFINISHED = "no answer: the reasoning is not closed"
 
 _NAMES = "think|thinking|thought|thoughts|reasoning|seed:think|scratchpad"
 _OPEN = re.compile(rf"<(?:{_NAMES})>|\[THINK\]|◁think▷|<\|START_THINKING\|>|<\|begin_of_thought\|>", re.IGNORECASE)
@@ -36,38 +36,38 @@ _ANSWER = re.compile(
 
 
 class Parts(NamedTuple):
-    """A response in two parts. `answer` None: it has none, because its thought is not closed."""
+    """A response in two parts. `answer` is None where the reasoning is not closed."""
 
-    thought: str
+    reasoning: str
     answer: str | None
 
 
 def split_response(response: str, thoughts: Thoughts = "auto", prompt: str = "") -> Parts:
-    """Return the thought and the answer of one message. `prompt`: the text before it, which may open the thought."""
+    """Return the reasoning and the answer of one message. `prompt`, the text before it, may open the reasoning."""
     return split_messages([{"role": "user", "content": prompt}, {"role": "assistant", "content": response}], thoughts)
 
 
 def split_messages(messages: Sequence[Mapping[str, Any]], thoughts: Thoughts = "auto") -> Parts:
-    """Return the thoughts and the answer of a conversation: of the messages that are marked as generated, else of the
-    assistant's. Each turn has a thought of its own; there is an answer where the thought of the last one is closed."""
+    """Return the reasoning and the answer of a conversation: of the messages that are marked as generated, else of the
+    assistant's. Each turn has its own reasoning; there is an answer where the last turn's reasoning is closed."""
     marked = any(message.get("generated") for message in messages)
     before, turns = "", []
     for is_generated, run in itertools.groupby(
-        messages, lambda one: bool(one.get("generated") if marked else one["role"] == "assistant")
+        messages, lambda message: bool(message.get("generated") if marked else message["role"] == "assistant")
     ):
         text = "".join(str(message["content"]) for message in run)
         if is_generated:
-            turns.append(Parts("", text) if thoughts == "none" else _split_thought(text, thoughts, before))
+            turns.append(Parts("", text) if thoughts == "none" else _split_turn(text, thoughts, before))
         before = text
-    thought = "".join(turn.thought for turn in turns)
+    reasoning = "".join(turn.reasoning for turn in turns)
     if turns and turns[-1].answer is None:
-        return Parts(thought, None)
+        return Parts(reasoning, None)
     answer = "".join(turn.answer or "" for turn in turns)
     inside = _ANSWER.findall(answer) if thoughts != "none" else []
-    return Parts(thought, inside[-1].strip() if inside else answer)
+    return Parts(reasoning, inside[-1].strip() if inside else answer)
 
 
-def _split_thought(response: str, thoughts: Thoughts, prompt: str) -> Parts:
+def _split_turn(response: str, thoughts: Thoughts, prompt: str) -> Parts:
     opening, closing = _OPEN, _CLOSE
     if isinstance(thoughts, tuple):
         opening, closing = (re.compile(re.escape(mark)) for mark in thoughts)
@@ -78,12 +78,12 @@ def _split_thought(response: str, thoughts: Thoughts, prompt: str) -> Parts:
         end = finals[-1].end()
         return Parts(response[:end], _END_OF_MESSAGE.split(response[end:], maxsplit=1)[0])
     elif _PLAIN_ANALYSIS.match(response):
-        thought, mark, answer = response.rpartition(_PLAIN_FINAL)
+        reasoning, mark, answer = response.rpartition(_PLAIN_FINAL)
         if mark or prompt.rstrip().endswith("<|start|>assistant"):
-            return Parts(thought, answer) if mark else Parts(response, None)
+            return Parts(reasoning, answer) if mark else Parts(response, None)
     closed = list(closing.finditer(response))
     end = closed[-1].end() if closed else 0
-    began_in_prompt = any(not prompt[mark.end() :].strip() for mark in opening.finditer(prompt))
-    if opening.search(response, end) or began_in_prompt and not closed:
+    is_open_in_prompt = any(not prompt[mark.end() :].strip() for mark in opening.finditer(prompt))
+    if opening.search(response, end) or is_open_in_prompt and not closed:
         return Parts(response, None)
     return Parts(response[:end], response[end:].lstrip() if end else response)

@@ -59,7 +59,6 @@ TWO_OF_A_NAME = {
     "Worker": "the interface, and a process of the sandbox, whose files know nothing of the package",
     "Block": "a kind of layer, and a slice that a refit sends",
     "Node": "of a YAML file, and of the virtual cluster",
-    "Verdict": "of the command, and of a verifier",
 }
 """Names that two public classes have, and what they are."""
 

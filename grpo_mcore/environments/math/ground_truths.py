@@ -1,4 +1,4 @@
-"""Truths verified against themselves: one that its own verifier does not accept is reached by no answer."""
+"""Ground truths verified against themselves: where its own verifier does not accept one, no answer can be right."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ _COLLECTION = re.compile(r"\s*[{\[]\s*['\"]")  # JSON or Python, of texts
 
 def truth_problems(verifier: str, rows: Rows, environment: str, timeout_s: float = 5.0) -> list[str | None]:
     """Return for each prompt, given by its `extra_env_info`, why no answer could be right; None where one could. The
-    form of the answers that a verifier of one's own reads is not known: of its truths only the kind is checked."""
+    answers that a custom verifier reads are not known: of its ground truths only the kind is checked."""
     problems: list[str | None] = [None] * len(rows)
-    asked: list[tuple[int, str]] = []
-    for place, row in enumerate(rows):
+    jobs: list[tuple[int, str]] = []
+    for index, row in enumerate(rows):
         try:
-            truths = ground_truths(row, environment)
+            texts = ground_truths(row, environment)
         except ValueError as error:
-            problems[place] = str(error)
-        else:
-            if is_built_in(verifier):
-                if written := next(filter(_COLLECTION.match, truths), None):
-                    kind = "dict" if written.lstrip().startswith("{") else "list"
-                    problems[place] = f"the ground truth {shorten(written)!r} is a {kind} that became a text"
-                    continue
-                asked += [(place, truth) for truth in truths if not _is_plain(verifier, truth)]
-    if not asked:
+            problems[index] = str(error)
+            continue
+        if not is_built_in(verifier):
+            continue
+        if collection := next(filter(_COLLECTION.match, texts), None):
+            kind = "dict" if collection.lstrip().startswith("{") else "list"
+            problems[index] = f"the ground truth {shorten(collection)!r} is a {kind} that became a text"
+            continue
+        jobs += [(index, text) for text in texts if not _is_plain(verifier, text)]
+    if not jobs:
         return problems
     pool = VerifierPool(
         WorkerSpec(
@@ -52,23 +53,24 @@ def truth_problems(verifier: str, rows: Rows, environment: str, timeout_s: float
         )
     )
     try:
-        results = pool.run([(_as_answer(verifier, truth), truth) for _, truth in asked])
+        results = pool.run([(_as_answer(verifier, text), text) for _, text in jobs])
     finally:
         pool.close()
-    for (place, truth), result in zip(asked, results, strict=True):
+    for (index, text), result in zip(jobs, results, strict=True):
         if result.failure is not None:
-            problems[place] = f"{verifier} fails on the ground truth {shorten(truth)!r}: {result.failure}"
+            problems[index] = f"{verifier} fails on the ground truth {shorten(text)!r}: {result.failure}"
         elif result.value[0] <= 0:
-            problems[place] = f"{verifier} does not accept the ground truth {shorten(truth)!r} as an answer to itself"
+            problems[index] = f"{verifier} does not accept the ground truth {shorten(text)!r} as an answer to itself"
     return problems
 
 
-def _is_plain(verifier: str, truth: str) -> bool:
-    return verifier == HF_MATH_VERIFY and compare_plain_numbers(truth, truth) is not None
+def _is_plain(verifier: str, ground_truth: str) -> bool:
+    return verifier == HF_MATH_VERIFY and compare_plain_numbers(ground_truth, ground_truth) is not None
 
 
-def _as_answer(verifier: str, truth: str) -> str:
-    """Return a response that gives the truth as its answer."""
-    if verifier == HF_MATH_VERIFY:
-        return truth if "\\boxed" in truth or "answer" in truth.lower() else f"\\boxed{{{truth}}}"
-    return f"Answer: {truth}"
+def _as_answer(verifier: str, ground_truth: str) -> str:
+    """Return a response that gives the ground truth as its answer."""
+    if verifier != HF_MATH_VERIFY:
+        return f"Answer: {ground_truth}"
+    is_a_solution = "\\boxed" in ground_truth or "answer" in ground_truth.lower()
+    return ground_truth if is_a_solution else f"\\boxed{{{ground_truth}}}"

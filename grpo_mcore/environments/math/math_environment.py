@@ -28,6 +28,7 @@ from grpo_mcore.environments.interfaces import (
 from grpo_mcore.environments.math.truths import truth_problems
 from grpo_mcore.environments.math.verifiers import (
     HF_MATH_VERIFY,
+    MULTIPLE_CHOICE,
     compare_plain_numbers,
     ground_truths,
     make_verifier,
@@ -55,7 +56,7 @@ class MathEnvConfig(AnswerConfig):
     """Kind of answer: math, checked by math_verify_impl, or the letter of a multiple choice after "Answer:"."""
     math_verify_impl: str = HF_MATH_VERIFY
     """`hf_math_verify`; `dapo_math_verify`, which compares what follows "Answer:" as a string and gives 1 or -1; or
-    the import path of `fn(response, truth) -> bool | float | (bool | float, answer)`."""
+    the import path of `fn(response, ground_truth) -> bool | float | (bool | float, answer)`."""
     verify_timeout_s: float = Field(5.0, gt=0)
     """Seconds of wall-clock time for one verification; then its process is killed."""
     verify_timeout_reward: float = 0.0
@@ -96,8 +97,8 @@ class MathEnvConfig(AnswerConfig):
         return config
 
 
-class Verdict(NamedTuple):
-    """The result of one verification. `reward` None: the verification itself failed, and `reason` says how."""
+class Verification(NamedTuple):
+    """The result of one verification. `reward` is None where the verification itself failed; `reason` says how."""
 
     reward: float | None
     answer: str | None
@@ -106,8 +107,9 @@ class Verdict(NamedTuple):
 
 
 class MathEnvironment(EnvironmentInterface):
-    """Single-turn. Each conversation's metadata holds `ground_truth`. The verifier sees the answer, behind the thought;
-    `format_pattern` sees all of the policy's text, and makes `rewards_by_name` {"correct": 0 or 1, "format": 0 or 1}.
+    """Single-turn. Each conversation's metadata holds `ground_truth`. The verifier sees the answer without the
+    reasoning; `format_pattern` sees all of the policy's text, and makes `rewards_by_name` {"correct": 0 or 1,
+    "format": 0 or 1}.
     """
 
     concurrent_calls = 32
@@ -139,12 +141,12 @@ class MathEnvironment(EnvironmentInterface):
     @classmethod
     def check_truths(cls, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         section = MathEnvConfig.read(config)
-        truths = [str(row.get("ground_truth")) for row in rows]
-        if section.verifier == HF_MATH_VERIFY and truths and all(map(_LETTER.fullmatch, truths)):
+        texts = [str(row.get("ground_truth")) for row in rows]
+        if section.verifier == HF_MATH_VERIFY and texts and all(map(_LETTER.fullmatch, texts)):
             logger.warning(
-                "the truths are letters of choices, and hf_math_verify reads no answer such as 'Answer: (%s)'; set "
-                "verifier_type: english_multichoice",
-                truths[0],
+                "the ground truths are letters of choices, and hf_math_verify reads no answer such as 'Answer: (%s)'; "
+                "set verifier_type: english_multichoice",
+                texts[0],
             )
         return truth_problems(section.verifier, rows, "math", section.verify_timeout_s)
 
@@ -153,59 +155,63 @@ class MathEnvironment(EnvironmentInterface):
     ) -> EnvironmentReturn:
         responses = [response_text(messages) for messages in message_log_batch]
         answers = [split_messages(messages, self.config.thoughts).answer for messages in message_log_batch]
-        truths = [ground_truths(entry, "math") for entry in metadata]
-        verdicts = self._verify(answers, truths)
-        parts = [self._parts(verdict, response) for verdict, response in zip(verdicts, responses, strict=True)]
+        results = self._verify(answers, [ground_truths(entry, "math") for entry in metadata])
+        parts = [self._parts(result, response) for result, response in zip(results, responses, strict=True)]
         return single_turn_return(
             metadata,
-            rewards=[self._reward(verdict, named) for verdict, named in zip(verdicts, parts, strict=True)],
-            reasons=[verdict.reason for verdict in verdicts],
-            seconds=[verdict.seconds for verdict in verdicts],
-            answers=[verdict.answer for verdict in verdicts],
+            rewards=[self._reward(result, by_name) for result, by_name in zip(results, parts, strict=True)],
+            reasons=[result.reason for result in results],
+            seconds=[result.seconds for result in results],
+            answers=[result.answer for result in results],
             stop_strings=self.config.stop_strings,
             rewards_by_name=parts,
         )
 
-    def _verify(self, answers: Sequence[str | None], truths: Sequence[str | Sequence[str]]) -> list[Verdict]:
-        """Verify answers; None is one that a response does not have, because its thought is not closed."""
-        several = [[truth] if isinstance(truth, str) else truth for truth in truths]
-        pairs = [(answer or "", truth) for answer, truth in zip(answers, several, strict=True)]
-        plain = [self._verify_plain_number(answer, truth) for answer, truth in pairs]
+    def _verify(
+        self, answers: Sequence[str | None], ground_truths: Sequence[str | Sequence[str]]
+    ) -> list[Verification]:
+        """Verify answers; None is one that a response does not have, because its reasoning is not closed."""
+        alternatives = [[entry] if isinstance(entry, str) else entry for entry in ground_truths]
+        pairs = [(answer or "", texts) for answer, texts in zip(answers, alternatives, strict=True)]
+        plain = [self._verify_plain_number(answer, texts) for answer, texts in pairs]
         results = iter(self._pool.run([pair for pair, done in zip(pairs, plain, strict=True) if done is None]))
-        scores = [done or self._verdict(next(results), truth) for (_, truth), done in zip(pairs, plain, strict=True)]
+        scores = [
+            done or self._verification(next(results), texts) for (_, texts), done in zip(pairs, plain, strict=True)
+        ]
         return [
             score._replace(reason=UNFINISHED) if answer is None and score.answer is None else score
             for score, answer in zip(scores, answers, strict=True)
         ]
 
-    def _verdict(self, result: Result, truths: Sequence[str]) -> Verdict:
+    def _verification(self, result: Result, ground_truths: Sequence[str]) -> Verification:
         if result.failure is not None:
             reward = self.config.verify_timeout_reward if result.timed_out else None
-            return Verdict(reward, None, result.failure, result.seconds)
+            return Verification(reward, None, result.failure, result.seconds)
         reward, answer = result.value
-        return Verdict(reward, answer, reason_for(reward, answer, " or ".join(truths)), result.seconds)
+        separator = ", " if self._verifier in MULTIPLE_CHOICE else " or "
+        return Verification(reward, answer, reason_for(reward, answer, separator.join(ground_truths)), result.seconds)
 
-    def _verify_plain_number(self, answer: str, truths: Sequence[str]) -> Verdict | None:
+    def _verify_plain_number(self, answer: str, ground_truths: Sequence[str]) -> Verification | None:
         start = time.perf_counter()
         if self._verifier != HF_MATH_VERIFY:
             return None
-        compared = [compare_plain_numbers(answer, truth) for truth in truths]
-        plain = [one for one in compared if one is not None]
-        if len(plain) < len(truths):
+        plain = [result for text in ground_truths if (result := compare_plain_numbers(answer, text)) is not None]
+        if len(plain) < len(ground_truths):
             return None
         reward, number = float(any(is_right for is_right, _ in plain)), plain[0][1]
-        return Verdict(reward, number, reason_for(reward, number, " or ".join(truths)), time.perf_counter() - start)
+        reason = reason_for(reward, number, " or ".join(ground_truths))
+        return Verification(reward, number, reason, time.perf_counter() - start)
 
-    def _parts(self, verdict: Verdict, response: str) -> dict[str, float]:
-        if self.config.format_pattern is None or verdict.reward is None:
+    def _parts(self, result: Verification, response: str) -> dict[str, float]:
+        if self.config.format_pattern is None or result.reward is None:
             return {}
         matches = re.fullmatch(self.config.format_pattern, response) is not None
-        return {"correct": verdict.reward, "format": float(matches)}
+        return {"correct": result.reward, "format": float(matches)}
 
-    def _reward(self, verdict: Verdict, parts: Mapping[str, float]) -> float | None:
-        if verdict.reward is None:
+    def _reward(self, result: Verification, parts: Mapping[str, float]) -> float | None:
+        if result.reward is None:
             return None
-        return verdict.reward + self.config.format_reward * parts.get("format", 0.0)
+        return result.reward + self.config.format_reward * parts.get("format", 0.0)
 
     def global_post_process_and_metrics(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return `accuracy` and `pass@k` over the samples that have a reward, and how many have none (`num_failed`). A

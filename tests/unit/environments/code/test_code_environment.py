@@ -271,7 +271,7 @@ def test_a_program_in_the_thought_does_not_count(env: CodeEnvironment) -> None:
     texts = (f"<think>{block}</think> I cannot.", f"<think>no</think>{block}", f"<think>{block}")
     result = env.step([[{"role": "assistant", "content": text}] for text in texts], [{"tests": SUM}] * 3)
     assert result.rewards == [0.0, 1.0, 0.0]
-    assert result.reasons[2] == "no answer: the thought is not closed"
+    assert result.reasons[2] == "no answer: the reasoning is not closed"
 
 
 def test_answers_in_the_forms_of_the_public_benchmarks(env: CodeEnvironment) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from grpo_mcore.environments import create_env
 from grpo_mcore.environments.errors import EnvironmentConfigError
-from grpo_mcore.environments.math.math_environment import MathEnvConfig, MathEnvironment, Verdict, response_text
+from grpo_mcore.environments.math.math_environment import MathEnvConfig, MathEnvironment, Verification, response_text
 from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn
 
 
@@ -35,7 +35,7 @@ def answered(*texts: str, prompt: str = "what is 40+42?") -> Trajectory:
 def test_step_answers_every_conversation(env):
     logs = [
         [{"role": "user", "content": "40+42=5"}, {"role": "assistant", "content": text}]
-        for text in ("082", "81", "none", "9**9**9**9")
+        for text in ("082", "81", "none", "\\boxed{10!!!}")
     ]
     result = env.step(logs, [{"ground_truth": 82, "level": 3}] * 4)
     assert result.rewards == [1.0, 0.0, 0.0, 0.0]
@@ -63,7 +63,7 @@ def test_answer_reward_and_reason(env, response, truth, reward, answer, reason):
     assert verdict[:3] == (reward, answer, reason)
 
 
-def test_the_thought_is_not_judged(env):
+def test_the_reasoning_is_not_scored(env):
     logs = [
         [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
         for prompt, text in (
@@ -76,7 +76,7 @@ def test_the_thought_is_not_judged(env):
     ]
     result = env.step(logs, [{"ground_truth": "5"}] * 5)
     assert result.rewards == [0.0, 1.0, 0.0, 0.0, 1.0]
-    assert result.reasons[3] == "no answer: the thought is not closed"
+    assert result.reasons[3] == "no answer: the reasoning is not closed"
     whole = copy.copy(env)
     whole.config = MathEnvConfig.read({"thoughts": "none"})
     assert whole.step(logs, [{"ground_truth": "5"}] * 5).rewards[3] == 1.0
@@ -111,6 +111,17 @@ def test_plain_numbers_do_not_go_to_the_workers(env, monkeypatch):
     several = env._verify(["082", "81"], [["80", "82"]] * 2)
     assert [verdict.reward for verdict in several] == [1.0, 0.0]
     assert several[1].reason == "wrong: 81 != 80 or 82"
+
+
+def test_letters_of_one_ground_truth_are_a_set():
+    env = create_env("math", {"num_workers": 1, "verifier_type": "english_multichoice"})
+    try:
+        logs = [[{"role": "assistant", "content": text}] for text in ("Answer: C and A", "Answer: A")]
+        result = env.step(logs, [{"ground_truth": ["A", "C"]}] * 2)
+    finally:
+        env.shutdown()
+    assert result.rewards == [1.0, 0.0]
+    assert result.reasons == ["correct", "wrong: A != A, C"]
 
 
 def test_a_verifier_of_ones_own_by_import_path():
@@ -214,7 +225,7 @@ def test_a_format_is_a_second_named_reward(env):
         batch = {"rewards": result.rewards, "uid": ["p"] * 5, "k": [1]}
         metrics = env.global_post_process_and_metrics(batch)
         assert metrics["accuracy"] == metrics["pass@1"] == pytest.approx(2 / 5)  # the format alone is not right
-    failed = Verdict(None, None, "crashed: the worker process ended", 1.0)
+    failed = Verification(None, None, "crashed: the worker process ended", 1.0)
     assert formatted._parts(failed, "none") == {} and formatted._reward(failed, {}) is None
 
 
