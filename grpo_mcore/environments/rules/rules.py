@@ -34,7 +34,12 @@ _ASYNC_KEYS = {"concurrency", "timeout_s", "retries", "backoff_s", "requests_per
 
 Rule = Callable[[Sample], float | None]
 
-_MARK = re.compile(r"think|thought|reason|answer>|channel|scratchpad", re.IGNORECASE)
+# The beginning of a mark in a pattern: "<think>", "</(?:think|reasoning)>", "<|channel|>", but not "reasonable".
+_MARK = re.compile(
+    r"(?:<(?:\\?\|)?/?|\[/?|◁/?)(?:\((?:\?:)?)?(?:START_|END_|begin_of_|end_of_|seed:)?"
+    r"(?:think|thought|reason|answer>|channel|scratchpad)",
+    re.IGNORECASE,
+)
 
 
 class _Component(BaseModel):

@@ -81,7 +81,7 @@ TULU: dict[str, Callable[..., bool]] = {
     ),
     "validate_highlighted_sections": lambda text, N: len(re.findall(r"\*.*?\*", text)) >= N,
     "validate_sections": lambda text, N, section_splitter: (
-        len(re.findall(rf"{re.escape(section_splitter)}\s?\d+", text, re.IGNORECASE)) >= N
+        text != "" and len(text.removeprefix(section_splitter).split(section_splitter)) == N
     ),
     "validate_json_format": is_json,
     "validate_repeat_prompt": lambda text, original_prompt: text.startswith(original_prompt),

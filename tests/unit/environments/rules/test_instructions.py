@@ -128,7 +128,7 @@ TULU_CASES: list[tuple[str, dict[str, object], list[str], list[str]]] = [
     ("validate_title", {}, ["<<a>>\nb"], ["<a>"]),
     ("validate_choice", {"options": ["yes", "no"]}, ["yes"], ["maybe"]),
     ("validate_highlighted_sections", {"N": 2}, ["*a* and *b*"], ["*a*"]),
-    ("validate_sections", {"N": 2, "section_splitter": "Part"}, ["PART 1 a\nPart 2 b"], ["Part 1 a", "Part Part"]),
+    ("validate_sections", {"N": 2, "section_splitter": "Part"}, ["Part 1\nPart 2"], ["Part 1", "", "aPartPart"]),
     ("validate_json_format", {}, ['{"a": 1}'], ["a"]),
     ("validate_repeat_prompt", {"original_prompt": "Say a"}, ["Say a. a"], ["a"]),
     ("validate_two_responses", {}, ["a\n******\nb"], ["a", "a ****** a", "a ****** b ****** c"]),

@@ -79,7 +79,9 @@ THINKS = "<think>maybe 6, damn</think>so <answer>5</answer>"
         ({"type": "regex", "pattern": r"6", "match": "search"}, THINKS, 0.0),
         ({"type": "regex", "pattern": r"6", "match": "search", "of": "response"}, THINKS, 1.0),
         ({"type": "regex", "pattern": r"(?s)<think>.*</think>.*"}, THINKS, 1.0),  # it names a mark: all of the text
+        ({"type": "regex", "pattern": r"(?s)<(?:think|thinking)>.*"}, THINKS, 1.0),
         ({"type": "regex", "pattern": r"(?s)<think>.*</think>.*", "of": "answer"}, THINKS, 0.0),
+        ({"type": "regex", "pattern": "damn|reasonable", "match": "search"}, THINKS, 0.0),  # a word, no mark
         ({"type": "regex", "pattern": r".*"}, "<think>5", 0.0),
         ({"type": "length", "max": 1}, THINKS, 1.0),
         ({"type": "length", "max": 1, "of": "response"}, THINKS, 0.0),
