@@ -21,7 +21,7 @@ Rows = Sequence[Mapping[str, Any]]
 _COLLECTION = re.compile(r"\s*[{\[]\s*['\"]")  # JSON or Python, of texts
 
 
-def truth_problems(verifier: str, rows: Rows, environment: str, timeout_s: float = 5.0) -> list[str | None]:
+def ground_truth_problems(verifier: str, rows: Rows, environment: str, timeout_s: float = 5.0) -> list[str | None]:
     """Return for each prompt, given by its `extra_env_info`, why no answer could be right; None where one could. The
     answers that a custom verifier reads are not known: of its ground truths only the kind is checked."""
     problems: list[str | None] = [None] * len(rows)

@@ -25,7 +25,7 @@ from grpo_mcore.environments.interfaces import (
     response_text,
     single_turn_return,
 )
-from grpo_mcore.environments.math.truths import truth_problems
+from grpo_mcore.environments.math.ground_truths import ground_truth_problems
 from grpo_mcore.environments.math.verifiers import (
     HF_MATH_VERIFY,
     MULTIPLE_CHOICE,
@@ -148,7 +148,7 @@ class MathEnvironment(EnvironmentInterface):
                 "set verifier_type: english_multichoice",
                 texts[0],
             )
-        return truth_problems(section.verifier, rows, "math", section.verify_timeout_s)
+        return ground_truth_problems(section.verifier, rows, "math", section.verify_timeout_s)
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]

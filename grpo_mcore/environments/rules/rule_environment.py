@@ -22,7 +22,7 @@ from grpo_mcore.environments.interfaces import (
     response_text,
     single_turn_return,
 )
-from grpo_mcore.environments.math.truths import truth_problems
+from grpo_mcore.environments.math.ground_truths import ground_truth_problems
 from grpo_mcore.environments.rules.async_rewards import AsyncPool
 from grpo_mcore.environments.rules.reward_functions import Sample
 from grpo_mcore.environments.rules.rules import Component, FunctionComponent, VerifierComponent
@@ -109,7 +109,7 @@ class RuleEnvironment(EnvironmentInterface):
         section = RuleEnvConfig.read(config)
         problems: list[str | None] = [None] * len(rows)
         for name in {part.verifier for part in section.components.values() if isinstance(part, VerifierComponent)}:
-            more = truth_problems(name, rows, "rules", section.timeout_s)
+            more = ground_truth_problems(name, rows, "rules", section.timeout_s)
             problems = [problem or other for problem, other in zip(problems, more, strict=True)]
         functions = [part for part in section.components.values() if isinstance(part, FunctionComponent)]
         return [

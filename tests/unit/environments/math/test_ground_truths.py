@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from grpo_mcore.environments import create_env_class
-from grpo_mcore.environments.math.truths import truth_problems
+from grpo_mcore.environments.math.ground_truths import ground_truth_problems
 from grpo_mcore.environments.math.verifiers import ground_truths
 
 pytestmark = pytest.mark.slow  # processes of verifiers
 
 
 def problems(verifier: str, *truths: Any) -> list[str | None]:
-    return truth_problems(verifier, [{"ground_truth": truth} for truth in truths], "math")
+    return ground_truth_problems(verifier, [{"ground_truth": truth} for truth in truths], "math")
 
 
 def test_what_people_write_as_truths() -> None:
@@ -43,7 +43,7 @@ def test_what_people_write_as_truths() -> None:
     ],
 )
 def test_a_truth_that_no_answer_reaches(verifier: str, truth: Any, why: str) -> None:
-    [problem] = truth_problems(verifier, [{"ground_truth": truth}], "math", timeout_s=0.5)
+    [problem] = ground_truth_problems(verifier, [{"ground_truth": truth}], "math", timeout_s=0.5)
     assert problem is not None and why in problem
 
 
