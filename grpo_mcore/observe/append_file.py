@@ -6,9 +6,10 @@ import itertools
 import json
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -27,7 +28,7 @@ class AppendFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lines = _cut_torn_end(path) if path.exists() else 0
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("a+b", buffering=0)
         # Where in the file the text begins that may not be in it yet, and the text. One value: Ctrl-C may come between
         # any two instructions.
         self._pending = (self._file.tell(), b"")
@@ -68,8 +69,39 @@ class AppendFile:
 
     def line(self, number: int) -> bytes:
         """Return line `number`, from 1 on, of those on the disk, with its end; b"" if there is none."""
-        with self.path.open("rb") as file:  # a file of bytes ends its lines at \n alone
+        with self._content() as file:  # a file of bytes ends its lines at \n alone
             return next(itertools.islice(file, number - 1, None), b"") if number else b""
+
+    def restore(self) -> bool:
+        """Make the file anew, with all its lines, where it was removed: what is open still has them. Say so, and return
+        whether it was removed. Another file in its place is left alone."""
+        try:
+            self.path.stat()
+            return False
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:  # it cannot be looked at, which does not mean that it is gone
+            return False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            with self._content() as lines, partial.open("wb") as copy:
+                shutil.copyfileobj(lines, copy)
+            partial.replace(self.path)
+            new = self.path.open("a+b", buffering=0)
+        except OSError as error:
+            logger.warning("%s was removed, and cannot be made anew: %s", self.path, error.strerror or error)
+            return True
+        self._file.close()
+        self._file = new
+        logger.warning("%s was removed while the run goes on: it is made anew, and no line is missing", self.path)
+        return True
+
+    def _content(self) -> BinaryIO:
+        """Open what has been written, also where the file's name is gone. Lines are appended wherever it is read."""
+        content = os.fdopen(os.dup(self._file.fileno()), "rb")
+        content.seek(0)
+        return content
 
     def close(self) -> None:
         """May be called again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -160,7 +161,7 @@ class CheckpointManager:
         if self.copy is None:
             yield
             return
-        with self.copy.running(self._steps(), self._resumed_step()):
+        with self.copy.running(self._steps(), self.resumed_step()):
             yield
 
     def mirror_log(self, log: Logger) -> None:
@@ -173,7 +174,7 @@ class CheckpointManager:
         if self.copy is not None:
             self.copy.fetch_logs(log_dir)
 
-    def _resumed_step(self) -> int | None:
+    def resumed_step(self) -> int | None:
         """Return the step of the checkpoint that this run resumes; None for a new run."""
         if self.resumed_from is None:
             return None
@@ -182,13 +183,11 @@ class CheckpointManager:
     def _set_newer_aside(self) -> None:
         """Rename the checkpoints that are newer than the one that this run resumes, and the models made of them: after
         a rollback, a later `--resume` must not go on from them, and this run's model must not replace theirs."""
-        if (resumed := self._resumed_step()) is None:
+        if (resumed := self.resumed_step()) is None:
             return
         if newer := [step for step in self._steps() if step > resumed]:
             names = [self._set_aside(f"step_{step}").name for step in newer]
-            models = [
-                path for path in self._models(MODEL_FOLDERS) if path.name == "hf" or _step_of(path.name) > resumed
-            ]
+            models = [path for path in self._models(MODEL_FOLDERS) if path.name == "hf" or step_of(path.name) > resumed]
             names += [self._set_aside(path.name).name for path in models]
             logger.warning(
                 "the run goes back to %s: what was saved after step %d is set aside as %s",
@@ -401,6 +400,8 @@ class CheckpointManager:
             free = shutil.disk_usage(self.folder).free / GB
         except OSError as unreadable:
             return f"{message}the folder cannot be read either ({unreadable}); the run goes on. Look after its disk"
+        if (advice := advice_for(error)) is not None:
+            return f"{message}{advice}; the run goes on"
         return (
             f"{message}{free:.2f} GB are free there; the run goes on. Delete what you do not need of "
             f"{kept or 'other files'}" + (", or lower checkpointing.keep_top_k" if kept else "")
@@ -503,7 +504,7 @@ def _holds_something(folder: os.DirEntry[str]) -> bool:
         return True
 
 
-def _step_of(name: str) -> int:
+def step_of(name: str) -> int:
     """Return the step in the name of a checkpoint or model, such as hf_step_64; 0 for another name."""
     number = re.fullmatch(r".*step_(\d+)", name)
     return int(number[1]) if number else 0
@@ -534,3 +535,22 @@ def _rename_damaged(folder: Path) -> str:
     except OSError as error:
         return f"it stays where it is, since it cannot be renamed: {error.strerror or error}"
     return f"it is now {aside.name}"
+
+
+ADVICE = {
+    errno.EROFS: "the disk is mounted read-only: mount it writable",
+    errno.EACCES: "the user of this run may not write there: chmod or chown {path}",
+    errno.ENOENT: "{path} was removed while the run goes on: find out by whom",
+    errno.EIO: "the disk fails: look after it",
+    errno.ESTALE: "the file server has lost {path}: mount it again",
+}
+"""What to do about a failure that has nothing to do with room on the disk."""
+
+
+def advice_for(error: BaseException | None) -> str | None:
+    """Return what to do about a failed write by the system's error; None for a full disk, and where it is unknown."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in ADVICE:
+            return ADVICE[error.errno].format(path=error.filename or "a folder of the checkpoint")
+        error = error.__cause__
+    return None

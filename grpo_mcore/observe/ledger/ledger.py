@@ -15,6 +15,7 @@ from typing import Any
 from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.base.files import FORMATS, newer_format
 from grpo_mcore.observe.append_file import AppendFile
+from grpo_mcore.observe.run_folder import open_file
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,9 @@ class Ledger:
         self.write("retried", uid=uid, why=reason, times=self._retries[uid])
 
     def sync(self) -> int:
-        """Flush all entries to the disk. Returns their number. Raises OSError on a full disk."""
+        """Flush all entries to the disk, in a new file if it was removed. Return their number. Raises OSError on a full
+        disk."""
+        self._file.restore()
         return self._file.sync()
 
     def last_digest(self, entries: int) -> str:
@@ -103,11 +106,13 @@ class Ledger:
 def read_ledger(path: Path) -> list[dict[str, Any]]:
     """The entries, the void ones included; a last line that was cut off is left out. Raises LedgerError, OSError."""
     entries = []
+    with open_file(path) as file:
+        text = file.read()
     # By bytes: str.splitlines ends a line also at a form feed, which a damaged file may hold.
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
         try:
             entries.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LedgerError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(entries[-1], dict) or "event" not in entries[-1]:
             raise LedgerError(f"{path}:{number}: no entry of a ledger: {line[:80]!r}")

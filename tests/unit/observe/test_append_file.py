@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,3 +115,30 @@ def test_every_object_becomes_a_line(tmp_path: Path) -> None:
     for row in rows:
         file.write_json(row)
     assert list(map(json.loads, (tmp_path / "lines").read_bytes().splitlines())) == rows
+
+
+def test_a_file_that_was_removed_is_made_anew_with_all_its_lines(
+    tmp_path: Path, package_log: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "logs"
+    file = AppendFile(folder / "lines")
+    file.write("first")
+    assert not file.restore() and not package_log.text
+    shutil.rmtree(folder)
+    file.write("second")
+    assert file.line(2) == b"second\n", "what is open still has them"
+    assert file.restore() and not file.restore()
+    file.write("third")
+    assert (folder / "lines").read_text() == "first\nsecond\nthird\n" and os.listdir(folder) == ["lines"]
+    assert package_log.text.count("is made anew, and no line is missing") == 1
+    file.path.unlink()
+    file.path.mkdir()
+    assert not file.restore(), "what is in its place is left alone"
+    file.path.rmdir()
+    file.path.symlink_to(file.path)
+    assert not file.restore(), "what cannot be looked at is not gone"
+    file.path.unlink()
+    folder.rmdir()
+    folder.write_text("a file in place of the folder")
+    assert file.restore() and "cannot be made anew" in package_log.text
+    file.close()

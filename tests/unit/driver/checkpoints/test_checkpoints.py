@@ -615,3 +615,24 @@ def test_a_run_that_goes_on_replaces_its_own_model_and_a_rollback_sets_the_newer
     with goes_back.held():
         there = set(kept(tmp_path))
     assert there == {"step_1", "hf_step_1", "abandoned_step_2", "abandoned_hf", "abandoned_hf_step_2", "in_use.json"}
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, r"GB are free there; the run goes on. Delete what you do not need of step_1"),
+        (errno.EROFS, "mounted read-only"),
+        (errno.EACCES, "may not write there: chmod or chown"),
+        (errno.ENOENT, "was removed while the run goes on"),
+        (errno.EIO, "the disk fails"),
+    ],
+)
+def test_good_checkpoints_are_not_to_be_deleted_where_room_is_not_the_trouble(
+    tmp_path: Path, number: int, advice: str
+) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+    with pytest.raises(NotWritten) as raised, checkpoints.writing(2):
+        raise RuntimeError("a rank failed") from OSError(number, os.strerror(number), str(tmp_path / "step_2"))
+    assert re.search(advice, str(raised.value))
+    assert ("Delete" in str(raised.value)) == (number == errno.ENOSPC)
