@@ -11,10 +11,10 @@ from grpo_mcore.observe.logger import (
     Logger,
     check_custom_logger,
     messages_kept,
-    read_metrics,
     run_folder,
     write_summary,
 )
+from grpo_mcore.observe.run_folder import read_metrics
 from grpo_mcore.observe.timeline import Timeline
 from grpo_mcore.observe.trackers.backends import MissingPackage
 from grpo_mcore.observe.trackers.plots import reward_curve_png

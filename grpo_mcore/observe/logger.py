@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.base.imports import import_by_path
 from grpo_mcore.observe.alarms import Alarm, post_alarm
 from grpo_mcore.observe.append_file import AppendFile
+from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.observe.trackers.backends import chosen_backends
 from grpo_mcore.observe.trackers.tracker import Tracker
 from grpo_mcore.recipe import CustomCode, GRPOLoggerConfig, without_secrets
@@ -80,6 +80,9 @@ class Logger:
         self._file = AppendFile(self.log_dir / METRICS_FILE)
         self.console = AppendFile(self.log_dir / CONSOLE_FILE)
         """The text of the run's console."""
+        self._hyperparams = ""
+        self.end: RunEnd | None = None
+        """How the run has ended, once it has. The trackers show it."""
         self._clock, self.opened = clock, clock.now()
         """When the run began, before its cluster was started."""
         tensorboard = self.log_dir / (config.tensorboard.log_dir or "tensorboard")
@@ -125,11 +128,8 @@ class Logger:
         to the other loggers."""
         plain = params.model_dump(mode="json") if hasattr(params, "model_dump") else dict(params)
         text = msgspec.json.format(msgspec.json.encode(plain, enc_hook=str), indent=2).decode()
-        path = self.log_dir / HYPERPARAMS_FILE
-        try:
-            path.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:  # observation must not stop training
-            log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror or error)
+        self._hyperparams = text + "\n"
+        self._write_hyperparams()
         if not (self._backends or self._custom):
             return
         shown = without_secrets(json.loads(text))
@@ -137,6 +137,20 @@ class Logger:
             tracker.call("the recipe", lambda backend: backend.params(shown))
         for custom in self._custom:
             custom.call("the recipe", lambda logger: logger.log_hyperparams(shown))
+
+    def _write_hyperparams(self) -> None:
+        path = self.log_dir / HYPERPARAMS_FILE
+        try:
+            path.write_text(self._hyperparams, encoding="utf-8")
+        except OSError as error:  # observation must not stop training
+            log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror or error)
+
+    def restore(self) -> None:
+        """Make the files of the log folder anew that were removed while the run goes on."""
+        gone = self._file.restore()
+        self.console.restore()
+        if gone and self._hyperparams:
+            self._write_hyperparams()
 
     def alarm(self, alarm: Alarm) -> None:
         """Log an alarm as the metric `alarm/KIND`, and send it to the recipe's webhook, if there is one."""
@@ -178,10 +192,11 @@ class Logger:
 
     def close(self, *, failed: bool = False) -> None:
         """Write what is left and close all loggers; each tracker gets a few seconds. May be called again. `failed`: an
-        error ended the run, and the trackers show it as failed."""
+        error ended the run; the trackers show that, and an `end` in which the run is not finished."""
+        code = int(failed) if self.end is None else self.end.exit_code
         self._file.close()
         for tracker in self._backends:
-            tracker.close(lambda backend: backend.close(failed))
+            tracker.close(lambda backend: backend.close(code))
         for custom in self._custom:
             custom.close(lambda logger: logger.close())
         if self._webhook is not None:
@@ -224,40 +239,6 @@ def run_folder(parent: Path, run: str | None = None) -> Path:
             number += 1
         else:
             return folder
-
-
-def read_metrics(path: Path, prefix: str) -> list[dict[str, Any]]:
-    """Return the lines of a `metrics.jsonl` with this prefix, by step. Of several lines of a step the last counts.
-    Where a run went back to an earlier step and trained on, the steps and validations that it went back from are left
-    out.
-
-    A line that a crash has cut off is left out with a warning.
-    """
-    by_step: dict[int, dict[str, Any]] = {}
-    trained = -math.inf  # the last step
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not (line := line.rstrip("\n")):
-                continue
-            try:
-                row = json.loads(line, object_pairs_hook=_with_shared_names)
-            except json.JSONDecodeError as error:
-                log.warning("%s:%d is left out, it is not JSON: %s", path, number, error)
-                continue
-            if not isinstance(row, dict) or "step" not in row:
-                continue
-            if row.get("prefix") == "train":
-                if row["step"] < trained:
-                    by_step = {step: kept for step, kept in by_step.items() if step < row["step"]}
-                trained = row["step"]
-            if row.get("prefix") == prefix:
-                by_step[row["step"]] = by_step.get(row["step"], {}) | row
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _with_shared_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Every line has the same names: they are held once."""
-    return {sys.intern(name): value for name, value in pairs}
 
 
 def _flat(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int | None]]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from grpo_mcore.algorithms import sft
 from grpo_mcore.cli.main import main
+from grpo_mcore.data import DataError
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from tests.functional.runs import Run, Task, assert_one_message, run_here, sft_recipe, start_command
 from tests.processes_below import with_words
@@ -163,6 +168,47 @@ def test_a_model_alone_is_written_where_it_is_asked_for(task: Task, tmp_path: Pa
     assert [path.name for path in run.checkpoints.iterdir()] == ["hf"] and (
         run.checkpoints / "hf/config.json"
     ).is_file()
+
+
+@pytest.mark.parametrize(("saved", "code"), [("last", 75), ("none", 73)])
+def test_a_run_without_checkpoints_that_is_stopped_writes_its_model_or_says_that_it_is_lost(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, code: int
+) -> None:
+    build_step = sft.build_step
+
+    def stopped(*arguments: Any) -> sft.SFTStep:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return build_step(*arguments)
+
+    monkeypatch.setattr(sft, "build_step", stopped)
+    words = ("sft.val_at_start=false", "checkpointing.enabled=false", f"checkpointing.save_hf={saved}")
+    run = run_here("sft", tmp_path, sft_recipe(task), *words)
+    assert run.code == code, run.err
+    summary = json.loads((run.logs / "summary.json").read_text())
+    assert (summary["end_kind"], summary["exit_code"], summary["unsaved"]) == ("stopped", code, int(code == 73))
+    assert (run.checkpoints / "hf" / "config.json").is_file() == (saved == "last")
+    assert ("1 trained step is not saved" in run.out) == ("exit code 73" in run.err) == (code == 73)
+    assert "--resume" not in run.out
+
+
+def test_a_run_that_fails_says_so_in_its_summary(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_step, calls = sft.build_step, list[int]()
+
+    def failing(*arguments: Any) -> sft.SFTStep:
+        calls.append(1)
+        if len(calls) == 3:
+            raise DataError("no such example")
+        return build_step(*arguments)
+
+    monkeypatch.setattr(sft, "build_step", failing)
+    run = run_here("sft", tmp_path, sft_recipe(task), "sft.val_at_start=false", "checkpointing.save_period=1")
+    assert run.code == 1, run.err
+    summary = json.loads((run.logs / "summary.json").read_text())
+    assert (summary["end"], summary["end_kind"]) == ("failed: no such example", "failed")
+    assert (summary["steps"], summary["unsaved"], summary["exit_code"]) == (2, 0, 1)
+    assert main(["runs", str(tmp_path)]) == 0 and "failed: no such example" in capsys.readouterr().out
 
 
 def test_what_the_user_sees(sft_run: Run) -> None:

@@ -100,10 +100,7 @@ def follow(config: MasterConfig, resume: str | bool | None, run: str) -> int:
     followed = FollowedRun(find_run(Path(run)))
     if changed := followed.check(config):
         print(table_of(f"following {followed.folder}, with other values of", changed, "recorded"))
-    summary = train(config, resume, follow=followed)
-    if summary.get("followed", {}).get("differs_first") is not None:
-        return 1
-    return 0 if summary.get("end") == followed.end else exit_code(summary)
+    return exit_code(train(config, resume, follow=followed))
 
 
 def run_to_end(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None) -> int:

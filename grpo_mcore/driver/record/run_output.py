@@ -15,6 +15,7 @@ from grpo_mcore.families import forward_flops, parameter_count
 from grpo_mcore.observe import Logger, RunConsole, StepRow, write_summary
 from grpo_mcore.observe.alarms import StepAlarms
 from grpo_mcore.observe.console.console import WIDTH
+from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.observe.machine import throughput
 from grpo_mcore.observe.spans import SpanFile
 from grpo_mcore.recipe import Algorithm, MasterConfig, world_size
@@ -98,6 +99,7 @@ class RunOutput:
             for times in optimizer_steps:
                 self.spans.optimizer_step(worker.name, times)
         self.spans.flush()
+        self.logger.restore()
         self.logger.log_metrics(metrics, step, "train")
         self.logger.log_surroundings(step)
         if isinstance(line, StepRow):
@@ -131,7 +133,7 @@ class RunOutput:
     def write_summary(self, summary: Mapping[str, Any], steps: int) -> None:
         """Write summary.json of a run with so many steps done. A resumed run that had none left to do keeps that of the
         run before it."""
-        path = self.logger.log_dir / "summary.json"
+        path, self.logger.end = self.logger.log_dir / "summary.json", RunEnd.of(summary)
         with left_out_if_it_fails(f"the summary {path}"):
             if steps >= self._first_step:
                 write_summary(path, summary)

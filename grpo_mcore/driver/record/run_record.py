@@ -20,6 +20,7 @@ from grpo_mcore.driver.rollouts.prompt_sampler import PromptSampler
 from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
 from grpo_mcore.driver.rollouts.validation import Validation, stop_reason
 from grpo_mcore.observe import LEDGER_FILE, Ledger, Timeline
+from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout import schedule as s
@@ -53,7 +54,7 @@ class RunRecord:
     ) -> None:
         """`state`: save state of the checkpoint that the run resumes, or `first_save_state()`. `follow`: the recorded
         run that this one follows."""
-        self._config, self._follow = config, follow
+        self._config, self._follow, self._saves = config, follow, config.checkpointing.enabled
         self.goes_on = False
         """Whether this run follows another and begins at a checkpoint at which the other one did not stop."""
         self.schedule, self.prompts, self.ledger, self.report = schedule, prompts, ledger, report
@@ -62,6 +63,7 @@ class RunRecord:
         self._val_metrics = state.get("val_metrics")  # of the validation after this step, if there was one
         self._metrics: dict[str, float] = {}  # of the last step, by which checkpoints are ranked
         self._stops_at_once = False
+        self._saved_step = state["current_step"]
 
     def __enter__(self) -> Self:
         return self
@@ -221,6 +223,7 @@ class RunRecord:
 
     def saved(self, step: int, folder: Path) -> None:
         """Record that the checkpoint of a step is complete."""
+        self._saved_step = step
         self.report.checkpoint(folder)
         self.ledger.write("saved", step=step)
         self._write_pass_rates()
@@ -246,11 +249,16 @@ class RunRecord:
         self._write_pass_rates()
         self.ledger.write("ended", why=reason, data_ended=schedule.data_ended and not schedule.in_flight)
         early = reason == schedule.asked
-        followed = None if self._follow is None else self._follow.conclude(self.report.logger.log_dir)
-        return self.report.finish(reason, early=early, followed=followed) | {
-            "terminated": early and stop.at_once,
-            "unsaved": unsaved,
-        }
+        lost = schedule.step - self._saved_step if unsaved is not None or (early and not self._saves) else 0
+        end = RunEnd.in_order(reason, early=early, at_once=stop.at_once, unsaved=lost)
+        if self._follow is None:
+            return self.report.finish(end)
+        followed = self._follow.conclude(self.report.logger.log_dir)
+        if followed["differs_first"] is not None:
+            end = RunEnd("failed", f"{reason}; the run differs from its record", 1, lost)
+        elif reason == self._follow.end:
+            end = RunEnd("finished", reason, 0)
+        return self.report.finish(end, followed) | {"stopped_early": early}
 
 
 def start_schedule(config: MasterConfig, state: GRPOSaveState, *, validates: bool) -> s.Schedule:

@@ -17,6 +17,7 @@ from grpo_mcore.driver.rollouts.validation import Validation
 from grpo_mcore.families import ModelShape
 from grpo_mcore.observe import Logger, StepRow, Timeline, read_metrics, reward_curve_png
 from grpo_mcore.observe.console.console import WIDTH
+from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.recipe import (
     MasterConfig,
     batch_equation,
@@ -274,7 +275,7 @@ class RunReport(RunOutput):
     def not_saved(self, error: Exception) -> None:
         self.console.note(str(error))
 
-    def finish(self, reason: str, *, early: bool = False, followed: dict[str, Any] | None = None) -> dict[str, Any]:
+    def finish(self, end: RunEnd, followed: dict[str, Any] | None = None) -> dict[str, Any]:
         """Write summary.json and the reward curve, print where everything lies, and return the summary. `followed`: see
         `FollowedRun.conclude`.
 
@@ -296,8 +297,7 @@ class RunReport(RunOutput):
             "steps": self._schedule.step,
             **self.times(),
             "max_token_mult_prob_error": worst if worst is not None and math.isfinite(worst) else None,
-            "end": reason,
-            "stopped_early": early,
+            **end.plain(),
         } | ({} if followed is None else {"followed": followed})
         values |= self.trouble()
         worked = self._schedule.step >= self._first_step
@@ -313,7 +313,7 @@ class RunReport(RunOutput):
         self.write_summary(values, self._schedule.step)
         phases: dict[str, float] = values["seconds_by_phase"]
         spent = ", ".join(f"{name} {value:.0f}" for name, value in phases.items() if value >= 0.5)
-        facts = {"end": reason} | self.trouble_facts() | {"time": f"{sum(phases.values()):.0f} s: {spent}"}
+        facts = {"end": str(end)} | self.trouble_facts() | {"time": f"{sum(phases.values()):.0f} s: {spent}"}
         if worked:
             facts["tokens"] = f"{values['tokens_per_second']:.0f} a second, without the start"
         if worst is not None:

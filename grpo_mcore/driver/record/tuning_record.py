@@ -12,11 +12,12 @@ from typing import Any, Self
 
 from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.driver.checkpoints.checkpoint_files import GRPOSaveState, RunSnapshot
-from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager, NotWritten
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager, NotWritten, step_of
 from grpo_mcore.driver.interfaces import ColocatablePolicyInterface, GenerationInterface
 from grpo_mcore.driver.record.run_output import RunOutput
 from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
 from grpo_mcore.observe import Logger, Timeline
+from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.recipe import Algorithm, FineTuningConfig, MasterConfig, batch_equation, exports_model
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
@@ -187,24 +188,31 @@ class TuningRecord(RunOutput):
 
     def ended(self, unsaved: int | None) -> dict[str, Any]:
         """Write summary.json and, if the run came to its end, the model in Hugging Face's format. Return the summary:
-        steps, why it ended, whether it stopped early or was terminated, the last step if it could not be saved (as
-        `unsaved`), and the folder of the model."""
-        early = self._asked is not None
-        target = self._export() if exports_model(self.config) and not early else None
+        steps, how it ended (`RunEnd`), and the folder of the model. Where the run keeps no checkpoints, the model is
+        all that is left of a run that is stopped, so it is written then too. `unsaved`: the last step, if it could not
+        be saved."""
+        early, saves = self._asked is not None, self.config.checkpointing.enabled
+        trained = self.step - self._first_step + 1  # since the start
+        wants_model = not early or (trained and not saves)
+        target = self._export() if exports_model(self.config) and wants_model else None
+        lost = 0
+        if unsaved is not None:
+            newest = self._checkpointer.latest_if_readable()
+            lost = self.step - (step_of(newest.name) if newest else 0)
+        elif early and not saves and target is None:
+            lost = trained
+        reason = "all steps are done" if self.step >= self._settings.max_num_steps else "the data has ended"
+        end = RunEnd.in_order(self._asked or reason, early=early, at_once=self._stop.at_once, unsaved=lost)
         summary: dict[str, Any] = {
             "steps": self.step,
-            "end": self._asked
-            or ("all steps are done" if self.step >= self._settings.max_num_steps else "the data has ended"),
             **self.times(),
-            "stopped_early": early,
-            "terminated": early and self._stop.at_once,
-            "unsaved": unsaved,
+            **end.plain(),
         } | ({} if target is None else {"exported": str(target)})
         summary |= self.trouble()
         self.write_summary(summary, self.step)
         if early:
-            resumable = "; --resume goes on from there" if self.config.checkpointing.enabled else ""
-            self.console.note(f"{self._asked}: stopped after step {self.step}{resumable}")
+            left = "; --resume goes on from there" if saves else f"; its model is {target}" if target else ""
+            self.console.note(f"{end}: stopped after step {self.step}{left}")
             return summary
         paths: dict[str, Path | str | None] = {"metrics": self.logger.log_dir / "metrics.jsonl", "samples": None}
         if self.samples.wants_logprobs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ OTHER_FORMS = ["consolidated*", "original/*", "metal/*", "onnx/*", "*/*.safetens
 """Files of a model on the hub that are fetched, and of these the ones that hold the same weights in other forms. Its
 programs are never run: an export has them for whoever loads it with trust_remote_code."""
 
+NAMED = 5
+"""Maximum number of files that a message names."""
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Is there where the driver of NVIDIA's GPUs is loaded."""
 
@@ -330,8 +333,9 @@ def check_checkpointing(config: MasterConfig, algorithm: Algorithm = "grpo") -> 
         )
 
 
-def check_writable(config: MasterConfig) -> None:
-    """Make the folders of logs and checkpoints, and raise SetupError for one that cannot be written."""
+def check_writable(config: MasterConfig, log_run: str | None = None) -> None:
+    """Make the folders of logs and checkpoints, and raise SetupError for one that cannot be written. `log_run`: the
+    folder in logger.log_dir in which a resumed run goes on, whose files may be another user's."""
     folders = {"logger.log_dir": config.logger.log_dir}
     if config.checkpointing.enabled:
         folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
@@ -344,3 +348,13 @@ def check_writable(config: MasterConfig) -> None:
             raise SetupError(f"{key}: {folder} is no folder, but a file, or a link to nothing") from error
         except OSError as error:
             raise SetupError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+    logs, saved = Path(config.logger.log_dir) / (log_run or ""), Path(config.checkpointing.checkpoint_dir)
+    files = [] if log_run is None else [logs, *logs.glob("*.json*"), *logs.glob("*.txt"), *logs.glob("samples/**/")]
+    files += [*saved.glob("*.jsonl"), *saved.glob("step_*/")] if config.checkpointing.enabled else []
+    if refused := [str(path) for path in files if path.exists() and not os.access(path, os.W_OK)]:
+        names = shlex.join(refused[:NAMED]) + (" ..." if len(refused) > NAMED else "")
+        raise SetupError(
+            f"the run goes on in files of another user, which this one may not write: {names}. Let their owner run "
+            f"`chmod -R g+w {shlex.join([str(logs), str(saved)])}`, or choose other folders (logger.log_dir, "
+            "checkpointing.checkpoint_dir)"
+        )

@@ -33,13 +33,14 @@ from grpo_mcore.data import (
 )
 from grpo_mcore.data.processors import longest_prompt
 from grpo_mcore.driver.checkpoints.checkpoint_files import POLICY, GRPOSaveState, first_save_state, policy_folder
-from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
+from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager, step_of
 from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.engines.policy_endpoint import open_endpoint
 from grpo_mcore.driver.interfaces import ColocatablePolicyInterface, GenerationInterface
 from grpo_mcore.driver.policy.refit_step import refit_engines
 from grpo_mcore.driver.policy.teachers import check_aliases
 from grpo_mcore.driver.record.followed_run import FollowedRun
+from grpo_mcore.driver.record.run_output import left_out_if_it_fails
 from grpo_mcore.driver.record.sample_writer import SampleWriter
 from grpo_mcore.driver.rollouts.prompt_stream import check_same_data
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
@@ -58,6 +59,8 @@ from grpo_mcore.driver.run.setup import (
     watch_machines,
 )
 from grpo_mcore.observe import Logger, RunConsole, messages_kept, write_summary
+from grpo_mcore.observe.exit_codes import RunEnd
+from grpo_mcore.observe.run_folder import read_object
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import Algorithm, Change, FineTuningConfig, MasterConfig, exports_model
 
@@ -128,7 +131,7 @@ def prepare(
         if trains:
             checkpointer.check_algorithm(algorithm)
         changes = checkpointer.changes(config)
-        check_writable(config)
+        check_writable(config, checkpointer.log_run() if trains else None)
     if tokenizer is None:
         names = config.policy.tokenizer
         tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
@@ -235,6 +238,9 @@ def open_run(
         if prepared.trains:
             checkpointer.mirror_log(log)
         stack.enter_context(messages_kept(log.console))
+        done = checkpointer.resumed_step() or 0
+        run: Run | None = None
+        stack.enter_context(_failure_recorded(log, checkpointer, lambda: done if run is None else run.policy.updates))
         starting = "policy and engines" if prepared.algorithm == "grpo" else "the policy"
         logger.info("starting %s (logs: %s) ...", starting, log.log_dir)
         started_at = clock.now()
@@ -248,6 +254,22 @@ def open_run(
             stack.enter_context(rare_collections())
         logger.info("  everything is ready after %.0f s", clock.now() - started_at)
         yield run
+
+
+@contextmanager
+def _failure_recorded(log: Logger, checkpointer: CheckpointManager, steps: Callable[[], int]) -> Iterator[None]:
+    """Write summary.json also of a run that an error, Ctrl-C or a signal during its start ends. `steps`: returns the
+    number of steps that are trained."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        newest = checkpointer.latest_if_readable() if checkpointer.config.enabled else None
+        trained = steps()
+        end = log.end = RunEnd.by(error, max(trained - (step_of(newest.name) if newest else 0), 0))
+        path = log.log_dir / "summary.json"
+        with left_out_if_it_fails(f"the summary {path}"):
+            write_summary(path, {"steps": trained} | (read_object(path) or {}) | end.plain())
+        raise
 
 
 started = open_run
@@ -313,10 +335,9 @@ def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dic
         run.logger.log_metrics(validation.metrics | {"seconds": validation.seconds}, step, "validation")
         console.samples(step, validation.samples)
         console.validation(step, validation.metrics, validation.seconds)
-        end = f"validated after step {step}, nothing was trained"
-        write_summary(
-            run.logger.log_dir / "summary.json", {"steps": step, "end": end, "validation": validation.metrics}
-        )
+        end = RunEnd("finished", f"validated after step {step}, nothing was trained", 0)
+        path = run.logger.log_dir / "summary.json"
+        write_summary(path, {"steps": step, "validation": validation.metrics} | end.plain())
     return validation.metrics
 
 

@@ -11,6 +11,7 @@ from grpo_mcore.base.clock import REAL
 from grpo_mcore.base.stopping import StopRequest, Terminated, on_signal, on_sigterm
 from grpo_mcore.driver.record.followed_run import FollowedRun
 from grpo_mcore.driver.run.run import Run, open_run, prepare
+from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.observe.logger import check_loggers
 from grpo_mcore.recipe import Algorithm, Change, MasterConfig
 
@@ -39,7 +40,7 @@ def run_recipe(
             print(resumed(checkpointer.resumed_from, prepared.changes))
             if algorithm == "grpo" and not prepared.steps_left():
                 print(f"nothing is left to do: grpo.max_num_steps is {config.grpo.max_num_steps}; raise it to go on")
-                return {"stopped_early": False, "terminated": False}
+                return RunEnd("finished", "nothing was left to do", 0).plain()
         try:
             with open_run(prepared, stop) as run:
                 return loop(run, stop)

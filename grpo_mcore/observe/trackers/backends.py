@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from grpo_mcore.observe.exit_codes import INTERRUPTED, STOPPED_EARLY, TERMINATED
 from grpo_mcore.recipe import GRPOLoggerConfig
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,8 @@ class Backend(Protocol):
     def params(self, plain: dict[str, Any]) -> None:
         """Log the resolved recipe."""
 
-    def close(self, failed: bool) -> None:
-        """Write what is left, and say whether an error ended the run."""
+    def close(self, code: int) -> None:
+        """Write what is left, and say how the run ended. `code`: its exit code."""
 
 
 def run_id(folder: Path, tracker: str, make: Callable[[], str]) -> tuple[str, bool]:
@@ -82,7 +83,7 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.add_text("hyperparams", f"```json\n{json.dumps(plain, indent=2)}\n```")
 
-    def close(self, failed: bool) -> None:
+    def close(self, code: int) -> None:
         if self._writer is not None:
             with suppress(OSError):  # a full disk: metrics.jsonl has said so
                 self._writer.close()
@@ -112,8 +113,8 @@ class Wandb:
     def params(self, plain: dict[str, Any]) -> None:
         self._run.config.update(plain, allow_val_change=True)  # a resumed run may have other values
 
-    def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+    def close(self, code: int) -> None:
+        self._run.finish(exit_code=code)
 
 
 def _has_wandb_login(package: Any) -> bool:
@@ -157,8 +158,9 @@ class MLflow:
     def params(self, plain: dict[str, Any]) -> None:
         self._client.log_dict(self._run_id, plain, "hyperparams.json")
 
-    def close(self, failed: bool) -> None:
-        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+    def close(self, code: int) -> None:
+        stopped = code in (STOPPED_EARLY, TERMINATED, INTERRUPTED)
+        self._client.set_terminated(self._run_id, "KILLED" if stopped else "FAILED" if code else "FINISHED")
 
 
 def _mlflow_name(name: str) -> str:
@@ -192,8 +194,8 @@ class SwanLab:
     def params(self, plain: dict[str, Any]) -> None:
         self._package.config.update(plain)
 
-    def close(self, failed: bool) -> None:
-        self._package.finish(**({"state": "crashed", "error": "an error ended the run"} if failed else {}))
+    def close(self, code: int) -> None:
+        self._package.finish(**({"state": "crashed", "error": f"the run ended with exit code {code}"} if code else {}))
 
 
 def _swanlab_id() -> str:
@@ -228,7 +230,7 @@ class Prometheus:
     def params(self, plain: dict[str, Any]) -> None:
         """Prometheus holds numbers alone."""
 
-    def close(self, failed: bool) -> None:
+    def close(self, code: int) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -18,15 +18,16 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_mcore.observe.alarms import Alarm
+from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.observe.logger import (
     CustomLoggerError,
     Logger,
     check_custom_logger,
     check_loggers,
-    read_metrics,
     run_folder,
     write_summary,
 )
+from grpo_mcore.observe.run_folder import read_metrics
 from grpo_mcore.observe.trackers.backends import MissingPackage, Wandb, _file_of, _mlflow_name, run_id
 from grpo_mcore.observe.trackers.tracker import Tracker
 from grpo_mcore.recipe import CustomCode
@@ -155,7 +156,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out_also_after_a_resume(tmp_path, pac
     assert len(read_metrics(path, "train")) == 1
     path.write_text('{"step": 2, "pre' + whole + whole)
     assert len(read_metrics(path, "train")) == 1
-    assert "metrics.jsonl:1 is left out, it is not JSON" in package_log.text
+    assert "metrics.jsonl, line 1 is left out: it is not JSON" in package_log.text
 
 
 def test_a_resumed_run_begins_a_new_line_after_one_that_was_cut_off(tmp_path):
@@ -255,6 +256,9 @@ def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch):
         logger.log_metrics({"loss": 0.5}, step=1, prefix="train")
         raise ValueError("a rank died")
     assert calls[-1] == ("finish", 1)  # W&B shows the run as failed
+    with Logger(config(tmp_path, wandb_enabled=True)) as logger:
+        logger.end = RunEnd.in_order("SIGTERM", early=True, at_once=True, unsaved=0)
+    assert calls[-1] == ("finish", 143)  # neither is a run finished that was stopped
 
 
 @pytest.mark.parametrize(("mode", "opened"), [("online", False), ("offline", True), ("disabled", True)])
@@ -413,6 +417,11 @@ def test_mlflow_has_the_same_numbers(tmp_path, monkeypatch):
     resumed.close(failed=True)
     (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
     assert run.data.metrics["train/loss"] == 0.25 and run.info.status == "FAILED"
+    stopped = Logger(config(tmp_path, mlflow_enabled=True, mlflow=where), run=logger.log_dir.name)
+    stopped.end = RunEnd.in_order("SIGTERM", early=True, at_once=True, unsaved=0)
+    stopped.close()
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert run.info.status == "KILLED"
 
 
 @pytest.mark.parametrize(

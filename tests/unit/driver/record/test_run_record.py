@@ -14,6 +14,7 @@ from grpo_mcore.driver.record.run_record import RunRecord, start_record, start_s
 from grpo_mcore.driver.rollouts.validation import Validation
 from grpo_mcore.observe import LEDGER_FILE, Timeline, audit, read_ledger
 from grpo_mcore.observe.alarms import StepAlarms
+from grpo_mcore.observe.exit_codes import STOPPED_EARLY, TERMINATED, UNSAVED, RunEnd
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout import schedule as s
 from tests.clocks import StandingClock
@@ -55,9 +56,8 @@ class Report:
         self.told.append("step")
         return metrics | {"tokens_per_second": 7.0}
 
-    def finish(self, reason: str, *, early: bool, followed: dict[str, Any] | None) -> dict[str, Any]:
-        assert followed is None
-        return {"end": reason, "stopped_early": early}
+    def finish(self, end: RunEnd) -> dict[str, Any]:
+        return end.plain()
 
 
 def record_in(folder: Path, *, report: Report | None = None, position: SavedPosition | None = None) -> RunRecord:
@@ -176,7 +176,8 @@ def test_a_request_to_stop_is_recorded_again_when_it_becomes_urgent(tmp_path: Pa
             ("the time is up", True),
         ]
         assert record.ended("the time is up", stop) == {
-            "end": "the time is up", "stopped_early": True, "terminated": True, "unsaved": None,
+            "end": "the time is up", "end_kind": "terminated", "exit_code": TERMINATED, "unsaved": 0,
+            "stopped_early": True, "terminated": True,
         }  # fmt: skip
 
 
@@ -222,3 +223,34 @@ def test_the_counters_of_a_checkpoint_follow_the_events_and_go_on_in_a_resumed_r
         state = record.snapshot().save_state
     assert (state["current_step"], state["consumed_samples"], state["total_valid_tokens"]) == (2, 5, 24)
     assert state["val_reward"] == 0.25 and "val_metrics" not in state, "no validation came after step 2"
+
+
+def test_a_ledger_that_vanishes_is_made_anew_by_the_next_checkpoint(
+    tmp_path: Path, package_log: pytest.LogCaptureFixture
+) -> None:
+    with record_in(tmp_path) as record:
+        train_a_step(record)
+        path = tmp_path / LEDGER_FILE
+        before = path.read_bytes()
+        path.unlink()
+        saved = record.snapshot().data_state
+        assert path.read_bytes() == before and saved["ledger_digest"] == record.ledger.last_digest(saved["ledger"])
+        assert "ledger.jsonl was removed while the run goes on: it is made anew" in package_log.text
+        record.saved(1, tmp_path / "step_1")
+    assert events(tmp_path)[-1] == "saved" and not audit(read_ledger(tmp_path / LEDGER_FILE)).flaws
+
+
+@pytest.mark.parametrize("keeps_checkpoints", [True, False])
+def test_steps_that_are_not_saved_are_counted(tmp_path: Path, keeps_checkpoints: bool) -> None:
+    recipe = config(max_num_steps=2, val_at_end=False)
+    recipe.checkpointing.enabled = keeps_checkpoints
+    stop = StopRequest()
+    with new_record(recipe, tmp_path) as record:
+        train_a_step(record)
+        stop.ask("the time is up")
+        record.stop_asked(stop)
+        summary = record.ended("the time is up", stop, unsaved=1 if keeps_checkpoints else None)
+        assert (summary["end_kind"], summary["exit_code"], summary["unsaved"]) == ("stopped", UNSAVED, 1)
+        record.saved(1, tmp_path / "step_1")
+        assert record.ended("the time is up", stop)["exit_code"] == STOPPED_EARLY
+        assert record.ended("all 2 steps are done", stop)["end_kind"] == "finished"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from grpo_mcore.driver.record.run_report import RunReport
 from grpo_mcore.driver.rollouts.validation import Validation
 from grpo_mcore.families import forward_flops, shape_of
 from grpo_mcore.families.known import known_configs
-from grpo_mcore.observe import Logger
+from grpo_mcore.observe import Logger, read_metrics
+from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.recipe import MasterConfig, policy_layout
 from grpo_mcore.rollout.trajectory import Score
 from tests.clocks import StandingClock
@@ -127,7 +129,7 @@ def test_graded_rewards_end_with_their_mean_and_parts(tmp_path: Path, capsys: py
     for name, start, end in (("refit", 1.0, 3.0), ("refit/commit", 1.0, 2.0), ("validation", 3.0, 3.5)):
         report.span(name, start, end)
     clock.sleep(4.0)
-    summary = report.finish("done")
+    summary = report.finish(RunEnd("finished", "done", 0))
     phases = summary["seconds_by_phase"]
     assert (phases["refit"], phases["validation"]) == (2.0, 0.5) and "refit/commit" not in phases
     assert phases["start"] + 4 <= sum(phases.values()) < phases["start"] + 5, "no second is untold"
@@ -149,7 +151,7 @@ def test_alarms_and_outages_are_in_the_console_and_in_the_summary(
         report.step(step, [], STEP | {"tokens": 4.0, "loss": 0.1, "token_mult_prob_error": 1.17}, clock)
         schedule.step = step
     monkeypatch.setattr(report.logger, "outages", lambda: {"logger.mlflow_enabled": "lacks 3 calls: 503"})
-    summary = report.finish("done")
+    summary = report.finish(RunEnd("finished", "done", 0))
     report.logger.close()
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("said once: engine and policy disagree: under the same weights") == 1
@@ -172,7 +174,23 @@ def test_files_that_cannot_be_written_do_not_change_the_end(
     report = new_report(tmp_path, schedule=schedule)
     report.validation(1, Validation({"accuracy": 0.5, "reward": 0.5}, [], 1.0))
     schedule.step = 1
-    assert report.finish("done")["end"] == "done"
+    assert report.finish(RunEnd("finished", "done", 0))["end"] == "done"
     assert "reward_curve.png is left out, since it failed: No space left" in package_log.text
     assert (report.logger.log_dir / "summary.json").exists()
+    report.logger.close()
+
+
+def test_a_log_folder_that_is_removed_is_made_anew_after_the_step(
+    tmp_path: Path, package_log: pytest.LogCaptureFixture
+) -> None:
+    report = new_report(tmp_path, schedule=SimpleNamespace(step=0))
+    clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
+    folder = report.logger.log_dir
+    report.step(1, [], STEP | {"tokens": 4.0, "loss": 0.1}, clock)
+    shutil.rmtree(folder)
+    report.step(2, [], STEP | {"tokens": 4.0, "loss": 0.1}, clock)
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl", "train")] == [1, 2]
+    for name in ("events.jsonl", "console.txt", "hyperparams.json"):
+        assert (folder / name).stat().st_size, name
+    assert package_log.text.count("metrics.jsonl was removed while the run goes on: it is made anew") == 1
     report.logger.close()

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
-from tests.unit.driver.checkpoints.saving import manager
+import pytest
+
+from grpo_mcore.driver.run.checks import SetupError, check_writable
+from grpo_mcore.driver.run.run import _failure_recorded
+from grpo_mcore.observe import Logger
+from grpo_mcore.observe.trackers.tracker import Tracker
+from tests.unit.driver.checkpoints.saving import RECIPE, manager, save
 
 
 def test_a_folder_that_is_held_already_stays_held(tmp_path: Path) -> None:
@@ -15,3 +26,59 @@ def test_a_folder_that_is_held_already_stays_held(tmp_path: Path) -> None:
             pass
         assert (tmp_path / "in_use.json").is_file()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_is_the_end_in_the_summary_and_in_the_trackers(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path / "saved")
+    save(checkpoints, 2)
+    codes: list[int] = []
+    log = Logger(RECIPE.logger.model_copy(update={"log_dir": str(tmp_path / "logs")}))
+    log._backends.append(Tracker("backend", lambda: SimpleNamespace(close=codes.append)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no"), log, _failure_recorded(log, checkpoints, lambda: 5):
+        raise ValueError("no")
+    summary = json.loads((log.log_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["end"], summary["end_kind"]) == (5, "failed: no", "failed")
+    assert (summary["exit_code"], summary["unsaved"]) == (1, 3) and codes == [1]
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """Return a folder in which everybody may make files: others cannot come to those of pytest."""
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        yield Path(folder)
+
+
+def test_files_of_another_user_are_named_before_a_run_goes_on_in_them(shared: Path) -> None:
+    logs = shared / "logs" / "exp_001"
+    logs.mkdir(parents=True)
+    (logs / "metrics.jsonl").touch()
+    recipe = RECIPE.model_copy(deep=True)
+    recipe.logger.log_dir, recipe.checkpointing.checkpoint_dir = str(shared / "logs"), str(shared / "saved")
+    check_writable(recipe, "exp_001")
+    for path in (shared / "logs", logs, shared / "saved"):
+        path.chmod(0o777)
+    (logs / "metrics.jsonl").chmod(0o444)
+
+    def refused() -> str:
+        with pytest.raises(SetupError) as raised:
+            check_writable(recipe, "exp_001")
+        return str(raised.value)
+
+    message = as_nobody(refused)
+    assert str(logs / "metrics.jsonl") in message and "chmod -R g+w" in message
+
+
+def as_nobody(function: Callable[[], str]) -> str:
+    """Return what a function returns in a process of a user without rights."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        os.write(writer, function().encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        text = file.read().decode()
+    os.waitpid(child, 0)
+    return text

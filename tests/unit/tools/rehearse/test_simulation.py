@@ -196,7 +196,7 @@ def an_early_end_passes_for_the_end(plant: Plant) -> None:
     plant(
         RunRecord,
         "ended",
-        lambda right, *args, **how: right(*args, **how) | {"stopped_early": False, "terminated": False},
+        lambda right, *args, **how: right(*args, **how) | {"exit_code": 0},
     )
 
 
