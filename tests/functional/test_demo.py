@@ -28,4 +28,4 @@ def test_a_sigterm_in_the_warm_up_ends_the_demo(
     preload()
     assert main(["demo"]) == 128 + signal.SIGTERM
     out = capsys.readouterr().out
-    assert "stopped after step 1\n" in out and "3/4" not in out
+    assert "stopped after step 1; its model is" in out and "3/4" not in out

@@ -7,6 +7,7 @@ import argparse
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from grpo_mcore.recipe import MasterConfig, load_recipe
@@ -30,10 +31,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Overrides go to the recipe."""
-    return _distill(args.overrides) if args.recipe == DISTILL else _grpo(args.recipe, args.overrides)
+    with ExitStack() as held:
+        return _distill(args.overrides, held) if args.recipe == DISTILL else _grpo(args.recipe, args.overrides, held)
 
 
-def _grpo(recipe: str, overrides: Sequence[str] = ()) -> int:
+def _begin(folder: Path, held: ExitStack) -> None:
+    """Delete the folder, make it anew, and hold it. Raises FolderInUse where another demo, or a run, is in there."""
+    from grpo_mcore.driver.checkpoints.lease import LEASE_FILE, Lease, dead_holder
+
+    key = "the demo replaces everything in its folder, and"
+    for file in folder.glob(f"**/{LEASE_FILE}"):
+        dead_holder(file.parent, key=key)
+    shutil.rmtree(folder, ignore_errors=True)
+    held.enter_context(Lease(folder, key=key))
+
+
+def _grpo(recipe: str, overrides: Sequence[str], held: ExitStack) -> int:
     """Run the demo of a GRPO recipe. grpo.seed also determines the task, the untrained model and the warm-up."""
     started_at, folder = time.perf_counter(), FOLDERS[recipe]
     grpo = load_recipe(recipe, overrides)  # a wrong override shows before anything runs
@@ -48,7 +61,7 @@ def _grpo(recipe: str, overrides: Sequence[str] = ()) -> int:
     from grpo_mcore.tools.demo.demo import ask, learned
     from grpo_mcore.tools.export import export
 
-    shutil.rmtree(folder, ignore_errors=True)
+    _begin(folder, held)
     task = make_arithmetic_task(folder / "task", seed=sft.sft.seed)
     model_kind, parameters = make_untrained(recipe, untrained, task.tokenizer, sft.sft.seed)
     print(f"1/4  task and untrained {model_kind} with {parameters / 1e6:.1f} M parameters in {folder}", flush=True)
@@ -90,7 +103,7 @@ def _grpo(recipe: str, overrides: Sequence[str] = ()) -> int:
     return 0
 
 
-def _distill(overrides: Sequence[str]) -> int:
+def _distill(overrides: Sequence[str], held: ExitStack) -> int:
     """Run the demo of distillation. distillation.seed also determines the untrained student and its warm-up."""
     started_at, folder, of_teacher = time.perf_counter(), FOLDERS[DISTILL], FOLDERS[GRPO]
     distillation = load_recipe(DISTILL, overrides).config  # a wrong override shows before anything runs
@@ -107,9 +120,9 @@ def _distill(overrides: Sequence[str]) -> int:
 
     if not (of_teacher / "model").is_dir():
         print(f"1/4  the teacher: grpo-mcore demo, in {of_teacher}", flush=True)
-        if code := _grpo(GRPO):
+        if code := _grpo(GRPO, (), held):
             return code
-    shutil.rmtree(folder, ignore_errors=True)
+    _begin(folder, held)
     _, parameters = make_untrained(DISTILL, folder / "untrained", of_teacher / "task" / "tokenizer", seed)
     print(f"2/4  a student with {parameters / 1e6:.1f} M parameters, warmed up like the teacher", flush=True)
     if (warm_up := run_recipe("sft", sft_train, sft, None))["stopped_early"]:
