@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from grpo_mcore.base.files import FORMATS, newer_format
 from grpo_mcore.observe.append_file import AppendFile
+from grpo_mcore.observe.run_folder import DAMAGE, TOKENS_FILE, open_file, read_token_texts, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ Kind = Literal["train", "validation"]
 Row = Mapping[str, Any]
 
 SAMPLES_FOLDER = "samples"
-TOKENS_FILE = "tokens.jsonl"
 QUEUED = 256
 """Maximum number of groups and steps that wait for the writer."""
 NEWEST = 10
@@ -114,6 +114,9 @@ SCHEMA = pa.schema(
     ]
 )
 """Columns of a file. A row is a sample; lists are by token, prompt included."""
+
+ALWAYS = ("uid", "generation")
+"""Columns that are in every file."""
 
 TOKEN_COLUMNS = ("token_ids", "engine_logprobs", "policy_logprobs", "reference_logprobs", "teacher_logprobs")
 
@@ -215,6 +218,7 @@ class SampleFiles:
             path = self._folder / TOKENS_FILE
             self._tokens = AppendFile(path)
             self._known = set(read_token_texts(self._folder))
+        self._tokens.restore()
         seen = np.unique(np.concatenate([row["token_ids"] for row in rows])).tolist()
         for token in sorted(set(seen) - self._known):
             self._tokens.write(json.dumps([token, self._decode(token)]))
@@ -279,22 +283,38 @@ def read_samples(
     for a file of a newer format, and for a damaged one."""
     filters = None if uids is None else [("uid", "in", list(uids))]
     try:
-        table = pq.read_table(path, columns=None if columns is None else list(columns), filters=filters)
-    except (pa.ArrowException, OSError) as error:
-        cause = str(error).partition("\n")[0]
+        with open_file(path) as file:
+            table = pq.read_table(file, columns=None if columns is None else list(columns), filters=filters)
+        table.validate(full=True)
+        written = (table.schema.metadata or {}).get(_FORMAT)
+        if (problem := newer_format("samples", None if written is None else int(written))) is not None:
+            raise SamplesError(f"{path} was {problem}")
+        _check_columns(table, columns)
+        return table.to_pylist()
+    except SamplesError:
+        raise
+    except (pa.ArrowException, *DAMAGE) as error:
+        cause = reason_of(error)
         raise SamplesError(f"{path} cannot be read: {cause}; it may be cut off: copy it again, or remove it") from error
-    written = (table.schema.metadata or {}).get(_FORMAT)
-    if (reason := newer_format("samples", None if written is None else int(written))) is not None:
-        raise SamplesError(f"{path} was {reason}")
-    return table.to_pylist()
 
 
-def read_token_texts(folder: Path) -> dict[int, str]:
-    """Return the text of each token id that a run has seen. `folder`: folder of its samples."""
-    texts: dict[int, str] = {}
-    path = folder / TOKENS_FILE
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError):  # a last line that a kill has cut off
-            token, text = json.loads(line)
-            texts[token] = text
-    return texts
+def _check_columns(table: pa.Table, columns: Sequence[str] | None) -> None:
+    """Raise ValueError for a table without samples' columns, with others of their names, or with null where each sample
+    has a value. Older files lack newer columns."""
+    needed = set(ALWAYS) & set(columns or ALWAYS)
+    if missing := needed - set(table.column_names):
+        raise ValueError(f"it has no column {min(missing)}")
+    for name in table.column_names:
+        known = SCHEMA.field(name).type if name in SCHEMA.names else table.schema.field(name).type
+        if table.schema.field(name).type != known and not pa.types.is_nested(known):  # fields were added to some
+            raise ValueError(f"its column {name} is {table.schema.field(name).type}, not {known}")
+        if name == "uid" and table.column(name).null_count:
+            raise ValueError(f"its column {name} has nulls")
+
+
+def generated_mask(turns: Sequence[Mapping[str, Any]], length: int) -> list[bool]:
+    """Return for each token of a sample whether it was generated. Raises ValueError where the turns are not `length`
+    tokens: those of a damaged file may claim billions."""
+    if (total := sum(turn["tokens"] for turn in turns)) != length:
+        raise ValueError(f"the turns of a sample have {total} tokens, and the sample has {length}")
+    return [turn["generated"] for turn in turns for _ in range(turn["tokens"])]

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +12,6 @@ from typing import Any
 
 from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.observe.append_file import AppendFile
-
-log = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 DRIVER = "driver"
@@ -67,7 +63,8 @@ class SpanFile:
         self._open = (name, start, end)
 
     def flush(self) -> None:
-        """Write the driver's last phase, at the end of a step."""
+        """Write the driver's last phase, at the end of a step. A file that was removed is made anew."""
+        self._file.restore()
         if self._open is not None:
             self.span(DRIVER, *self._open)
             self._open = None
@@ -95,28 +92,3 @@ def parts_of(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         span = "train/update" if number == len(parts) else "train/micro-batch"
         yield {name: event[name] for name in ("process", "step")} | {"what": span, "start": start, "seconds": seconds}
         start += seconds
-
-
-class EventFile:
-    """The events of a run's log folder, without a last line that a kill has cut off, and without lines that are no
-    event, which a loss of power leaves. A long run has millions: each iteration reads the file again, and holds one."""
-
-    def __init__(self, run: Path) -> None:
-        self._path, self._said = run / EVENTS_FILE, False
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self._path.exists():
-            return
-        with self._path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.endswith("\n"):
-                    continue
-                try:
-                    event = json.loads(line)
-                except json.JSONDecodeError:
-                    event = None
-                if isinstance(event, dict) and "what" in event:
-                    yield event
-                elif not self._said:
-                    log.warning("%s:%d is left out, it is no event; so are others like it", self._path, number)
-                    self._said = True

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.observe.run_folder import read_object
 from grpo_mcore.recipe import Algorithm, load_recipe
 from grpo_mcore.recipe.loading.merge import override
 from grpo_mcore.tools.report.run_files import NoRun, RunFiles, find_run, read_run
@@ -114,12 +115,14 @@ def claim_folder(folder: Path, recipe: str, runs: Sequence[SweepRun]) -> None:
     file = folder / SWEEP_FILE
     sweep: dict[str, Any] = {"recipe": recipe, "runs": {run.name: list(run.words) for run in runs}}
     if file.exists():
-        held = json.loads(file.read_text(encoding="utf-8"))
+        held = read_object(file)
+        if held is None or not isinstance(held.get("runs"), dict):
+            raise SweepError(f"{file} is damaged: remove it if the runs in {folder} are those of this sweep")
         if held != sweep:
             other = sorted(held["runs"].keys() ^ sweep["runs"].keys())
             difference = f"other runs ({', '.join(other[:3])})" if other else "the same runs with other settings"
             raise SweepError(
-                f"{folder} holds another sweep, of {held['recipe']} with {difference}; choose another --folder"
+                f"{folder} holds another sweep, of {held.get('recipe')} with {difference}; choose another --folder"
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,12 +130,12 @@ def claim_folder(folder: Path, recipe: str, runs: Sequence[SweepRun]) -> None:
 
 
 def state(run: SweepRun, now: float) -> str:
-    """Return "finished", "running", "interrupted" or "not begun". `now`: unix time."""
+    """Return "finished", "running", "interrupted", "failed" or "not begun". `now`: unix time."""
     files = run.files()
     if files is None:
         return "not begun"
-    if files.summary is not None:
-        return "interrupted" if files.summary.get("stopped_early") else "finished"
+    if (end := files.end) is not None:
+        return "finished" if end.is_complete else "failed" if end.kind == "failed" else "interrupted"
     return "running" if now - files.last_written < RUNNING_S else "interrupted"
 
 

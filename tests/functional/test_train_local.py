@@ -26,9 +26,8 @@ from grpo_mcore.driver.record.run_record import PASS_RATES_FILE
 from grpo_mcore.driver.run.checks import check_model
 from grpo_mcore.driver.run.setup import start_cluster, start_policy
 from grpo_mcore.observe import audit, read_ledger
-from grpo_mcore.observe.logger import read_metrics
+from grpo_mcore.observe.run_folder import EventFile, read_metrics
 from grpo_mcore.observe.samples import read_samples, sample_steps
-from grpo_mcore.observe.spans import EventFile
 from grpo_mcore.recipe import load_recipe
 from tests.functional.recorded_runs import Inside, looking_inside
 from tests.functional.runs import (

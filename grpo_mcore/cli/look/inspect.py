@@ -27,13 +27,9 @@ def run(args: argparse.Namespace) -> int:
     """Print what the run's processes are doing. Return 1 if none of them is on this machine."""
     from grpo_mcore.cluster.diagnostics import wait_graph
     from grpo_mcore.cluster.inspection import ask, driver_key, reports_here, workers_here
-    from grpo_mcore.tools.report.run_files import NoRun, find_run
+    from grpo_mcore.tools.report.run_files import find_run
 
-    try:
-        logs = find_run(args.run) / "workers"
-    except NoRun as error:
-        print(f"grpo-mcore inspect: {error}", file=sys.stderr)
-        return 1
+    logs = find_run(args.run) / "workers"
     if (report := ask(driver_key(logs), ANSWER_S)) is not None:
         print(report, end="")
         return 0

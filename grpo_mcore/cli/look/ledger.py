@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,24 +18,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         prog="grpo-mcore ledger",
         description="Audit a run: every prompt is used exactly once, no sample is too old.",
     )
-    parser.add_argument("run", type=local, metavar="RUN", help="the run's folder of checkpoints, or its ledger.jsonl")
+    places = "a run's log folder, its folder of checkpoints, or its ledger.jsonl"
+    parser.add_argument("run", type=local, metavar="RUN", help=places)
     return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what became of the prompts, and each flaw. Return 1 if there is a flaw, else 0."""
-    from grpo_mcore.observe import LEDGER_FILE, LedgerError, audit, read_ledger
+    from grpo_mcore.observe import audit, read_ledger
+    from grpo_mcore.tools.report.run_files import find_ledger
 
-    path = Path(args.run)
-    path = path / LEDGER_FILE if path.is_dir() else path
-    if not path.is_file():
-        print(f"grpo-mcore ledger: there is no {path}; give the folder of a run's checkpoints", file=sys.stderr)
-        return 1
-    try:
-        checked = audit(read_ledger(path))
-    except (LedgerError, OSError) as error:
-        print(f"grpo-mcore ledger: {error}", file=sys.stderr)
-        return 1
+    path = find_ledger(Path(args.run))
+    checked = audit(read_ledger(path))
     void = f"; void entries, later than the checkpoint resumed from: {checked.void}" if checked.void else ""
     print(f"{path}: {checked.steps} steps; resumes: {checked.starts - 1}{void}")
     for fate, count in checked.fates.items():

@@ -25,17 +25,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table. Return 1 if there is no run."""
+    """Print the table. Raises NoRun."""
     from rich.console import Console
 
     from grpo_mcore.tools.report.comparison import WIDE, standings, table
-    from grpo_mcore.tools.report.run_files import NoRun, find_runs, read_run
+    from grpo_mcore.tools.report.run_files import find_runs, read_runs
 
-    try:
-        lines = standings([read_run(folder) for folder in find_runs(Path(args.folder))])
-    except NoRun as error:
-        print(f"grpo-mcore runs: {error}", file=sys.stderr)
-        return 1
+    lines = standings(read_runs(find_runs(Path(args.folder))))
     if args.json:
         print_json([asdict(line) for line in lines])
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,19 +25,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the run until it is over or the user leaves. Return 1 if there is none."""
+    """Show the run until it is over or the user leaves. Raises NoRun."""
     from rich.console import Console
 
-    from grpo_mcore.tools.report.run_files import NoRun
     from grpo_mcore.tools.report.watch import watch
 
     console = Console()
     try:
         still = not console.is_terminal or console.is_dumb_terminal  # there is nothing to draw over
         watch(Path(args.run), console, args.interval, once=args.once or still)
-    except NoRun as error:
-        print(f"grpo-mcore watch: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         pass  # the user leaves; the run goes on
     return 0

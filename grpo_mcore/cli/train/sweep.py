@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING
 
 from grpo_mcore.cli.numbers import count
 from grpo_mcore.cli.train.train import VERBS
-from grpo_mcore.observe.exit_codes import STOPPED_EARLY, TERMINATED
+from grpo_mcore.observe.exit_codes import INTERRUPTED, STOPPED_EARLY, TERMINATED
 from grpo_mcore.recipe import load_recipe, recipe_name
-
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a run that Ctrl-C ended at once."""
 
 if TYPE_CHECKING:
     from grpo_mcore.tools.sweep import SweepRun
@@ -129,7 +126,7 @@ def _last_line(output: Path) -> str:
 def _show(runs: Sequence[SweepRun], folder: Path) -> None:
     from rich.console import Console
 
-    from grpo_mcore.tools.report.comparison import WIDE, standings, table
+    from grpo_mcore.tools.report.comparison import WIDE, ranking, standings, table
     from grpo_mcore.tools.report.page import build_page
     from grpo_mcore.tools.sweep import by_setting
 
@@ -138,6 +135,9 @@ def _show(runs: Sequence[SweepRun], folder: Path) -> None:
         print(f"no run has written anything yet; `grpo-mcore runs {folder}` shows the table later")
         return
     Console(width=None if sys.stdout.isatty() else WIDE).print(table(standings(written)))
+    if any(len(group) > 1 for group in settings.values()):
+        print("settings, best first; the same place: their difference is within the seeds' spread")
+        print("\n".join(ranking(settings)))
     page = folder / "report.html"
     page.write_text(build_page(written[0], written[1:], settings=settings), encoding="utf-8")
     print(f"{page}: open it in a browser")

@@ -24,9 +24,10 @@ from grpo_mcore.cluster import Future
 from grpo_mcore.driver.checkpoints.checkpoints import SavedPosition
 from grpo_mcore.driver.policy.policy_group import logprobs_by_sample
 from grpo_mcore.driver.record.sample_writer import SampleSink
-from grpo_mcore.observe import LEDGER_FILE, read_ledger, read_metrics
+from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger, read_metrics
 from grpo_mcore.observe.ledger.ledger_audit import valid_flags
 from grpo_mcore.observe.logger import HYPERPARAMS_FILE, METRICS_FILE
+from grpo_mcore.observe.run_folder import damage_raised_as, read_object
 from grpo_mcore.observe.samples import Kind, read_samples, sample_steps
 from grpo_mcore.recipe import Change, MasterConfig, changes
 from grpo_mcore.rollout.group import Group
@@ -86,21 +87,25 @@ class FollowedRun:
         """`folder`: the run's log folder. Raises FollowError, OSError."""
         self.folder = folder
         recipe_file = folder / HYPERPARAMS_FILE
-        try:
-            self._recipe = json.loads(recipe_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise FollowError(f"{folder} is the log folder of no run: {recipe_file} cannot be read: {error}") from error
-        saving = self._recipe["checkpointing"]
-        self.checkpoints = Path(saving["checkpoint_dir"]) if saving["enabled"] else None
+        if (recipe := read_object(recipe_file)) is None:
+            raise FollowError(f"{folder} is the log folder of no run: {recipe_file} cannot be read")
+        self._recipe = recipe
+        with damage_raised_as(FollowError, recipe_file):
+            saving, samples = recipe["checkpointing"], recipe["logger"]["samples"]
+            self.checkpoints = Path(saving["checkpoint_dir"]) if saving["enabled"] else None
         self.ledger = (self.checkpoints or folder) / LEDGER_FILE
-        if self._recipe["logger"]["samples"] != "all":
+        if samples != "all":
             raise FollowError(
-                f"{folder} cannot be followed: its logger.samples was {self._recipe['logger']['samples']}, which "
-                "leaves samples out; all is needed"
+                f"{folder} cannot be followed: its logger.samples was {samples}, which leaves samples out; "
+                "all is needed"
             )
-        if not self.ledger.exists():
-            raise FollowError(f"{folder} cannot be followed: its ledger, {self.ledger}, is not there")
-        self._entries: Sequence[Entry] = read_ledger(self.ledger)
+        try:
+            self._entries: Sequence[Entry] = read_ledger(self.ledger)
+            audit(self._entries)  # raises for an entry without what is read of it below
+        except FileNotFoundError as error:
+            raise FollowError(f"{folder} cannot be followed: its ledger, {self.ledger}, is not there") from error
+        except OSError as error:
+            raise FollowError(f"{folder} cannot be followed: {self.ledger}: {error.strerror}") from error
         self._valid = valid_flags(self._entries)
         self._steps = _steps_of_groups(self._entries, self._valid)
         self._files: dict[Kind, dict[int, Path]] = {
@@ -255,12 +260,13 @@ class FollowedRun:
         if step in self._rows:
             return
         self._rows[step] = self._read("train", step)
-        self._logprobs[step] = {
-            f"{uid}#{row['generation']}": np.asarray(row["policy_logprobs"], np.float32)
-            for uid, rows in self._rows[step].items()
-            for row in rows
-            if row["policy_logprobs"] is not None
-        }
+        with damage_raised_as(FollowError, self._files["train"][step]):
+            self._logprobs[step] = {
+                f"{uid}#{row['generation']}": np.asarray(row["policy_logprobs"], np.float32)
+                for uid, rows in self._rows[step].items()
+                for row in rows
+                if row["policy_logprobs"] is not None
+            }
 
     def validation(self, step: int) -> dict[str, list[dict[str, Any]]]:
         """Return the samples of the validation after `step` by uid, in the order in which their groups finished."""

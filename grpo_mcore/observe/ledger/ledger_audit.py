@@ -122,7 +122,9 @@ class _Books:
                 self._move(entry["uids"], (UNDER_WAY, FINISHED), RETURNED)
             case "ended":
                 self.data_ended = entry["data_ended"]
-            case "restarted" | "saved" | "not_saved" | "passed_over" | "stop_asked":
+            case "stop_asked":
+                bool(entry["why"] and entry["at_once"])
+            case "restarted" | "saved" | "not_saved" | "passed_over":
                 pass
             case other:
                 raise KeyError(other)
@@ -141,7 +143,7 @@ class _Books:
         """Expect the prompts that were in flight at the checkpoint to be generated again."""
         self.starts += 1
         self.max_age = entry["max_age"]
-        if entry["missing"]:
+        if entry.get("missing"):
             self.flaws.append(Flaw("", f"the {entry['missing']} entries before the resume are not in this ledger"))
             self.step = entry["step"]
         if entry["step"] != self.step:

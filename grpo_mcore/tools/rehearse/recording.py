@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from grpo_mcore.observe import read_metrics
+from grpo_mcore.observe.run_folder import EventFile
 from grpo_mcore.observe.samples import read_samples
-from grpo_mcore.observe.spans import EventFile
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.rehearse.durations import Durations
 from grpo_mcore.tools.report.run_files import read_run

@@ -29,7 +29,7 @@ from grpo_mcore.driver.run.supervise import until_over
 from grpo_mcore.environments.interfaces import EnvironmentInterface
 from grpo_mcore.families import ModelShape
 from grpo_mcore.observe import LEDGER_FILE, audit, read_ledger, read_metrics
-from grpo_mcore.observe.spans import EventFile
+from grpo_mcore.observe.run_folder import EventFile
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import (
     MasterConfig,

@@ -14,7 +14,8 @@ from torch import Tensor
 from grpo_mcore.driver.record.recorded_samples import recorded_groups
 from grpo_mcore.driver.run.setup import make_loss
 from grpo_mcore.objective.loss_parts import BOUNDED, INSIDE, SIGNS, STOPPED, LossPart
-from grpo_mcore.observe.samples import SAMPLES_FOLDER, read_token_texts
+from grpo_mcore.observe.run_folder import read_token_texts
+from grpo_mcore.observe.samples import SAMPLES_FOLDER
 from grpo_mcore.recipe import MasterConfig, load_recipe, needs_prev, needs_reference
 from grpo_mcore.step.advantages import compute_targets
 from grpo_mcore.step.step_batch import build_step_batch

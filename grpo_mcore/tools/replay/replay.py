@@ -26,6 +26,7 @@ from grpo_mcore.driver.run.setup import make_loss, start_cluster, start_policy, 
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.observe import Timeline, read_metrics
 from grpo_mcore.observe.logger import METRICS_FILE
+from grpo_mcore.observe.run_folder import damage_raised_as
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
@@ -93,7 +94,8 @@ def recorded_step(run: Path, step: int, uids: Collection[str] = ()) -> tuple[lis
     if step not in files:
         recorded = f"there are those of {min(files)} to {max(files)}" if files else "logger.samples was none"
         raise ReplayError(f"{run}: the samples of step {step} are not recorded; {recorded}")
-    rows = [row for row in read_samples(files[step]) if row["left_out"] is None]
+    with damage_raised_as(ReplayError, files[step]):
+        rows = [row for row in read_samples(files[step]) if row["left_out"] is None]
     if uids:
         if unknown := set(uids) - {row["uid"] for row in rows}:
             raise ReplayError(f"step {step} has no prompt {', '.join(sorted(unknown))}")
@@ -102,7 +104,8 @@ def recorded_step(run: Path, step: int, uids: Collection[str] = ()) -> tuple[lis
     metrics = {name: value for name, value in lines.get(step, {}).items() if isinstance(value, float | int)}
     if uids:  # the loss is of all samples
         metrics = {}
-    logprobs = {sample_name(row): torch.tensor(row["policy_logprobs"]) for row in rows if row["policy_logprobs"]}
+    with damage_raised_as(ReplayError, files[step]):
+        logprobs = {sample_name(row): torch.tensor(row["policy_logprobs"]) for row in rows if row["policy_logprobs"]}
     return rows, Replay("recorded", metrics, logprobs)
 
 

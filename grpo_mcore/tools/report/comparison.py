@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_mcore.base.text import escaped as printable
+from grpo_mcore.observe.run_folder import is_number
 from grpo_mcore.recipe import without_secrets
 from grpo_mcore.recipe.errors import joined
 from grpo_mcore.tools.report.run_files import RunFiles, duration
@@ -29,8 +30,8 @@ Curve = list[list[Any]]
 @dataclass(frozen=True)
 class Standing:
     """Where a run stands. `score`: its best validation, or the mean over its last training steps, of `metric`; None
-    before there is one. `higher`: whether more of it is better. `settings`: the values, as text, of the keys in which
-    the runs differ."""
+    before there is one. `score_step`: the step of that validation, or the last step. `higher`: whether more of it is
+    better. `settings`: the values, as text, of the keys in which the runs differ."""
 
     name: str
     state: str
@@ -38,6 +39,7 @@ class Standing:
     max_steps: int | None
     metric: str
     score: float | None
+    score_step: int | None
     higher: bool
     hours: float
     settings: dict[str, str]
@@ -79,13 +81,15 @@ def table(lines: Sequence[Standing]) -> Table:
     more = len(every) - len(keys)
     caption = f"{more} further settings differ: `runs --json` and `report` have them" if more else None
     shown = Table(box=None, header_style="bold", pad_edge=False, caption=caption, caption_justify="left")
-    for heading in ("run", "state", "step", "score", "of", "hours", *short_names(keys)):
-        shown.add_column(heading, justify="right" if heading in ("step", "score", "hours") else "left", overflow="fold")
+    for heading in ("run", "state", "step", "score", "of", "at step", "hours", *short_names(keys)):
+        is_number = heading in ("step", "score", "at step", "hours")
+        shown.add_column(heading, justify="right" if is_number else "left", overflow="fold")
     for line in lines:
         step = str(line.step) if line.max_steps is None else f"{line.step}/{line.max_steps}"
         score = "" if line.score is None else f"{line.score:.4g}"
         settings = (_shortened(line.settings[key]) for key in keys)
-        cells = [line.name, line.state, step, score, line.metric, f"{line.hours:.2f}", *settings]
+        at_step = "" if line.score_step is None else str(line.score_step)
+        cells = [line.name, line.state, step, score, line.metric, at_step, f"{line.hours:.2f}", *settings]
         shown.add_row(*(escape(printable(cell)) for cell in cells))
     return shown
 
@@ -108,8 +112,8 @@ def _shortened(text: str) -> str:
 
 def state_of(run: RunFiles) -> str:
     """Return whether a run is over, and how it ended, or how long it has been silent."""
-    if run.summary is not None:
-        return str(run.summary.get("end"))
+    if run.end is not None:
+        return str(run.end)
     return f"not over, silent for {duration(time.time() - run.last_written)}"
 
 
@@ -154,28 +158,44 @@ def band(curves: Sequence[Mapping[str, Curve]]) -> dict[str, Curve]:
     return bands
 
 
-def _score(run: RunFiles) -> tuple[str, float | None, bool]:
-    """Return the metric that ranks a run, its value, and whether more is better: the metric of the recipe's
+def _score(run: RunFiles) -> tuple[str, float | None, int | None, bool]:
+    """Return the metric that ranks a run, its value, its step, and whether more is better: the metric of the recipe's
     checkpoints where the run has it, else the loss of validation (of SFT and DPO), else the reward or the loss of
-    training."""
-    checkpointing = run.recipe.get("checkpointing") or {}
-    prefix, _, name = (checkpointing.get("metric_name") or "val:accuracy").partition(":")
-    higher = bool(checkpointing.get("higher_is_better", True))
+    training. A validation before the first step is of the untrained model, and ranks nothing."""
+    prefix, _, name = (run.setting("checkpointing.metric_name", str) or "val:accuracy").partition(":")
+    higher = run.setting("checkpointing.higher_is_better", bool) is not False
     for metric, rises in ((name, higher), ("val_loss", False)) if prefix == "val" else ():
-        validated = [line[metric] for line in run.metrics["validation"] if line.get(metric) is not None]
-        if validated:
-            return f"validation/{metric}", max(validated) if rises else min(validated), rises
+        trained = (line for line in run.metrics["validation"] if line["step"] > 0)
+        if validated := [(line[metric], line["step"]) for line in trained if line.get(metric) is not None]:
+            score, step = max(validated, key=lambda pair: (pair[0] if rises else -pair[0], -pair[1]))
+            return f"validation/{metric}", score, step, rises
     for metric, rises in ((name, higher), ("reward", True), ("loss", False)):
-        values = [line[metric] for line in run.metrics["train"] if line.get(metric) is not None]
-        if values:
-            return f"train/{metric}", fmean(values[-max(1, round(LAST * len(values))) :]), rises
-    return "", None, True
+        if steps := [(line[metric], line["step"]) for line in run.metrics["train"] if line.get(metric) is not None]:
+            last = steps[-max(1, round(LAST * len(steps))) :]
+            return f"train/{metric}", fmean(value for value, _ in last), last[-1][1], rises
+    return "", None, None, True
+
+
+def ranking(settings: Mapping[str, Sequence[RunFiles]]) -> list[str]:
+    """Return the settings of a sweep as lines, best first: the mean score of its runs, the lowest and the highest. Two
+    whose difference is within the spread of their seeds share a place."""
+    scored = {name: [line for line in standings(runs) if line.score is not None] for name, runs in settings.items()}
+    scores = {name: [line.score or 0.0 for line in lines] for name, lines in scored.items() if lines}
+    best_first = sorted(scores, key=lambda name: fmean(scores[name]) * (-1 if scored[name][0].higher else 1))
+    rows, rank, leader = list[str](), 0, list[float]()
+    for number, name in enumerate(best_first, start=1):
+        low, mean, high = min(scores[name]), fmean(scores[name]), max(scores[name])
+        if not leader or not min(leader) <= mean <= max(leader):
+            rank, leader = number, scores[name]
+        spread = f" ({low:.4g} to {high:.4g}, {len(scores[name])} runs)" if len(scores[name]) > 1 else ""
+        rows.append(f"{rank}. {name}: {mean:.4g}{spread} of {scored[name][0].metric}")
+    return rows
 
 
 def _hours(run: RunFiles) -> float:
-    if run.summary is not None and "seconds" in run.summary:
+    if run.summary is not None and is_number(run.summary.get("seconds")):
         return float(run.summary["seconds"]) / 3600
-    times = [line["unix_time"] for lines in run.metrics.values() for line in lines]
+    times = [line["unix_time"] for lines in run.metrics.values() for line in lines if line.get("unix_time")]
     return (max(times) - min(times)) / 3600 if times else 0.0
 
 

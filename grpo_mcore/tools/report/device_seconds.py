@@ -135,7 +135,7 @@ def _edges(spans: Iterable[Span]) -> list[_Edge]:
     return sorted(
         (moment, opens, ranks[activity], activity, step)
         for first, last, activity, step in spans
-        if last > first
+        if last > first and activity in ranks  # those of a newer version, or damaged, are "other"
         for moment, opens in ((first, 1), (last, -1))
     )
 

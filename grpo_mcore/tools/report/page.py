@@ -6,7 +6,6 @@ import base64
 import gzip
 import html
 import json
-import logging
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,13 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.observe.samples import Kind, SamplesError, read_samples
+from grpo_mcore.observe.run_folder import left_out_if_damaged
+from grpo_mcore.observe.samples import Kind, generated_mask, read_samples
 from grpo_mcore.tools.report.comparison import band, names, standings
 from grpo_mcore.tools.report.device_seconds import ORDER, device_seconds, step_spans
 from grpo_mcore.tools.report.page_alarms import alarms
 from grpo_mcore.tools.report.run_files import RunFiles, duration
-
-log = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 PAGE_BYTES = 4_000_000
@@ -96,14 +94,13 @@ def write_shards(run: RunFiles, folder: Path) -> int:
     count = 0
     for kind in KINDS:
         for step, path in run.samples[kind].items():
-            try:
+            packed = ""
+            with left_out_if_damaged(path):
                 packed = _packed(_page_samples(path))
-            except SamplesError as error:
-                log.warning("%s; its step has no file", error)
-                continue
-            text = f"addSamples({json.dumps(kind)}, {step}, {json.dumps(packed)});\n"
-            (folder / f"{kind}_{step:06d}.js").write_text(text, encoding="utf-8")
-            count += 1
+            if packed:
+                text = f"addSamples({json.dumps(kind)}, {step}, {json.dumps(packed)});\n"
+                (folder / f"{kind}_{step:06d}.js").write_text(text, encoding="utf-8")
+                count += 1
     return count
 
 
@@ -158,15 +155,14 @@ def _setting_curves(settings: Mapping[str, Sequence[RunFiles]]) -> list[dict[str
 
 def _state(run: RunFiles) -> dict[str, Any]:
     """Return what the head of the page says."""
-    policy = run.recipe.get("policy", {})
     silent = time.time() - run.last_written
-    if run.summary is not None:
-        end = str(run.summary.get("end"))
+    if run.end is not None:
+        end = str(run.end)
     else:
         end = f"not over: its last sign of life was {duration(silent)} before this page was made"
     return {
         "folder": str(run.folder),
-        "model": policy.get("model_name"),
+        "model": run.setting("policy.model_name", str),
         "steps": run.steps[-1] if run.steps else 0,
         "max_steps": run.max_steps,
         "algorithm": run.algorithm,
@@ -186,16 +182,15 @@ def _chosen_samples(run: RunFiles, room: float, sample_steps: Collection[int]) -
     more between them, as long as there is room. Of a step that is too big some whole groups are kept."""
     chosen: dict[str, dict[int, str]] = {kind: {} for kind in KINDS}
     for kind, step in _by_interest(run, sample_steps):
-        path = run.samples[kind][step]
-        try:
+        path, packed = run.samples[kind][step], None
+        with left_out_if_damaged(path):
             uids = list(dict.fromkeys(row["uid"] for row in read_samples(path, ["uid"])))
-        except SamplesError as error:
-            log.warning("%s; the page is made without it", error)
+            size, share = PACKED_RATIO * path.stat().st_size, min(room, max(room / 4, PAGE_BYTES / 20))
+            kept = len(uids) if step in sample_steps or size <= share else int(len(uids) * share / size)
+            packed = _packed(_page_samples(path, uids[:kept], len(uids))) if kept else ""
+        if packed is None:
             continue
-        size, share = PACKED_RATIO * path.stat().st_size, min(room, max(room / 4, PAGE_BYTES / 20))
-        kept = len(uids) if step in sample_steps or size <= share else int(len(uids) * share / size)
-        packed = _packed(_page_samples(path, uids[:kept], len(uids))) if kept else ""
-        if not kept or (len(packed) > room and step not in sample_steps):
+        if not packed or (len(packed) > room and step not in sample_steps):
             break
         chosen[kind][step] = packed
         room -= len(packed)
@@ -270,11 +265,13 @@ def _number(value: float) -> str:
 
 def _page_sample(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample with short names; numbers by token are of its generated tokens only."""
-    mask = [turn["generated"] for turn in row["turns"] or () for _ in range(turn["tokens"])]
     length = len(row["token_ids"])
+    mask = generated_mask(row["turns"] or (), length)
     trained = row["trained_version"]
     versions: list[int | None] = [None] * length
     for span in row["versions"] or ():
+        if not 0 <= span["first"] <= span["end"] <= length:
+            raise ValueError(f"a span of {span} is not within {length} tokens")
         versions[span["first"] : span["end"]] = [span["version"]] * (span["end"] - span["first"])
 
     def generated(values: Sequence[float] | None) -> list[float] | None:

@@ -115,7 +115,7 @@ def _of_run(run: RunFiles) -> Iterator[PageAlarm]:
             f"{last['why']}",
             "docs/faults.md",
         )
-    if run.recipe.get("logger", {}).get("samples", "all") != "none":
+    if run.setting("logger.samples", str) != "none":
         if missing := len(set(run.steps) - set(run.samples.get("train", {}))):
             yield PageAlarm(
                 f"The samples of {missing} of {len(run.steps)} steps are not there: dropped by the writer, or deleted "

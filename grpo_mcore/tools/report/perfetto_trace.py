@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.observe.run_folder import left_out_if_damaged, open_file
 from grpo_mcore.observe.spans import parts_of
 
 ROUNDING_US = 300
@@ -51,7 +52,10 @@ def chrome_trace(events: Iterable[Mapping[str, Any]], profiles: Iterable[Path] =
         for event in events
         if event["what"] == "restart"
     ]
-    profiled = [event for number, path in enumerate(profiles) for event in _profile(path, number, start)]
+    profiled: list[dict[str, Any]] = []
+    for number, path in enumerate(profiles):
+        with left_out_if_damaged(path):
+            profiled += list(_profile(path, number, start))
     return json.dumps({"traceEvents": [*names, *complete, *instants, *profiled], "displayTimeUnit": "ms"})
 
 
@@ -82,7 +86,8 @@ def _profile(path: Path, number: int, start: float) -> Iterator[dict[str, Any]]:
     """Yield the events of a profile, moved to the clock of the run, which started at `start`. The `number` keeps its
     processes apart from those of other profiles. Torch names some processes and threads by words, where the format
     has numbers: they get numbers with names."""
-    trace = json.loads(path.read_text(encoding="utf-8"))
+    with open_file(path) as file:
+        trace = json.loads(file.read())
     offset = trace.get("baseTimeNanoseconds", 0) / 1e3 - 1e6 * start
     profile = f"{path.stem}, {path.parent.name.replace('_', ' ')}"
     events = [event for event in trace["traceEvents"] if event.get("name") not in ("process_name", "process_labels")]

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from grpo_mcore.observe import read_metrics
+from grpo_mcore.observe.exit_codes import LOST, RunEnd
+from grpo_mcore.observe.ledger.ledger import LEDGER_FILE
 from grpo_mcore.observe.logger import HYPERPARAMS_FILE, METRICS_FILE
-from grpo_mcore.observe.samples import SAMPLES_FOLDER, Kind, read_token_texts, sample_steps
-from grpo_mcore.observe.spans import EventFile
+from grpo_mcore.observe.run_folder import (
+    LAST_STEP,
+    EventFile,
+    is_number,
+    read_metrics,
+    read_object,
+    read_token_texts,
+    reason_of,
+    say_left_out,
+)
+from grpo_mcore.observe.samples import SAMPLES_FOLDER, Kind, sample_steps
 from grpo_mcore.recipe import MasterConfig
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PLACES = ("", "exp_*/", "logs/exp_*/", "*/exp_*/", "*/logs/exp_*/")
 """Where the log folder of a run may be, below the folder that a user names."""
@@ -49,6 +57,28 @@ class RunFiles:
         folder = self.folder.resolve()
         return f"{folder.parent.parent.name}/{folder.name}"
 
+    def setting(self, key: str, kind: type[T]) -> T | None:
+        """Return the recipe's value of a key such as "grpo.max_num_steps". None where it has none, or one of another
+        type, which is said."""
+        value: Any = self.recipe
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, kind) and (kind is not int or is_number(value, LAST_STEP)):
+            return value
+        if value is not None:
+            say_left_out(f"{self.folder / HYPERPARAMS_FILE}: {key}", f"it is {str(value)[:40]!r}")
+        return None
+
+    @property
+    def end(self) -> RunEnd | None:
+        """How the run ended; None while it goes on, and where it was killed."""
+        return None if self.summary is None else RunEnd.of(self.summary)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the run is not over, or was lost and may be restarted by itself (cluster.max_restarts)."""
+        return self.end is None or (self.end.exit_code == LOST and bool(self.setting("cluster.max_restarts", int)))
+
     @property
     def steps(self) -> list[int]:
         """Steps that are trained."""
@@ -61,11 +91,6 @@ class RunFiles:
         return begun[-1].get("algorithm", "grpo") if begun else "grpo"
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The recipe's section of the algorithm."""
-        return self.recipe.get(self.algorithm) or {}
-
-    @property
     def rewarded(self) -> bool:
         """Whether its samples have rewards; examples of the data have none."""
         return self.algorithm == "grpo"
@@ -73,22 +98,22 @@ class RunFiles:
     @property
     def max_steps(self) -> int | None:
         """Steps that the recipe asks for."""
-        return self.settings.get("max_num_steps")
+        return self.setting(f"{self.algorithm}.max_num_steps", int)
 
     @property
     def step_size(self) -> str:
         """What a step trains on, in words."""
         if self.rewarded:
-            grpo = self.settings
-            return f"{grpo.get('num_prompts_per_step')} prompts × {grpo.get('num_generations_per_prompt')} generations"
+            prompts = self.setting("grpo.num_prompts_per_step", int)
+            return f"{prompts} prompts × {self.setting('grpo.num_generations_per_prompt', int)} generations"
         items = "pairs" if self.algorithm == "dpo" else "examples"
-        return f"{self.recipe.get('policy', {}).get('train_global_batch_size')} {items}"
+        return f"{self.setting('policy.train_global_batch_size', int)} {items}"
 
     @property
     def last_written(self) -> float:
         """Unix time of the last line that the run wrote, or of its start."""
-        times = [line["unix_time"] for lines in self.metrics.values() for line in lines]
-        return max([*times, *filter(None, [self.last_event])], default=self.folder.stat().st_mtime)
+        times = [line.get("unix_time") for lines in self.metrics.values() for line in lines]
+        return max(filter(None, [*times, self.last_event]), default=_modified(self.folder))
 
 
 def find_run(folder: Path) -> Path:
@@ -98,7 +123,15 @@ def find_run(folder: Path) -> Path:
     runs |= {path.parent for pattern in PLACES for path in folder.glob(f"{pattern}{HYPERPARAMS_FILE}")}  # before step 1
     if not runs:
         raise NoRun(f"{folder} holds no run: there is no {METRICS_FILE} in it, nor in logs/exp_NNN below it")
-    return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.json*")))
+    return max(runs, key=lambda run: max(map(_modified, run.glob("*.json*")), default=0.0))
+
+
+def _modified(path: Path) -> float:
+    """Return when a file was written last; 0 for a link to nothing, or a file that is being removed."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def holds_run(folder: Path) -> bool:
@@ -114,7 +147,10 @@ def recorded_run(path: Path) -> tuple[Path, MasterConfig]:
     that `grpo-mcore fetch` made, or lies where the run was started rather than in the working directory, where another
     run may have its own. Raises NoRun."""
     folder = find_run(path)
-    recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text(encoding="utf-8")))
+    try:
+        recipe = MasterConfig.model_validate(read_object(folder / HYPERPARAMS_FILE) or {})
+    except ValueError as error:
+        raise NoRun(f"{folder / HYPERPARAMS_FILE} holds no recipe: {reason_of(error)}") from error
     logs, saving = Path(recipe.logger.log_dir), recipe.checkpointing
     above = folder.resolve().parent
     if any(above.parent.glob("step_*")):
@@ -122,6 +158,30 @@ def recorded_run(path: Path) -> tuple[Path, MasterConfig]:
     elif not logs.is_absolute() and above.parts[-len(logs.parts) :] == logs.parts:  # else the folder was moved
         saving.checkpoint_dir = os.path.relpath(above.parents[len(logs.parts) - 1] / saving.checkpoint_dir)
     return folder, recipe
+
+
+def find_ledger(path: Path) -> Path:
+    """Return the ledger that `path` is, or that of the run whose folder of checkpoints or log folder it is or holds.
+    Raises NoRun."""
+    ledger = path / LEDGER_FILE if path.is_dir() else path
+    if ledger.exists():
+        return ledger
+    if not holds_run(path):
+        raise NoRun(f"there is no {ledger}; give a run's log folder, or its folder of checkpoints")
+    folder, recipe = recorded_run(path)
+    saving = recipe.checkpointing
+    return (Path(saving.checkpoint_dir) if saving.enabled else folder) / LEDGER_FILE
+
+
+def read_runs(folders: Iterable[Path]) -> list[RunFiles]:
+    """Read these runs. One that cannot be read is left out and named: it hides no other."""
+    runs = []
+    for folder in folders:
+        try:
+            runs.append(read_run(folder))
+        except OSError as error:  # NoRun too: it was removed meanwhile
+            say_left_out(str(folder), reason_of(error))
+    return runs
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -137,7 +197,7 @@ def read_run(folder: Path) -> RunFiles:
     run = find_run(folder)
     path = run / METRICS_FILE
     prefixes = ("train", "validation", "machine")
-    metrics = {prefix: read_metrics(path, prefix) if path.exists() else [] for prefix in prefixes}
+    metrics = {prefix: read_metrics(path, prefix) for prefix in prefixes}
     events, marks, last_event = EventFile(run), list[dict[str, Any]](), 0.0
     for event in events:
         if "seconds" in event:
@@ -154,25 +214,13 @@ def read_run(folder: Path) -> RunFiles:
         run,
         metrics,
         events,
-        _json(run / HYPERPARAMS_FILE) or {},
-        _json(run / "summary.json"),
+        read_object(run / HYPERPARAMS_FILE) or {},
+        read_object(run / "summary.json"),
         samples,
         read_token_texts(run / SAMPLES_FOLDER),
         marks,
         last_event,
     )
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file; None where there is none."""
-    if not path.exists():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        log.warning("%s is left out, it is damaged: %s", path, error)
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def duration(seconds: float) -> str:

@@ -17,7 +17,8 @@ from rich.live import Live
 from rich.text import Text
 
 from grpo_mcore.base.text import escaped
-from grpo_mcore.observe.samples import SamplesError, read_samples
+from grpo_mcore.observe.run_folder import DAMAGE, reason_of
+from grpo_mcore.observe.samples import generated_mask, read_samples
 from grpo_mcore.observe.spans import DRIVER
 from grpo_mcore.tools.report.device_seconds import ORDER, DeviceSeconds, device_seconds
 from grpo_mcore.tools.report.page_alarms import PageAlarm, alarms, values
@@ -52,7 +53,7 @@ def watch(folder: Path, console: Console, interval_s: float, *, once: bool = Fal
         while True:
             run = read_run(folder)
             live.update(screen(run, _width(console), console.height, time.time()), refresh=True)
-            if run.summary is not None:
+            if not run.may_go_on:
                 break
             time.sleep(interval_s)
     console.print(screen(run, _width(console), console.height - 1, time.time()))
@@ -79,10 +80,8 @@ def screen(run: RunFiles, width: int, height: int, now: float) -> Group:
 def _head(run: RunFiles, width: int, now: float) -> list[Text]:
     done, most = (run.steps[-1] if run.steps else 0), run.max_steps or 0
     silent = now - run.last_written
-    state = f"over: {run.summary.get('end')}" if run.summary else f"last sign of life {duration(silent)} ago"
-    title = Text.assemble(
-        (state, "green" if run.summary or silent < 120 else "bold red"), "  ", (f"{run.folder}", "bold")
-    )
+    state = f"over: {escaped(str(run.end))}" if run.end else f"last sign of life {duration(silent)} ago"
+    title = Text.assemble((state, "green" if run.end or silent < 120 else "bold red"), "  ", (f"{run.folder}", "bold"))
     title.truncate(width, overflow="ellipsis")
     if not run.recipe and run.summary is None:  # it is written when all has started
         return [title, Text("policy, engines and environments are starting")]
@@ -90,7 +89,7 @@ def _head(run: RunFiles, width: int, now: float) -> list[Text]:
     left = f", {duration((most - done) * sum(durations) / len(durations))} left" if durations and done < most else ""
     lines = [title, _bar(f"step {done} of {most}{left}", done, most, width)]
     if run.summary is None and run.rewarded:
-        prompts, scored, phase = int(run.settings.get("num_prompts_per_step") or 0), *_current(run, done + 1)
+        prompts, scored, phase = run.setting("grpo.num_prompts_per_step", int) or 0, *_current(run, done + 1)
         lines.append(
             _bar(
                 f"step {done + 1}: {scored} of {prompts} prompts scored; {phase}", min(scored, prompts), prompts, width
@@ -184,28 +183,30 @@ def _samples(run: RunFiles, width: int, room: int) -> list[Text]:
     lines = [Text(f"samples of step {step}{note}", style="bold")]
     columns = ["uid", "generation", "reward", "turns", *([] if run.rewarded else ["policy_logprobs"])]
     try:
-        samples = read_samples(steps[step], columns)
-    except SamplesError as error:
-        return [*lines, Text(escaped(str(error)), style="yellow")]
-    for sample in samples[: room - 1]:
-        text = "".join(turn["text"] for turn in sample["turns"] or ()).replace("\n", "⏎")
-        text = escaped(text)
-        if run.rewarded:
-            value = "failed" if sample["reward"] is None else f"{sample['reward']:.3g}"
-            colour = "green" if sample["reward"] else "red"
-        else:
-            value, colour = f"{_mean_logprob(sample):.3g}", "cyan"
-        head = escaped(f"{sample['uid']}#{sample['generation']}")[-24:]
-        line = Text.assemble((f"{head:<24} ", "grey50"), (f"{value:>6}  ", colour))
-        while text and cell_len(text) > width - len(line):  # the end of a sample tells more than its start
-            text = text[cell_len(text) - (width - len(line)) :]
-        lines.append(line.append(text))
-    return lines
+        return lines + [_sample_line(run, sample, width) for sample in read_samples(steps[step], columns)[: room - 1]]
+    except DAMAGE as error:
+        return [*lines, Text(escaped(f"{steps[step]}: {reason_of(error)}"), style="yellow")]
+
+
+def _sample_line(run: RunFiles, sample: Mapping[str, Any], width: int) -> Text:
+    text = "".join(turn["text"] for turn in sample["turns"] or ()).replace("\n", "⏎")
+    text = escaped(text)
+    if run.rewarded:
+        value = "failed" if sample["reward"] is None else f"{sample['reward']:.3g}"
+        colour = "green" if sample["reward"] else "red"
+    else:
+        value, colour = f"{_mean_logprob(sample):.3g}", "cyan"
+    head = escaped(f"{sample['uid']}#{sample['generation']}")[-24:]
+    line = Text.assemble((f"{head:<24} ", "grey50"), (f"{value:>6}  ", colour))
+    while text and cell_len(text) > width - len(line):  # the end of a sample tells more than its start
+        text = text[cell_len(text) - (width - len(line)) :]
+    return line.append(text)
 
 
 def _mean_logprob(example: Mapping[str, Any]) -> float:
     """Return the mean log-prob of an example's trained tokens; NaN where it has none."""
-    trained = [turn["generated"] for turn in example["turns"] or () for _ in range(turn["tokens"])]
-    logprobs = example["policy_logprobs"] or [math.nan] * len(trained)
+    if not (logprobs := example["policy_logprobs"]):
+        return math.nan
+    trained = generated_mask(example["turns"] or (), len(logprobs))
     chosen = [logprob for logprob, counts in zip(logprobs, trained, strict=True) if counts]
     return sum(chosen) / len(chosen) if chosen else math.nan

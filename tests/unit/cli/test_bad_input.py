@@ -336,7 +336,7 @@ def test_resume_without_a_checkpoint(refuse: Refuse) -> None:
         ("watch r.yaml", "r.yaml holds no run: there is no metrics.jsonl in it"),
         ("replay nope --step 1", "nope holds no run"),
         ("replay nope", "the following arguments are required: --step"),
-        ("ledger .", "there is no ledger.jsonl; give the folder of a run's checkpoints"),
+        ("ledger .", "there is no ledger.jsonl; give a run's log folder, or its folder of checkpoints"),
         ("parity nope", "nope holds no config.json"),
         ("parity model --layouts XY3", "is not one of TP, PP, VPP, CP, DP, EP, ETP with a number"),
         ("trian r.yaml", "invalid choice: 'trian'"),

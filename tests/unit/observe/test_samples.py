@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from grpo_mcore.observe.run_folder import read_token_texts
 from grpo_mcore.observe.samples import (
     NEWEST,
     QUEUED,
@@ -23,7 +24,6 @@ from grpo_mcore.observe.samples import (
     SampleFiles,
     SamplesError,
     read_samples,
-    read_token_texts,
     sample_steps,
 )
 

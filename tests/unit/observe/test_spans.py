@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.observe import Timeline
-from grpo_mcore.observe.spans import EventFile, SpanFile, parts_of
+from grpo_mcore.observe.run_folder import EventFile
+from grpo_mcore.observe.spans import SpanFile, parts_of
 from tests.clocks import StandingClock
 
 

@@ -16,11 +16,20 @@ from rich.console import Console
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe.samples import sample_steps
 from grpo_mcore.tools.report import page
-from grpo_mcore.tools.report.comparison import WIDE, Standing, differing_settings, short_names, standings, table
+from grpo_mcore.tools.report.comparison import (
+    WIDE,
+    Standing,
+    differing_settings,
+    ranking,
+    short_names,
+    standings,
+    table,
+)
 from grpo_mcore.tools.report.device_seconds import DeviceSeconds, covered, device_seconds, step_spans
 from grpo_mcore.tools.report.page_alarms import alarms
-from grpo_mcore.tools.report.run_files import read_run
+from grpo_mcore.tools.report.run_files import RunFiles, read_run
 from grpo_mcore.tools.report.watch import sparkline
+from grpo_mcore.tools.sweep import SweepRun, state
 from tests.unit.tools.report_pages import assert_trace_format, data_of, shown, step_events, unpack, write_run
 
 
@@ -238,7 +247,7 @@ def test_a_table_of_unlike_runs_stays_readable() -> None:
     settings = differing_settings(recipes)
     assert "data.train.0.q" in settings[0] and "data.train.0.p" not in settings[0]
     settings = [{"first": "/long" * 20 + f"/{n}"} | each for n, each in enumerate(settings)]
-    lines = [Standing(f"run{n}", "over", 1, 1, "reward", 1.0, True, 0.1, each) for n, each in enumerate(settings)]
+    lines = [Standing(f"run{n}", "over", 1, 1, "reward", 1.0, 1, True, 0.1, each) for n, each in enumerate(settings)]
     console = Console(width=WIDE, record=True, file=io.StringIO())
     console.print(table(lines))
     text = console.export_text()
@@ -305,3 +314,51 @@ def test_a_terminal_that_cannot_be_redrawn_is_shown_the_run_once(
 def test_a_course_keeps_its_shape_in_few_blocks() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 1, 1], 2) == "▁█" and sparkline([1.0, 1.0 + 1e-9], 9) == "▁▁"
+
+
+def of_validations(folder: Path, *accuracies: float) -> RunFiles:
+    """Return a run with these accuracies before its first step, after that, and so on."""
+    lines = [{"step": step, "prefix": "validation", "accuracy": value} for step, value in enumerate(accuracies)]
+    lines += [{"step": step, "prefix": "train", "loss": 1.0} for step in range(1, len(accuracies))]
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(folder)
+
+
+def test_the_untrained_model_ranks_nothing(tmp_path: Path) -> None:
+    """Both runs begin with the same model; only what they learned tells them apart."""
+    worse = of_validations(tmp_path / "worse", 0.9, 0.2, 0.1)
+    better = of_validations(tmp_path / "better", 0.9, 0.2, 0.4)
+    lines = standings([worse, better])
+    assert [(line.name, line.score, line.score_step) for line in lines] == [("better", 0.4, 2), ("worse", 0.2, 1)]
+    assert standings([of_validations(tmp_path / "untrained", 0.9)])[0].score is None
+
+
+def test_settings_within_the_spread_of_their_seeds_share_a_place(tmp_path: Path) -> None:
+    settings = {
+        name: [of_validations(tmp_path / name / str(score), 0.5, score) for score in scores]
+        for name, scores in {"a": (0.5, 0.7), "b": (0.6, 0.8), "c": (0.1, 0.2), "d": (0.05,)}.items()
+    }
+    assert ranking(settings) == [
+        "1. b: 0.7 (0.6 to 0.8, 2 runs) of validation/accuracy",
+        "1. a: 0.6 (0.5 to 0.7, 2 runs) of validation/accuracy",
+        "3. c: 0.15 (0.1 to 0.2, 2 runs) of validation/accuracy",
+        "4. d: 0.05 of validation/accuracy",
+    ]
+
+
+def test_a_run_that_lost_its_last_steps_says_so_everywhere(six: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = six / "clip0.3" / "seed1" / "logs" / "exp_001"
+    end = {"end": "all steps are done", "end_kind": "finished", "exit_code": 73, "unsaved": 3, "stopped_early": False}
+    (logs / "summary.json").write_text(json.dumps(end))
+    assert main(["runs", str(six)]) == 0 and main(["watch", "--once", str(logs)]) == 0
+    assert capsys.readouterr().out.count("all steps are done; 3 trained steps are not saved") == 2
+    assert state(SweepRun("clip", 1, logs.parent.parent, ()), 0.0) == "interrupted"
+
+
+def test_watching_goes_on_while_a_lost_run_may_be_restarted(six: Path) -> None:
+    logs = six / "clip0.3" / "seed1" / "logs" / "exp_001"
+    (logs / "summary.json").write_text(json.dumps({"end": "lost", "end_kind": "failed", "exit_code": 69, "unsaved": 1}))
+    assert not read_run(logs).may_go_on
+    (logs / "hyperparams.json").write_text(json.dumps({"cluster": {"max_restarts": 2}}))
+    assert read_run(logs).may_go_on

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.cli.train.sweep import run_command
+from grpo_mcore.cli.train.sweep import _show, run_command
 from grpo_mcore.recipe import RecipeError, load_recipe
 from grpo_mcore.tools.sweep import SweepError, SweepRun, by_setting, claim_folder, split_values, state, sweep_runs
 
@@ -118,3 +118,20 @@ def test_a_dry_run_prints_the_commands(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["sweep", DEMO, *words, "--jobs", "k8s", "--algorithm", "sft"]) == 2
     assert main(["sweep", DEMO, *words, "--preset", "gspo", "--preset", "async"]) == 0
     assert "each run has all presets, gspo, async; preset=gspo,async compares them" in capsys.readouterr().out
+
+
+def test_settings_with_several_seeds_are_ranked_under_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = []
+    for setting, seed, accuracy in (("lr=1", 1, 0.5), ("lr=1", 2, 0.7), ("lr=2", 1, 0.65), ("lr=2", 2, 0.55)):
+        run = SweepRun(setting, seed, tmp_path / f"{setting},seed={seed}", ())
+        (logs := run.folder / "logs" / "exp_001").mkdir(parents=True)
+        lines = [{"step": 0, "prefix": "validation", "accuracy": 0.9}, {"step": 1, "prefix": "train", "loss": 1.0}]
+        lines += [{"step": 1, "prefix": "validation", "accuracy": accuracy}]
+        (logs / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        runs.append(run)
+    _show(runs, tmp_path)
+    shown = capsys.readouterr().out
+    assert "1. lr=1: 0.6 (0.5 to 0.7, 2 runs)" in shown and "1. lr=2: 0.6 (0.55 to 0.65, 2 runs)" in shown
+    assert "0.9" not in shown and (tmp_path / "report.html").is_file()

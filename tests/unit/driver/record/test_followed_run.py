@@ -19,7 +19,7 @@ from grpo_mcore.recipe import MasterConfig
 from tests.unit.step import step_cases
 
 Entry = dict[str, Any]
-STARTED: Entry = {"event": "started", "kept": 0, "step": 0}
+STARTED: Entry = {"event": "started", "kept": 0, "step": 0, "missing": 0, "max_age": 1}
 SAVED: Entry = {"event": "saved", "step": 1}
 RESTARTED: Entry = {"event": "restarted", "worker": "engine-0", "why": "it died"}
 ASKED: Entry = {"event": "stop_asked", "why": "SIGUSR1", "at_once": False}
@@ -162,7 +162,7 @@ def test_the_run_stops_where_the_record_ends(tmp_path: Path, unknown: list[Entry
 
 RESUMED: list[Entry] = [
     STARTED, dispatched("a", "b"), finished("a"), trained(1, "a"), finished("b"), trained(2, "b"),  # void from here on
-    {"event": "started", "kept": 4, "step": 1}, dispatched("b"), finished("b", kept=True), dispatched("c"),
+    STARTED | {"kept": 4, "step": 1}, dispatched("b"), finished("b", kept=True), dispatched("c"),
     finished("c"), trained(2, "b", "c"), ENDED,
 ]  # fmt: skip
 
