@@ -134,13 +134,13 @@ def test_a_whole_file_loads(load) -> None:
     ("text", "line"),
     [
         (
-            "policy.dtensor_cfg={enabled: true}",
+            "policy={dtensor_cfg: {enabled: true}, dtensor_as_megatron: false}",
             "policy.dtensor_cfg.enabled: a key of NeMo RL; the policy is Megatron-Core; use "
             "policy.megatron_cfg "
             "(tensor_model_parallel_size, activation_checkpointing, ...)",
         ),
         (
-            "policy.optimizer={name: torch.optim.AdamW}",
+            "policy={optimizer: {name: torch.optim.AdamW}, dtensor_as_megatron: false}",
             "policy.optimizer.name: a key of NeMo RL; use policy.megatron_cfg.optimizer "
             "(lr, weight_decay, adam_beta1, ...)",
         ),
