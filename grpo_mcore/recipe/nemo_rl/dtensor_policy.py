@@ -221,7 +221,9 @@ def _use_section(section: dict[str, Node], megatron: _Megatron, problems: list[P
         elif name == "lora_A_init":
             megatron.put(key, node.having("kaiming" if node.value == "uniform" else node.value))
         elif name.endswith("_modules") and node.is_list:
-            names = [] if name == "target_modules" and everything is not None and everything.value is True else node.value
+            names = (
+                [] if name == "target_modules" and everything is not None and everything.value is True else node.value
+            )
             megatron.put(key, node.having([item.having(_layer(item.value)) for item in names]))
         else:
             megatron.put(key, node)

@@ -1,4 +1,4 @@
-"""Recipes in NeMo RL's keys that name its DTensor policy: bases, and the values in which recipes of each kind differ."""
+"""Recipes in NeMo RL's keys that name its DTensor policy: bases, and the values in which recipes differ."""
 
 from __future__ import annotations
 
@@ -81,11 +81,12 @@ SFT = (
 )
 DPO = (
     "dpo: {max_num_steps: 150, val_period: 25, val_global_batch_size: 8, reference_policy_kl_penalty: 0.05}\n"
-    "data: {train: {dataset_name: HelpSteer3, split: train}, validation: {dataset_name: HelpSteer3, split: validation}}\n"
+    "data: {train: {dataset_name: HelpSteer3, split: train}, validation: {dataset_name: HelpSteer3, split: test}}\n"
     "cluster: {gpus_per_node: 8, num_nodes: 1}\n" + _POLICY
 )
 DISTILLATION = (
-    _POLICY + "teacher: {<<: *POLICY, model_name: Qwen/Qwen3-4B, dtensor_cfg: {<<: *DTENSOR, tensor_parallel_size: 4}}\n"
+    _POLICY
+    + "teacher: {<<: *POLICY, model_name: Qwen/Qwen3-4B, dtensor_cfg: {<<: *DTENSOR, tensor_parallel_size: 4}}\n"
     "distillation: {num_prompts_per_step: 512, num_generations_per_prompt: 1, topk_logits_k: 64}\n"
     "loss_fn: {kl_type: mixed}\ndata: {train: {dataset_name: DeepScaler}, default: {env_name: math}}\n"
     "env: {math: {num_workers: 8}}\ncluster: {gpus_per_node: 8, num_nodes: 1}\n"
