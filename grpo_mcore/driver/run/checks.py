@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -330,11 +331,13 @@ def check_checkpointing(config: MasterConfig, algorithm: Algorithm = "grpo") -> 
         )
 
 
-def check_writable(config: MasterConfig) -> None:
-    """Make the folders of logs and checkpoints, and raise SetupError for one that cannot be written."""
+def check_writable(config: MasterConfig, *, keep: bool = True) -> None:
+    """Make the folders of logs and checkpoints, and raise SetupError for one that cannot be written. Without `keep`,
+    those that did not exist before are removed again."""
     folders = {"logger.log_dir": config.logger.log_dir}
     if config.checkpointing.enabled:
         folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    made = [] if keep else [path for name in folders.values() for path in _missing(Path(name))]
     for key, folder in folders.items():
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -344,3 +347,12 @@ def check_writable(config: MasterConfig) -> None:
             raise SetupError(f"{key}: {folder} is no folder, but a file, or a link to nothing") from error
         except OSError as error:
             raise SetupError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+        finally:
+            for path in made:
+                with suppress(OSError):  # another process has written into it
+                    path.rmdir()
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return the folder and those above it that do not exist, the deepest first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]

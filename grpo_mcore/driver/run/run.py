@@ -128,7 +128,7 @@ def prepare(
         if trains:
             checkpointer.check_algorithm(algorithm)
         changes = checkpointer.changes(config)
-        check_writable(config)
+        check_writable(config, keep=starts)
     if tokenizer is None:
         names = config.policy.tokenizer
         tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
