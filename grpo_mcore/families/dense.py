@@ -119,9 +119,9 @@ def yarn_shape(rope: dict[str, Any], *, latent: bool = False) -> YarnShape:
     With one of mscale and mscale_all_dim alone (the other null or 0) transformers scales as without both. vLLM's latent
     attention (`latent`) does so only where mscale is 1, its default, and mscale_all_dim is the one that is missing.
     """
-    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    both = bool(mscale) and bool(mscale_all_dim)
-    differs = latent and not both and (bool(mscale_all_dim) or mscale not in (None, 1))
+    mscale, mscale_all_dim = (rope.get(key) or None for key in ("mscale", "mscale_all_dim"))
+    both = mscale is not None and mscale_all_dim is not None
+    differs = latent and not both and (mscale_all_dim is not None or mscale not in (None, 1))
     if rope.get("attention_factor") is not None or differs:
         raise FamilyError(
             f"config.json: RoPE scaling {rope}: YaRN with attention_factor, or with one of mscale and mscale_all_dim "
@@ -140,8 +140,8 @@ def yarn_shape(rope: dict[str, Any], *, latent: bool = False) -> YarnShape:
         original_positions=rope["original_max_position_embeddings"],
         beta_fast=float(rope.get("beta_fast") or 32),
         beta_slow=float(rope.get("beta_slow") or 1),
-        mscale=float(mscale) if both else 1.0,
-        mscale_all_dim=float(mscale_all_dim) if both else 0.0,
+        mscale=float(rope["mscale"]) if both else 1.0,
+        mscale_all_dim=float(rope["mscale_all_dim"]) if both else 0.0,
         truncate=bool(rope.get("truncate", True)),
     )
 

@@ -156,8 +156,9 @@ def gdpo_advantages(
     weight_of = weights_by_name(names, weights)
     parts, terms = [], {}
     # No eps within a group: where named rewards cancel out, it would leave a remainder that the step's std amplifies.
-    options = {"normalize": normalize, "leave_one_out": leave_one_out, "std_of_others": std_of_others}
-    compared = partial(grpo_advantages, **options, eps=0.0)
+    compared = partial(
+        grpo_advantages, normalize=normalize, leave_one_out=leave_one_out, std_of_others=std_of_others, eps=0.0
+    )
     for name in names:
         try:
             estimate = compared(rewards_by_name[name], group_ids, valid)

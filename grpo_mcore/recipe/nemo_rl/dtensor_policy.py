@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from grpo_mcore.recipe.errors import COMMAND_LINE, Problem, in_yaml, nearest_hint
+from grpo_mcore.recipe.schema.megatron import OptimizerConfig
 from grpo_mcore.recipe.yaml_tree import Node
 
 SECTIONS = ("dtensor_cfg", "automodel_cfg")
@@ -48,7 +49,6 @@ _OPTIMIZER_TUNING = {
     *("master_weights", "master_weight_dtype", "store_param_remainders", "exp_avg_dtype", "exp_avg_sq_dtype"),
 }
 _ADAMW = ("AdamW", "FusedAdam")
-_WARMUP, _RATE, _NO_MORE = "scheduler.lr_warmup_iters", "optimizer.lr", "constant, linear and cosine are supported"
 _LAYERS = {
     "linear_qkv": r"[qkv]_proj|qkv_proj",
     "linear_proj": r"o_proj",
@@ -209,6 +209,8 @@ def _use_section(section: dict[str, Node], megatron: _Megatron, problems: list[P
         problems.append(frozen.problem("freezing of parameters is not supported yet; remove the key"))
     lora = section.get("lora_cfg")
     if lora is None or not lora.is_mapping:
+        if lora is not None and lora.value is not None:
+            problems.append(lora.problem(f"expected a mapping of keys, got {in_yaml(lora.plain())}"))
         return
     everything = lora.value.get("match_all_linear")
     for name, node in lora.value.items():
@@ -221,10 +223,9 @@ def _use_section(section: dict[str, Node], megatron: _Megatron, problems: list[P
         elif name == "lora_A_init":
             megatron.put(key, node.having("kaiming" if node.value == "uniform" else node.value))
         elif name.endswith("_modules") and node.is_list:
-            names = (
-                [] if name == "target_modules" and everything is not None and everything.value is True else node.value
-            )
-            megatron.put(key, node.having([item.having(_layer(item.value)) for item in names]))
+            overridden = name == "target_modules" and everything is not None and everything.value is True
+            modules = [] if overridden else node.value
+            megatron.put(key, node.having([item.having(_layer(item.value)) for item in modules]))
         else:
             megatron.put(key, node)
 
@@ -239,6 +240,8 @@ def _layer(name: object) -> object:
 def _use_optimizer(optimizer: Node, megatron: _Megatron, problems: list[Problem]) -> None:
     """Use `policy.optimizer`, a class of torch or TransformerEngine and its arguments."""
     if not optimizer.is_mapping:
+        if optimizer.value is not None:
+            problems.append(optimizer.problem("expected an optimizer of torch, {name, kwargs}"))
         return
     kwargs = optimizer.find("kwargs")
     arguments = dict(kwargs.children()) if kwargs is not None and kwargs.is_mapping else {}
@@ -266,10 +269,14 @@ def _use_scheduler(scheduler: Node, megatron: _Megatron, problems: list[Problem]
     """Use `policy.scheduler`: a class of torch and its arguments, or a list of such, the last with the milestones at
     which the next one begins. null: the learning rate is constant."""
     entries = scheduler.value if scheduler.is_list else [] if scheduler.value is None else [scheduler]
-    pieces = [entry for entry in entries if entry.find("name") is not None]
-    rate = megatron.value(_RATE)
-    rate = rate if isinstance(rate, int | float) else 5.0e-6
-    warmup, kinds = 0, [str(piece.find("name").value).rpartition(".")[2] for piece in pieces]
+    names = {id(entry): name for entry in entries if (name := entry.find("name")) is not None}
+    for entry in entries:
+        if id(entry) not in names and entry.find("milestones") is None:
+            problems.append(entry.problem("expected a scheduler of torch, {name, kwargs}, or {milestones}"))
+    pieces = [entry for entry in entries if id(entry) in names]
+    rate = megatron.value("optimizer.lr")
+    rate = rate if isinstance(rate, int | float) else OptimizerConfig().lr
+    warmup, kinds = 0, [str(names[id(piece)].value).rpartition(".")[2] for piece in pieces]
     if kinds[:1] == ["LinearLR"] and _number(pieces[0], "start_factor", 1 / 3) < _number(pieces[0], "end_factor", 1):
         first, kinds = pieces.pop(0), kinds[1:]
         warmup = int(_number(first, "total_iters", 5))
@@ -278,8 +285,7 @@ def _use_scheduler(scheduler: Node, megatron: _Megatron, problems: list[Problem]
         start = float(f"{rate * _number(first, 'start_factor', 1 / 3):.12g}")
         megatron.put("scheduler.lr_warmup_init", first.having(start), replaces=True)
     at = pieces[0] if pieces else scheduler
-    megatron.put(_WARMUP, at.having(warmup), replaces=True)
-    end: float | None = None
+    megatron.put("scheduler.lr_warmup_iters", at.having(warmup), replaces=True)
     if not kinds or (kinds == ["ConstantLR"] and _number(at, "factor", 1 / 3) == 1):
         megatron.put("scheduler.lr_decay_style", at.having("constant"), replaces=True)
         _put_null(megatron, at)
@@ -289,7 +295,8 @@ def _use_scheduler(scheduler: Node, megatron: _Megatron, problems: list[Problem]
     elif kinds == ["LinearLR"]:
         style, steps, end = "linear", _number(at, "total_iters", 5), rate * _number(at, "end_factor", 1)
     else:
-        problems.append(at.problem(f"{', '.join(kinds)} after the warm-up: not supported yet; {_NO_MORE}"))
+        message = f"{', '.join(kinds)} after the warm-up: not supported yet; constant, linear and cosine are"
+        problems.append(at.problem(message))
         return
     megatron.put("scheduler.lr_decay_style", at.having(style), replaces=True)
     megatron.put("scheduler.lr_decay_iters", at.having(warmup + int(steps)), replaces=True)

@@ -115,6 +115,9 @@ def test_a_remedy_in_a_recipe_on_ours_works_as_written(load) -> None:
         ("policy.scheduler=[{name: torch.optim.lr_scheduler.StepLR}]", "StepLR after the warm-up: not supported yet"),
         ("policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 0.5}}]",
          "a warm-up must end at the factor 1"),
+        ("policy.scheduler=cosine", "policy.scheduler: expected a scheduler of torch, {name, kwargs}, or {milestones}"),
+        ("policy.optimizer=adamw", "policy.optimizer: expected an optimizer of torch, {name, kwargs}"),
+        ("policy.dtensor_cfg.lora_cfg=true", "policy.dtensor_cfg.lora_cfg: expected a mapping of keys, got true"),
         ("policy.dtensor_cfg=5", "a key of NeMo RL; the policy is Megatron-Core"),
     ],
 )  # fmt: skip
