@@ -822,7 +822,7 @@ def test_an_evaluation_has_engines_alone(capsys) -> None:
     assert main(["plan", "eval", "generation.model_name=Qwen/Qwen2.5-72B-Instruct"]) == 1
     text = capsys.readouterr().out
     assert "cannot hold one sample of 2,048 tokens" in text and "optimizer" not in text
-    words = ["eval.num_prompts=30", "eval.num_tests_per_prompt=16", "--device", "cpu"]
+    words = ["eval.num_prompts=30", "eval.num_tests_per_prompt=16", "generation.temperature=1", "--device", "cpu"]
     assert main(["plan", "eval", *words]) == 0
     assert "30 prompts x 16 = 480" in capsys.readouterr().out
 
