@@ -13,6 +13,7 @@ import yaml
 
 from grpo_mcore.recipe.errors import Problem, in_yaml
 from grpo_mcore.recipe.nemo_rl.dtensor_policy import dtensor_as_megatron
+from grpo_mcore.recipe.nemo_rl.eval_layout import SAME_KEYS
 from grpo_mcore.recipe.schema.master import GYM
 from grpo_mcore.recipe.schema.section import is_path
 from grpo_mcore.recipe.yaml_tree import Node
@@ -31,6 +32,7 @@ def renamed_keys() -> Iterator[tuple[str, str]]:
     """Yield (key, other key with the same meaning), of which the one that is set later decides."""
     yield from ((path, entry["to"]) for path, entry in key_tables()["mapped"].items())
     yield CLIP
+    yield from SAME_KEYS
 
 
 def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:

@@ -8,16 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.tensor_parallel import VocabParallelEmbedding, layers
 
 from grpo_mcore.families import FamilyError, shape_of
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.layout import PolicyLayout
-from grpo_mcore.parallel import settings
+from grpo_mcore.parallel.mesh import prepare_megatron
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig
+
+prepare_megatron(Platform.detect())
+
+from megatron.core.models.common.language_module.language_module import LanguageModule  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from megatron.core.tensor_parallel import VocabParallelEmbedding, layers  # noqa: E402
+
+from grpo_mcore.parallel import settings  # noqa: E402
 
 
 def config(model: str = "Qwen3-8B", **overrides: Any) -> Any:

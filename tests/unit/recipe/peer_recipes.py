@@ -95,7 +95,7 @@ BASES = {"grpo": GRPO, "sft": SFT, "dpo": DPO, "distillation": DISTILLATION}
 
 RECIPES = {
     "grpo-long-tp8-actckpt": ("grpo", """\
-policy: {train_micro_batch_size: 1, max_total_sequence_length: 16384,
+policy: {model_name: Qwen/Qwen3-32B, train_micro_batch_size: 1, max_total_sequence_length: 16384,
          dtensor_cfg: {_v2: false, activation_checkpointing: true, tensor_parallel_size: 8},
          sequence_packing: {enabled: false}, optimizer: {kwargs: {lr: 3e-7}}}
 """, {"tensor_model_parallel_size": 8, "activation_checkpointing": True, "optimizer.lr": 3e-7}),
@@ -118,6 +118,7 @@ policy: {dtensor_cfg: {lora_cfg: {enabled: true, target_modules: [q_proj, "*.o_p
 """, {"peft.target_modules": ["linear_qkv", "*.linear_proj", "linear_fc1"], "peft.lora_A_init_method": "kaiming"}),
     "dapo-experts-with-fused-adam": ("grpo", """\
 policy:
+  model_name: nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16
   optimizer: {name: transformer_engine.pytorch.optimizers.fused_adam.FusedAdam,
               kwargs: {lr: 1.0e-6, weight_decay: 0.1, master_weights: true, store_param_remainders: true,
                        exp_avg_dtype: torch.bfloat16, exp_avg_sq_dtype: torch.bfloat16}}
@@ -152,6 +153,38 @@ dpo: {val_period: -1}
 policy: {scheduler: [{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 10000000000}},
                      {milestones: []}]}
 """, {"scheduler.lr_warmup_iters": 0, "scheduler.lr_decay_style": "constant", "optimizer.adam_beta2": 0.98}),
+    "dapo-context-parallel": ("grpo", """\
+policy: {dtensor_cfg: {context_parallel_size: 4}, sequence_packing: {enabled: false}, train_micro_batch_size: 1,
+         megatron_cfg: {tensor_model_parallel_size: 4, scheduler: {lr_decay_iters: null}},
+         make_sequence_length_divisible_by: "${mul:${policy.dtensor_cfg.tensor_parallel_size},\
+ ${mul:2, ${policy.dtensor_cfg.context_parallel_size}}}", generation: {vllm_cfg: {tensor_parallel_size: 2}}}
+""", {"context_parallel_size": 4, "tensor_model_parallel_size": 1}),
+    "grpo-offload-dynamic": ("grpo", """\
+policy: {model_name: nvidia/NVIDIA-Nemotron-Nano-12B-v2, dynamic_batching: {enabled: true},
+         sequence_packing: {enabled: false}, dtensor_cfg: {cpu_offload: true, activation_checkpointing: true}}
+cluster: {num_nodes: 2}
+""", {"optimizer.optimizer_cpu_offload": True, "activation_checkpointing": True}),
+    "dpo-long": ("dpo", """\
+policy: {env_vars: {PYTORCH_CUDA_ALLOC_CONF: "max_split_size_mb:64"}, fsdp_offload_enabled: false,
+         dtensor_cfg: {tensor_parallel_size: 2, activation_checkpointing: true}, train_micro_batch_size: 1}
+checkpointing: {metric_name: val_loss, higher_is_better: false, keep_top_k: null}
+""", {"tensor_model_parallel_size": 2, "env_vars": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}}),
+    "dpo-experts": ("dpo", """\
+policy: {model_name: nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16, train_global_batch_size: 16,
+         train_micro_batch_size: 1, hf_config_overrides: {router_aux_loss_coef: 0.0},
+         dtensor_cfg: {checkpoint: {model_save_format: safetensors}, expert_parallel_size: 8,
+                       moe_parallelizer: {reshard_after_forward: true}}, offload_optimizer_for_logprob: true}
+checkpointing: {metric_name: "val:validation-default_loss", higher_is_better: false}
+""", {"expert_model_parallel_size": 8}),
+    "sft-experts": ("sft", """\
+policy: {model_name: openai/gpt-oss-20b, dequantize_base_checkpoint: true, hf_config_overrides:
+         {router_aux_loss_coef: 0.0}, dtensor_cfg: {expert_parallel_size: 8}, train_micro_batch_size: 8}
+""", {"expert_model_parallel_size": 8}),
+    "distillation-of-two-layouts": ("distillation", """\
+distillation: {num_prompts_per_step: 512, max_num_steps: 20}
+policy: {model_name: Qwen/Qwen3-4B-Base, dtensor_cfg: {tensor_parallel_size: 2}}
+teacher: {model_name: Qwen/Qwen3-32B, dtensor_cfg: {tensor_parallel_size: 8}}
+""", {"tensor_model_parallel_size": 2}),
     "distillation": ("distillation", "loss_fn: {kl_type: reverse}\n", {"tensor_model_parallel_size": 1}),
 }  # fmt: skip
 """By name: the base, the values in which a recipe differs, and what `policy.megatron_cfg` must hold."""

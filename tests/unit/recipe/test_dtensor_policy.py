@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_mcore.recipe import load_recipe
+from grpo_mcore.tools.plan.run_plan import check_plan
 from tests.unit.recipe.conftest import MINIMAL
 from tests.unit.recipe.peer_recipes import BASES, GRPO, RECIPES
 
@@ -21,6 +22,7 @@ def test_a_recipe_of_the_dtensor_policy_loads(write, name: str, section: str) ->
         for part in key.split("."):
             found = found[part]
         assert found == pytest.approx(value) if isinstance(value, float) else found == value, key
+    check_plan(recipe.config)
     lines = [note for note in map(str, recipe.imported) if "read as policy.megatron_cfg" in note]
     assert len(lines) == (2 if base == "distillation" else 1)
     assert lines[-1].endswith("policy.dtensor_as_megatron: false forbids it")
@@ -73,6 +75,10 @@ def test_a_child_that_enables_megatron_gets_the_megatron_section(write) -> None:
         ("grpo_math_1B", ["policy.optimizer.kwargs.lr=1e-6"], "policy.megatron_cfg.optimizer.lr", 1e-6),
         ("grpo_math_1B", ["policy.megatron_cfg.optimizer.clip_grad=0.5"], "policy.max_grad_norm", 0.5),
         ("grpo_math_1B", ["logger.wandb_name=x"], "logger.wandb.name", "x"),
+        ("eval", ["policy.model_name=Qwen/Qwen3-4B"], "policy.model_name", "Qwen/Qwen3-4B"),
+        ("eval", ["policy.generation.val_temperature=0.7"], "policy.generation.val_temperature", 0.7),
+        ("eval", ["policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"],
+         "policy.generation.vllm_cfg.tensor_parallel_size", 2),
         ("grpo_math_1B", ["logger.tb_name=x"], "logger.tensorboard.log_dir", "x"),
         ("grpo_math_1B", ["policy.automodel_cfg.cpu_offload=true"],
          "policy.megatron_cfg.optimizer.optimizer_cpu_offload", True),
