@@ -122,20 +122,21 @@ def dtensor_as_megatron(tree: Node, problems: list[Problem], notes: list[Problem
     if not megatron.is_mapping:
         return tree
     is_ours = megatron.find("enabled")
+    others = {name: node for name, node in policy.value.items() if name not in (*SECTIONS, *used)}
     if enabled is not None and is_ours is not None and is_ours.value is True:
-        problems.append(enabled.problem(f"contradicts {MEGATRON}.enabled = true ({is_ours.source}); set one of them"))
-        return tree
+        problems.append(enabled.problem(f"contradicts {is_ours.problem('true')}; set one of them to false"))
+        return tree.having({**tree.value, "policy": policy.having(others)})
     alone = is_ours is not None and is_ours.value is False  # the section of a policy that is not used
     megatron = _Megatron(_on_command_line(megatron) if alone else megatron, enabled is not None, problems)
     _use_section(section, megatron, problems)
     if (optimizer := used.get("optimizer")) is not None:
         _use_optimizer(optimizer, megatron, problems)
-    if (scheduler := used.get("scheduler")) is not None or alone:
-        _use_scheduler(scheduler or Node(None, policy.source, "policy.scheduler"), megatron, problems)
-    if (size := megatron.value("tensor_model_parallel_size")) in (None, 1) and megatron.set:
+    scheduler = used.get("scheduler", Node(None, policy.source, "policy.scheduler"))
+    if scheduler.value is not None or alone or (enabled is not None and "scheduler" in used):
+        _use_scheduler(scheduler, megatron, problems)
+    if (size := megatron.value("tensor_model_parallel_size")) in (None, 1) and "sequence_parallel" in megatron.set:
         megatron.leave_out("sequence_parallel")  # it has no effect on one rank, and is refused here
-    values = {name: node for name, node in policy.value.items() if name not in (*SECTIONS, *used)}
-    values["megatron_cfg"] = megatron.tree.having(
+    others["megatron_cfg"] = megatron.tree.having(
         megatron.tree.value | ({"enabled": Node(True, enabled.source, enabled.key)} if enabled is not None else {})
     )
     if enabled is not None:
@@ -144,7 +145,7 @@ def dtensor_as_megatron(tree: Node, problems: list[Problem], notes: list[Problem
         notes.append(enabled.problem(message))
     else:
         notes += [node.problem(f"used as {MEGATRON}.{key}") for key, node in megatron.set.items()]
-    return tree.having({**tree.value, "policy": policy.having(values)})
+    return tree.having({**tree.value, "policy": policy.having(others)})
 
 
 class _Megatron:
