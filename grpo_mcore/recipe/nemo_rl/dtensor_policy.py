@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import product
 
 from grpo_mcore.recipe.errors import COMMAND_LINE, Problem, in_yaml, nearest_hint
 from grpo_mcore.recipe.schema.megatron import OptimizerConfig
 from grpo_mcore.recipe.yaml_tree import Node
 
 SECTIONS = ("dtensor_cfg", "automodel_cfg")
+POLICIES = ("policy", "teacher")
+"""Sections that hold a policy."""
 MEGATRON = "policy.megatron_cfg"
 READ_AS = f"read as {MEGATRON}"
 """Start of the line that says so."""
@@ -58,11 +61,12 @@ _LAYERS = {
 """Names of linear layers in Hugging Face's models, by the name of the layer that holds them here."""
 
 
-def aliases() -> Iterator[tuple[str, str]]:
-    """Yield (key of the DTensor policy, key here) for all keys that keep their value."""
+def aliases(policy: str = "policy") -> Iterator[tuple[str, str]]:
+    """Yield (key of the DTensor policy, key here) for all keys that keep their value. `policy`: its section."""
     for section in SECTIONS:
-        yield from ((f"policy.{section}.{theirs}", f"{MEGATRON}.{ours}") for theirs, ours in SAME.items())
-    yield from ((f"policy.optimizer.kwargs.{theirs}", f"{MEGATRON}.{ours}") for theirs, ours in OPTIMIZER.items())
+        yield from ((f"{policy}.{section}.{theirs}", f"{policy}.megatron_cfg.{ours}") for theirs, ours in SAME.items())
+    rates = OPTIMIZER.items()
+    yield from ((f"{policy}.optimizer.kwargs.{theirs}", f"{policy}.megatron_cfg.{ours}") for theirs, ours in rates)
 
 
 def later_wins(base: Node, top: Node, pairs: Iterable[tuple[str, str]]) -> Node:
@@ -70,15 +74,16 @@ def later_wins(base: Node, top: Node, pairs: Iterable[tuple[str, str]]) -> Node:
     key of a pair, the other key has its value here too. `pairs`: keys of NeMo RL, and the keys here that mean the
     same."""
     pairs = list(pairs)
-    if not names_a_policy(base, top):
-        pairs += aliases()
+    for policy in POLICIES:
+        if not names_a_policy(policy, base, top):
+            pairs += aliases(policy)
     for pair in pairs:
         for upper, lower in (pair, pair[::-1]):
             node, other = top.find(upper), base.find(lower)
             if node is not None and other is not None and top.find(lower) is None and not _both_typed(node, other):
                 base = _with(base, lower.split("."), node)
-    for section in SECTIONS:  # the policy that the upper layer switches on is the only one
-        switches = (f"policy.{section}.enabled", f"{MEGATRON}.enabled")
+    for policy, section in product(POLICIES, SECTIONS):  # the one that the upper layer switches on is the only one
+        switches = (f"{policy}.{section}.enabled", f"{policy}.megatron_cfg.enabled")
         for upper, lower in (switches, switches[::-1]):
             node, other = top.find(upper), base.find(lower)
             if node is None or other is None or top.find(lower) is not None or _both_typed(node, other):
@@ -99,9 +104,9 @@ def _with(tree: Node, parts: list[str], node: Node) -> Node:
     return tree.having(tree.value | {name: _with(tree.value[name], rest, node) if rest else node})
 
 
-def names_a_policy(*trees: Node) -> bool:
-    """Return whether one of the trees switches the DTensor policy on or off."""
-    return any(tree.find(f"policy.{section}.enabled") is not None for tree in trees for section in SECTIONS)
+def names_a_policy(policy: str, *trees: Node) -> bool:
+    """Return whether one of the trees switches the DTensor policy of a section on or off."""
+    return any(tree.find(f"{policy}.{section}.enabled") is not None for tree in trees for section in SECTIONS)
 
 
 def dtensor_as_megatron(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:

@@ -47,8 +47,12 @@ def test_null_says_nothing_of_the_megatron_policy(load) -> None:
 
 
 def test_a_teacher_of_the_dtensor_policy_has_its_layout(load) -> None:
-    config = load(BASES["distillation"]).config
-    assert config.on_policy_distillation.non_colocated_teachers.default_teacher_cfg.tensor_model_parallel_size == 4
+    for words, size in (((), 4), (("teacher.megatron_cfg.tensor_model_parallel_size=2",), 2)):
+        section = load(BASES["distillation"], *words).config.on_policy_distillation
+        assert section.non_colocated_teachers.default_teacher_cfg.tensor_model_parallel_size == size
+    words = ["teacher.dtensor_cfg.tensor_parallel_size=4", "teacher.optimizer.kwargs.lr=1e-6"]
+    section = load_recipe("distillation_math", [*words, "cluster.gpus_per_node=4"]).config.on_policy_distillation
+    assert section.non_colocated_teachers.default_teacher_cfg.tensor_model_parallel_size == 4
 
 
 def test_the_command_line_decides_in_either_spelling(load) -> None:
