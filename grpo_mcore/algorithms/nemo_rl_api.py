@@ -119,17 +119,19 @@ def refit_policy_generation(
 
 
 def scale_rewards(repeated_batch: Any, reward_scaling_cfg: RewardScalingConfig | Mapping[str, Any]) -> Any:
-    """Clamp `repeated_batch["total_reward"]` to the source interval and map it to the target interval, in place.
+    """Clamp the rewards of a batch to the source interval and map them to the target interval, in place.
 
-    The original rewards stay in `repeated_batch["unscaled_reward"]`. `repeated_batch`: a BatchedDataDict or any dict.
-    `reward_scaling_cfg`: grpo.reward_scaling, or a mapping with its keys; nothing changes where it is not enabled.
-    Return the batch.
+    These are `total_reward` and each named reward, `reward/NAME`; the original total rewards stay in `unscaled_reward`.
+    `repeated_batch`: a BatchedDataDict or any dict. `reward_scaling_cfg`: grpo.reward_scaling, or a mapping with its
+    keys; nothing changes where it is not enabled. Return the batch.
     """
     scaling = RewardScalingConfig.model_validate(reward_scaling_cfg)
     if scaling.enabled:
         bounds = scaling.model_dump(exclude={"enabled"})
         rewards = repeated_batch["unscaled_reward"] = repeated_batch["total_reward"]
         repeated_batch["total_reward"] = scale_reward_values(rewards, **bounds)
+        for name in [name for name in repeated_batch if name.startswith("reward/")]:
+            repeated_batch[name] = scale_reward_values(repeated_batch[name], **bounds)
     return repeated_batch
 
 

@@ -60,7 +60,7 @@ def _yarn(config: dict[str, Any]) -> YarnShape | None:
         raise FamilyError(
             f"config.json: RoPE scaling {rope} is not supported for {config['model_type']} models; YaRN that rounds is"
         )
-    return yarn_shape(rope)
+    return yarn_shape(rope, latent=True)
 
 
 def params(shape: ModelShape) -> tuple[Param, ...]:

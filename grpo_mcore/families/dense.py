@@ -105,7 +105,7 @@ def _rope(config: dict[str, Any]) -> _Rope:
         return _Rope(theta)
     if kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items()):
         return _Rope(theta, llama3_factor=float(rope["factor"]))
-    if kind == "yarn" and not (rope.get("mscale") or rope.get("mscale_all_dim")):
+    if kind == "yarn" and not (rope.get("mscale") and rope.get("mscale_all_dim")):
         return _Rope(theta, yarn=yarn_shape(rope))
     raise FamilyError(
         f"config.json: RoPE scaling {rope} is not supported; known are plain RoPE, YaRN without mscale, and Llama 3's "
@@ -113,12 +113,19 @@ def _rope(config: dict[str, Any]) -> _Rope:
     )
 
 
-def yarn_shape(rope: dict[str, Any]) -> YarnShape:
-    """Read a YarnShape from rotary settings. Raises FamilyError for settings that Megatron-Core's YaRN lacks."""
-    if rope.get("attention_factor") is not None or bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+def yarn_shape(rope: dict[str, Any], *, latent: bool = False) -> YarnShape:
+    """Read a YarnShape from rotary settings. Raises FamilyError for settings that Megatron-Core's YaRN lacks.
+
+    With one of mscale and mscale_all_dim alone (the other null or 0) transformers scales as without both. vLLM's latent
+    attention (`latent`) does so only where mscale is 1, its default, and mscale_all_dim is the one that is missing.
+    """
+    mscale, mscale_all_dim = (rope.get(key) or None for key in ("mscale", "mscale_all_dim"))
+    both = mscale is not None and mscale_all_dim is not None
+    differs = latent and not both and (mscale_all_dim is not None or mscale not in (None, 1))
+    if rope.get("attention_factor") is not None or differs:
         raise FamilyError(
             f"config.json: RoPE scaling {rope}: YaRN with attention_factor, or with one of mscale and mscale_all_dim "
-            "alone, is not supported"
+            "alone in latent attention, is not supported"
         )
     if rope.get("attn_factor") not in (None, 1):
         raise FamilyError(
@@ -133,8 +140,8 @@ def yarn_shape(rope: dict[str, Any]) -> YarnShape:
         original_positions=rope["original_max_position_embeddings"],
         beta_fast=float(rope.get("beta_fast") or 32),
         beta_slow=float(rope.get("beta_slow") or 1),
-        mscale=float(rope.get("mscale") or 1.0),
-        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+        mscale=float(rope["mscale"]) if both else 1.0,
+        mscale_all_dim=float(rope["mscale_all_dim"]) if both else 0.0,
         truncate=bool(rope.get("truncate", True)),
     )
 

@@ -23,7 +23,11 @@ def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`. vLLM gives the even layers the window, and always clamps at 7."""
     require(config, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0)
     rope = rope_settings(config)
-    if rope.get("rope_type") != "yarn" or rope.get("truncate", True) or rope.get("mscale"):
+    if (
+        rope.get("rope_type") != "yarn"
+        or rope.get("truncate", True)
+        or (rope.get("mscale") and rope.get("mscale_all_dim"))
+    ):
         raise FamilyError(f"config.json: RoPE {rope} is not supported for gpt_oss models; YaRN without rounding is")
     layers = range(config["num_hidden_layers"])
     kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in layers]

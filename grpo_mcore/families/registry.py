@@ -327,15 +327,18 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
 
 
 def _two_ropes(config: Mapping[str, Any]) -> bool:
-    """Return whether a config has rotary settings in both forms and they differ: transformers takes the older one."""
+    """Return whether a config has rotary settings in both forms and they differ, also by a setting that only one of
+    them has: transformers takes the older one, which rope_theta of the config belongs to."""
     older, newer = config.get("rope_scaling"), config.get("rope_parameters")
     if not isinstance(older, Mapping) or not isinstance(newer, Mapping) or not older:
         return False
-    older_settings = _with_type(older)
-    older_settings |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    return any(
-        newer.get(key, "default" if key == "rope_type" else None) != value for key, value in older_settings.items()
+    beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
+    of_both = {"rope_type": "default"} | {key: beside[key] for key in ("partial_rotary_factor",) if key in beside}
+    first, second = (
+        {key: value for key, value in settings.items() if value is not None}
+        for settings in (of_both | beside | _with_type(older), of_both | _with_type(newer))
     )
+    return first != second
 
 
 @lru_cache(maxsize=8)  # DeepSeek-V3 has 45,000

@@ -151,8 +151,12 @@ def _engine_model(engine: EngineLayout, shape: ModelShape) -> Iterator[Finding]:
     tensor, experts = engine.tensor, shape.experts
     wrong = _undivided(engine_sizes(shape, engine.expert_parallel), tensor) + _shared_heads(shape, tensor)
     if shape.biases and tensor > 1:
-        wrong.append("the experts' biases")
-    if wrong:
+        yield Finding(
+            (Key.ENGINE_TENSOR,),
+            f"{tensor}: a refit writes the experts of a {shape.family} model, which have biases, into engines of one "
+            "rank only; set it to 1, for more engines",
+        )
+    elif wrong:
         yield Finding((Key.ENGINE_TENSOR,), f"{tensor} does not divide {', '.join(wrong)} of this {shape.family} model")
     if engine.expert_parallel and experts is None:
         yield Finding((Key.ENGINE_EXPERT,), f"{tensor}: this {shape.family} model has no experts; set it to 1")

@@ -189,12 +189,14 @@ def grpo_advantages(
     *,
     normalize: bool = True,
     leave_one_out: bool = True,
+    std_of_others: bool = False,
     eps: float = EPS,
 ) -> AdvantageEstimate:
     """Return A = r - baseline, divided by (std + eps) of the whole group if `normalize`.
 
     The baseline is the group's mean or, with leave_one_out, the mean of its other samples: then
-    A = (r - mean) * n / (n - 1). A group with equal rewards, or with one sample, gives exactly 0.
+    A = (r - mean) * n / (n - 1). A group with equal rewards, or with one sample, gives exactly 0. `std_of_others`: with
+    leave_one_out, divide by the std of the other samples, as NeMo RL does; where these are equal A is not divided.
     Arguments as for `group_stats`. GRPO: arXiv 2402.03300, section 4.1.2.
     """
     groups = group_stats(rewards, group_ids, valid)
@@ -204,10 +206,21 @@ def grpo_advantages(
         advantages = advantages * size / (size - 1).clamp(min=1)
     term = advantage_term(rewards, advantages)
     if normalize:
-        std = groups.std[groups.index]
+        std = _std_of_others(groups) if leave_one_out and std_of_others else groups.std[groups.index]
         advantages = torch.where(std > 0, advantages / (std + eps), advantages)
         term = replace(term, scale=torch.where(std > 0, std + eps, 1.0))
     return AdvantageEstimate(advantages, groups, terms={"": term})
+
+
+def _std_of_others(groups: GroupStats) -> Tensor:
+    """Return, for each sample, the standard deviation (with n - 1) of the other valid samples of its group; exactly 0
+    if these are equal. [N]"""
+    squares = torch.where(groups.valid, groups.deviation.square(), 0.0)
+    total = squares.new_zeros(len(groups.size)).index_add(0, groups.index, squares)[groups.index]
+    size = groups.size[groups.index].to(torch.float64)
+    rest = total - squares * size / (size - 1).clamp(min=1)
+    rest = torch.where(rest > EQUAL_REWARDS_TOLERANCE**2 * total, rest, 0.0)  # of a lone winner only rounding is left
+    return torch.where(size > 2, (rest / (size - 2).clamp(min=1)).sqrt(), 0.0)
 
 
 def advantage_term(rewards: Tensor, difference: Tensor) -> AdvantageTerm:

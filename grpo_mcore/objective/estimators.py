@@ -32,6 +32,7 @@ def estimate_advantages(
     *,
     normalize: bool = True,
     leave_one_out: bool = True,
+    std_of_others: bool = False,
     minus_baseline: bool = True,
     rewards_by_name: Mapping[str, Tensor] | None = None,
     reward_weights: RewardWeights | None = None,
@@ -44,13 +45,13 @@ def estimate_advantages(
     rewards [N], group_ids int [N], valid bool [N] (None: all), see `group_stats`. `kl` with a `kl_penalty` above 0
     puts the KL in the reward. r is the reward, mean and std are those of the group:
 
-    grpo (arXiv 2402.03300): `grpo_advantages` with `normalize` and `leave_one_out`.
+    grpo (arXiv 2402.03300): `grpo_advantages` with `normalize`, `leave_one_out` and `std_of_others`.
     dr_grpo (arXiv 2503.20783): r - mean. Never divided by a std, which would weight groups by their difficulty.
     rloo (arXiv 2402.14740): r - mean of the other samples of the group. Never divided by a std.
     For these three, r is the reward minus kl_penalty * KL of the whole sample, before the baseline.
 
     reinforce_plus_plus: `reinforce_plus_plus_advantages`, with `minus_baseline`, `tokens` and, by token, `kl`.
-    gdpo: `gdpo_advantages`, with `rewards_by_name`, `reward_weights`, `normalize` and `leave_one_out`.
+    gdpo: `gdpo_advantages`, with `rewards_by_name`, `reward_weights`, `normalize`, `leave_one_out`, `std_of_others`.
 
     Other arguments have no effect on an estimator. Raises ValueError if an input is missing or has the wrong shape, or
     if a valid reward or its KL is not finite.
@@ -81,6 +82,7 @@ def estimate_advantages(
             reward_weights,
             normalize=normalize,
             leave_one_out=leave_one_out,
+            std_of_others=std_of_others,
         )
     if kl is not None and kl_penalty:
         rewards = rewards_minus_kl(rewards, kl, kl_penalty, valid)
@@ -90,6 +92,7 @@ def estimate_advantages(
         valid,
         normalize=normalize and name == "grpo",
         leave_one_out=leave_one_out if name == "grpo" else name == "rloo",
+        std_of_others=std_of_others,
     )
 
 
@@ -134,6 +137,7 @@ def gdpo_advantages(
     *,
     normalize: bool = True,
     leave_one_out: bool = True,
+    std_of_others: bool = False,
 ) -> AdvantageEstimate:
     """GDPO (arXiv 2601.05242): 0 for failed samples. `rewards` [N]: of all names together, for the statistics.
 
@@ -152,7 +156,9 @@ def gdpo_advantages(
     weight_of = weights_by_name(names, weights)
     parts, terms = [], {}
     # No eps within a group: where named rewards cancel out, it would leave a remainder that the step's std amplifies.
-    compared = partial(grpo_advantages, normalize=normalize, leave_one_out=leave_one_out, eps=0.0)
+    compared = partial(
+        grpo_advantages, normalize=normalize, leave_one_out=leave_one_out, std_of_others=std_of_others, eps=0.0
+    )
     for name in names:
         try:
             estimate = compared(rewards_by_name[name], group_ids, valid)

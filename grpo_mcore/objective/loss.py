@@ -100,7 +100,8 @@ class ClippedPGLossFn:
             metrics["kl_penalty"] = kl.detach()
 
         if cfg.positive_example_nll_weight > 0:
-            nll = positive_nll(curr, _needed(batch, "rewards", "loss_fn.positive_example_nll_weight > 0"), tokens)
+            rewards = _needed(batch, "rewards", "loss_fn.positive_example_nll_weight > 0")
+            nll = positive_nll(curr, rewards, tokens, by_micro_batch=cfg.positive_example_nll_divisor == "micro_batch")
             loss = loss + cfg.positive_example_nll_weight * nll
             metrics["positive_nll_loss"] = nll.detach()
 
@@ -193,13 +194,16 @@ def policy_term(
     return PolicyTerm(loss, ratio, clipped)
 
 
-def positive_nll(curr: Tensor, rewards: Tensor, tokens: MaskedTokens) -> Tensor:
+def positive_nll(curr: Tensor, rewards: Tensor, tokens: MaskedTokens, *, by_micro_batch: bool = False) -> Tensor:
     """Return the sum of -curr over the tokens of samples with a positive reward / global_valid_toks (arXiv 2504.05118).
 
     The paper divides by the tokens of positive samples. Divided by all tokens, a rare positive sample does not weigh
-    more than others.
+    more than others. `by_micro_batch`: divide by the tokens of positive samples in this micro-batch, as NeMo RL does.
     """
     positive = tokens.expand((tokens.per_sequence(rewards, "rewards") > 0).to(torch.float64))
+    if by_micro_batch:
+        weight = positive * tokens.weight
+        return -(curr * weight).sum() / weight.sum().clamp(min=1)
     return tokens.mean(-curr * positive)
 
 

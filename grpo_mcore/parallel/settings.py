@@ -8,32 +8,32 @@ from typing import Any
 import torch
 from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from grpo_mcore.families import FamilyError, ModelShape
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.layers.experts import computes_in_groups
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.recipe import MegatronConfig
+from grpo_mcore.recipe import MegatronConfig, nearest_hint
+from grpo_mcore.recipe.errors import in_yaml
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 
-OTHER_MODEL = frozenset({
-    "activation_func_clamp_value", "apply_residual_connection_post_layernorm", "experimental_attention_variant",
-    "glu_linear_offset", "linear_attention_freq", "moe_apply_probs_on_input", "moe_expert_capacity_factor",
-    "moe_input_jitter_eps", "moe_latent_size", "moe_layer_freq", "moe_router_force_load_balancing",
-    "moe_router_topk_limited_devices", "moe_shared_expert_gate", "moe_token_dropping", "mtp_num_layers",
-    "multi_latent_attention", "no_rope_freq", "num_moe_experts", "qk_l2_norm", "rotary_interleaved",
-    "window_attn_skip_freq", "window_size",
-})  # fmt: skip
-"""Fields that make it another model than the engines have: windows, noise, tokens that no expert gets."""
+OVERRIDES: dict[str, dict[Any, Any]] = {
+    "attention_backend": {name: AttnBackend[name] for name in ("flash", "fused", "unfused")},
+    "batch_p2p_sync": {False: False, True: True},
+    "deterministic_mode": {False: False, True: True},
+}
+"""Fields that `model_overrides` may set, and Megatron-Core's value for each of a recipe's. Others do nothing here, or
+make it another model than the engines have. A field needs a test that it acts, in test_settings.py."""
 
 
 def transformer_config(
     shape: ModelShape, layout: PolicyLayout, settings: MegatronConfig, dtype: torch.dtype, platform: Platform
 ) -> TransformerConfig:
     """Return Megatron-Core's settings for the whole model; all chunks of this rank share the object. Raises
-    FamilyError if `model_overrides` has a field that is unknown, decided here, or makes it another model."""
+    FamilyError if `model_overrides` has a field that is decided here or is none of OVERRIDES, or another value."""
     fused = platform.transformer_engine
     by_all_gather = shape.experts is not None and settings.moe_token_dispatcher_type == "allgather"
     values: dict[str, Any] = dict(
@@ -98,16 +98,21 @@ def transformer_config(
         **_latent_settings(shape),
         **_recompute_settings(settings),
     )
-    kind = MLATransformerConfig if shape.latent else TransformerConfig
-    for name in settings.model_overrides:
+    for name, value in settings.model_overrides.items():
         key = f"policy.megatron_cfg.model_overrides.{name}"
         if name in values:
             raise FamilyError(f"{key}: decided by the model or by another key of the recipe; remove it")
-        if name in OTHER_MODEL:
-            raise FamilyError(f"{key}: the policy would compute another model than the engines; remove it")
-        if name not in kind.__dataclass_fields__:
-            raise FamilyError(f"{key}: Megatron-Core's {kind.__name__} has no such field")
-    config = kind(**values, **settings.model_overrides)
+        if name not in OVERRIDES:
+            raise FamilyError(
+                f"{key}: it would have no effect, or compute another model than the engines; "
+                f"{', '.join(OVERRIDES)} can be set{nearest_hint(name, OVERRIDES)}"
+            )
+        if not isinstance(value, str | bool) or value not in OVERRIDES[name]:
+            raise FamilyError(
+                f"{key}: expected one of {', '.join(map(in_yaml, OVERRIDES[name]))}, got {in_yaml(value)}"
+            )
+        values[name] = OVERRIDES[name][value]
+    config = (MLATransformerConfig if shape.latent else TransformerConfig)(**values)
     if (yarn := shape.yarn) is not None:  # Megatron-Core reads these, but its class has no such fields
         config.yarn_rotary_scaling_factor = yarn.factor
         config.yarn_original_max_position_embeddings = yarn.original_positions

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from pydantic import ValidationError
+
 from grpo_mcore.families import ModelShape
 from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, Finding, PolicyLayout, fits
 from grpo_mcore.recipe.schema.distillation import TeacherConfig
@@ -234,10 +236,12 @@ def teacher_copies(config: RecipeSections) -> dict[str, str]:
     settings, first = teacher_settings(config), dict[str, str]()
     if not config.on_policy_distillation.deduplicate_shared_teacher_checkpoints:
         return {alias: alias for alias in settings}
-    return {
-        alias: first.setdefault(f"{settings[alias].backend} {policy.model_dump_json()}", alias)
-        for alias, policy in teacher_policies(config).items()
-    }
+    models = config.on_policy_distillation.teacher_model_by_agent_name
+    try:
+        layouts = {alias: policy.model_dump_json() for alias, policy in teacher_policies(config).items()}
+    except ValidationError:  # the checks of a recipe name the key that is wrong
+        layouts = {alias: f"{models[alias]} {its.model_dump_json()}" for alias, its in settings.items()}
+    return {alias: first.setdefault(f"{settings[alias].backend} {text}", alias) for alias, text in layouts.items()}
 
 
 def teacher_pools(config: RecipeSections) -> dict[str, DevicePool]:

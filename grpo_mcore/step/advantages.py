@@ -61,6 +61,7 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
                 ~rewards.isnan(),
                 normalize=_first(estimator.normalize_rewards, grpo.normalize_rewards),
                 leave_one_out=_first(estimator.use_leave_one_out_baseline, grpo.use_leave_one_out_baseline),
+                std_of_others=estimator.std_of_others,
                 minus_baseline=estimator.minus_baseline,
                 rewards_by_name=named_rewards,
                 reward_weights=estimator.reward_weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from grpo_mcore.driver.run.checks import SetupError, model_folder
 from grpo_mcore.parallel.weights.export import ExportError, export_adapter, export_merged
 from grpo_mcore.parallel.weights.hf_folder import SHARD_BYTES, put_in_place
 from grpo_mcore.recipe import CheckpointingConfig, MasterConfig, load_recipe, without_secrets
+
+logger = logging.getLogger(__name__)
 
 INFO, RECIPE, CARD = "training_info.json", "config.yaml", "README.md"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -100,9 +103,17 @@ def export(
 
 
 def best_checkpoint(config: CheckpointingConfig) -> Path | None:
-    """Return the kept checkpoint that ranks best, as pruning ranks them; without checkpointing.metric_name the
-    newest."""
-    return max(kept_checkpoints(Path(config.checkpoint_dir)), key=lambda folder: rank_of(folder, config), default=None)
+    """Return the kept checkpoint that ranks best, as pruning ranks them; without checkpointing.metric_name the newest.
+    Checkpoints without the metric are named in a warning. If none has it, the newest is the best."""
+    kept = kept_checkpoints(Path(config.checkpoint_dir))
+    if lacking := [folder.name for folder in kept if rank_of(folder, config)[0] == float("-inf")]:
+        logger.warning(
+            "checkpointing.metric_name: %s is missing in %s, %s; validate at the end (val_at_end), or choose a "
+            "val_period that divides save_period",
+            *(config.metric_name, ", ".join(lacking)),
+            "which cannot be the best" if len(lacking) < len(kept) else "so the newest is taken for the best",
+        )
+    return max(kept, key=lambda folder: rank_of(folder, config), default=None)
 
 
 def kept_checkpoints(folder: Path) -> list[Path]:

@@ -1,4 +1,5 @@
-"""`grpo-mcore config RECIPE [key=value ...]`: the resolved recipe as YAML, with the source of every value.
+"""`grpo-mcore config RECIPE [key=value ...]`: the resolved recipe as YAML, with the source of every value, or what
+`grpo-mcore plan` refuses it with.
 `grpo-mcore config --imported RECIPE`: what became of the keys of NeMo RL that it sets.
 `grpo-mcore config --explain KEY`: what a key means, its type, default and readers.
 `grpo-mcore config --reference`: every key with its type, default and meaning, as Markdown."""
@@ -55,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
         for note in recipe.imported:
             print(note)
         return 0
+    from grpo_mcore.tools.plan.run_plan import check_plan
+
+    check_plan(recipe.config)
     print(f"# {batch_equation(recipe.config)}")
     if recipe.imported:
         print(f"# {len(recipe.imported)} keys of NeMo RL are used under another name or dropped: --imported lists them")

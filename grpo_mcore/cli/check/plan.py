@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from grpo_mcore.cli.json_output import print_json
 from grpo_mcore.cli.numbers import amount, count
-from grpo_mcore.recipe import MasterConfig, Problem, RecipeError, load_recipe
+from grpo_mcore.recipe import MasterConfig, Problem, RecipeError, algorithm_of, load_recipe
 
 if TYPE_CHECKING:
     from grpo_mcore.families import ModelShape
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--device", metavar="NAME", help="A100-40GB, A100, H100 (default), H200, B200, RTX4090 or cpu")
+    devices = "A100-40GB, A100, H100 (default), H200, B200, GB200, GB300, RTX4090 or cpu"
+    parser.add_argument("--device", metavar="NAME", help=devices)
     parser.add_argument("--memory-gb", type=amount, metavar="GB", help="memory of the device, if it differs")
     parser.add_argument(
         "--host-memory-gb",
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
     shape = plan_shape(config, args.config_json)
     device = plan_device(config, args.device, args.memory_gb, args.host_memory_gb)
+    if algorithm_of(config) == "eval":
+        return _evaluation(args, config, shape, device)
     if args.trace:
         return _trace(args, config, shape, device)
     if args.search is None:
@@ -82,6 +85,22 @@ def run(args: argparse.Namespace) -> int:
         args.write.write_text("\n".join(head) + recipe_with(args, first.overrides), encoding="utf-8")
         print(f"written: {args.write}, with the first of them")
     return 0 if result.candidates else 1
+
+
+def _evaluation(args: argparse.Namespace, config: MasterConfig, shape: ModelShape, device: Device) -> int:
+    """Print the plan of an evaluation. Return 0 if it fits, else 1."""
+    from grpo_mcore.tools.plan.evaluation import plan_evaluation
+
+    for option in ("trace", "search"):
+        if getattr(args, option):
+            message = "an evaluation has engines alone, and no layout of the policy; leave it out"
+            raise RecipeError([Problem("command line", f"--{option}", message)])
+    plan = plan_evaluation(config, shape, device, mean_length=args.mean_length)
+    if args.json:
+        print_json(plan.plain())
+    else:
+        print(plan.text())
+    return 0 if plan.fits else 1
 
 
 def recipe_with(args: argparse.Namespace, overrides: Sequence[str]) -> str:

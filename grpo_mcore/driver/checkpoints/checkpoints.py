@@ -452,8 +452,8 @@ class CheckpointManager:
                 )
 
     def _prune(self, just_saved: int) -> None:
-        """Keep the best keep_top_k by the metric, the newest ft_keep_latest_k of those for recovery, and always the one
-        just saved and the newest."""
+        """Keep the best keep_top_k by the metric, the newest ft_keep_latest_k of all, and always the one just saved and
+        the newest."""
         metrics = {step: metrics_of(self.folder / f"step_{step}") for step in self._steps()}
         if not self._warned:
             self._warn_of_equal_ranks(metrics, just_saved)
@@ -481,17 +481,16 @@ class CheckpointManager:
 
     def _to_keep(self, metrics: Mapping[int, Mapping[str, float]], just_saved: int) -> set[int]:
         """Return the steps to keep, of their metrics by step."""
-        recovery = sorted(filter(self._is_for_recovery, metrics))
-        ranked = sorted(
-            metrics.keys() - set(recovery), key=lambda step: (rank(metrics[step], self.config), step), reverse=True
-        )
-        newest_for_recovery = recovery[-(self.config.ft_keep_latest_k or 1) :]
-        return {*ranked[: self.config.keep_top_k], *newest_for_recovery, max(metrics), just_saved}
+        competing = [step for step in metrics if not self._is_for_recovery(step)]
+        ranked = sorted(competing, key=lambda step: (rank(metrics[step], self.config), step), reverse=True)
+        newest = sorted(metrics)[-(self.config.ft_keep_latest_k or 1) :]
+        return {*ranked[: self.config.keep_top_k], *newest, just_saved}
 
     def _is_for_recovery(self, step: int) -> bool:
-        """Return whether only ft_save_period asked for this checkpoint."""
-        period = self.config.ft_save_period
-        return period is not None and step % period == 0 and step % self.config.save_period != 0
+        """Return whether a checkpoint is kept for being new alone: it is none of save_period, and the recipe keeps
+        others by their age."""
+        ages = (self.config.ft_save_period, self.config.ft_keep_latest_k)
+        return step % self.config.save_period != 0 and any(age is not None for age in ages)
 
 
 def _holds_something(folder: os.DirEntry[str]) -> bool:

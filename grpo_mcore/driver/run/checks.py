@@ -8,6 +8,7 @@ import os
 import shlex
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -333,12 +334,14 @@ def check_checkpointing(config: MasterConfig, algorithm: Algorithm = "grpo") -> 
         )
 
 
-def check_writable(config: MasterConfig, log_run: str | None = None) -> None:
+def check_writable(config: MasterConfig, log_run: str | None = None, *, keep: bool = True) -> None:
     """Make the folders of logs and checkpoints, and raise SetupError for one that cannot be written. `log_run`: the
-    folder in logger.log_dir in which a resumed run goes on, whose files may be another user's."""
+    folder in logger.log_dir in which a resumed run goes on, whose files may be another user's. Without `keep`, folders
+    that did not exist before are removed again."""
     folders = {"logger.log_dir": config.logger.log_dir}
     if config.checkpointing.enabled:
         folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    made = [] if keep else [path for name in folders.values() for path in _missing(Path(name))]
     for key, folder in folders.items():
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -348,6 +351,10 @@ def check_writable(config: MasterConfig, log_run: str | None = None) -> None:
             raise SetupError(f"{key}: {folder} is no folder, but a file, or a link to nothing") from error
         except OSError as error:
             raise SetupError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+        finally:
+            for path in made:
+                with suppress(OSError):  # another process has written into it
+                    path.rmdir()
     logs, saved = Path(config.logger.log_dir) / (log_run or ""), Path(config.checkpointing.checkpoint_dir)
     files = [] if log_run is None else [logs, *logs.glob("*.json*"), *logs.glob("*.txt"), *logs.glob("samples/**/")]
     files += [*saved.glob("*.jsonl"), *saved.glob("step_*/")] if config.checkpointing.enabled else []
@@ -358,3 +365,8 @@ def check_writable(config: MasterConfig, log_run: str | None = None) -> None:
             f"`chmod -R g+w {shlex.join([str(logs), str(saved)])}`, or choose other folders (logger.log_dir, "
             "checkpointing.checkpoint_dir)"
         )
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return the folder and those above it that do not exist, the deepest first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]

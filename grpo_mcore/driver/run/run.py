@@ -131,7 +131,7 @@ def prepare(
         if trains:
             checkpointer.check_algorithm(algorithm)
         changes = checkpointer.changes(config)
-        check_writable(config, checkpointer.log_run() if trains else None)
+        check_writable(config, checkpointer.log_run() if trains else None, keep=starts)
     if tokenizer is None:
         names = config.policy.tokenizer
         tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)

@@ -124,8 +124,8 @@ def _item(node: Node, section: Any, name: str | int, nearest: Nearest, problems:
     try:
         value = section[name]
         if isinstance(value, Container):
-            return Node.of(OmegaConf.to_container(value, resolve=True), node.source, node.key)
-        return node.having(value)
+            value = OmegaConf.to_container(value, resolve=True)
+        return Node.of(value, node.source, node.key)
     except OmegaConfBaseException as error:
         problems.append(_problem(node, _without_value(error, nearest)))
         return node.having(None)

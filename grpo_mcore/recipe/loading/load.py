@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ import grpo_mcore
 from grpo_mcore.base.files import newer_format
 from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, nearest_hint
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
+from grpo_mcore.recipe.nemo_rl.dtensor_policy import READ_AS, aliases
 from grpo_mcore.recipe.schema.keys import nearest_key, plain_defaults
 from grpo_mcore.recipe.schema.master import NULL_MEANS, null_means
 from grpo_mcore.recipe.validation.validate import MasterConfig, validated
 from grpo_mcore.recipe.yaml_tree import Node, parse_file, parse_text
 
+logger = logging.getLogger(__name__)
 _SUFFIXES = ("", ".yaml", ".yml")
 PRESET = "defaults="
 # Base recipes of NeMo RL whose algorithm is not supported.
@@ -79,11 +83,19 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         del tree.value[variable]
     _expand_home(tree, problems)
     config, tree = validated(MasterConfig, tree, name, problems, notes)
+    for note in (note for note in notes if note.message.startswith(READ_AS)):
+        _say_once(str(note))
     provenance = {
         ".".join(parts): node.source if (node := tree.at(parts)) is not None else DEFAULT
         for parts, _ in leaf_values(config.model_dump())
     }
     return Recipe(config, provenance, file, tuple(reversed(files)), tuple(overrides), tuple(notes))
+
+
+@cache
+def _say_once(line: str) -> None:
+    """Log a line about a recipe, once in a process: commands load a recipe several times."""
+    logger.warning(line)
 
 
 def _without_format(tree: Node, recipe: str) -> Node:
@@ -152,6 +164,16 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
             section = section.get(part) if isinstance(section, dict) else None
         if isinstance(section, dict) and section.get(name) is None:
             section[name] = null_means(key)
+    for theirs, ours in aliases():  # such as ${policy.dtensor_cfg.tensor_parallel_size}, on a recipe with megatron_cfg
+        *sections, name = theirs.split(".")
+        section = complete
+        for part in sections:
+            inner = section.get(part)
+            section[part] = section = {} if inner is None else inner
+            if not isinstance(section, dict):
+                break
+        else:
+            section.setdefault(name, f"${{{ours}}}")
     return complete
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from grpo_mcore.recipe.errors import COMMAND_LINE, Problem, RecipeError, in_yaml, joined
 from grpo_mcore.recipe.nemo_rl.data_layouts import same_layout
+from grpo_mcore.recipe.nemo_rl.dtensor_policy import later_wins
+from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import renamed_keys
 from grpo_mcore.recipe.yaml_tree import Node, parse_text
 
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~|)(?P<path>[^\s=+~][^\s=]*?)(?:=(?P<value>.*))?$", re.DOTALL)
@@ -20,6 +22,8 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
         return top
     if path == "data":
         base, top = same_layout(base, top)
+    if not path:
+        base = later_wins(base, top, renamed_keys())
     value = dict(base.value)
     for name, node in top.value.items():
         value[name] = merge(value[name], node, joined(path, name)) if name in value else node

@@ -55,6 +55,8 @@ def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem
         "divergence": Node(divergence, section.source, "distillation"),
     }
     if teacher is not None and teacher.is_mapping:
+        if (switch := tree.find("policy.dtensor_as_megatron")) is not None:
+            teacher = teacher.having({"dtensor_as_megatron": switch} | teacher.value)
         teaching |= _teacher(teacher, problems, notes)
     _into(value, "on_policy_distillation", teaching, section, problems)
     return tree.having(value)
@@ -96,7 +98,7 @@ def _teacher(policy: Node, problems: list[Problem], notes: list[Problem]) -> dic
             layout["micro_batch_size"] = node
         elif key in TeacherConfig.model_fields:
             layout[key] = node
-        elif key not in ("model_name", "megatron_cfg", "hf_config_overrides"):
+        elif key not in ("model_name", "megatron_cfg", "hf_config_overrides", "dtensor_as_megatron"):
             notes.append(node.problem("dropped: a teacher reads the policy's samples, and no more"))
     if (model := policy.value.get("model_name")) is None or model.value is None:
         problems.append(Problem(policy.source, joined(policy.key, "model_name"), "this key is required"))

@@ -10,6 +10,17 @@ from grpo_mcore.recipe.schema.data import DatasetEntry, dataset_by_name
 from grpo_mcore.recipe.yaml_tree import Node
 
 _SAMPLING = ("temperature", "top_p", "top_k")
+_ENGINES = ("backend", "max_new_tokens", "stop_token_ids", "stop_strings", "num_engines", "vllm_kwargs",
+            "vllm_cfg.precision", "vllm_cfg.tensor_parallel_size", "vllm_cfg.pipeline_parallel_size",
+            "vllm_cfg.expert_parallel_size", "vllm_cfg.gpu_memory_utilization", "vllm_cfg.max_model_len",
+            "vllm_cfg.enforce_eager")  # fmt: skip
+SAME_KEYS = (
+    ("generation.model_name", "policy.model_name"),
+    *((f"tokenizer.{name}", f"policy.tokenizer.{name}") for name in ("name", "chat_template", "chat_template_kwargs")),
+    *((f"generation.{name}", f"policy.generation.val_{name}") for name in _SAMPLING),
+    *((f"generation.{name}", f"policy.generation.{name}") for name in _ENGINES),
+)
+"""Keys of NeMo RL's evaluations, and those here that mean the same: the one that is set later decides."""
 # Values by which NeMo RL says "no limit" or "as it is".
 _NEUTRAL: dict[str, Any] = {"top_k": -1, "chat_template": "default"}
 

@@ -4,6 +4,7 @@ other is an error that says what to use instead."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import yaml
 
 from grpo_mcore.recipe.errors import Problem, in_yaml
+from grpo_mcore.recipe.nemo_rl.dtensor_policy import dtensor_as_megatron
+from grpo_mcore.recipe.nemo_rl.eval_layout import SAME_KEYS
 from grpo_mcore.recipe.schema.master import GYM
 from grpo_mcore.recipe.schema.section import is_path
 from grpo_mcore.recipe.yaml_tree import Node
@@ -22,10 +25,23 @@ def key_tables() -> dict[str, dict[str, Any]]:
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
+CLIP = ("policy.megatron_cfg.optimizer.clip_grad", "policy.max_grad_norm")
+
+
+def renamed_keys() -> Iterator[tuple[str, str]]:
+    """Yield (key, other key with the same meaning), of which the one that is set later decides."""
+    yield from ((path, entry["to"]) for path, entry in key_tables()["mapped"].items())
+    yield CLIP
+    yield from SAME_KEYS
+
+
 def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
     """Return the tree without the keys of the tables. `problems` gets those that would change something, and `notes`
     what became of the others."""
     tree, tables = apply_async_rl(tree.copy(), problems, notes), key_tables()
+    tree = dtensor_as_megatron(tree, problems, notes)
+    if (clip := tree.find(CLIP[0])) is not None and clip.value is not None and tree.find(CLIP[1]) is None:
+        tree.value["policy"].value["max_grad_norm"] = clip
     for key in ("grpo.adv_estimator", "data.sampler"):
         node = tree.find(f"{key}.name")
         if node is not None and is_path(node.value):  # how recipes of 0.2 name custom code
@@ -67,8 +83,6 @@ def _note(notes: list[Problem], node: Node, message: str) -> None:
 
 def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem], notes: list[Problem]) -> None:
     """Move the value at `path` to the key `entry["to"]`. It keeps its place and its written name for messages."""
-    if "unless_set" in entry and tree.find(entry["unless_set"]) is not None:
-        return
     *sections, name = entry["to"].split(".")
     for section, old in _places(tree, path):
         node, present = section.value.pop(old), tree.find(entry["to"])

@@ -85,6 +85,10 @@ class ClippedPGLossConfig(Section):
     """CISPO: the clipped ratio, without gradient, weights the log-prob."""
     positive_example_nll_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of samples with a positive reward. 0: no such term."""
+    positive_example_nll_divisor: Literal["all", "micro_batch"] = "all"
+    """Divisor of that sum. all: all tokens that the optimizer step trains on. micro_batch: the tokens of positive
+    samples in each micro-batch of a rank, as in NeMo RL; the term then grows with the number of micro-batches and
+    ranks."""
     entropy_coeff: NonNegativeFloat | None = None
     """Weight of the entropy bonus. 0: the exact entropy is computed and logged as entropy, but not rewarded. null: only
     an estimate from the sampled tokens is logged, as approx_entropy, at no cost."""
@@ -158,6 +162,9 @@ class AdvEstimatorConfig(Section):
     """Divide by the standard deviation of the group. Only for grpo and gdpo. null: grpo.normalize_rewards."""
     use_leave_one_out_baseline: bool | None = None
     """Leave the sample itself out of its baseline. Only for grpo and gdpo. null: grpo.use_leave_one_out_baseline."""
+    std_of_others: bool = False
+    """With use_leave_one_out_baseline, divide by the standard deviation of the other samples of the group, as NeMo RL
+    does; where these are equal, do not divide. false: that of the whole group. Only for grpo and gdpo."""
     minus_baseline: bool = True
     """Subtract the group's mean before standardising. false: use the rewards as they are, only for
     reinforce_plus_plus."""

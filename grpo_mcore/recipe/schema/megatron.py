@@ -161,8 +161,10 @@ class MegatronConfig(Section):
     """Free cached device memory when the optimizer moves to the host: 0 only where engines or teachers share the
     device, 1 and 2 always. No effect on CPU."""
     model_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Fields of Megatron-Core's TransformerConfig that nothing else here sets, such as {moe_router_padding_for_fp8:
-    true}. `plan` does not know them. An unknown field, or one that other keys or the model decide, is an error."""
+    """Fields of Megatron-Core's TransformerConfig: attention_backend (flash, fused or unfused: the only kernel of
+    TransformerEngine's attention), deterministic_mode (true: embeddings and TransformerEngine's attention add gradients
+    in a fixed order), batch_p2p_sync (false: do not wait for the device after messages between pipeline stages). Any
+    other field is an error."""
     apply_rope_fusion: bool = True
     """Fuse the rotary embedding. Only with TransformerEngine on a GPU; elsewhere no effect."""
     bias_activation_fusion: bool = True

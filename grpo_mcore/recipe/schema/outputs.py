@@ -161,10 +161,9 @@ class CheckpointingConfig(Section):
     """Time after its start, "DD:HH:MM:SS", at which a run finishes its step, saves and ends. Leave room for the longest
     step and a save. null: no limit."""
     ft_save_period: Positive | None = None
-    """Steps between further checkpoints, for recovery from a crash. They do not compete for keep_top_k: the newest
-    ft_keep_latest_k of them are kept. null: none."""
+    """Steps between further checkpoints, for recovery from a crash. They do not compete for keep_top_k. null: none."""
     ft_keep_latest_k: Positive | None = None
-    """Number of checkpoints of ft_save_period to keep. null: 1."""
+    """Number of newest checkpoints to keep, whatever they were saved for and however they rank. null: 1."""
 
     mirror: str | None = None
     """Address in an object store to which each checkpoint is copied in the background, with the ledger and the run's

@@ -140,6 +140,9 @@ class PolicyConfig(Section):
     """Micro-batches bounded by tokens."""
     router_replay: Annotated[RouterReplayConfig, OffWhenNull] = Field(default_factory=RouterReplayConfig)
     """Replay of the engine's expert choices."""
+    dtensor_as_megatron: bool = True
+    """Read the DTensor policy of a recipe of NeMo RL (dtensor_cfg or automodel_cfg, optimizer, scheduler) as
+    megatron_cfg. false: refuse such a recipe."""
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     """The Megatron-Core policy: layout, optimizer, learning rate."""
     generation: GenerationConfig = Field(default_factory=GenerationConfig)

@@ -48,6 +48,9 @@ def _policy_term(loss: ClippedPGLossConfig) -> Iterator[Finding]:
         if loss[name] not in (None, False) and loss[other] not in (None, False):
             message = f"cannot be combined with {other}: {in_yaml(loss[other])}; {reason}"
             yield Finding((_LOSS + name, _LOSS + other), message)
+    if loss.positive_example_nll_divisor != "all" and not loss.positive_example_nll_weight:
+        keys = (_LOSS + "positive_example_nll_divisor", _LOSS + "positive_example_nll_weight")
+        yield Finding(keys, "has no effect without positive_example_nll_weight above 0")
     if loss.use_cispo and not loss.token_level_loss:
         message = "cannot be combined with token_level_loss: false; CISPO is a token-level loss"
         yield Finding((_LOSS + "use_cispo", _LOSS + "token_level_loss"), message)
@@ -214,6 +217,15 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
         yield Finding(
             (_ESTIMATOR + "minus_baseline", _ESTIMATOR + "name"),
             f"only the estimator reinforce_plus_plus can do without a baseline, not {name}",
+        )
+    leaves_out, divides = (
+        grpo[key] if estimator[key] is None else estimator[key]
+        for key in ("use_leave_one_out_baseline", "normalize_rewards")
+    )
+    if estimator.std_of_others and not (name in ("grpo", "gdpo") and leaves_out and divides):
+        yield Finding(
+            (_ESTIMATOR + "std_of_others", _ESTIMATOR + "name"),
+            "has no effect but with the estimators grpo and gdpo, use_leave_one_out_baseline and normalize_rewards",
         )
     if estimator.reward_weights is not None and name != "gdpo":
         yield Finding(

@@ -22,9 +22,6 @@ NEEDS = {
         "needs stop_at_validation_metric (such as accuracy)"
     ),
     ("checkpointing.mirror", "checkpointing.enabled"): "there are no checkpoints to copy; set it to null",
-    ("checkpointing.ft_keep_latest_k", "checkpointing.ft_save_period"): (
-        "has no effect without checkpointing.ft_save_period: the steps between recovery checkpoints"
-    ),
     ("cluster.max_restarts", "checkpointing.enabled"): (
         "a run restarts from its newest checkpoint: set checkpointing.enabled: true, or max_restarts: 0"
     ),

@@ -200,8 +200,27 @@ def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
             f"{scheduler.lr_warmup_iters} steps of warm-up must be fewer than "
             f"lr_decay_iters = {scheduler.lr_decay_iters}",
         )
+    yield from _weight_decay(config)
     if optimizer.bf16 != (policy.precision == "bfloat16"):
         yield Finding(
             (prefix + "bf16", "policy.precision"),
             f"{in_yaml(optimizer.bf16)} contradicts policy.precision = {policy.precision}; set only that",
         )
+
+
+def _weight_decay(config: RecipeSections) -> Iterator[Finding]:
+    """The weight decay rises from its start to its end, or stays; Megatron-Core reads these two, and a weight_decay
+    beside them says nothing else."""
+    optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
+    key, prefix = "policy.megatron_cfg.optimizer.weight_decay", "policy.megatron_cfg.scheduler."
+    keys = (prefix + "start_weight_decay", prefix + "end_weight_decay")
+    start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
+    if start > end:
+        yield Finding((*keys, key), f"{start:g} is above {keys[1]} = {end:g}; weight decay may only rise")
+    elif start != end and scheduler.weight_decay_incr_style == "constant":
+        message = f"{start:g} is not {keys[1]} = {end:g}, and {prefix}weight_decay_incr_style is constant; set linear"
+        yield Finding((*keys, prefix + "weight_decay_incr_style"), message)
+    elif "weight_decay" in optimizer.model_fields_set and not start <= optimizer.weight_decay <= end:
+        between = f"{start:g}" if start == end else f"{start:g} to {end:g}"
+        message = f"{optimizer.weight_decay:g} contradicts {keys[0]} and {keys[1]}, which say {between}; set all alike"
+        yield Finding((key, *keys), message)

@@ -170,6 +170,15 @@ def plan_config(
     return with_overrides(known, config.policy.hf_config_overrides)
 
 
+def check_plan(config: MasterConfig) -> None:
+    """Raise what `plan` refuses a recipe with, if its models are known here: as folders, or by name."""
+    try:
+        shape, teachers = plan_shape(config), teacher_shapes(config)
+    except PlanError:
+        return
+    plan_workload(config, shape, plan_device(config, None), teachers=teachers)
+
+
 def plan_workload(
     config: MasterConfig,
     shape: ModelShape,

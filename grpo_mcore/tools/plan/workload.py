@@ -81,6 +81,9 @@ DEVICES = {
         Device("H100", 80 * 10**9, 989e12, 3.35e12, 450e9, 50e9, 55e9, host_memory=2048 * GIB),
         Device("H200", 141 * 10**9, 989e12, 4.8e12, 450e9, 50e9, 55e9, host_memory=2048 * GIB),
         Device("B200", 180 * 10**9, 2250e12, 8.0e12, 900e9, 50e9, 55e9, host_memory=2048 * GIB),
+        # Four of a node of NVL72, whose hosts are linked by NVLink-C2C.
+        Device("GB200", 186 * 10**9, 2500e12, 8.0e12, 900e9, 50e9, 450e9, host_memory=960 * 10**9),
+        Device("GB300", 279 * 10**9, 2500e12, 8.0e12, 900e9, 100e9, 450e9, host_memory=960 * 10**9),
         # A card of 24 GB without NVLink.
         Device("RTX4090", 24 * 10**9, 165e12, 1.0e12, 25e9, 12e9, 25e9, host_memory=256 * GIB),
         # One rank on a shared host, with a core or two.

@@ -158,11 +158,11 @@ def test_with_our_config() -> None:
 @pytest.mark.parametrize("scaling", [dict, RewardScalingConfig.model_validate])
 def test_scale_rewards(kind: Any, scaling: Any) -> None:
     rewards = torch.tensor([-1.0, 0.0, 0.5, 2.0, math.nan])
-    batch = kind(total_reward=rewards)
+    batch = kind({"total_reward": rewards, "reward/format": torch.tensor([0.5, 0.0, 1.0, 9.0, math.nan])})
     cfg = {"enabled": True, "source_min": 0, "source_max": 1, "target_min": -1.0, "target_max": 1.0}
     found = scale_rewards(batch, scaling(cfg))
     assert found is batch
     assert found["total_reward"][:4].tolist() == [-1, -1, 0, 1] and found["total_reward"][4].isnan()
-    assert found["unscaled_reward"] is rewards
+    assert found["unscaled_reward"] is rewards and found["reward/format"][:4].tolist() == [0, -1, 1, 1]
     off = kind(total_reward=rewards)
     assert scale_rewards(off, scaling({"enabled": False})) == {"total_reward": rewards}

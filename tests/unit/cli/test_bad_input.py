@@ -181,6 +181,17 @@ def test_a_model_that_is_right_passes_the_check(refuse: Refuse, capsys: pytest.C
     assert capsys.readouterr().out.endswith("all checks passed; 3 steps are left, nothing was started\n")
 
 
+def test_a_check_leaves_no_folder_behind(refuse: Refuse) -> None:
+    lay_weights(Path("model"))
+    Path("kept").mkdir()
+    before = sorted(Path().iterdir())
+    words = ["checkpointing.checkpoint_dir=new/deep/checkpoints", "logger.log_dir=new/logs"]
+    assert main(["train", "r.yaml", "--check", *words]) == 0
+    assert sorted(Path().iterdir()) == before
+    assert main(["train", "r.yaml", "--check", "checkpointing.checkpoint_dir=kept"]) == 0
+    assert Path("kept").is_dir()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -208,6 +208,29 @@ def test_yarn_is_read_in_both_forms() -> None:
     assert glm.yarn == expected and glm.rotary_fraction == 0.5
 
 
+def test_both_forms_may_say_the_same() -> None:
+    theta = {"rope_theta": 1e6}
+    both = {"rope_scaling": YARN | {"mscale": None}, "rope_parameters": YARN | theta} | theta
+    assert shape_of(QWEN3 | both).yarn == YarnShape(4.0, 32768, 32.0, 1.0)
+
+
+def test_one_of_mscale_and_mscale_all_dim_alone_scales_nothing() -> None:
+    """transformers and vLLM read them together; in vLLM's latent attention each acts by itself."""
+    for alone in (
+        {"mscale_all_dim": 0},
+        {"mscale": 1.0, "mscale_all_dim": 0},
+        {"mscale": 0.7},
+        {"mscale_all_dim": 0.7},
+    ):
+        assert shape_of(QWEN3 | {"rope_parameters": YARN | alone}).yarn == YarnShape(4.0, 32768, 32.0, 1.0)
+        latent = known_configs()["Moonlight-16B-A3B"] | {"rope_scaling": YARN | alone}
+        if alone.get("mscale", 1) == 1 and not alone["mscale_all_dim"]:
+            assert shape_of(latent).latent.yarn == YarnShape(4.0, 32768, 32.0, 1.0)
+            continue
+        with pytest.raises(FamilyError, match="with one of mscale and mscale_all_dim alone in latent attention"):
+            shape_of(latent)
+
+
 def test_the_27m_model_has_its_parameters() -> None:
     assert parameter_count(shape_of(QWEN3)) == 27_272_704
 
@@ -236,6 +259,12 @@ def test_the_27m_model_has_its_parameters() -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for qwen3 models; only 1"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_scaling and other rope_parameters"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 5e6}},
+            "has rope_scaling and other rope_param",
+        ),
+        ({"rope_scaling": YARN, "rope_parameters": YARN | {"beta_fast": 64}}, "has rope_scaling and other rope_parame"),
+        ({"rope_scaling": YARN | {"beta_fast": 64}, "rope_parameters": YARN}, "has rope_scaling and other rope_parame"),
         ({"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e4}, "has rope_scaling and other rope_parameters"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "has no head for tokens, so it cannot be a policy"),
         (

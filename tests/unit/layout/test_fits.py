@@ -111,7 +111,11 @@ def test_refused_by_the_model(shape: ModelShape, sizes: dict[str, Any], message:
         (EngineLayout(4, expert_parallel=True), EXPERTS, "expert_parallel_size: 4 does not divide the 6 experts"),
         (EngineLayout(2, expert_parallel=True), EXPERTS, ""),
         (EngineLayout(2, expert_parallel=True), DENSE, "expert_parallel_size: 2: .* no experts; set it to 1"),
-        (EngineLayout(2), dataclasses.replace(EXPERTS, biases=True), "the experts' biases"),
+        (
+            EngineLayout(2),
+            dataclasses.replace(EXPERTS, biases=True),
+            "which have biases, into engines of one rank only",
+        ),
         (EngineLayout(8), dataclasses.replace(DENSE, wide_qk_norm=True), "over which their norm is split"),
     ],
 )

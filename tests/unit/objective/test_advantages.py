@@ -246,3 +246,22 @@ def test_group_index_and_clipping() -> None:
 def test_no_samples() -> None:
     result = grpo_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
     assert result.advantages.shape == (0,) and result.groups.size.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "rewards", [[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.5, 0.25], [0.3, 0.3, 0.3, 0.3], [1.0, 0.0], [0.95, 0.95, 0.95, 0.1]]
+)
+def test_the_deviation_of_the_others_is_that_of_each_samples_others(rewards: list[float]) -> None:
+    """A lone winner, whose others are equal, is not divided; nor is a group of two."""
+    failed = [*rewards, math.nan]
+    ids, valid = torch.zeros(len(failed), dtype=torch.int64), torch.tensor([True] * len(rewards) + [False])
+    estimate = grpo_advantages(torch.tensor(failed, dtype=torch.float64), ids, valid, std_of_others=True)
+    for position, reward in enumerate(rewards):
+        others = rewards[:position] + rewards[position + 1 :]
+        std = statistics.stdev(others) if len(others) > 1 else 0.0
+        difference = reward - statistics.fmean(others) if len(set(rewards)) > 1 else 0.0
+        expected = difference / (std + 1e-6) if std > 1e-9 else difference
+        assert estimate.advantages[position].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    whole = grpo_advantages(torch.tensor(failed), ids, valid, leave_one_out=False)
+    same = grpo_advantages(torch.tensor(failed), ids, valid, leave_one_out=False, std_of_others=True)
+    assert torch.equal(whole.advantages, same.advantages)

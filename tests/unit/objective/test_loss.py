@@ -258,3 +258,21 @@ def test_the_entropy_of_each_token_has_equal_weight(layout) -> None:
     assert metrics["entropy"].item() > 0 and not metrics["entropy"].requires_grad
     assert int((slopes != 0).sum()) == toks
     torch.testing.assert_close(slopes[slopes != 0], torch.full((toks,), -0.25 / toks))
+
+
+@pytest.mark.parametrize("layout", [padded, packed])
+def test_the_nll_of_positive_samples_may_be_divided_by_their_tokens_in_each_micro_batch(layout) -> None:
+    samples = draw(seed=3, count=6)
+    cfg = NO_KL | {"positive_example_nll_weight": 0.5, "positive_example_nll_divisor": "micro_batch"}
+    without = run(NO_KL, samples, layout, [[[0, 1, 2], [3]], [[4, 5]]]).loss
+    added = run(cfg, samples, layout, [[[0, 1, 2], [3]], [[4, 5]]]).loss - without
+    expected_sum = 0.0
+    for part in ([0, 1, 2], [3], [4, 5]):
+        positive = [samples[i] for i in part if samples[i].reward > 0]
+        curr, batch = layout(positive) if positive else (None, None)
+        if positive:
+            toks = sum(len(s.trained) for s in positive)
+            cfg_all = NO_KL | {"positive_example_nll_weight": 1.0}
+            _, metrics = ClippedPGLossFn(cfg_all)(curr, batch, len(positive), toks)
+            expected_sum += 0.5 * metrics["positive_nll_loss"].item()
+    assert expected_sum > 0 and added == pytest.approx(expected_sum, rel=1e-12)

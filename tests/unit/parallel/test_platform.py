@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.families import FamilyError, shape_of
+from grpo_mcore.families import shape_of
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.parallel.mesh import prepare_megatron
 from grpo_mcore.parallel.platform import Platform, PlatformError, check_optimizer
@@ -165,29 +165,6 @@ def test_an_optimizer_on_the_host_needs_no_kernel(platform: Platform, aware: boo
     assert settings.optimizer_cpu_offload and settings.optimizer_offload_fraction == 0.5
     assert settings.overlap_cpu_optimizer_d2h_h2d and settings.pin_cpu_grads == platform.on_gpu
     assert settings.use_precision_aware_optimizer, "else Megatron-Core keeps float32 copies on the device too"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        ({"batch_p2p_sync": False}, None),
-        ({"hidden_size": 7}, "model_overrides.hidden_size: decided by the model or by another key"),
-        (
-            {"window_size": [3, 0]},
-            "model_overrides.window_size: the policy would compute another model than the engines",
-        ),
-        ({"hiden_size": 7}, "model_overrides.hiden_size: Megatron-Core's TransformerConfig has no such field"),
-        ({"rotary_base": 7}, "TransformerConfig has no such field"),  # latent attention's
-    ],
-)
-def test_overrides_of_megatrons_settings(overrides: dict[str, Any], problem: str | None) -> None:
-    shape, settings = shape_of(known_configs()["Qwen3-8B"]), MegatronConfig(model_overrides=overrides)
-    arguments = (shape, PolicyLayout(1, 1, 1), settings, torch.bfloat16, PLATFORMS["cpu"])
-    if problem is None:
-        assert not transformer_config(*arguments).batch_p2p_sync
-    else:
-        with pytest.raises(FamilyError, match=problem):
-            transformer_config(*arguments)
 
 
 def classes_of(spec: Any) -> set[Any]:

@@ -139,3 +139,21 @@ def test_teachers_with_nodes_of_their_own_leave_the_others_to_policy_and_engines
     assert engine_pool(apart) is None
     together = recipe(section | {"non_colocated_teachers": {}})
     assert not teacher_pools(together) and policy_pool(together).ranks == teacher_ranks(together, "math") == 4
+
+
+def test_an_unknown_key_of_a_teacher_whose_copies_are_shared_is_named(problems) -> None:
+    text = """\
+defaults: grpo_math_1B
+grpo: {adv_estimator: {name: opd}}
+on_policy_distillation:
+  enabled: true
+  teacher_model_by_agent_name: {a: Qwen/Qwen3-4B, b: Qwen/Qwen3-4B}
+  deduplicate_shared_teacher_checkpoints: true
+  default_teacher_alias: a
+  non_colocated_teachers: {enabled: true, default_teacher_cfg: {megatron_cfg_overrides: {tensor_model_paralel_size: 2}}}
+cluster: {num_nodes: 2}
+"""
+    (line,) = problems(text)
+    assert line.endswith("is not a key of policy.megatron_cfg; nearest: tensor_model_parallel_size")
+    (line,) = problems(text.replace("tensor_model_paralel_size: 2", "tensor_model_parallel_size: many"))
+    assert "megatron_cfg_overrides.tensor_model_parallel_size" in line

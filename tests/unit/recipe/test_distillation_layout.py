@@ -123,7 +123,10 @@ def test_what_became_of_every_key_is_said(tmp_path: Path) -> None:
         (["~teacher"], ["names no teacher"]),
         (["+teacher.modelname=x"], ["teacher.modelname: unknown key of a teacher; nearest: model_name"]),
         (["+teacher.hf_config_overrides={x: 1}"], ["teacher.hf_config_overrides: not supported for a teacher"]),
-        (["teacher.dtensor_cfg.enabled=true"], ["teacher.dtensor_cfg", "the policy is Megatron-Core"]),
+        (
+            ["teacher.dtensor_cfg.enabled=true", "+policy.dtensor_as_megatron=false"],
+            ["teacher.dtensor_cfg", "the policy is Megatron-Core"],
+        ),
         (["+teacher.megatron_cfg.tensor_model_parallel=2"], ["tensor_model_parallel_size"]),
         (["+teacher.megatron_cfg.sequence_paralell=true"], ["is not a key of policy.megatron_cfg; nearest: seq"]),
         (

@@ -128,3 +128,14 @@ def test_errors_have_their_place(problems) -> None:
     assert "r.yaml:7: grpo.seed: '${policy.model_nam}': policy.model_nam has no value; " in lines[0]
     assert lines[0].endswith("nearest known key: policy.model_name")
     assert ("r.yaml:8: grpo.val_period: '${grpo.max_num_steps}': the keys refer to each other in a circle") in lines
+
+
+def test_a_decoded_list_or_mapping_is_one(load, problems) -> None:
+    policy = load(
+        MINIMAL,
+        """policy.generation.stop_token_ids=${oc.decode:"[1, 2]"}""",
+        """policy.generation.vllm_kwargs='${oc.decode:"{max_num_seqs: 7}"}'""",
+    ).config.policy
+    assert policy.generation.stop_token_ids == [1, 2] and policy.generation.vllm_kwargs == {"max_num_seqs": 7}
+    message = "command line: data.train.data_path: expected text or null, got [1, 2]"
+    assert problems(MINIMAL, """data.train.data_path=${oc.decode:"[1, 2]"}""") == [message]

@@ -134,13 +134,13 @@ def test_a_whole_file_loads(load) -> None:
     ("text", "line"),
     [
         (
-            "policy.dtensor_cfg={enabled: true}",
+            "policy={dtensor_cfg: {enabled: true}, dtensor_as_megatron: false}",
             "policy.dtensor_cfg.enabled: a key of NeMo RL; the policy is Megatron-Core; use "
             "policy.megatron_cfg "
             "(tensor_model_parallel_size, activation_checkpointing, ...)",
         ),
         (
-            "policy.optimizer={name: torch.optim.AdamW}",
+            "policy={optimizer: {name: torch.optim.AdamW}, dtensor_as_megatron: false}",
             "policy.optimizer.name: a key of NeMo RL; use policy.megatron_cfg.optimizer "
             "(lr, weight_decay, adam_beta1, ...)",
         ),
@@ -447,3 +447,28 @@ def test_sequence_parallelism_that_experts_need_is_on(load) -> None:
     recipe = load(MINIMAL, f"policy.megatron_cfg={{{sizes}}}", "cluster.gpus_per_node=2")
     assert recipe.config.policy.megatron_cfg.sequence_parallel
     assert "sequence_parallel: false is true: experts under" in str(recipe.imported[-1])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "policy.generation.vllm_cfg.max_num_seqs=256",
+        "policy.generation.vllm_cfg.max_num_batched_tokens=8192",
+        "policy.megatron_cfg.first_last_layers_bf16=true",
+        "policy.megatron_cfg.pinned_reference_swap=true",
+        "policy.megatron_cfg.moe_router_fusion=true",
+        "policy.refit_persistent_ipc_buffers=true",
+        "policy.fsdp_offload_enabled=true",
+        "policy.dequantize_base_checkpoint=true",
+        "policy.hf_config_overrides={router_aux_loss_coef: 0.001}",
+    ],
+)
+def test_keys_that_nemo_rl_does_not_read_or_that_change_nothing_are_dropped(load, word: str) -> None:
+    recipe = load(MINIMAL, word)
+    (note,) = recipe.imported
+    assert note.message.startswith("dropped: ") and recipe.config == load(MINIMAL).config
+
+
+def test_variables_of_the_policy_are_those_of_its_ranks(load) -> None:
+    env_vars = load(MINIMAL, "policy.env_vars={NCCL_DEBUG: INFO}").config.policy.megatron_cfg.env_vars
+    assert env_vars == {"NCCL_DEBUG": "INFO"}

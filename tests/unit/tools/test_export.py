@@ -51,6 +51,19 @@ def test_of_equal_checkpoints_the_newest_is_the_best(tmp_path: Path) -> None:
     assert best == tmp_path / "step_4"
 
 
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_a_checkpoint_without_the_metric_is_not_the_best_and_is_named(
+    tmp_path: Path, package_log: Any, higher_is_better: bool
+) -> None:
+    checkpoints(tmp_path, {2: 0.5, 4: None})
+    config = CheckpointingConfig(checkpoint_dir=str(tmp_path), higher_is_better=higher_is_better)
+    assert tools.best_checkpoint(config) == tmp_path / "step_2"
+    assert "val:accuracy is missing in step_4, which cannot be the best; validate at the end" in package_log.text
+    package_log.clear()
+    assert tools.best_checkpoint(config.model_copy(update={"metric_name": "val:other"})) == tmp_path / "step_4"
+    assert "missing in step_2, step_4, so the newest is taken for the best" in package_log.text
+
+
 def test_the_command_says_what_is_wrong_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints(tmp_path, {2: 0.5})
     for words, message in (

@@ -812,3 +812,29 @@ def test_a_layout_that_was_found_is_written_as_a_recipe(tmp_path: Path, capsys: 
     assert "~grpo.val_period: --write has no place for it" in capsys.readouterr().err
     assert main(["plan", str(mine), "--search", "1", "--write", str(tmp_path / "no" / "found.yaml")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_an_evaluation_has_engines_alone(capsys) -> None:
+    assert main(["plan", "eval", "generation.model_name=Qwen/Qwen3-32B", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert set(planned["memory"]) == {"engine weights", "KV cache", "engine overhead", "total"}
+    assert planned["memory"]["engine weights"] > 60e9 and planned["samples"] == 1000 and planned["fits"]
+    assert main(["plan", "eval", "generation.model_name=Qwen/Qwen2.5-72B-Instruct"]) == 1
+    text = capsys.readouterr().out
+    assert "cannot hold one sample of 2,048 tokens" in text and "optimizer" not in text
+    words = ["eval.num_prompts=30", "eval.num_tests_per_prompt=16", "generation.temperature=1", "--device", "cpu"]
+    assert main(["plan", "eval", *words]) == 0
+    assert "30 prompts x 16 = 480" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [["--search", "2"], ["--trace"]])
+def test_an_evaluation_has_no_layout_to_search(option: list[str], capsys) -> None:
+    assert main(["plan", "eval", *option]) == 2
+    assert "an evaluation has engines alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "least"), [("GB200", 180e9), ("GB300", 270e9)])
+def test_nodes_of_nvl72_are_known(name: str, least: float) -> None:
+    config = load_recipe(LLAMA, ["cluster.gpus_per_node=4"]).config
+    device = plan_device(config, name.lower())
+    assert device.memory > least and make_plan(config, plan_shape(config), device).fits

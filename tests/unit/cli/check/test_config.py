@@ -104,3 +104,24 @@ def test_an_unknown_key_is_not_explained(capsys: pytest.CaptureFixture[str], key
 
 def test_every_key_can_be_explained() -> None:
     assert all(explain(key).startswith(key) for key in known_keys())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["grpo-gpt-oss-20B-1n8g", "policy.generation.vllm_cfg.tensor_parallel_size=2"],
+        ["grpo-qwen3-30BA3B-4n8g", "policy.megatron_cfg.moe_router_bias_update_rate=0.001"],
+        ["grpo-qwen3-30BA3B-4n8g", "policy.megatron_cfg.moe_token_dispatcher_type=allgather",
+         "policy.megatron_cfg.pipeline_model_parallel_size=2"],
+        ["grpo-qwen3-32B-1n8g", "policy.hf_config_overrides={rope_scaling: {rope_type: linear, factor: 2}}"],
+        ["grpo-qwen3-32B-1n8g", "policy.megatron_cfg.tensor_model_parallel_size=3", "cluster.gpus_per_node=3"],
+        ["distillation_math", "teacher.model_name=Qwen/Qwen3-30B-A3B",
+         "teacher.megatron_cfg={moe_router_load_balancing_type: aux_loss}"],
+    ],
+)  # fmt: skip
+def test_what_plan_refuses_is_refused_in_the_same_words(words: list[str], capsys) -> None:
+    refused = []
+    for verb in ("config", "plan"):
+        assert main([verb, *words]) in (1, 2)
+        refused.append(capsys.readouterr().err.replace(f"grpo-mcore {verb}: ", ""))
+    assert refused[0] == refused[1] != ""

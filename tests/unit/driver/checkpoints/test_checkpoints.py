@@ -64,7 +64,21 @@ def test_checkpoints_for_recovery_do_not_compete_with_the_best(tmp_path: Path) -
         save(checkpoints, step, val_accuracy=1.0 / step)
     assert kept(tmp_path) == ["step_4", "step_6", "step_7"]
     save(checkpoints, 8, val_accuracy=0.9)
-    assert kept(tmp_path) == ["step_6", "step_7", "step_8"]
+    assert kept(tmp_path) == ["step_7", "step_8"]
+
+
+def test_the_newest_are_kept_whatever_they_were_saved_for(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=1, save_period=2, ft_keep_latest_k=3)
+    for step in (1, 2, 3, 4, 5, 6, 8):
+        save(checkpoints, step, val_accuracy=1.0 / step)
+    assert kept(tmp_path) == ["step_2", "step_5", "step_6", "step_8"]
+
+
+def test_those_of_save_period_all_stay_without_keep_top_k(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=None, save_period=2, ft_keep_latest_k=2)
+    for step in range(1, 8):
+        save(checkpoints, step)
+    assert kept(tmp_path) == ["step_2", "step_4", "step_6", "step_7"]
 
 
 def test_one_for_recovery_is_kept_by_default(tmp_path: Path) -> None:

@@ -93,11 +93,8 @@ def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch: pytest.Monkey
     ("overrides", "problem"),
     [
         ({"batch_p2p_sync": False}, None),
-        ({"hiden_size": 7}, "model_overrides.hiden_size: Megatron-Core's TransformerConfig has no such field"),
-        (
-            {"cpu_offloading": True, "cpu_offloading_num_layers": 99},
-            "model_overrides .*cpu_offloading.*: Megatron-Core refuses",
-        ),
+        ({"hiden_size": 7}, "model_overrides.hiden_size: it would have no effect, or compute another model"),
+        ({"cpu_offloading": True}, "model_overrides.cpu_offloading: it would have no effect"),
     ],
 )
 def test_overrides_that_ranks_would_refuse_are_refused_before_anything_starts(
