@@ -35,8 +35,8 @@ from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.driver.engines.engine_group import PARCELS, EngineGroup, EngineSlot
 from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.life import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
 
 GENERATIONS, ENGINES, CALLED, CROWD, CALLS_A_PASS = 16, 2, 2, 64, 1024

@@ -30,7 +30,7 @@ from grpo_mcore.cluster import LocalCluster, Parcel
 from grpo_mcore.driver.engines.engine_group import EngineGroup, EngineSlot
 from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.life import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, TrajectoryRef
 
 STEP_S, SAMPLE_S = 0.008, 0.00004

@@ -2,7 +2,7 @@
 sets: seconds of one call x samples / concurrency.
 
 The judge is an HTTP server on this machine: it answers after a time, and a share of its answers is 503. The environment
-is `rules` in a worker of Ray, asked by the scorer of a run; no model takes part.
+is `rules` in a worker of Ray, asked by the queue of a run; no model takes part.
 
     python -m benchmarks.scoring --samples-per-slot 64 --concurrency 8 32
 
@@ -29,10 +29,11 @@ from aiohttp import web
 
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.driver.record.run_report import scoring_notes
-from grpo_mcore.driver.rollouts.scoring import BatchLimits, EnvironmentWorker, RewardScorer
+from grpo_mcore.driver.rollouts.scoring import BatchLimits, EnvironmentWorker, EnvQueue
 from grpo_mcore.environments.rules.rule_environment import RuleEnvironment
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
+from grpo_mcore.rollout.life import OpenGroup, OpenSample, Rules, TurnLimits
+from grpo_mcore.rollout.trajectory import Sampling, Score, Trajectory, TrajectoryRef, Turn
 
 GENERATIONS = 16
 
@@ -82,26 +83,35 @@ def scored(cluster: RayCluster, url: str, samples: int, keys: dict[str, Any]) ->
         batch=BatchLimits(size),
     )
     worker.ready().result()
-    scorer = RewardScorer({"task": worker}, cluster, joins=True)
+    scores: dict[str, list[Score]] = {}
+
+    def resume(sample: OpenSample, outcome: Score) -> None:
+        sample.drop()
+        scores.setdefault(sample.group.uid, []).append(outcome)
+
+    queue = EnvQueue(worker, cluster, resume)
     turn = Turn("assistant", torch.arange(3), torch.zeros(3), loss_mask=True, text="7")
     refs: dict[str, list[TrajectoryRef]] = {}
-    for number in range(samples):
-        uid, index = f"p{number // GENERATIONS}", number % GENERATIONS
-        trajectory = Trajectory(uid, index, (turn,), ((1, 0, 3),), "stop", False)
-        refs.setdefault(uid, []).append(TrajectoryRef.of(trajectory, cluster.store.put(trajectory)))
+    turns: list[OpenSample] = []
+    for first in range(0, samples, GENERATIONS):
+        uid = f"p{first // GENERATIONS}"
+        row: Any = {"uid": uid, "length": 0, "message_log": [], "extra_env_info": {"url": url}}
+        group = OpenGroup(row, 1, Sampling(8), Rules(TurnLimits(1, 99), 0), min(GENERATIONS, samples - first))
+        for index in range(group.size):
+            trajectory = Trajectory(uid, index, (turn,), ((1, 0, 3),), "stop", False)
+            ref = TrajectoryRef.of(trajectory, cluster.store.put(trajectory))
+            refs.setdefault(uid, []).append(ref)
+            turns.append(OpenSample(group, index))
+            turns[-1].wait = turns[-1].life.send(ref)
     began = time.perf_counter()
-    for uid, of_prompt in refs.items():
-        for ref in of_prompt:
-            scorer.submit(uid, "task", [{"url": url}], [ref.ref], [ref.generation_index])
-    scores: dict[str, list[Score]] = {uid: [] for uid in refs}
+    for sample in turns:
+        queue.add([sample])
     while sum(map(len, scores.values())) < samples:
-        scorer.send()
-        if not scorer.awaited():
-            scorer.send(hold=False)
-        for ready in cluster.ready(scorer.awaited(), 600.0, "rewards"):
-            scorer.take(ready)
-        while (request := scorer.next()) is not None:
-            scores[request.uid] += request.outcomes
+        queue.send()
+        if not queue.awaited():
+            queue.send(hold=False)
+        for ready in cluster.ready(queue.awaited(), 600.0, "rewards"):
+            queue.take(ready)
     seconds = time.perf_counter() - began
     worker.stop()
     prompt: Any = {"uid": "p"}

@@ -27,7 +27,7 @@ from grpo_mcore.environments.gym.nemo_gym import NemoGymEnvironment
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.generation.endpoint import Endpoint
-from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.life import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, TrajectoryRef, Turn
 from tests.distributed.rollout_workers import BROKEN, FATAL, HANGING, SHORT, Game
 from tests.gym_server import AGENT, GymServer
@@ -188,7 +188,7 @@ def test_an_environment_that_dies_or_hangs_costs_its_own_sample(cluster: RayClus
             lost = {FATAL: [1], HANGING: [0]}.get(number, [])
             assert [index for index, score in enumerate(scores) if score.reward is None] == lost
             for index in lost:
-                reason = "the environment died" if number == FATAL else "no verdict within 5 s"
+                reason = "the environment died" if number == FATAL else "no score within 5 s"
                 assert scores[index].reason.startswith(reason)
     assert not play.generating
     judge.stop()

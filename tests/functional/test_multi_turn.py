@@ -19,8 +19,8 @@ from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from grpo_mcore.driver.rollouts.scoring import as_workers
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from grpo_mcore.generation import EngineConfig
-from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.life import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 from tests.functional import engine_cases
 from tests.functional.engine_cases import Policy, load_reference

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mcore.recipe import GenerationConfig, MasterConfig, bin_tokens
-from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.life import TurnLimits
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.rollout.turn_end import turn_ends
 

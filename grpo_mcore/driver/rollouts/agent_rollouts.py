@@ -1,22 +1,22 @@
-"""Samples that an environment generates itself by running agents, as a NeMo Gym does: `Rollouts` asks for them here and
-gets each as it comes, with its score; it has their groups as those of its own samples."""
+"""Samples that an environment generates itself by running agents, as a NeMo Gym does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerFailed, remote_stream
-from grpo_mcore.data import DatumSpec
 from grpo_mcore.driver.interfaces import GenerationInterface
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.environments.gym.nemo_gym import GymOutcome, GymRequest
-from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef, sample_seed
+from grpo_mcore.rollout.life import OpenSample, RunAgent
+from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef
 
 _MAX_FAILURES = 3
-"""Consecutive failures of the environments that are tolerated; the next one ends the run."""
+"""Consecutive failures of an environment that are tolerated; the next one ends the run."""
 
 
 class AgentWorker:
@@ -41,132 +41,103 @@ class AgentWorker:
         self._environment.shutdown()
 
 
-@dataclass(eq=False)
-class AgentBatch:
-    """The samples of one dispatch to one environment. `expected`: samples still to come, by (uid, generation index);
-    `num_given_up`: further samples that come although they were given up."""
-
-    worker: EnvironmentWorker
-    sampling: Sampling
-    stream: Stream
-    expected: dict[tuple[str, int], GymRequest]
-    num_given_up: int = 0
-
-
 class AgentRollouts:
-    """The calls of environments that run agents, and the samples that they send."""
+    """The queue of one environment that runs agents, see `rollouts.py`. A Gym cannot be told to stop: dropped samples
+    still come, and are ignored."""
 
     def __init__(
         self,
-        environments: Mapping[str, EnvironmentWorker],
+        worker: EnvironmentWorker,
         engines: GenerationInterface,
-        seed: int,
-        on_sample: Callable[[TrajectoryRef, Score], None],
+        resume: Callable[[OpenSample, tuple[TrajectoryRef, Score]], None],
         on_outcome: Callable[[GymOutcome], None] | None = None,
-        max_tokens: int | None = None,
     ) -> None:
-        """`environments`: environments that run agents, by task name. `on_sample`: gets every sample with its score.
-        `on_outcome`: gets every outcome; if given, the environments are asked to send the agents' results with it.
-        `max_tokens`: limit of each sample, see `TurnLimits`. Raises ValueError without an endpoint."""
-        if environments and engines.endpoint is None:
+        """`resume`: gets every sample with its trajectory and score. `on_outcome`: gets every outcome; if given, the
+        environment is asked to send the agents' results with it. Raises ValueError without an endpoint."""
+        if engines.endpoint is None:
             raise ValueError(
-                f"the environments of {', '.join(environments)} play samples themselves, which needs the policy's "
-                "endpoint: set policy.generation.vllm_cfg.expose_http_server"
+                f"{worker.name} runs agents, which ask the engines through the policy's endpoint: set "
+                "policy.generation.vllm_cfg.expose_http_server"
             )
-        self._environments, self._engines, self._seed = environments, engines, seed
-        self._on_sample, self._on_outcome = on_sample, on_outcome
-        self._max_tokens = max_tokens
-        self._batches: dict[int, AgentBatch] = {}  # by id of the stream
+        self._worker, self._endpoint, self._engines = worker, engines.endpoint, engines
+        self._resume, self._on_outcome = resume, on_outcome
+        self._waiting: dict[Sampling, list[OpenSample]] = {}
+        self._running: dict[Stream, dict[tuple[str, int], OpenSample]] = {}  # samples still to come, by uid and index
         self._failures = 0
 
-    def handles(self, prompt: DatumSpec) -> bool:
-        """Return whether the prompt's environment runs agents."""
-        return prompt["task_name"] in self._environments
-
-    def awaited(self) -> list[Stream]:
-        """Return the streams under way."""
-        return [batch.stream for batch in self._batches.values()]
-
-    def dispatch(self, prompts: Sequence[DatumSpec], sampling: Sampling, *, generations: int, step: int) -> None:
-        """Ask for `generations` samples of each prompt. Does not wait. Raises ValueError for a prompt without a task
-        of the Gym."""
-        by_worker: dict[int, tuple[EnvironmentWorker, list[GymRequest]]] = {}
-        for prompt in prompts:
-            uid, task = prompt["uid"], prompt["extra_env_info"].get("gym_task")
-            if task is None:
+    def add(self, samples: Sequence[OpenSample]) -> None:
+        """Let samples wait. Raises ValueError for one without a task of the Gym."""
+        for sample in samples:
+            prompt = sample.group.prompt
+            if prompt["extra_env_info"].get("gym_task") is None:
                 raise ValueError(
-                    f"{uid}: the environment of task {prompt['task_name']!r} plays the tasks of a Gym, "
-                    "which dataset_name: NemoGymDataset reads"
+                    f"{prompt['uid']}: the environment of task {prompt['task_name']!r} runs agents on the tasks of a "
+                    "Gym, which dataset_name: NemoGymDataset reads"
                 )
-            worker = self._environments[prompt["task_name"]]
-            by_worker.setdefault(id(worker), (worker, []))[1].extend(
-                GymRequest(uid, index, task, prompt["idx"], sample_seed(self._seed, step, uid, index), self._max_tokens)
-                for index in range(generations)
+            self._waiting.setdefault(sample.group.sampling, []).append(sample)
+
+    def send(self, *, hold: bool = True) -> None:
+        for sampling, samples in self._waiting.items():
+            purpose = f"{len(samples)} samples of the agents of {self._worker.name}"
+            run = remote_stream(self._worker, AgentWorker.run_agents, timeout_s=self._worker.timeout_s, purpose=purpose)
+            stream = run(
+                list(map(_gym_request, samples)), sampling, self._endpoint.address, self._on_outcome is not None
             )
-        for worker, samples in by_worker.values():
-            self._start(worker, sampling, samples)
+            self._running[stream] = {sample.key: sample for sample in samples}
+        self._waiting.clear()
 
-    def _start(self, worker: EnvironmentWorker, sampling: Sampling, samples: list[GymRequest]) -> None:
-        assert self._engines.endpoint is not None
-        purpose = f"{len(samples)} samples that {worker.name} plays"
-        run = remote_stream(worker, AgentWorker.run_agents, timeout_s=worker.timeout_s, purpose=purpose)
-        stream = run(samples, sampling, self._engines.endpoint.address, self._on_outcome is not None)
-        expected = {(sample.uid, sample.generation_index): sample for sample in samples}
-        self._batches[id(stream)] = AgentBatch(worker, sampling, stream, expected)
+    def awaited(self) -> list[Future | Stream]:
+        return list(self._running)
 
-    def take(self, ready: Future | Stream) -> bool:
-        """Take the next item of a stream; return False if it is not one of `awaited`. Raises what the stream raises.
+    def drop(self, samples: Collection[OpenSample], *, close: bool) -> None:
+        """The agents finish dropped samples all the same."""
 
-        An environment that fails, dies or hangs is restarted and asked again for the samples that did not come."""
-        batch = self._batches.get(id(ready))
-        if batch is None:
+    def seconds_left(self) -> float:
+        return math.inf
+
+    def take(self, ready: Any) -> bool:
+        """Take the next item of a stream. Raises what the stream raises, if that has happened too often: an environment
+        that fails, dies or hangs is restarted and asked again for the samples that did not come."""
+        if (expected := self._running.get(ready)) is None:
             return False
         try:
-            item = next(batch.stream, None)
-            if item is None:
-                reason = f"it ended without {len(batch.expected)} samples"
-                raise WorkerFailed(batch.worker.name, batch.stream.purpose, reason)
+            if (item := next(ready, None)) is None:
+                raise WorkerFailed(self._worker.name, ready.purpose, f"it ended without {len(expected)} samples")
         except (WorkerFailed, DeadlineExceeded):
             self._failures += 1
             if self._failures > _MAX_FAILURES:
                 raise
-            self._restart(batch.worker)
+            self._restart()
             return True
         self._failures = 0
         if isinstance(item, Parcel):
-            sample, outcome = item.label
-            self._record(batch, replace(sample, ref=item.content), outcome)
+            label, outcome = item.label
+            trajectory = replace(label, ref=item.content)
         else:  # a sample without a trajectory
-            version = self._engines.weight_version
-            aborted = TrajectoryRef(item.uid, item.generation_index, 0, 0, 0, version, False, "abort", None, turns=0)
-            self._record(batch, aborted, item)
-        if not batch.expected and not batch.num_given_up:
-            del self._batches[id(ready)]
+            outcome, version = item, self._engines.weight_version
+            trajectory = TrajectoryRef(item.uid, item.generation_index, 0, 0, 0, version, False, "abort", None, turns=0)
+        sample = expected.pop((outcome.uid, outcome.generation_index), None)
+        if not expected:
+            del self._running[ready]
             with suppress(WorkerFailed, DeadlineExceeded):  # nothing is missing; the next call finds out
-                next(batch.stream, None)  # its end
+                next(ready, None)  # its end
+        if sample is not None and sample.wait is not None:
+            if self._on_outcome is not None:
+                self._on_outcome(outcome)
+            self._resume(sample, (trajectory, outcome.score))
         return True
 
-    def drop(self, uids: Collection[str]) -> None:
-        """Drop the samples of these prompts. The agents finish them all the same, as a Gym cannot be told to stop."""
-        for batch in self._batches.values():
-            expected = {key: sample for key, sample in batch.expected.items() if key[0] not in uids}
-            batch.num_given_up += len(batch.expected) - len(expected)
-            batch.expected = expected
+    def _restart(self) -> None:
+        """Restart the environment, and ask again for the samples that did not come."""
+        unfinished = [sample for expected in self._running.values() for sample in expected.values()]
+        self._running.clear()
+        self._worker.restart()
+        self.add([sample for sample in unfinished if sample.wait is not None])
+        self.send()
 
-    def _restart(self, worker: EnvironmentWorker) -> None:
-        """Restart an environment and ask it again for the samples of all its batches that did not come."""
-        batches = [batch for batch in self._batches.values() if batch.worker is worker]
-        for batch in batches:
-            del self._batches[id(batch.stream)]
-        worker.restart()
-        for batch in batches:
-            if batch.expected:
-                self._start(worker, batch.sampling, list(batch.expected.values()))
 
-    def _record(self, batch: AgentBatch, sample: TrajectoryRef, outcome: GymOutcome) -> None:
-        if batch.expected.pop((outcome.uid, outcome.generation_index), None) is None:
-            batch.num_given_up -= 1
-            return
-        if self._on_outcome is not None:
-            self._on_outcome(outcome)
-        self._on_sample(sample, outcome.score)
+def _gym_request(sample: OpenSample) -> GymRequest:
+    prompt, wait, limits = sample.group.prompt, sample.wait, sample.group.rules.limits
+    assert isinstance(wait, RunAgent)
+    task = prompt["extra_env_info"]["gym_task"]
+    return GymRequest(prompt["uid"], sample.index, task, prompt["idx"], wait.seed, limits.max_tokens)

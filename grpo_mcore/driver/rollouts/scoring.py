@@ -8,13 +8,12 @@ schedule tolerates few prompts without any reward.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.cluster import (
@@ -30,8 +29,10 @@ from grpo_mcore.cluster import (
     remote_call,
 )
 from grpo_mcore.cluster.local_cluster import LocalWorker
+from grpo_mcore.driver.rollouts.hooks import NO_HOOKS, RolloutHooks
 from grpo_mcore.environments.interfaces import EnvironmentInterface, RemoteEnvironment
 from grpo_mcore.parallel.platform import Platform, PlatformChoice
+from grpo_mcore.rollout.life import OpenSample
 from grpo_mcore.rollout.trajectory import Outcome
 
 _MAX_FAILURES = 20
@@ -100,224 +101,105 @@ class EnvironmentWorker:
 
 
 @dataclass(eq=False, slots=True)
-class ScoreRequest:
-    """Samples of one group whose last turn is to be scored: all of them, or one as it comes. `indices`: their
-    generation indexes; `by_position`: the outcomes that have come, by position in `references`."""
-
-    uid: str
-    metadata: Sequence[dict[str, Any]]
-    references: Sequence[Any]
-    indices: Sequence[int]
-    by_position: dict[int, Outcome] = field(default_factory=dict)
-    dropped: bool = False
-
-    @property
-    def outcomes(self) -> list[Outcome]:
-        """The outcomes, by position in `references`, once all have come."""
-        return [self.by_position[position] for position in range(len(self.references))]
-
-
-@dataclass(eq=False, slots=True)
 class _Call:
-    """A call about some samples: (request, position) of each. `alone`: the environment gets no other call at the same
-    time. `again`: one of its samples has failed before, and no other sample joins it. `queued_at`: time on the
-    cluster's clock."""
+    """A call about some samples. `alone`: the environment gets no other call at the same time. `again`: one of its
+    samples has failed before, and no other sample joins it. Times are the cluster's."""
 
-    samples: list[tuple[ScoreRequest, int]]
+    samples: list[OpenSample]
     queued_at: float
     alone: bool = False
     again: bool = False
-    pending: Future = field(init=False)
-    deadline: float = field(init=False)
-    since: float = field(init=False)
+    since: float = 0.0
 
     @property
     def label(self) -> str:
         """The prompts it is about, for errors."""
-        uids = list(dict.fromkeys(request.uid for request, _ in self.samples))
+        uids = list(dict.fromkeys(sample.group.uid for sample in self.samples))
         return uids[0] if len(uids) == 1 else f"{uids[0]} and {len(uids) - 1} more"
 
 
-@dataclass(eq=False)
 class EnvQueue:
-    """One environment with the calls that wait for it and those under way. `max_calls`: maximum number of calls at a
-    time. `batch`: limits of the calls that join samples of several requests."""
-
-    worker: Worker
-    max_calls: float
-    timeout_s: float
-    batch: BatchLimits
-    waiting: deque[_Call] = field(default_factory=deque)
-    running: OrderedDict[Any, _Call] = field(default_factory=OrderedDict)  # by future, first deadline first
-    failures: int = 0
-
-    def hold_s(self, now: float) -> float:
-        """Return the seconds for which the first call that waits is still held back, to be joined by others."""
-        first, wait_s = self.waiting[0], self.batch.max_wait_s
-        if not wait_s or first.again or first.alone:
-            return 0.0
-        size = 0
-        for call in self.waiting:
-            size += len(call.samples)
-            if size >= self.batch.max_size:
-                return 0.0
-        return max(0.0, first.queued_at + wait_s - now)
-
-
-class RewardScorer:
-    """Collects the rewards of groups from several environments.
-
-    `environments`: workers by task name. An EnvironmentWorker is restarted when it hangs or dies; other workers cannot
-    be, and the error is raised. `on_restart`: gets the name of each worker that is restarted, and the reason.
-    `on_span`: as in `Rollouts`. `joins`: a call may hold samples of several requests; otherwise each request is a call.
-    """
+    """The queue of one environment, see `rollouts.py`: turns that wait for their scores, and the calls under way. An
+    EnvironmentWorker is restarted when it hangs or dies; another worker cannot be, and the error is raised."""
 
     def __init__(
         self,
-        environments: Mapping[str, Worker],
+        worker: Worker,
         cluster: Cluster,
-        on_restart: Callable[[str, str], None] = lambda worker, reason: None,
-        on_span: Callable[[str, str, float, float], None] = lambda worker, action, start, end: None,
+        resume: Callable[[OpenSample, Outcome], None],
+        hooks: RolloutHooks = NO_HOOKS,
         *,
-        joins: bool = False,
+        joins: bool = True,
     ) -> None:
-        self._on_restart, self._on_span, self._joins = on_restart, on_span, joins
-        self._clock = cluster.clock
-        queues: dict[int, EnvQueue] = {}
-        for worker in environments.values():
-            limits: tuple[float, float, BatchLimits] = (float("inf"), cluster.call_timeout_s, BatchLimits())
-            if isinstance(worker, EnvironmentWorker):
-                limits = (worker.calls, worker.timeout_s, worker.batch)
-            queues.setdefault(id(worker), EnvQueue(worker, *limits))
-        self._queues = list(queues.values())
-        self._by_task = {task: queues[id(worker)] for task, worker in environments.items()}
-        self._scored: deque[ScoreRequest] = deque()
+        """`resume`: gets each sample whose turn is scored. `joins`: a call may hold samples that were added one after
+        the other; otherwise each `add` is a call."""
+        self._worker, self._clock, self._resume, self._hooks, self._joins = worker, cluster.clock, resume, hooks, joins
+        self._max_calls, self._timeout_s, self._batch = math.inf, cluster.call_timeout_s, BatchLimits()
+        if isinstance(worker, EnvironmentWorker):
+            self._max_calls, self._timeout_s, self._batch = worker.calls, worker.timeout_s, worker.batch
+        self._waiting: deque[_Call] = deque()
+        self._running: OrderedDict[Any, _Call] = OrderedDict()  # by future, first deadline first
+        self._failures = 0
         self._exceptions: set[str] = set()  # that were logged
 
-    def submit(
-        self,
-        uid: str,
-        task: str,
-        metadata: Sequence[dict[str, Any]],
-        references: Sequence[Any],
-        indices: Sequence[int] = (),
-    ) -> None:
-        """Request the rewards of trajectories of one group, given by reference; `send` asks for them. `indices`: their
-        generation indexes; none: 0, 1, ..."""
-        queue = self._by_task[task]
-        request = ScoreRequest(uid, metadata, references, indices or range(len(references)))
-        queue.waiting.append(_Call([(request, position) for position in range(len(references))], self._clock.now()))
+    def add(self, samples: Sequence[OpenSample]) -> None:
+        if samples:
+            self._waiting.append(_Call(list(samples), self._clock.now()))
 
-    def uids(self) -> set[str]:
-        """Return the prompts whose rewards have not been taken by `next`."""
-        return {request.uid for request in self._requests()}
+    def send(self, *, hold: bool = True) -> None:
+        """Start the calls that wait, as many as the environment takes. `hold` False: also those that are held back to
+        be joined by others. To be called when all that came at one time has been added, so that it goes in one call."""
+        self._take_late()
+        if self._waiting:
+            with self._worker.together():
+                while self._waiting and len(self._running) < self._max_calls and not self._must_wait(hold):
+                    self._start(self._next_call())
 
-    def samples(self) -> list[tuple[str, int]]:
-        """Return (uid, generation index) of each sample whose reward has not been taken by `next`."""
-        return [(request.uid, index) for request in self._requests() for index in request.indices]
+    def awaited(self) -> list[Future | Stream]:
+        return list(self._running)
 
-    def _requests(self) -> list[ScoreRequest]:
-        calls = (call for queue in self._queues for call in (*queue.waiting, *queue.running.values()))
-        requests = dict.fromkeys(request for call in calls for request, _ in call.samples)
-        return [request for request in (*requests, *self._scored) if not request.dropped]
+    def take(self, ready: Any) -> bool:
+        if (call := self._running.get(ready)) is not None:
+            self._take(ready, call)
+        return call is not None
 
-    def drop(self, uids: Collection[str], indices: Collection[int] | None = None) -> None:
-        """Drop the requests of these prompts, or of these samples of them."""
-        for request in self._requests():
-            if request.uid in uids and (indices is None or set(request.indices) <= set(indices)):
-                request.dropped = True
-        for queue in self._queues:
-            for call in queue.waiting:
-                call.samples = [sample for sample in call.samples if not sample[0].dropped]
-            queue.waiting = deque(call for call in queue.waiting if call.samples)
-        self._scored = deque(request for request in self._scored if not request.dropped)
-
-    def awaited(self) -> list[Future]:
-        """Return the calls under way."""
-        return list(itertools.chain.from_iterable(queue.running for queue in self._queues))
+    def drop(self, samples: Collection[OpenSample], *, close: bool) -> None:
+        for call in self._waiting:
+            call.samples = [sample for sample in call.samples if sample.wait is not None]
+        self._waiting = deque(call for call in self._waiting if call.samples)
 
     def seconds_left(self) -> float:
         """Return the seconds until the first deadline of a call, or until a call that is held back is sent."""
-        now = self._clock.now()
-        deadlines = [next(iter(queue.running.values())).deadline - now for queue in self._queues if queue.running]
-        held = [queue.hold_s(now) for queue in self._queues if queue.waiting and len(queue.running) < queue.max_calls]
-        return min((max(left, 0.0) for left in (*deadlines, *filter(None, held))), default=float("inf"))
+        now, left_s = self._clock.now(), math.inf
+        if self._running:
+            left_s = max(0.0, next(iter(self._running.values())).since + self._timeout_s - now)
+        if self._waiting and len(self._running) < self._max_calls:
+            left_s = min(left_s, self._hold_s() or math.inf)
+        return left_s
 
-    def send(self, *, hold: bool = True) -> None:
-        """Start the calls that wait, as many as each environment takes. To be called when all that came at one time has
-        been given to `submit` and `take`, so that it goes in one call. `hold` False: also those that are held back to
-        be joined by others."""
-        for queue in self._queues:
-            if queue.waiting:
-                with queue.worker.together():
-                    self._send(queue, hold)
+    def _hold_s(self) -> float:
+        """Return the seconds for which the first call that waits is still held back, to be joined by others."""
+        first, wait_s = self._waiting[0], self._batch.max_wait_s
+        if not wait_s or not self._joins or first.again or first.alone:
+            return 0.0
+        if sum(len(call.samples) for call in self._waiting) >= self._batch.max_size:
+            return 0.0
+        return max(0.0, first.queued_at + wait_s - self._clock.now())
 
-    def next(self) -> ScoreRequest | None:
-        """Return a request whose rewards have all come; None if there is no such request."""
-        now = self._clock.now()
-        for queue in self._queues:
-            while queue.running and now >= (first := next(iter(queue.running.values()))).deadline:
-                self._take(queue, first)
-        return self._scored.popleft() if self._scored else None
+    def _must_wait(self, hold: bool) -> bool:
+        """Whether the first call that waits may not start yet."""
+        if self._running and (self._waiting[0].alone or next(iter(self._running.values())).alone):
+            return True
+        return hold and self._hold_s() > 0
 
-    def take(self, ready: Future | Stream) -> bool:
-        """Process an answer that has come; return False if it is not one of `awaited`."""
-        for queue in self._queues:
-            if (call := queue.running.get(ready)) is not None:
-                self._take(queue, call)
-                return True
-        return False
-
-    def _take(self, queue: EnvQueue, call: _Call) -> None:
-        self._on_span(queue.worker.name, "reward", call.since, self._clock.now())
-        try:
-            outcomes = call.pending.result()
-        except WorkerDied as error:
-            self._recover(queue, call, f"the environment died: {error.cause}", error)
-            return
-        except DeadlineExceeded as error:
-            self._recover(queue, call, f"no verdict within {queue.timeout_s:g} s", error)
-            return
-        except WorkerFailed as error:
-            self._record_exception(queue, call, error)
-            return
-        queue.failures = 0
-        del queue.running[call.pending]
-        self._record(call, outcomes)
-
-    def _record(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
-        for (request, position), outcome in zip(call.samples, outcomes, strict=True):
-            request.by_position[position] = outcome
-            if outcome.traceback is not None:
-                logger.warning("%s: no reward for a sample of %s\n%s", outcome.reason, request.uid, outcome.traceback)
-            if len(request.by_position) == len(request.references) and not request.dropped:
-                self._scored.append(request)
-
-    def _send(self, queue: EnvQueue, hold: bool) -> None:
-        while queue.waiting and len(queue.running) < queue.max_calls:
-            if queue.running and (queue.waiting[0].alone or next(iter(queue.running.values())).alone):
-                return
-            if hold and self._joins and queue.hold_s(self._clock.now()):
-                return
-            call = self._next_call(queue)
-            metadata = [request.metadata[position] for request, position in call.samples]
-            references = [request.references[position] for request, position in call.samples]
-            call.since = self._clock.now()
-            call.deadline = self._clock.now() + queue.timeout_s
-            purpose, limit_s = f"the verdict on {call.label}", queue.timeout_s
-            call.pending = remote_call(queue.worker, EnvironmentInterface.advance, timeout_s=limit_s, purpose=purpose)(
-                metadata, *references
-            )
-            queue.running[call.pending] = call
-
-    def _next_call(self, queue: EnvQueue) -> _Call:
+    def _next_call(self) -> _Call:
         """Take the first call that waits, joined by others up to the limit of a call. Unless the recipe prefers large
         calls, those that wait are spread over all calls that the environment takes now: it may work through the samples
         of one call in turn."""
-        size = queue.batch.max_size
-        if not queue.batch.max_wait_s:
-            size = min(size, math.ceil(len(queue.waiting) / (queue.max_calls - len(queue.running))))
-        call, waiting = queue.waiting.popleft(), queue.waiting
+        size = self._batch.max_size
+        if not self._batch.max_wait_s:
+            size = min(size, math.ceil(len(self._waiting) / (self._max_calls - len(self._running))))
+        call, waiting = self._waiting.popleft(), self._waiting
         if self._joins and not (call.alone or call.again):
             while waiting and not (waiting[0].alone or waiting[0].again):
                 if len(call.samples) + len(waiting[0].samples) > size:
@@ -325,36 +207,80 @@ class RewardScorer:
                 call.samples += waiting.popleft().samples
         return call
 
-    def _record_exception(self, queue: EnvQueue, call: _Call, error: WorkerFailed) -> None:
-        """Give the sample on which an environment raised no reward. Ask again about each sample of several."""
-        del queue.running[call.pending]
-        if len(call.samples) > 1:
-            queue.waiting.extendleft(_Call([sample], call.queued_at, again=True) for sample in reversed(call.samples))
+    def _start(self, call: _Call) -> None:
+        turns: list[Any] = [sample.wait for sample in call.samples]
+        advance = remote_call(
+            self._worker, EnvironmentInterface.advance, timeout_s=self._timeout_s, purpose=f"the score of {call.label}"
+        )
+        call.since = self._clock.now()
+        answer = advance([turn.metadata for turn in turns], *(turn.trajectory.ref for turn in turns))
+        self._running[answer] = call
+
+    def _take_late(self) -> None:
+        """Take the calls whose deadline is over."""
+        while self._running:
+            answer, call = next(iter(self._running.items()))
+            if self._clock.now() < call.since + self._timeout_s:
+                return
+            self._take(answer, call)
+
+    def _take(self, answer: Future, call: _Call) -> None:
+        self._hooks.on_span(self._worker.name, "reward", call.since, self._clock.now())
+        try:
+            outcomes = answer.result()
+        except WorkerDied as error:
+            self._recover(answer, f"the environment died: {error.cause}", error)
+        except DeadlineExceeded as error:
+            self._recover(answer, f"no score within {self._timeout_s:g} s", error)
+        except WorkerFailed as error:
+            del self._running[answer]
+            self._record_exception(call, error)
         else:
-            reason = f"the environment raised {error.cause}"
-            if reason not in self._exceptions:
-                self._exceptions.add(reason)
-                logger.warning("%s: no reward for a sample of %s: %s", queue.worker.name, call.label, error)
-            self._record(call, [Outcome(None, None, reason, 0.0)])
+            del self._running[answer]
+            self._failures = 0
+            self._record(call, outcomes)
 
-    def _recover(self, queue: EnvQueue, culprit: _Call, reason: str, error: Exception) -> None:
-        """Restart an environment that died or exceeded the deadline of `culprit`.
+    def _record(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
+        for sample, outcome in zip(call.samples, outcomes, strict=True):
+            if outcome.traceback is not None:
+                uid = sample.group.uid
+                logger.warning("%s: no reward for a sample of %s\n%s", outcome.reason, uid, outcome.traceback)
+            if sample.wait is not None:
+                self._resume(sample, outcome)
 
-        If `culprit` was about one sample and ran alone, that sample has no reward. All others are asked about again,
-        one by one."""
-        queue.failures += 1
-        worker = queue.worker
-        if not isinstance(worker, EnvironmentWorker) or queue.failures > _MAX_FAILURES:
+    def _record_exception(self, call: _Call, error: WorkerFailed) -> None:
+        """Give the sample on which an environment raised no reward. Ask again about each sample of several."""
+        if len(call.samples) > 1:
+            self._ask_again([call], again=True)
+            return
+        reason = f"the environment raised {error.cause}"
+        if reason not in self._exceptions:
+            self._exceptions.add(reason)
+            logger.warning("%s: no reward for a sample of %s: %s", self._worker.name, call.label, error)
+        self._record(call, [Outcome(None, None, reason, 0.0)])
+
+    def _recover(self, answer: Future, reason: str, error: Exception) -> None:
+        """Restart the environment, which died or exceeded the deadline of a call.
+
+        If the call was about one sample and ran alone, that sample has no reward. All others are asked about again, one
+        by one."""
+        self._failures += 1
+        if not isinstance(self._worker, EnvironmentWorker) or self._failures > _MAX_FAILURES:
             raise error
-        calls, queue.running = list(queue.running.values()), OrderedDict()
-        again = [call for call in calls if call is not culprit or len(call.samples) > 1 or len(calls) > 1]
-        for call in reversed(again):
-            for sample in reversed(call.samples):
-                queue.waiting.appendleft(_Call([sample], call.queued_at, alone=True))
-        self._on_restart(worker.name, f"{culprit.label}: {reason}")
-        worker.restart()
-        if culprit not in again:
-            self._record(culprit, [Outcome(None, None, reason, queue.timeout_s)])
+        calls, culprit = list(self._running.values()), self._running[answer]
+        self._running = OrderedDict()
+        is_known = len(calls) == 1 and len(culprit.samples) == 1
+        if not is_known:
+            self._ask_again(calls, alone=True)
+        self._hooks.on_restart(self._worker.name, f"{culprit.label}: {reason}")
+        self._worker.restart()
+        if is_known:
+            self._record(culprit, [Outcome(None, None, reason, self._timeout_s)])
+
+    def _ask_again(self, calls: Sequence[_Call], **how: bool) -> None:
+        """Ask about each sample of these calls before all others, in a call of its own."""
+        calls = [_Call([s], call.queued_at, **how) for call in calls for s in call.samples if s.wait is not None]
+        self._waiting.extendleft(reversed(calls))
 
 
 class _LocalEnvironment:

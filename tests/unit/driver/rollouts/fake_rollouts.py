@@ -15,8 +15,8 @@ from grpo_mcore.cluster.local_cluster import LocalStream, LocalWorker
 from grpo_mcore.driver.engines.engine_group import EngineGroup, EngineSlot, with_trajectories
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.driver.rollouts.scoring import as_workers
-from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.life import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
 
 END = 7  # ends a turn

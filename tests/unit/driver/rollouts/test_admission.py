@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from benchmarks.rollouts import CASES
 from benchmarks.rollouts import World as VirtualWorld
 from grpo_mcore.driver.rollouts.rollouts import Rollouts
-from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Trajectory
+from grpo_mcore.rollout.life import OpenGroup, OpenSample, Rules, TurnLimits
+from grpo_mcore.rollout.trajectory import Outcome, Trajectory
 from tests.unit.driver.rollouts.fake_rollouts import SAMPLING, CharacterTokenizer, World, play, prompt
 
 
@@ -47,9 +49,8 @@ def test_only_samples_that_the_limit_keeps_back_count_as_waiting(
     """Without a limit a sample waits for the way of others to the stream that it will join, a few milliseconds."""
     world = World(play)
     limited(world, max_running)
-    monkeypatch.setattr(world.rollouts, "_room", lambda engine: 0)
-    world.rollouts._queue(0, 1, SAMPLING, [GenerationRequest(f"p{n}", 0, (), n) for n in range(4)])
-    world.rollouts._send_queued()
+    monkeypatch.setattr(world.rollouts._engine_queues, "_room", lambda engine: (0, None))
+    world.rollouts.dispatch([prompt(n) for n in range(4)], SAMPLING, generations=1, step=1)
     assert world.rollouts.most_queued() == counted
 
 
@@ -74,8 +75,9 @@ def test_samples_of_prompts_with_long_answers_go_first() -> None:
 
 def test_next_turns_go_before_first_ones() -> None:
     """A sample that has begun goes on before another begins: the engine's cache holds what it continues."""
-    rollouts = World(play).rollouts
-    requests = [GenerationRequest(f"p{n}", 0, (), n, continues="its turns" if n == 2 else None) for n in range(4)]
-    rollouts._queue(0, 1, SAMPLING, requests)
-    waiting = [rollouts._queued[0, 1, SAMPLING] for _ in requests]
-    assert [heapq.heappop(entries)[1].uid for entries in waiting] == ["p2", "p0", "p1", "p3"]
+    queues = World(play).rollouts._engine_queues
+    samples = [OpenSample(OpenGroup(prompt(n), 1, SAMPLING, Rules(TurnLimits(2, 99), 5), 1), 0) for n in range(4)]
+    samples[2].wait = replace(samples[2].wait, continues="its turns")
+    queues.add(samples)
+    waiting = [queues._queued[0, 1, SAMPLING] for _ in samples]
+    assert [heapq.heappop(entries)[1].group.uid for entries in waiting] == ["p2", "p0", "p1", "p3"]

@@ -16,7 +16,7 @@ from grpo_mcore.driver.rollouts.agent_rollouts import AgentRollouts
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.environments.gym.nemo_gym import GymOutcome, GymRequest
-from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.life import OpenGroup, OpenSample, Rules, TurnLimits
 from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef
 from tests.unit.driver.rollouts.fake_rollouts import Shuffling, engine_group, prompt
 
@@ -67,12 +67,24 @@ def agents(gym: Gym) -> AgentRollouts:
     engines: Any = SimpleNamespace(
         endpoint=SimpleNamespace(address="here"), weight_version=1, cluster=SimpleNamespace(clock=REAL)
     )
-    return AgentRollouts({"game": gym}, engines, 5, lambda sample, _: gym.samples.append(sample))
+    return AgentRollouts(gym, engines, lambda sample, result: gym.samples.append(result[0]))
 
 
-def dispatch(agents: AgentRollouts, *numbers: int, step: int = 1) -> None:
-    prompts = [prompt(number, idx=number, extra_env_info={"gym_task": {}}) for number in numbers]
-    agents.dispatch(prompts, Sampling(8), generations=2, step=step)
+def dispatch(agents: AgentRollouts, *numbers: int, step: int = 1) -> list[OpenSample]:
+    rows: Any = [prompt(number, idx=number, extra_env_info={"gym_task": {}}) for number in numbers]
+    groups = [OpenGroup(row, step, Sampling(8), Rules(TurnLimits(1, 99), 5), 2) for row in rows]
+    for group in groups:
+        group.has_agents = True
+    samples = [OpenSample(group, index) for group in groups for index in range(2)]
+    agents.add(samples)
+    agents.send()
+    return samples
+
+
+def drop(samples: list[OpenSample], *uids: str) -> None:
+    for sample in samples:
+        if sample.group.uid in uids:
+            sample.drop()
 
 
 def play(agents: AgentRollouts, gym: Gym, stream: Stream, count: int) -> list[tuple[str, Any]]:
@@ -87,9 +99,9 @@ def play(agents: AgentRollouts, gym: Gym, stream: Stream, count: int) -> list[tu
 
 
 def test_samples_given_up_still_finish_and_do_not_count(agents: AgentRollouts, gym: Gym) -> None:
-    dispatch(agents, 0, 1)
+    samples = dispatch(agents, 0, 1)
     assert [uid for uid, _ in play(agents, gym, gym.streams[0], 1)] == ["p0"]
-    agents.drop(["p0"])
+    drop(samples, "p0")
     dispatch(agents, 0, step=2)
     old, new = gym.streams
     anew = [f"seed {sample.seed}" for sample in new.asked]
@@ -105,8 +117,7 @@ def test_samples_given_up_still_finish_and_do_not_count(agents: AgentRollouts, g
 def test_an_environment_that_fails_is_asked_again_only_for_samples_not_given_up(
     agents: AgentRollouts, gym: Gym, unwanted: list[str], error: type[WorkerFailed] | None
 ) -> None:
-    dispatch(agents, 0, 1)
-    agents.drop(unwanted)
+    drop(dispatch(agents, 0, 1), *unwanted)
     gym.streams[0].error = error
     assert agents.take(gym.streams[0]) and gym.restarts == 1
     asked = [sample.uid for stream in gym.streams[1:] for sample in stream.asked]

@@ -21,12 +21,11 @@ import pytest
 from grpo_mcore.cluster import DeadlineExceeded, LocalCluster, Parcel, WorkerDied, WorkerFailed
 from grpo_mcore.driver.engines.engine_group import EngineGroup, EngineSlot
 from grpo_mcore.driver.engines.retries import Retries
-from grpo_mcore.driver.rollouts import rollouts as rollouts_module
-from grpo_mcore.driver.rollouts import scoring
+from grpo_mcore.driver.rollouts import engine_queues, scoring
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.life import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, TrajectoryRef
 from tests.clocks import StandingClock
 from tests.unit.driver.rollouts.fake_rollouts import END, SAMPLING, CharacterTokenizer, prompt
@@ -281,40 +280,42 @@ class World(LocalCluster):
     def check(self) -> None:
         """Somebody produces what each open group misses, and only once."""
         rollouts = self.rollouts
-        calls = {*rollouts._calls.values(), *(join.call for join in rollouts._joins.values())}
-        generated = [key for call in calls for key in call.expected]
-        queued = [
-            (entry[1].uid, entry[1].generation_index) for entries in rollouts._queued.values() for entry in entries
+        queues, (scorer,) = rollouts._engine_queues, set(rollouts._queue_of_task.values())
+        generated = [key for stream in self.streams() for key in stream.expected]
+        queued = [sample.key for entries in queues._queued.values() for _, sample in entries]
+        scored = [
+            sample.key
+            for call in (*scorer._waiting, *scorer._running.values())
+            for sample in call.samples
+            if sample.wait is not None
         ]
-        if self.together:
-            calls = [{uid for uid, _ in call.expected} for call in rollouts._calls.values()]
-            producers = [
-                *(uid for uids in calls for uid in uids),
-                *{uid for uid, _ in queued},
-                *rollouts._scorer.uids(),
-            ]
-            assert sorted(producers) == sorted(rollouts._groups), "a group has no producer, or two"
-        else:
-            open_samples = [
-                (uid, index)
-                for uid, group in rollouts._groups.items()
-                for index, conversation in enumerate(group.conversations)
-                if not conversation.over
-            ]
-            producers = sorted([*generated, *queued, *rollouts._scorer.samples()])
-            assert producers == sorted(open_samples), "a sample has no producer, or two"
-        assert rollouts.awaited() or not rollouts._groups or rollouts.generating
+        held = []
+        if barrier := rollouts._barrier:
+            held = [sample.key for samples in (barrier.scored, *barrier.generated.values()) for sample in samples]
+        open_samples = [
+            sample.key for samples in rollouts._open.values() for sample in samples if sample.wait is not None
+        ]
+        producers = sorted([*generated, *queued, *scored, *held])
+        assert producers == sorted(open_samples), "a sample has no producer, or two"
+        assert rollouts.awaited() or not rollouts._open or rollouts.generating
         self.check_counts()
+
+    def streams(self) -> set[Any]:
+        queues = self.rollouts._engine_queues
+        return {*queues._streams.values(), *(stream for stream, _ in queues._joins.values())}
 
     def check_counts(self) -> None:
         """What is counted as it comes and goes is what a look at everything would count."""
-        rollouts, load = self.rollouts, Counter[int]()
-        for group in rollouts._groups.values():
+        rollouts, queues, load = self.rollouts, self.rollouts._engine_queues, Counter[int]()
+        for samples in rollouts._open.values():
+            group = samples[0].group
             load[group.engine] += group.load
-        assert +rollouts._load == load
-        active = rollouts._faults._last_active
-        calls = [*rollouts._calls.values(), *(join.call for join in rollouts._joins.values())]
-        assert set(active) == {call.engine for call in calls}, "busy engines"
+            assert group.unfinished == sum(sample.wait is not None for sample in samples)
+            assert group.num_ended == sum(sample.ended for sample in samples)
+        assert +queues._load == load
+        assert queues._groups == {samples[0].group for samples in rollouts._open.values()}
+        active = queues._last_active
+        assert set(active) == {stream.engine for stream in self.streams()}, "busy engines"
         assert list(active.values()) == sorted(active.values())
 
 
@@ -352,7 +353,7 @@ def run(world: World, prompts: int, surprises: int) -> None:
                 world.check()
                 dispatch([uid], 2)
     else:
-        assert not rollouts._groups and not rollouts._finished
+        assert not rollouts._open and not rollouts._finished
     for group in groups:
         assert len(group.samples) == len(group.scores) == (world.enough or world.generations)
         for sample in group.samples:
@@ -403,7 +404,7 @@ LARGE = {
 def test_every_interleaving_keeps_the_laws(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, surprises, sizes, at_least = (CASES | FREE | LARGE)[case]
     monkeypatch.setattr(scoring.logger, "disabled", True)
-    monkeypatch.setattr(rollouts_module, "STREAMS", 1 if "joins" in case else 4)
+    monkeypatch.setattr(engine_queues, "STREAMS", 1 if "joins" in case else 4)
 
     def one(choose: Choices) -> None:
         world = World(choose, **sizes)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 from grpo_mcore.cluster.local_cluster import LocalStream
 from grpo_mcore.data import DataError
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
-from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.life import TurnLimits
 from grpo_mcore.rollout.trajectory import Outcome, Sampling, Score, Trajectory, sample_seed
 from tests.unit.driver.rollouts.fake_rollouts import (
     END,

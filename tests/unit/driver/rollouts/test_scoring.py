@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
-from grpo_mcore.driver.rollouts.scoring import BatchLimits, EnvironmentWorker, RewardScorer
-from grpo_mcore.rollout.trajectory import Outcome
+from grpo_mcore.driver.rollouts.scoring import BatchLimits, EnvironmentWorker, EnvQueue
+from grpo_mcore.rollout.life import OpenGroup, OpenSample, Rules, ScoreTurn, TurnLimits
+from grpo_mcore.rollout.trajectory import Outcome, TrajectoryRef
 from tests.clocks import StandingClock
+from tests.unit.driver.rollouts.fake_rollouts import SAMPLING, prompt
 
 TIMEOUT_S = 10.0
 
@@ -64,7 +66,7 @@ class FakeWorker:
 
 
 class World:
-    """One environment for two tasks. It also stands for the cluster, in which waiting takes no time."""
+    """One environment. It also stands for the cluster, in which waiting takes no time."""
 
     call_timeout_s = TIMEOUT_S
 
@@ -73,8 +75,29 @@ class World:
         self.asked: list[list[str]] = []
         self.sent: list[int] = []  # calls that travelled as one message
         self.stopped: list[FakeWorker] = []
-        worker = EnvironmentWorker(self, lambda: FakeWorker(self), calls=calls, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
-        self.scorer = RewardScorer({"task": worker, "other": worker}, self)  # type: ignore[dict-item, arg-type]
+        self.open: dict[OpenSample, None] = {}  # samples without a score
+        self.scored: dict[str, list[tuple[int, Outcome]]] = {}  # (index, outcome), by uid
+        self.queue_of(EnvironmentWorker(self, lambda: FakeWorker(self), calls=calls, timeout_s=TIMEOUT_S))  # type: ignore[arg-type]
+
+    def queue_of(self, worker: Any, *, joins: bool = False) -> EnvQueue:
+        self.queue = EnvQueue(worker, self, self.resume, joins=joins)  # type: ignore[arg-type]
+        return self.queue
+
+    def resume(self, sample: OpenSample, outcome: Outcome) -> None:
+        del self.open[sample]
+        self.scored.setdefault(sample.group.uid, []).append((sample.index, outcome))
+
+    def add(self, uid: str, samples: Sequence[str]) -> list[OpenSample]:
+        """Let a group wait for its scores."""
+        row: Any = prompt(0, uid=uid)
+        group = OpenGroup(row, 1, SAMPLING, Rules(TurnLimits(1, 99), 5), len(samples))
+        turns = [OpenSample(group, index) for index in range(len(samples))]
+        for turn, text in zip(turns, samples, strict=True):
+            ref = TrajectoryRef(uid, turn.index, 9, 3, 6, 1, False, "stop", text)
+            turn.wait = ScoreTurn(ref, {"of": text}, True)
+            self.open[turn] = None
+        self.queue.add(turns)
+        return turns
 
     def stop(self, workers: Sequence[FakeWorker]) -> None:
         self.stopped += workers
@@ -89,22 +112,18 @@ class World:
     def score(self, *groups: Sequence[str]) -> dict[str, list[Outcome]]:
         """Score these groups. Return the outcomes by uid: "p0" and so on."""
         for number, samples in enumerate(groups):
-            metadata = [{"of": sample} for sample in samples]
-            self.scorer.submit(f"p{number}", "task" if number % 2 else "other", metadata, samples)
-        scored: dict[str, list[Outcome]] = {}
-        while len(scored) < len(groups):
-            assert self.scorer.uids() == {f"p{number}" for number in range(len(groups))} - scored.keys()
-            if (request := self.scorer.next()) is not None:
-                scored[request.uid] = request.outcomes
-                continue
-            self.scorer.send()
+            self.add(f"p{number}", samples)
+        while self.open:
+            self.queue.send()
             try:
-                ready = self.ready(self.scorer.awaited(), self.scorer.seconds_left(), "verdicts")
+                ready = self.ready(self.queue.awaited(), self.queue.seconds_left(), "scores")
             except DeadlineExceeded:
                 continue
-            assert self.scorer.take(ready)
-        assert self.scorer.awaited() == [] and self.scorer.seconds_left() == float("inf")
-        return scored
+            assert self.queue.take(ready)
+        assert self.queue.awaited() == [] and self.queue.seconds_left() == float("inf")
+        scored, self.scored = self.scored, {}
+        by_index = {uid: sorted(outcomes, key=lambda outcome: outcome[0]) for uid, outcomes in scored.items()}
+        return {uid: [outcome for _, outcome in outcomes] for uid, outcomes in by_index.items()}
 
 
 @pytest.fixture
@@ -124,17 +143,17 @@ def test_rewards_come_in_the_order_of_the_samples(world: World) -> None:
 
 def test_an_environment_gets_no_more_calls_than_it_takes_at_a_time(world: World) -> None:
     for number in range(5):
-        world.scorer.submit(f"p{number}", "task", [{"of": "1"}], ["1"])
-    world.scorer.send()
-    assert len(world.scorer.awaited()) == 2
+        world.add(f"p{number}", ["1"])
+    world.queue.send()
+    assert len(world.queue.awaited()) == 2
     assert world.sent == [2], "those that start at one time travel as one message"
-    world.scorer.send()
+    world.queue.send()
     assert world.sent == [2, 0]
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [("hangs", "no verdict within 10 s"), ("dies", "the environment died: it was killed")],
+    [("hangs", "no score within 10 s"), ("dies", "the environment died: it was killed")],
 )
 class TestFaults:
     def test_only_the_sample_that_caused_it_has_no_reward(self, world: World, fault: str, reason: str) -> None:
@@ -166,8 +185,7 @@ class TestFaults:
     def test_errors_of_a_worker_that_cannot_be_restarted_are_raised(
         self, world: World, fault: str, reason: str
     ) -> None:
-        plain = FakeWorker(world)
-        world.scorer = RewardScorer({"task": plain, "other": plain}, world)  # type: ignore[dict-item, arg-type]
+        world.queue_of(FakeWorker(world))
         with pytest.raises(DeadlineExceeded if fault == "hangs" else WorkerDied):
             world.score(["1"], [fault])
 
@@ -176,8 +194,7 @@ class TestFaults:
 def test_an_exception_costs_only_the_sample_on_which_it_is_raised(world: World, plain: bool) -> None:
     """The environment is not restarted, and may be one that cannot be."""
     if plain:
-        worker = FakeWorker(world)
-        world.scorer = RewardScorer({"task": worker, "other": worker}, world)  # type: ignore[dict-item, arg-type]
+        world.queue_of(FakeWorker(world))
     scored = world.score(["1", "2"], ["3", "raises", "4"], ["raises"], ["raises"] * 30, ["5"])
     assert rewards(scored) == [[1, 2], [3, None, 4], [None], [None] * 30, [5]]
     reasons = {outcome.reason for group in scored.values() for outcome in group if outcome.reward is None}
@@ -189,7 +206,7 @@ def test_each_exception_is_logged_once(world: World, caplog: pytest.LogCaptureFi
     world.score(["1", "raises"])
     world.score(["raises"])
     assert [record.getMessage() for record in caplog.records] == [
-        "environment: no reward for a sample of p0: environment: the verdict on p0 failed: ValueError: no tests"
+        "environment: no reward for a sample of p0: environment: the score of p0 failed: ValueError: no tests"
     ]
 
 
@@ -202,7 +219,7 @@ def one_by_one(world: World, samples: Sequence[str], batch: BatchLimits, calls: 
         timeout_s=TIMEOUT_S,
         batch=batch,
     )
-    world.scorer = RewardScorer({"task": worker, "other": worker}, world, joins=True)  # type: ignore[arg-type]
+    world.queue_of(worker, joins=True)
     return world.score(*[[sample] for sample in samples])
 
 
@@ -242,9 +259,9 @@ def test_what_waits_for_more_samples_is_sent_when_no_more_can_come(world: World)
         timeout_s=TIMEOUT_S,
         batch=BatchLimits(max_wait_s=2.0),
     )
-    world.scorer = RewardScorer({"task": worker}, world, joins=True)  # type: ignore[arg-type]
-    world.scorer.submit("p0", "task", [{"of": "1"}], ["1"])
-    world.scorer.send()
-    assert world.scorer.awaited() == [] and 0 < world.scorer.seconds_left() <= 2.0
-    world.scorer.send(hold=False)
+    world.queue_of(worker, joins=True)
+    world.add("p0", ["1"])
+    world.queue.send()
+    assert world.queue.awaited() == [] and 0 < world.queue.seconds_left() <= 2.0
+    world.queue.send(hold=False)
     assert world.asked == [["1"]]

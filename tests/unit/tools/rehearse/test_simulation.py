@@ -16,15 +16,15 @@ from grpo_mcore.base.processes import rare_collections
 from grpo_mcore.base.stopping import StopRequest
 from grpo_mcore.cluster import NodeLost, virtual_cluster
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
-from grpo_mcore.driver.engines.engine_faults import EngineFaults
 from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.policy.policy_group import PolicyGroup
 from grpo_mcore.driver.policy.teachers import Teachers
 from grpo_mcore.driver.record import run_record
 from grpo_mcore.driver.record.run_record import RunRecord
+from grpo_mcore.driver.rollouts.engine_queues import EngineQueues
 from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
 from grpo_mcore.driver.rollouts.rollouts import Rollouts
-from grpo_mcore.driver.rollouts.scoring import RewardScorer
+from grpo_mcore.driver.rollouts.scoring import EnvQueue
 from grpo_mcore.driver.run import loop_parts
 from grpo_mcore.observe.ledger.ledger import Ledger
 from grpo_mcore.refit.refit import Refit
@@ -112,7 +112,7 @@ def nobody_asks_for_the_health_of_engines(plant: Plant) -> None:
 
 
 def a_hanging_engine_is_waited_for(plant: Plant) -> None:
-    plant(EngineFaults, "late_engine", lambda right, self: None)
+    plant(EngineQueues, "take_late", lambda right, self, detail: False)
 
 
 def a_prompt_in_flight_is_no_part_of_a_checkpoint(plant: Plant) -> None:
@@ -146,22 +146,22 @@ def an_abort_hits_a_prompt_that_was_dispatched_again(plant: Plant) -> None:
         right(self, prompts, *args, **how)
         again = [prompt["uid"] for prompt in prompts if prompt["uid"] in getattr(self, "late", ())]
         for engine in self.engines.serving() if again else ():
-            self._abort_on_engine(engine, again)
+            self._engine_queues._abort(engine, again)
 
     plant(Rollouts, "drop", late)
     plant(Rollouts, "dispatch", dispatch)
 
 
 def a_failed_call_is_repeated_but_for_one_sample(plant: Plant) -> None:
-    plant(Rollouts, "_repeat", lambda right, self, requests, *others: right(self, requests[1:], *others))
+    plant(EngineQueues, "_repeat", lambda right, self, samples, *others: right(self, samples[1:], *others))
 
 
 def samples_of_a_lost_environment_are_forgotten(plant: Plant) -> None:
-    def forgetful(right: Any, self: RewardScorer, queue: Any, culprit: Any, *others: Any) -> None:
-        queue.running.pop(id(culprit.pending))
-        queue.worker.restart()
+    def forgetful(right: Any, self: EnvQueue, answer: Any, *others: Any) -> None:
+        del self._running[answer]
+        self._worker.restart()
 
-    plant(RewardScorer, "_recover", forgetful)
+    plant(EnvQueue, "_recover", forgetful)
 
 
 def groups_grow_one_step_too_old(plant: Plant) -> None:

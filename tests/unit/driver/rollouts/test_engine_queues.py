@@ -10,7 +10,7 @@ from grpo_mcore.cluster import DeadlineExceeded, ObjectLost, WorkerDied, WorkerF
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.driver.engines.retries import Retries
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
-from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.life import TurnLimits
 from tests.unit.driver.rollouts.fake_rollouts import SAMPLING, CharacterTokenizer, FakeEngine, World, prompt
 
 

@@ -1,0 +1,172 @@
+"""The life of a sample, as one function that reads top to bottom: `life_of`. Pure.
+
+    queued --> generating --> scoring --> done      the environment ended it, or no turn or room is left
+      ^                          |
+      |                          +------> failed    no reward: the environment failed, or the engine aborted it
+      |                          |
+      +--------------------------+                  the environment has answered: the next turn
+
+    running --> done, or failed                     agents of its environment take all turns and score them
+
+It yields what the sample waits for, and is resumed with the result. How waits become calls, and what is asked again
+because an engine or an environment failed, is the business of the queues in `driver/rollouts/`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Score, TrajectoryRef, Turn, sample_seed
+
+_SAID_NOTHING = (
+    "after turn {} the environment neither ended the conversation nor said anything; return terminated, or an "
+    "observation with its content"
+)
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """`max_turns`: generated turns of a sample. `max_model_len`: tokens of the context, all turns together.
+    `max_tokens`: limit of all branches of a sample together, so that a training bin has room for it; None: no limit.
+    `together`: the samples of one step on one engine take their turns together, and groups are scored whole; otherwise
+    no sample waits for another one."""
+
+    max_turns: int
+    max_model_len: int
+    max_tokens: int | None = None
+    together: bool = False
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all lives have in common. `seed`: grpo.seed. `as_turn`: makes an environment's message into a turn, from
+    (text, role, token that ended the turn before); None where samples have one turn."""
+
+    limits: TurnLimits
+    seed: int
+    as_turn: Callable[[str, str, int | None], Turn] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class ScoreTurn:
+    """Wait for the Outcome of a trajectory's last turn. `metadata`: what the environment gets with it. `is_last`: no
+    turn can follow."""
+
+    trajectory: TrajectoryRef
+    metadata: dict[str, Any]
+    is_last: bool
+
+
+@dataclass(eq=False, slots=True)
+class RunAgent:
+    """Wait for the (TrajectoryRef, Score) of an agent that takes all turns."""
+
+    seed: int
+
+
+Wait = GenerationRequest | ScoreTurn | RunAgent
+"""What a life waits for. The result of a GenerationRequest is the TrajectoryRef of all turns so far."""
+Life = Generator[Wait, Any, tuple[TrajectoryRef, Score]]
+
+
+def life_of(group: OpenGroup, index: int) -> Life:
+    """Yield what sample `index` of a group waits for, one after the other; return the finished sample and its score."""
+    uid, prompt, limits = group.uid, group.prompt, group.rules.limits
+    seed = sample_seed(group.rules.seed, group.step, uid, index)
+    if group.has_agents:
+        return (yield RunAgent(seed))
+    metadata, stop_strings = prompt["extra_env_info"], tuple(prompt.get("stop_strings") or ())
+    if limits.max_turns > 1:  # an environment may keep each sample's state in its metadata
+        metadata = copy.deepcopy(metadata)
+    score: Score | None = None
+    request = GenerationRequest(uid, index, group.turns, seed, stop_strings)
+    while True:
+        trajectory: TrajectoryRef = yield request  # queued, then generating
+        outcome: Outcome = yield ScoreTurn(trajectory, metadata, trajectory.turns == limits.max_turns)  # scoring
+        outcome = _checked(trajectory, outcome)
+        no_turn_left = trajectory.truncated or trajectory.turns >= limits.max_turns
+        over = outcome.terminated or outcome.reward is None or no_turn_left
+        if not over and outcome.observation is None:
+            outcome, over = replace(outcome, reward=None, reason=_SAID_NOTHING.format(trajectory.turns)), True
+        score = _with_turn(score, outcome)
+        if over:
+            return trajectory, score  # done, or failed
+        if outcome.metadata is not None:
+            metadata = outcome.metadata
+        if outcome.stop_strings is not None:
+            stop_strings = outcome.stop_strings
+        assert group.rules.as_turn is not None and outcome.observation is not None
+        answer = group.rules.as_turn(outcome.observation, outcome.role, trajectory.stop_token)
+        if trajectory.length + len(answer) >= limits.max_model_len:
+            return replace(trajectory, truncated=True, finish_reason="length"), score
+        seed = sample_seed(group.rules.seed, group.step, uid, index, trajectory.turns)
+        request = GenerationRequest(uid, index, (answer,), seed, stop_strings, continues=trajectory.ref)
+
+
+def _checked(trajectory: TrajectoryRef, outcome: Outcome) -> Outcome:
+    """Return the outcome, without its reward if the sample was aborted or the reward is not a finite number."""
+    if trajectory.finish_reason == "abort":
+        return replace(outcome, reward=None, reason="the engine aborted the sample")
+    if outcome.reward is not None and not math.isfinite(outcome.reward):
+        return replace(outcome, reward=None, reason=f"the environment's reward is {outcome.reward}")
+    return outcome
+
+
+def _with_turn(before: Score | None, outcome: Outcome) -> Score:
+    """Add a turn's score to the sample's. A turn without a reward leaves the whole sample without one."""
+    reward, by_name, seconds = outcome.reward, dict(outcome.rewards_by_name), outcome.seconds
+    failures = outcome.failures
+    if before is not None:
+        seconds, failures = seconds + before.seconds, before.failures + failures
+        for name, value in before.rewards_by_name.items():
+            by_name[name] = by_name.get(name, 0.0) + value
+        if reward is not None and before.reward is not None:
+            reward += before.reward
+    return Score(
+        reward, outcome.answer, outcome.reason, seconds, by_name, outcome.terminated, outcome.solved_at, failures
+    )
+
+
+class OpenGroup:
+    """What the samples of a prompt have in common while they live. It does not refer to them, so that none of them is
+    part of a cycle. `has_agents`: agents of the environment take all turns; otherwise `engine` generates them.
+    `unfinished`: samples that are neither finished nor dropped. `num_ended`: samples whose last turn is generated."""
+
+    def __init__(self, prompt: DatumSpec, step: int, sampling: Sampling, rules: Rules, size: int) -> None:
+        self.uid, self.prompt, self.step, self.sampling, self.rules = prompt["uid"], prompt, step, sampling, rules
+        self.size = self.unfinished = size
+        self.has_agents, self.engine, self.num_ended = False, 0, 0
+        self.turns = tuple(
+            Turn(role=message["role"], token_ids=message["token_ids"], text=message["content"])
+            for message in prompt["message_log"]
+        )
+        self.load = size * (prompt["length"] + sampling.max_new_tokens)  # at most so many tokens in their first turns
+
+
+class OpenSample:
+    """A sample under way: the same object in every queue. `wait`: what it waits for; None once it is finished or
+    dropped, so that no result reaches it any more. `ended`: its last turn is generated. `result`: the finished sample,
+    its score, and when it was over."""
+
+    __slots__ = ("ended", "group", "index", "key", "life", "result", "wait")
+
+    def __init__(self, group: OpenGroup, index: int) -> None:
+        self.group, self.index, self.key = group, index, (group.uid, index)
+        self.ended = False
+        self.result: tuple[TrajectoryRef, Score, float] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin its life, or begin it again."""
+        self.life = life_of(self.group, self.index)
+        self.wait: Wait | None = next(self.life)
+
+    def drop(self) -> None:
+        """End its life before its time."""
+        self.life.close()
+        self.wait = None
