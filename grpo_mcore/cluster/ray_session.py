@@ -22,6 +22,7 @@ from ray import NodeID
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from grpo_mcore.base.addresses import running_ray, split_port
+from grpo_mcore.base.processes import descendants
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
 from grpo_mcore.cluster.orphan_reaper import END_S, OrphanReaper, end_marked
 from grpo_mcore.rollout.workers import DeadlineExceeded, NodeLost
@@ -268,7 +269,7 @@ def join_late_node(deadline: float, timeout_s: float) -> bool:
 def _words_of_node_process() -> dict[str, str]:
     """Return the command line options of the node process that this process has started; none as long as there is no
     such process."""
-    for child in psutil.Process().children():
+    for child in descendants():
         with suppress(psutil.Error):
             if child.name() == "raylet":
                 return dict(word[2:].split("=", 1) for word in child.cmdline() if word[:2] == "--" and "=" in word)
