@@ -197,6 +197,8 @@ def test_garbage_is_collected_rarely_and_as_before_afterwards() -> None:
     """In a process of its own: what other tests have imported has settings of its own for the collection."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         process.submit(garbage_is_collected_rarely).result(timeout=100)
+
+
 LOOK_AS_ANOTHER = """
 import os, subprocess
 from grpo_mcore.base.processes import descendants
