@@ -228,8 +228,9 @@ class RayCluster(Cluster):
         its place."""
         if name in self._workers:
             raise ValueError(f"there is a worker called {name} already")
-        # Ray writes a runtime environment to its logs, but not an actor's arguments, which may have secrets.
         assert self._session is not None
+        self._session.check_files()
+        # Ray writes a runtime environment to its logs, but not an actor's arguments, which may have secrets.
         for node in {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {self._node}:
             self._collector(node)
         cpus, gpus, streams, concurrency = options.cpus, options.gpus, options.streams, options.concurrency
