@@ -170,7 +170,8 @@ def run_command(words: list[str], output: Path, stop: Stop) -> int:
 
 
 def _begin_child(parent: int, mask: set[int | signal.Signals]) -> None:
-    die_with_parent(parent, signal.SIGTERM)
+    # The kernel sends it once for each thread of the sweep: a second SIGTERM would end the run without saving.
+    die_with_parent(parent, signal.SIGUSR1)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
