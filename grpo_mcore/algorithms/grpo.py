@@ -101,8 +101,8 @@ def grpo_train(
             parts.between_commands()
             match schedule.next():
                 case s.Refit():
-                    with clock.phase("refit"):
-                        record.refitted(parts.refit())
+                    with clock.phase("refit"):  # interrupted while a lost engine starts again
+                        stop.interruptible(lambda: record.refitted(parts.refit()))
 
                 case s.Dispatch(count):
                     batch = parts.prompts.take(count)
@@ -112,7 +112,7 @@ def grpo_train(
                 case s.Await():
                     if engines.paused:  # nothing trains now, and no refit comes first
                         policy.offload()
-                        engines.resume()
+                        stop.interruptible(engines.resume)
                     group = stop.interruptible(rollouts.next_group)  # in the phases "generate" and "reward"
                     if group is not None:
                         record.group_finished(group, informative=parts.groups.add(group))

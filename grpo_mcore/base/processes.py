@@ -141,11 +141,17 @@ def adopt_orphans() -> None:
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
-    """Return all processes that descend from `pid` (None: this process), without itself."""
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    """Return all processes that descend from `pid` (None: this process), without itself. Those of other users may be
+    hidden from this one (/proc with hidepid), which psutil's own `children` does not survive."""
+    children: dict[int, list[psutil.Process]] = {}
+    for number in psutil.pids():
+        with suppress(psutil.Error):  # it has ended, or is hidden
+            process = psutil.Process(number)
+            children.setdefault(process.ppid(), []).append(process)
+    below = [*children.get(os.getpid() if pid is None else pid, [])]
+    for process in below:  # grows meanwhile
+        below += children.get(process.pid, [])
+    return below
 
 
 def wait(processes: Iterable[Process], timeout_s: float) -> list[Process]:

@@ -40,7 +40,7 @@ class StopRequest:
         """Before, in or after the loop that reacts to requests."""
         self._reason: str | None = None
         self._save_by, self._clock = save_by, clock
-        self._interruptible = False
+        self._interruptible: int | None = None  # the thread whose waits may be interrupted
         self._interrupted = False
 
     @property
@@ -68,18 +68,19 @@ class StopRequest:
         its calls of `check`."""
         if self.at_once:
             return None
-        self._interruptible = True
+        self._interruptible = threading.get_ident()
         try:
             return wait()
         except StopNow:
             return None
         finally:
-            self._interruptible = False
+            self._interruptible = None
 
     def check(self) -> None:
-        """Raise StopNow if an urgent request interrupts this wait. To be called only where nothing is half done."""
+        """Raise StopNow if an urgent request interrupts this wait, which is part of an interruptible one. To be called
+        only where nothing is half done."""
         self._raise_if_interrupted()
-        if self._interruptible and self.at_once:
+        if self.at_once and self._interruptible == threading.get_ident():
             raise StopNow
 
     def interrupt(self) -> None:

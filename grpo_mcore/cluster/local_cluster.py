@@ -167,6 +167,7 @@ class LocalCluster(Cluster):
         if not things:
             raise ValueError(f"{purpose}: nothing to wait for")
         watch()
+        self.watch()
         return things[:1]  # a call has run already; a stream runs when it is asked, so only one is
 
     def stop(self, workers: Sequence[Worker]) -> None:

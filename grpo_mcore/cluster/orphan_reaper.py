@@ -24,6 +24,9 @@ SOCKETS = "VLLM_RPC_BASE_PATH"
 """Variable that names the folder of the sockets of vLLM's ranks, whose files they leave behind."""
 
 
+TOUCH_S = 3600.0
+"""Seconds after which the files of the folder are touched again."""
+
 END_S = 5.0
 """Seconds that killed processes get to be gone."""
 
@@ -101,10 +104,23 @@ def is_tracker(pid: int) -> bool:
         return False
 
 
+def touch(folder: str) -> None:
+    """Let all files of a folder look new, to programs that remove old ones from the system's temporary folder."""
+    for path in [Path(folder), *Path(folder).rglob("*")]:
+        try:
+            os.utime(path, follow_symlinks=False)
+        except OSError:  # it has just been removed
+            pass
+
+
 def main() -> None:
     driver, mark, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    touched_at = time.monotonic()
     while os.getppid() == driver:
         time.sleep(0.5)
+        if time.monotonic() - touched_at > TOUCH_S:
+            touched_at = time.monotonic()
+            touch(folder)
     end_marked(mark)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -33,15 +33,11 @@ from grpo_mcore.cluster.local_cluster import LocalFuture
 from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
 from grpo_mcore.cluster.ray_session import RaySession
-from grpo_mcore.cluster.ray_worker import RayFuture, RayStore, RayStream, RayWorker
+from grpo_mcore.cluster.ray_worker import WATCH_S, RayFuture, RayStore, RayStream, RayWorker
 from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, ObjectStore, Place, SpawnOptions, T, Worker
 
 CLOSE_S = 3.0
 """Seconds that workers get for their `shutdown` before they are killed; a worker that is in a call does not answer."""
-
-WATCH_S = 0.2
-"""Seconds between two calls of `watch` in a wait. An exception that a signal's handler raises inside of Ray's own wait
-would become a SystemError at its end."""
 
 ASK_S = 30.0
 """Seconds that the other nodes get to say what their workers are doing."""
@@ -111,7 +107,7 @@ class RayCluster(Cluster):
     def start(
         self, name: str, cls: Callable[..., Any], args: Sequence[Any], options: SpawnOptions, beside: Sequence[Worker]
     ) -> RayWorker:
-        check_room(name, 1, options.cpus, options.gpus, self._wait_for_nodes_s)
+        check_room(name, 1, options.cpus, options.gpus, self._wait_for_nodes_s, self.watch)
         strategy, visible = _colocated(name, beside)
         worker = self._start_actor(name, options, visible, strategy)
         worker.build(cls, *args)
@@ -129,12 +125,12 @@ class RayCluster(Cluster):
         size, cpus, gpus = len(args_per_rank), options.cpus, options.gpus
         names = [f"{name}-{rank}" for rank in range(size)]
         if beside:
-            check_room(name, size, cpus, gpus, self._wait_for_nodes_s)
+            check_room(name, size, cpus, gpus, self._wait_for_nodes_s, self.watch)
             local_ranks = [0] * size
             spots = [_colocated(rank_name, others) for rank_name, others in zip(names, beside, strict=True)]
         else:
             rejoins = self._wait_for_nodes_s > 0
-            group = reserve(name, size, cpus, gpus, self._start_timeout_s, nodes, rejoins=rejoins)
+            group = reserve(name, size, cpus, gpus, self._start_timeout_s, nodes, rejoins=rejoins, watch=self.watch)
             self._groups.append((group, set(names)))
             places = rank_order(nodes_of(group), size)
             local_ranks = [local for _, local in places]
@@ -169,6 +165,7 @@ class RayCluster(Cluster):
         deadline = time.monotonic() + timeout_s
         while not arrived:
             watch()
+            self.watch()
             self._inspect_late(calls)
             left_s = max(deadline - time.monotonic(), 0.0)
             handles = list({call.handle: None for call in calls})
@@ -231,8 +228,9 @@ class RayCluster(Cluster):
         its place."""
         if name in self._workers:
             raise ValueError(f"there is a worker called {name} already")
-        # Ray writes a runtime environment to its logs, but not an actor's arguments, which may have secrets.
         assert self._session is not None
+        self._session.check_files()
+        # Ray writes a runtime environment to its logs, but not an actor's arguments, which may have secrets.
         for node in {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {self._node}:
             self._collector(node)
         cpus, gpus, streams, concurrency = options.cpus, options.gpus, options.streams, options.concurrency
@@ -258,6 +256,7 @@ class RayCluster(Cluster):
                 f"asks for {request_text(1, cpus, gpus)}, free: {resources_text(ray.available_resources())}"
             ),
             on_death=self._save_ray_logs,
+            watch=lambda: self.watch(),
             stream_options={"concurrency_group": STREAMS} if streams else {},
             concurrent=concurrency > 1,
         )

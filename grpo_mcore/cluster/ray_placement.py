@@ -19,10 +19,19 @@ from grpo_mcore.rollout.workers import DeadlineExceeded, NodeLost, NotEnoughReso
 POLL_S = 1.0
 """Seconds between two looks at whether a node has come."""
 
+Watch = Callable[[], None]
+"""Called again and again during a wait, which it ends by what it raises."""
+
 logger = logging.getLogger(__name__)
 
 
-def check_room(name: str, count: int, cpus: float, gpus: float, wait_s: float = 0.0) -> None:
+def _hears_nothing() -> None:
+    pass
+
+
+def check_room(
+    name: str, count: int, cpus: float, gpus: float, wait_s: float = 0.0, watch: Watch = _hears_nothing
+) -> None:
     """Raise NotEnoughResources if `count` workers do not fit into the whole cluster even when it is empty. If a node
     has been lost, wait up to `wait_s` seconds for one in its place, then raise NodeLost."""
 
@@ -37,20 +46,20 @@ def check_room(name: str, count: int, cpus: float, gpus: float, wait_s: float = 
             f"{resources_text(total)}"
         )
 
-    _refuse_or_wait(shortage, "ask for less or add nodes", wait_s)
+    _refuse_or_wait(shortage, "ask for less or add nodes", wait_s, watch)
 
 
-def check_nodes(name: str, nodes: int, wait_s: float = 0.0) -> None:
+def check_nodes(name: str, nodes: int, wait_s: float = 0.0, watch: Watch = _hears_nothing) -> None:
     """Raise NotEnoughResources if the cluster has fewer than `nodes` nodes; NodeLost as `check_room` does."""
 
     def shortage() -> str | None:
         alive = sum(node["Alive"] for node in ray.nodes())
         return f"{name}: {nodes} nodes asked for, the cluster has {alive}" if nodes > alive else None
 
-    _refuse_or_wait(shortage, "add nodes", wait_s)
+    _refuse_or_wait(shortage, "add nodes", wait_s, watch)
 
 
-def _refuse_or_wait(shortage: Callable[[], str | None], advice: str, wait_s: float) -> None:
+def _refuse_or_wait(shortage: Callable[[], str | None], advice: str, wait_s: float, watch: Watch) -> None:
     """Return once `shortage` returns None. Otherwise raise NotEnoughResources with what it says and `advice`; if a node
     is lost, or Ray knows of none any more, NodeLost after `wait_s` seconds."""
     deadline, is_logged = time.monotonic() + wait_s, False
@@ -64,11 +73,20 @@ def _refuse_or_wait(shortage: Callable[[], str | None], advice: str, wait_s: flo
         if not is_logged:
             is_logged = True
             logger.warning("%s; %d of its nodes are lost; waiting up to %g s for others", missing, lost, wait_s)
+        watch()
         time.sleep(POLL_S)
 
 
 def reserve(
-    name: str, count: int, cpus: float, gpus: float, timeout_s: float, nodes: int = 1, *, rejoins: bool = True
+    name: str,
+    count: int,
+    cpus: float,
+    gpus: float,
+    timeout_s: float,
+    nodes: int = 1,
+    *,
+    rejoins: bool = True,
+    watch: Watch = _hears_nothing,
 ) -> PlacementGroup:
     """Reserve places for `count` workers: on as few nodes as possible, or equally many on each of `nodes` nodes.
     `rejoins`: another node may come in place of one that is lost.
@@ -76,15 +94,15 @@ def reserve(
     Raises NotEnoughResources, NodeLost, or DeadlineExceeded if the resources stay in use.
     """
     wait_s = timeout_s if rejoins else 0.0
-    check_room(name, count, cpus, gpus, wait_s)
+    check_room(name, count, cpus, gpus, wait_s, watch)
     per_node, rest = divmod(count, nodes)
     if rest:
         raise ValueError(f"{name}: {count} workers cannot be spread evenly over {nodes} nodes")
-    check_nodes(name, nodes, wait_s)
+    check_nodes(name, nodes, wait_s, watch)
     share = 1 if nodes == 1 else per_node
     bundle = {unit: share * amount for unit, amount in (("CPU", cpus), ("GPU", gpus)) if amount > 0}
     group = placement_group([bundle] * (count // share), strategy="PACK" if nodes == 1 else "STRICT_SPREAD")
-    if not group.wait(timeout_s):
+    if not _is_placed(group, timeout_s, watch):
         free = resources_text(ray.available_resources())
         remove_placement_group(group)
         over = f" on each of {nodes} nodes" if nodes > 1 else ""
@@ -92,6 +110,15 @@ def reserve(
         detail = f"asked for: {request_text(count, cpus, gpus)}{over}; free: {free} of {total}"
         raise DeadlineExceeded(f"room for {name}", "Ray's scheduler", timeout_s, detail)
     return group
+
+
+def _is_placed(group: PlacementGroup, timeout_s: float, watch: Watch) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not group.wait(min(max(deadline - time.monotonic(), 0.0), POLL_S)):
+        if time.monotonic() >= deadline:
+            return False
+        watch()
+    return True
 
 
 def rank_order(nodes: Sequence[str], count: int | None = None) -> list[tuple[int, int]]:

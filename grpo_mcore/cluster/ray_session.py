@@ -22,6 +22,7 @@ from ray import NodeID
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from grpo_mcore.base.addresses import running_ray, split_port
+from grpo_mcore.base.processes import descendants
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
 from grpo_mcore.cluster.orphan_reaper import END_S, OrphanReaper, end_marked
 from grpo_mcore.rollout.workers import DeadlineExceeded, NodeLost
@@ -84,6 +85,7 @@ class RaySession:
         start_timeout_s: float = 600.0,
     ) -> None:
         self.started_here = False
+        self.token: Path | None = None  # file with the token of a Ray that is started here
         self._watch: NodeWatch | None = None
         with private_files() as self.umask:
             self._connect(address, num_cpus, num_gpus, start_timeout_s)
@@ -99,7 +101,9 @@ class RaySession:
         self.reaper = OrphanReaper(_short_folder())
         settings = {name: value for name, value in SETTINGS.items() if name not in os.environ}
         try:
-            with only_allowed(added={**self.reaper.variables, **_token(self.reaper.folder), **settings}):
+            variables = _token(self.reaper.folder)
+            self.token = Path(variables[TOKEN_PATH]) if variables else None
+            with only_allowed(added={**self.reaper.variables, **variables, **settings}):
                 self._start(start_timeout_s, num_cpus, num_gpus)
         except BaseException:
             self.close()
@@ -154,6 +158,20 @@ class RaySession:
         killer.cancel()
         if surviving := self.reaper.close():
             logger.error("processes of this run have not ended %g s after they were killed: %s", END_S, surviving)
+
+    def check_files(self) -> None:
+        """Raise NodeLost if files of a Ray that was started here are gone: a new worker would wait for them for many
+        minutes. A new start of the run makes them anew."""
+        if not self.started_here:
+            return
+        session = self.reaper.folder / RAYS_OWN / "session_latest"
+        paths = [self.token, session / "logs", session / "sockets" / "raylet", session / "sockets" / "plasma_store"]
+        if missing := [str(path) for path in paths if path is not None and not path.exists()]:
+            raise NodeLost(
+                f"no worker can start any more: files of Ray below {self.reaper.folder} have been removed "
+                f"({', '.join(missing)}); let nothing clean that folder up (tmpreaper, systemd-tmpfiles), or set "
+                "TMPDIR to another one"
+            )
 
     def copy_logs(self, to: Path, hidden: Collection[str] = ()) -> None:
         """Save the logs of a Ray that was started here, for their owner alone, without the values in `hidden`."""
@@ -268,7 +286,7 @@ def join_late_node(deadline: float, timeout_s: float) -> bool:
 def _words_of_node_process() -> dict[str, str]:
     """Return the command line options of the node process that this process has started; none as long as there is no
     such process."""
-    for child in psutil.Process().children():
+    for child in descendants():
         with suppress(psutil.Error):
             if child.name() == "raylet":
                 return dict(word[2:].split("=", 1) for word in child.cmdline() if word[:2] == "--" and "=" in word)

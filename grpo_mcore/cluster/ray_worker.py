@@ -27,6 +27,11 @@ class PartRef:
     index: int
 
 
+WATCH_S = 0.2
+"""Seconds between two calls of `watch` in a wait. An exception that a signal's handler raises inside of Ray's own wait
+would become a SystemError at its end."""
+
+
 class _RayCall:
     """A call of an actor. `handle`: Ray's reference to what it answers; `since`: when it was made, or its last item
     came; `seen`: Ray has said that the answer, or the next item, is there."""
@@ -60,8 +65,14 @@ class _RayCall:
         return Wait(self.whom, self.purpose, seconds, seconds >= self.timeout_s)
 
     def _await_answer(self, seconds: float) -> None:
-        if not (self.seen or self.has_answer(seconds)):
-            raise DeadlineExceeded(self.purpose, self.whom, self.timeout_s, self.worker.state())
+        deadline = time.monotonic() + seconds
+        while not self.seen:
+            self.worker.watch()
+            left_s = max(deadline - time.monotonic(), 0.0)
+            if self.has_answer(min(left_s, WATCH_S)):
+                return
+            if left_s <= WATCH_S:
+                raise DeadlineExceeded(self.purpose, self.whom, self.timeout_s, self.worker.state())
 
 
 NOTHING: tuple[str, Sequence[Any]] = "", ()
@@ -210,8 +221,8 @@ class RayStream(_RayCall):
 
 class RayWorker:
     """A handle on one `WorkerActor`. `waiting_for`: returns why its process may not be up yet; `on_death`: called when
-    it turns out to be dead; `stream_options`: Ray's options of calls that stream; `concurrent`: it takes several calls
-    at a time."""
+    it turns out to be dead; `watch`: called again and again while somebody waits for it; `stream_options`: options of
+    Ray for calls that stream; `concurrent`: it takes several calls at a time."""
 
     spawn_seconds = 0.0
 
@@ -224,6 +235,7 @@ class RayWorker:
         call_timeout_s: float,
         waiting_for: Callable[[], str],
         on_death: Callable[[], None],
+        watch: Callable[[], None],
         stream_options: Mapping[str, Any],
         concurrent: bool,
     ) -> None:
@@ -232,6 +244,7 @@ class RayWorker:
         self._call_timeout_s = call_timeout_s
         self._waiting_for = waiting_for
         self._on_death = on_death
+        self.watch = watch
         self._stream_options = stream_options
         self._concurrent = concurrent
         self._held: list[RayFuture] | None = None  # calls to be sent together

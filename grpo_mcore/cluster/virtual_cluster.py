@@ -231,7 +231,11 @@ class _Call:
         self.ready = self.over = False
 
     def _await(self, deadline: float) -> None:
-        if not self.cluster.clock.run(lambda: self.ready, deadline):
+        def look() -> bool:
+            self.cluster.watch()
+            return self.ready
+
+        if not self.cluster.clock.run(look, deadline):
             state = "it stands still" if self.worker.hung else "it is at work"
             raise DeadlineExceeded(self.purpose, self.whom, self.timeout_s, f"{self.whom}: {state}")
 
@@ -617,9 +621,10 @@ class VirtualCluster(Cluster):
 
         def look() -> bool:
             watch()
+            self.watch()
             return self._has_come
 
-        watch()
+        look()
         if not any(call.ready for call in calls):
             self._awaited, self._has_come = {id(call): call for call in calls}, False
             try:

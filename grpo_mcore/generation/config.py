@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any, Literal
 
 from grpo_mcore.generation.cpu_kernels import PRIORITY
 from grpo_mcore.rollout.trajectory import Sampling
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -143,8 +146,23 @@ PLUGINS = ("grpo_mcore_refit", "grpo_mcore_cpu_kernels")
 """Entry points of ours that vLLM loads in each of its processes."""
 
 
+def drop_addresses(environ: MutableMapping[str, str]) -> None:
+    """Remove the ports of vLLM that are addresses. Kubernetes sets VLLM_PORT=tcp://IP:PORT in each container of a
+    namespace that has a Service named vllm."""
+    ports = [name for name in environ if name.startswith("VLLM_") and name.endswith("_PORT")]
+    for name in ports:
+        if "://" in environ[name]:
+            logger.warning(
+                "%s=%s is ignored: it is the address of a Kubernetes Service, and vLLM would take it for a port; "
+                "enableServiceLinks: false in the pod's spec keeps such variables out",
+                *(name, environ.pop(name)),
+            )
+
+
 def set_engine_environment(config: EngineConfig, environ: MutableMapping[str, str]) -> None:
-    """Set what an engine's process needs and does not have yet. A list of plug-ins that its user gave gets ours."""
+    """Set what an engine's process needs and does not have yet, without addresses in place of ports. A list of plug-ins
+    that its user gave gets ours."""
+    drop_addresses(environ)
     for key, value in engine_environment(config).items():
         environ.setdefault(key, value)
     if "VLLM_PLUGINS" in environ:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
@@ -224,6 +224,10 @@ class SpawnOptions:
     streams: int = 0
 
 
+def _hears_nothing() -> None:
+    pass
+
+
 class Cluster(Protocol):
     """Spawns workers and moves objects between them. `with cluster:` shuts it down at the end."""
 
@@ -234,6 +238,18 @@ class Cluster(Protocol):
     """Deadline of calls that give none, in seconds."""
     address: str
     """Address of this process, on the interface through which the cluster's nodes reach each other."""
+    watch: Callable[[], None] = staticmethod(_hears_nothing)
+    """Called several times a second in every wait for a worker; what it raises ends the wait. A run sets it to hear
+    requests to stop. Waits of several threads may call it at a time."""
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Let no `watch` end a wait inside the block: what is done there must not be left half done."""
+        watch, self.watch = self.watch, _hears_nothing
+        try:
+            yield
+        finally:
+            self.watch = watch
 
     def spawn(
         self, name: str, cls: Callable[..., Any], *args: Any, colocate_with: Sequence[Worker] = (), **options: Any
@@ -289,7 +305,7 @@ class Cluster(Protocol):
     ) -> Sequence[T]:
         """Wait until one of `things` has an answer, an item, an end or an error, and return all that have one then.
         `patient`: until all of them have one, if that takes a fraction of a second. `watch` is called several times a
-        second meanwhile; what it raises ends the wait."""
+        second meanwhile, in addition to the cluster's; what it raises ends the wait."""
 
     def last_log_line(self, worker: str) -> str:
         """Return the last line that a worker has printed; a text that says so where it cannot be read here."""

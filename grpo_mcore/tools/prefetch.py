@@ -11,13 +11,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from grpo_mcore.base.processes import die_with_parent
 from grpo_mcore.recipe import MasterConfig, algorithm_of, environment_class, load_recipe, teacher_policies
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -86,7 +89,9 @@ def prefetch(words: Sequence[str], folder: Path | None) -> tuple[list[Found], li
 
 def _in_a_process(words: Sequence[str], env: Mapping[str, str]) -> list[Found]:
     program = [sys.executable, "-P", "-m", "grpo_mcore.tools.prefetch", *words]
-    lines = subprocess.run(program, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    bound = partial(die_with_parent, os.getpid(), signal.SIGTERM)
+    done = subprocess.run(program, env=env, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=bound)
+    lines = done.stdout.splitlines()
     items = [json.loads(line) for line in lines if line.startswith('{"need": ')]
     return [Found(Need(**item["need"]), item["size"], item["error"]) for item in items]
 

@@ -664,6 +664,48 @@ STOPPED = """
 """
 
 
+VANISHED = """
+    import pathlib, sys, threading, time
+    from grpo_mcore.base.stopping import StopRequest
+    from grpo_mcore.cluster import NodeLost, is_fault
+    from grpo_mcore.cluster.ray_cluster import RayCluster
+    from tests.distributed.ray_workers import Abacus
+
+    with RayCluster(pathlib.Path(sys.argv[1]), address="local", num_cpus=2, start_timeout_s=150) as cluster:
+        abacus = cluster.spawn("abacus", Abacus, 1, cpus=0.1)
+        print("> adds:", abacus.call("add", 1).result())
+        stop = StopRequest()
+        cluster.watch = stop.check
+        threading.Timer(1.0, stop.ask, ["SIGTERM asked the run to stop"], {"at_once": True}).start()
+        began = time.monotonic()
+        call = abacus.call("nap_in_the_middle", sys.argv[1] + "/gate")
+        waited = stop.interruptible(lambda: (call.result(), "it was not interrupted"))
+        print("> heard:", waited, time.monotonic() - began < 30)
+        (cluster._session.reaper.folder / "token").unlink()
+        began = time.monotonic()
+        try:
+            cluster.spawn("successor", Abacus, 1, cpus=0.1)
+        except NodeLost as error:
+            print("> lost:", "/token); let nothing clean that folder up (tmpreaper" in str(error), is_fault(error))
+        print("> at once:", time.monotonic() - began < 10)
+"""
+
+
+@pytest.mark.every_state  # it starts and ends a Ray of its own
+def test_a_wait_hears_a_request_to_stop_and_vanished_files_are_a_loss(tmp_path):
+    """Without Ray's token no worker can start: the successor of a dead engine was waited for, for many minutes."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(VANISHED), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        timeout=300,
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith("> ")]
+    expected = ["> adds: 2", "> heard: None True", "> lost: True True", "> at once: True"]
+    assert told == expected, done.stdout + done.stderr
+
+
 @pytest.mark.every_state  # it starts and ends a Ray of its own
 def test_a_raylet_that_stands_still_does_not_hold_up_the_end(tmp_path):
     """What its workers do needs it no more, so nothing is noticed before the end."""

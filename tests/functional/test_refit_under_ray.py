@@ -27,6 +27,7 @@ from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.refit.plan.plan import RefitError
+from grpo_mcore.refit.transport.shared_memory import PREFIX, SEGMENTS
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional.engine_cases import CONTEXT, Policy, PolicyRank, check_spans, make_model, request
 from tests.functional.runs import write_recipe
@@ -239,7 +240,8 @@ def test_a_refit_that_fails_beside_streams_changes_nothing(
 def test_an_engine_killed_while_it_stages(
     cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, twin: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test of the file: the engine is gone."""
+    """Its successor finds the refit's memory also where systemd-logind has removed the names of it: it is the last test
+    of the file."""
     engine = engines.workers[0]
     change(policy, twin, 30)
     paced(policy, 0, {"send_refit": lambda: os.kill(engine.place().pid, 9)}, monkeypatch)
@@ -248,3 +250,13 @@ def test_an_engine_killed_while_it_stages(
     assert "abort_refit" in " ".join(caught.value.__notes__), "nobody is there to go back"
     assert engines.weight_version == 21
     policy.workers[1].call("offload").result()  # the policy's ranks are well
+    monkeypatch.undo()
+    pids = {rank.place().pid for rank in policy.workers}
+    segments = [path for path in SEGMENTS.glob(f"{PREFIX}-*") if int(path.name.split("-")[-2]) in pids]
+    assert len(segments) >= 2, "the buffer and the board"
+    for path in segments:
+        path.unlink()
+    assert engines.replace_dead(caught.value) == [0]
+    engines.await_successors()
+    report = refit_policy_generation(policy, engines)
+    assert report.version == engines.weight_version and report.checked

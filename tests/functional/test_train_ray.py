@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_mcore.cluster.inspection import workers_here
 from tests.functional.runs import (
     GONE_S,
     MARK,
@@ -119,3 +120,35 @@ def test_ctrl_c(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
     assert living(mark) == []
     assert not {path for path in files if path.exists()}
     assert not list(run.checkpoints.glob("tmp_*"))
+
+
+@pytest.mark.parametrize("retry_wait_s", [0.0, 60.0], ids=["while it starts", "before it starts"])
+def test_sigterm_while_a_killed_engine_restarts_saves_every_step(
+    tmp_path: Path, recipe: dict[str, Any], mark: str, retry_wait_s: float
+) -> None:
+    """It was heard when the engine was up: batch systems kill after 30 s, and the steps were lost."""
+    words = ["grpo.max_num_steps=100000", "checkpointing.save_period=1000", f"cluster.retry_wait_s={retry_wait_s}"]
+    process = start_command("train", tmp_path, recipe, *words)
+    assert process.stdout is not None
+    seen: list[str] = []
+    try:
+        for line in process.stdout:
+            seen.append(line)
+            if line.lstrip().startswith("2/"):
+                break
+        assert process.poll() is None, "".join(seen) + process.communicate()[1]
+        (logs,) = (tmp_path / "logs").glob("exp_*/workers")
+        os.kill(workers_here(logs)["engine-0"].pid, signal.SIGKILL)
+        time.sleep(3.0)  # the death is noticed, and its successor takes longer
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    print("".join(seen), out, "---", err)
+    assert process.returncode == 143 and time.monotonic() - began < GONE_S
+    run = Run(tmp_path, process.returncode, "".join(seen) + out, err)
+    (checkpoint,) = run.checkpoints.glob("step_*")
+    assert int(checkpoint.name[5:]) == run.metrics()[-1]["step"] >= 2
+    assert living(mark) == []

@@ -105,6 +105,7 @@ def test_commands_import_inside_the_verb() -> None:
     quick = (
         "grpo_mcore.cli",
         "grpo_mcore.base.processes",
+        "grpo_mcore.base.stopping",
         "grpo_mcore.observe",
         "grpo_mcore.recipe",
         "grpo_mcore.base.text",

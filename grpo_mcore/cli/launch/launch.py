@@ -77,9 +77,9 @@ def _create(manifest: str) -> int:
     done = subprocess.run(words, input=manifest, text=True, encoding="utf-8", capture_output=True)
     print(done.stdout, end="")
     print(done.stderr, end="", file=sys.stderr)
-    if "rayjob" in done.stdout:
+    if any(line.startswith("rayjob.") for line in done.stdout.splitlines()):
         return 0
-    if match := re.search(r'rayjobs\S* "(\S+)" already exists', done.stderr):
+    if match := re.search(r'\brayjobs\.\S+ "(\S+)" already exists', done.stderr):
         advice = f"kubectl delete rayjob {match[1]} if that one has ended, or launch.name=ANOTHER"
         print(f"grpo-mcore launch: an earlier job has this name: {advice}", file=sys.stderr)
     return done.returncode or 1

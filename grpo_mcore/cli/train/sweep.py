@@ -9,15 +9,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
+from grpo_mcore.base.processes import die_with_parent
+from grpo_mcore.base.stopping import handled, is_ignored
 from grpo_mcore.cli.numbers import count
 from grpo_mcore.cli.train.train import VERBS
 from grpo_mcore.observe.exit_codes import INTERRUPTED, STOPPED_EARLY, TERMINATED
 from grpo_mcore.recipe import load_recipe, recipe_name
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+STOPPED = (STOPPED_EARLY, TERMINATED, INTERRUPTED, *(-number for number in FORWARDED))
+"""Exit codes of a run that was asked to stop, also before it had begun."""
+
+NOTICE_S = 0.2
+"""Seconds within which the sweep says that it has got a signal."""
 
 if TYPE_CHECKING:
     from grpo_mcore.tools.sweep import SweepRun
@@ -46,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Run what is not finished, then print the table and write the page. Return 0 if every run is finished, 75 if a run
     was stopped on request, else 1."""
     from grpo_mcore.recipe.loading.load import presets_of
-    from grpo_mcore.tools.sweep import claim_folder, state, sweep_runs
+    from grpo_mcore.tools.sweep import claim_folder, sweep_runs
 
     folder = args.folder or Path("results/sweeps") / recipe_name(args.recipe)
     if args.jobs != "local":
@@ -61,8 +75,29 @@ def run(args: argparse.Namespace) -> int:
         print(f"each run has all presets, {', '.join(presets)}; preset={','.join(presets)} compares them")
     if not args.dry_run:
         claim_folder(folder, args.recipe, runs)
-    failed = []
+    with forwarding() as stop:
+        failed, stopped_in = _run_all(runs, command, args, stop)
+    if stopped_in is not None:
+        print(f"stopped in {stopped_in}; the same command goes on from there", flush=True)
+        return 1 if failed else STOPPED_EARLY
+    if not args.dry_run:
+        _show(runs, folder)
+    if failed:
+        print(f"grpo-mcore sweep: {len(failed)} of {len(runs)} runs failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _run_all(
+    runs: Sequence[SweepRun], command: Sequence[str], args: argparse.Namespace, stop: Stop
+) -> tuple[list[str], str | None]:
+    """Run what is not finished, one run after the other. Return the names of the runs that failed, and the name of the
+    run in which the sweep was asked to stop, None if it was not."""
+    from grpo_mcore.tools.sweep import state
+
+    failed = list[str]()
     for number, sweep_run in enumerate(runs, 1):
+        if stop.signals:
+            return failed, sweep_run.name
         before = state(sweep_run, time.time())
         if before == "running" and args.jobs == "local":  # by whom? `train` refuses a folder that another run holds
             before = "interrupted"
@@ -76,38 +111,68 @@ def run(args: argparse.Namespace) -> int:
             print(shlex.join(["grpo-mcore", *words]))
             continue
         output = sweep_run.folder / "output.txt"
-        try:
-            begins = "starts" if before == "not begun" else f"{before}, goes on"
-            print(f"{number}/{len(runs)} {sweep_run.name}: {begins}; its output is in {output}", flush=True)
-            code = run_command(words, output)
-        except KeyboardInterrupt:  # before the run's process was there
-            code = INTERRUPTED
-        if code in (STOPPED_EARLY, TERMINATED, INTERRUPTED, -signal.SIGINT):
-            print(f"stopped in {sweep_run.name}; the same command goes on from there", flush=True)
-            return STOPPED_EARLY
-        if code:
+        begins = "starts" if before == "not begun" else f"{before}, goes on"
+        print(f"{number}/{len(runs)} {sweep_run.name}: {begins}; its output is in {output}", flush=True)
+        code = run_command(words, output, stop)
+        if code and code not in STOPPED:
             failed.append(sweep_run.name)
             print(f"  failed with exit code {code}: {_last_line(output)}", flush=True)
-    if not args.dry_run:
-        _show(runs, folder)
-    if failed:
-        print(f"grpo-mcore sweep: {len(failed)} of {len(runs)} runs failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+        if code in STOPPED:
+            return failed, sweep_run.name
+    return failed, None
 
 
-def run_command(words: list[str], output: Path) -> int:
-    """Run a command with its output in a file, which is continued. A Ctrl-C reaches it too: it saves and ends first."""
+@dataclass
+class Stop:
+    """The signals that ask the sweep to stop, each of which its run gets too."""
+
+    signals: list[int] = field(default_factory=list)
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(self, number: int, _frame: FrameType | None) -> None:
+        self.signals.append(number)
+        if self.child is not None:
+            self.child.send_signal(number)
+
+
+@contextmanager
+def forwarding() -> Iterator[Stop]:
+    """Pass the signals that `train` understands on to the run inside the block: it saves first, or ends at once."""
+    stop = Stop()
+    with handled({number: stop.forward for number in FORWARDED if not is_ignored(number)}):
+        yield stop
+
+
+def run_command(words: list[str], output: Path, stop: Stop) -> int:
+    """Run a command with its output in a file, which is continued. The signals of `stop` are passed on to it, and it
+    does not outlive this process."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as file:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo_mcore.cli.main", *words],
-            stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
-        while True:
-            try:
-                return child.wait()
-            except KeyboardInterrupt:
-                print("stopping the run; a second Ctrl-C ends it at once", flush=True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a process to pass them on to
+    try:
+        with output.open("a", encoding="utf-8") as file:
+            stop.child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "grpo_mcore.cli.main", *words],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                process_group=0,  # a terminal's Ctrl-C goes to the sweep, which passes it on: once
+                preexec_fn=partial(_begin_child, os.getpid(), before),
+            )  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    code, told = None, 0
+    while code is None:
+        with suppress(subprocess.TimeoutExpired):
+            code = stop.child.wait(NOTICE_S)
+        if len(stop.signals) > told:
+            told, name = len(stop.signals), signal.Signals(stop.signals[-1]).name
+            print(f"{name} is passed on to the run, which stops; a second Ctrl-C ends it at once", flush=True)
+    return code
+
+
+def _begin_child(parent: int, mask: set[int | signal.Signals]) -> None:
+    # The kernel sends it once for each thread of the sweep: a second SIGTERM would end the run without saving.
+    die_with_parent(parent, signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _job_name(recipe: str, run: SweepRun) -> str:

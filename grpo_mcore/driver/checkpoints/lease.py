@@ -2,7 +2,8 @@
 
 Ranks of two runs in one folder would mix their parts of one checkpoint. The kernel's file locks do not work on every
 shared file system; creating a file exclusively does. A process of this machine can be asked whether it lives. A holder
-on another machine is watched for STALE_S seconds, and is dead if its beat stands still: no two clocks are compared.
+on another machine, or one that is hidden from this process (/proc with hidepid), is watched for STALE_S seconds, and is
+dead if its beat stands still: no two clocks are compared.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BEAT_S = 5.0
 """Seconds between two beats."""
 
 STALE_S = 30.0
-"""Seconds without a beat after which a holder on another machine is dead."""
+"""Seconds without a beat after which a holder that cannot be asked is dead."""
 
 KEY = "checkpointing.checkpoint_dir"
 
@@ -64,7 +65,7 @@ class Holder:
             host=socket.gethostname(),
             machine=_machine(),
             pid=os.getpid(),
-            start_tick=_start_tick(os.getpid()) or 0,
+            start_tick=_state_and_start(os.getpid())[1],
             since=time.strftime("%Y-%m-%d %H:%M:%S"),
             token=secrets.token_hex(8),
         )
@@ -163,12 +164,17 @@ def dead_holder(
 ) -> Holder | None:
     """Return the run that holds the folder and is dead, None if no run holds it. Raises FolderInUse if it lives."""
     file = folder / LEASE_FILE
-    holder, beat = _read(file), _beat_of(file)
+    try:
+        holder, beat = _read(file), _beat_of(file)
+    except PermissionError as error:
+        raise FolderInUse(
+            f"{key} {folder} is in use by a run of another user, whose {file.name} this one may not read ({error}); "
+            "choose another folder, or have its owner end the run and remove that file"
+        ) from None
     if holder is None:
         return None
-    if holder.machine == _machine():
-        lives = _start_tick(holder.pid) == holder.start_tick
-    else:
+    lives = _lives(holder) if holder.machine == _machine() else None
+    if lives is None:
         logger.info("%s is held by %s; watching it for %g s", folder, holder, stale_s)
         lives, deadline = False, clock.now() + stale_s
         while not lives and clock.now() < deadline:
@@ -180,19 +186,36 @@ def dead_holder(
 
 
 def _machine() -> str:
-    """Return what is equal for two processes only if both see the same process ids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _start_tick(pid: int) -> int | None:
-    """Return when a process started, None if it has ended. Of the kernel's text, not of psutil: its times move with the
-    clock."""
+    """Return what is equal for two processes only if both see the same process ids; unlike any other where /proc does
+    not show it (subset=pid)."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown {secrets.token_hex(8)}"
+
+
+def _lives(holder: Holder) -> bool | None:
+    """Return whether the process of a holder on this machine lives; None where this process may not see it."""
+    try:
+        state, tick = _state_and_start(holder.pid)
+    except OSError:  # it has ended, or is hidden: signal 0 tells which, and reaches nobody
+        try:
+            os.kill(holder.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # another user's
+            return None
+        return None  # this user's
+    return state not in "ZX" and tick == holder.start_tick
+
+
+def _state_and_start(pid: int) -> tuple[str, int]:
+    """Return the state of a process, and when it started in ticks since the boot. Read from the kernel's text, not by
+    psutil: its times move with the clock."""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
 
 
 def _read(file: Path) -> Holder | None:

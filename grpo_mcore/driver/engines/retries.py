@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from grpo_mcore.base.clock import REAL, Clock
 
 LONGEST_WAIT_S = 60.0
+
+WATCH_S = 0.5
+"""Seconds between two calls of `watch` in a wait."""
 
 
 class Retries:
     """Counts consecutive failures. The first is followed by a wait of `first_wait_s` seconds, each further one by twice
     the wait before, at most LONGEST_WAIT_S. After `tolerated` failures the next one is raised."""
 
-    def __init__(self, tolerated: int, first_wait_s: float, clock: Clock = REAL) -> None:
-        self._tolerated, self._first_wait_s, self._clock = tolerated, first_wait_s, clock
+    def __init__(
+        self, tolerated: int, first_wait_s: float, clock: Clock = REAL, watch: Callable[[], None] | None = None
+    ) -> None:
+        """`watch`: called again and again during a wait, which it ends by what it raises."""
+        self._tolerated, self._first_wait_s, self._clock, self._watch = tolerated, first_wait_s, clock, watch
         self._in_a_row = 0
 
     @property
@@ -25,7 +33,12 @@ class Retries:
         if self.exhausted:
             raise error
         self._in_a_row += 1
-        self._clock.sleep(min(self._first_wait_s * 2 ** (self._in_a_row - 1), LONGEST_WAIT_S))
+        wait_s = min(self._first_wait_s * 2 ** (self._in_a_row - 1), LONGEST_WAIT_S)
+        deadline = self._clock.now() + wait_s
+        while self._watch is not None and (left_s := deadline - self._clock.now()) > WATCH_S:
+            self._watch()
+            self._clock.sleep(min(left_s, WATCH_S))
+        self._clock.sleep(max(deadline - self._clock.now(), 0.0))
 
     def reset(self) -> None:
         """Record a success: failures are counted from 0 again."""

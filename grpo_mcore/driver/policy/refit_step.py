@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from grpo_mcore.driver.interfaces import ColocatablePolicyInterface, GenerationInterface
@@ -37,9 +36,14 @@ def refit_engines(
         return None
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
     compared = None if lost_only else sampled
-    once = partial(refit_once, policy, timeline=timeline, recompute_kv=recompute_kv, sampled=compared)
+
+    def once(group: GenerationInterface) -> RefitReport:
+        with policy.cluster.uninterrupted():
+            return refit_once(policy, group, timeline=timeline, recompute_kv=recompute_kv, sampled=compared)
+
     if any(slot.waits for slot in engines.slots):
-        policy.offload()  # the successors of lost engines take its memory
+        with policy.cluster.uninterrupted():
+            policy.offload()  # the successors of lost engines take its memory
     return refit_until_done(engines, once, on_restart, lost_only=lost_only)
 
 

@@ -31,7 +31,7 @@ from grpo_mcore.families import (
     shape_of,
     with_overrides,
 )
-from grpo_mcore.generation.config import engine_argument_names
+from grpo_mcore.generation.config import drop_addresses, engine_argument_names
 from grpo_mcore.layout import LayoutError, PolicyLayout
 from grpo_mcore.objective import LOSS_INPUTS, CustomPart, check_custom_objective
 from grpo_mcore.observe import check_custom_logger
@@ -234,6 +234,7 @@ def check_run(config: MasterConfig) -> Model:
     of vLLM than the platform's.
     """
     check_custom_code(config)
+    drop_addresses(os.environ)
     model = check_model(config)
     check_vllm_build(gpu=model.gpu)
     check_engine_arguments(config)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from grpo_mcore.base.stopping import StopRequest
+from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.driver.checkpoints.background import BackgroundCheckpoints
 from grpo_mcore.driver.checkpoints.group_store import write_groups
@@ -111,7 +112,7 @@ def open_parts(run: Run, stop: StopRequest, compare: Compare | None, follow: Fol
         checkpoints.start(step, record.snapshot, partial(write_groups, groups=groups.waiting(), cluster=cluster))
 
     with ExitStack() as stack:
-        for part in (record, checkpoints, policy.run_alongside(rollouts), stop.listening()):
+        for part in (record, checkpoints, policy.run_alongside(rollouts), _heard(stop, cluster), stop.listening()):
             stack.enter_context(part)
         if position is not None:
             sizes = range(config.grpo.async_grpo.min_samples_per_group or generations, generations + 1)
@@ -134,6 +135,16 @@ def open_parts(run: Run, stop: StopRequest, compare: Compare | None, follow: Fol
         )
 
 
+@contextmanager
+def _heard(stop: StopRequest, cluster: Cluster) -> Iterator[None]:
+    """Let every wait for a worker hear requests to stop."""
+    before, cluster.watch = cluster.watch, stop.check
+    try:
+        yield
+    finally:
+        cluster.watch = before
+
+
 def make_rollouts(run: Run, record: RunRecord, hooks: RolloutHooks) -> Rollouts:
     """Build the rollouts of a run, which report to its record. `hooks`: functions that do not."""
     config, engines = run.master_config, run.policy_generation
@@ -145,7 +156,10 @@ def make_rollouts(run: Run, record: RunRecord, hooks: RolloutHooks) -> Rollouts:
         turn_limits(config),
         seed=config.grpo.seed,
         retries=Retries(
-            ahead.max_generation_failures if ahead.enabled else 0, config.cluster.retry_wait_s, engines.cluster.clock
+            ahead.max_generation_failures if ahead.enabled else 0,
+            config.cluster.retry_wait_s,
+            engines.cluster.clock,
+            lambda: engines.cluster.watch(),
         ),
         enough_samples=ahead.min_samples_per_group if ahead.max_age else None,
         max_running=generation.max_running or generation.vllm_kwargs.get("max_num_seqs"),

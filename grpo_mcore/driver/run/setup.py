@@ -176,7 +176,7 @@ def start_teachers(config: MasterConfig, cluster: Cluster, model: Model, policy:
         else:
             apart = alias in pools
             start = partial(_start_teacher_engines, alias, recipe, cluster, its_model, policy, engines, own=apart)
-        restarts = Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s, cluster.clock)
+        restarts = _engine_restarts(config, cluster)
         by_alias[alias] = Teacher(alias, recipe, start, start(), restarts)
     policy.teachers = Teachers(section, by_alias) if by_alias else None
     if by_alias and section.divergence.enabled:
@@ -366,7 +366,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
         pauses=pauses,
         start=start,
         start_timeout_s=config.cluster.start_timeout_s,
-        restarts=Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s, cluster.clock),
+        restarts=_engine_restarts(config, cluster),
     )
 
 
@@ -447,6 +447,12 @@ def wait_until_ready(
         cluster, [worker.ready() for worker in workers], timeout_s=config.cluster.start_timeout_s, purpose=what,
         on_result=ready, watch=watch,
     )  # fmt: skip
+
+
+def _engine_restarts(config: MasterConfig, cluster: Cluster) -> Retries:
+    """Return how often engines may die in a row. A request to stop ends the wait for the next start."""
+    tolerated, wait_s = config.cluster.max_engine_restarts, config.cluster.retry_wait_s
+    return Retries(tolerated, wait_s, cluster.clock, lambda: cluster.watch())
 
 
 def _kind(worker: str) -> str:

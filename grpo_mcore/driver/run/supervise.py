@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,7 +23,7 @@ import psutil
 
 from grpo_mcore.base import processes
 from grpo_mcore.base.clock import REAL, Clock
-from grpo_mcore.base.stopping import handled, is_ignored
+from grpo_mcore.base.stopping import StopNow, handled, is_ignored
 from grpo_mcore.cluster import orphan_reaper
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from grpo_mcore.driver.engines.retries import Retries
@@ -86,7 +86,7 @@ def until_over(
     """Call `attempt` with the checkpoint to resume from until it ends without a loss, or too often with one. Return its
     exit code. `attempt`: returns that and the loss or None; `asked`: returns the signal that asks the run to stop."""
     checkpoints = CheckpointManager(config.checkpointing)
-    retries = Retries(config.cluster.max_restarts, config.cluster.retry_wait_s, clock)
+    retries = Retries(config.cluster.max_restarts, config.cluster.retry_wait_s, clock, partial(_end_if, asked))
     newest = checkpoints.latest_if_readable()  # the attempt says whether it can be resumed
     while True:
         code, loss = attempt(resume)
@@ -103,9 +103,16 @@ def until_over(
             )
             return code
         logger.warning("grpo-mcore %s: the run was lost: %s; it goes on %s", verb, loss, _from(newest, resume))
-        retries.failed(RuntimeError(loss))
+        with suppress(StopNow):
+            retries.failed(RuntimeError(loss))
         if (number := asked()) is not None:
             return 128 + number
+
+
+def _end_if(asked: Callable[[], int | None]) -> None:
+    """End the wait for the next attempt where a signal asks the run to stop."""
+    if asked() is not None:
+        raise StopNow
 
 
 def _run(

@@ -105,6 +105,8 @@ class Board:
             process = psutil.Process(int(self._seats["pid"][seat]))
             same = abs(process.create_time() - self._seats["started"][seat]) < 1.0
             return same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.AccessDenied:  # it is there; no more can be seen
+            return True
         except psutil.NoSuchProcess:
             return False
 

@@ -1,7 +1,8 @@
 """The refit buffer in POSIX shared memory: the transport on CPU, and between several GPUs through the host.
 
 A segment is freed by its creator, else by the creator's resource tracker, else by the next run that creates a
-segment: the creator holds a lock on its segment as long as it lives.
+segment: the creator holds a lock on its segment as long as it lives. It is found by its creator's descriptor where its
+name is gone: systemd-logind removes the names of a user who has logged out (RemoveIPC).
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ PREFIX = "grpo_mcore-refit"
 _NUMBER = itertools.count()
 
 
+class SegmentLost(ConnectionError, RefitError):
+    """A segment cannot be found any more, neither by its name nor by its creator's descriptor. A new start of the run
+    makes others."""
+
+
 class SharedMemoryBuffer:
     """A `RefitBuffer` in host memory. Every process of the node that knows its name may attach, read and write."""
 
@@ -37,6 +43,7 @@ class SharedMemoryBuffer:
         self.flat: Tensor = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         self.description: dict[str, Any] = {
             "kind": "shared_memory", "name": name, "nbytes": nbytes, "host": socket.gethostname(),
+            "pid": os.getpid(), "fd": fd, "inode": os.fstat(fd).st_ino,
         }  # fmt: skip
 
     @classmethod
@@ -71,13 +78,16 @@ class SharedMemoryBuffer:
         # multiprocessing.shared_memory would register every attachment with the tracker, which then frees the
         # segment when the first attached process ends. Hence plain open and mmap.
         name, nbytes = description["name"], description["nbytes"]
-        try:
-            fd = os.open(SEGMENTS / name, os.O_RDWR)
-        except FileNotFoundError:
-            raise RefitError(
-                f"refit segment {name} of {description['host']} is not on {socket.gethostname()}: either its "
-                "owner has exited, or policy ranks and engines of a colocated refit are on different machines"
-            ) from None
+        fd = _open(SEGMENTS / name, description)
+        if fd is None:
+            fd = _open(Path(f"/proc/{description['pid']}/fd/{description['fd']}"), description)
+        if fd is None:
+            raise SegmentLost(
+                f"refit segment {name} of {description['host']} is not on {socket.gethostname()}: its owner has "
+                "exited, or policy ranks and engines of a colocated refit are on different machines, or its name was "
+                f"removed from {SEGMENTS} and /proc does not show its owner's descriptor. systemd-logind removes the "
+                "names of a user who logs out: set RemoveIPC=no in logind.conf, or loginctl enable-linger"
+            )
         if os.fstat(fd).st_size != nbytes:
             size = os.fstat(fd).st_size
             os.close(fd)
@@ -112,6 +122,19 @@ class SharedMemoryBuffer:
     def __del__(self) -> None:
         if getattr(self, "_fd", None) is not None:
             self.close()
+
+
+def _open(path: Path, description: dict[str, Any]) -> int | None:
+    """Return a descriptor of the segment that lies at `path`; None if there is another file or none, or if this process
+    may not look."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    if os.fstat(fd).st_ino == description["inode"]:
+        return fd
+    os.close(fd)
+    return None
 
 
 def remove_stale_segments() -> list[str]:

@@ -206,6 +206,8 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
         "hostNetwork": True if k8s.host_network else None,
         "dnsPolicy": "ClusterFirstWithHostNet" if k8s.host_network else None,
         "automountServiceAccountToken": False,
+        # A Service named vllm or ray would give its address to variables that these read as their settings.
+        "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": user,

@@ -197,3 +197,24 @@ def test_garbage_is_collected_rarely_and_as_before_afterwards() -> None:
     """In a process of its own: what other tests have imported has settings of its own for the collection."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         process.submit(garbage_is_collected_rarely).result(timeout=100)
+
+
+LOOK_AS_ANOTHER = """
+import os, subprocess
+from grpo_mcore.base.processes import descendants
+os.setgroups([]), os.setgid(12345), os.setuid(12345)
+child = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], stdout=subprocess.PIPE, process_group=0)
+while sorted(process.name() for process in descendants()) != ["sh", "sleep"]:
+    pass
+print("found")
+os.killpg(child.pid, 9)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a /proc, and becomes another user")
+@pytest.mark.parametrize("hidepid", [1, 2])
+def test_descendants_are_found_where_other_users_processes_are_hidden(hidepid: int) -> None:
+    mount = f'mount -t proc -o hidepid={hidepid} proc /proc && exec "$@"'  # in the child's namespace alone
+    command = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-c", LOOK_AS_ANOTHER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("found\n", 0), done.stderr

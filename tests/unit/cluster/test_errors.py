@@ -124,6 +124,7 @@ FAULTS = {
     **dict.fromkeys(("DeadlineExceeded", "NodeLost", "ObjectLost", "WorkerDied"), "grpo_mcore.rollout.workers"),
     "RendezvousError": "grpo_mcore.parallel.mesh",
     "RayUnreachable": "grpo_mcore.cluster.ray_session",
+    "SegmentLost": "grpo_mcore.refit.transport.shared_memory",
 }
 """Errors of this package after which a run restarts, with their modules."""
 

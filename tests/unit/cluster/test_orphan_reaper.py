@@ -82,3 +82,16 @@ time.sleep(60)
         time.sleep(0.05)
     assert not orphan_reaper.marked(mark) and not folder.exists()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_files_of_a_long_run_look_new(tmp_path: Path) -> None:
+    """Programs such as tmpreaper remove old ones from the temporary folder."""
+    (tmp_path / "sockets").mkdir()
+    (tmp_path / "sockets" / "raylet").touch()
+    (tmp_path / "latest").symlink_to("nowhere")
+    paths = [tmp_path, *tmp_path.rglob("*")]
+    for path in paths:
+        os.utime(path, (1, 1), follow_symlinks=False)
+    orphan_reaper.touch(str(tmp_path))
+    assert len(paths) == 4 and all(time.time() - path.lstat().st_mtime < 60 for path in paths)
+    orphan_reaper.touch(str(tmp_path / "gone"))

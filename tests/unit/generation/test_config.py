@@ -9,6 +9,7 @@ import pytest
 
 from grpo_mcore.generation.config import (
     EngineConfig,
+    drop_addresses,
     engine_argument_names,
     engine_arguments,
     engine_environment,
@@ -97,3 +98,16 @@ def test_a_list_of_vllms_plugins_gets_ours() -> None:
         set_engine_environment(EngineConfig("model"), environ)
         names = environ.get("VLLM_PLUGINS")
         assert (names if names is None else set(names.split(","))) == expected
+
+
+def test_an_address_of_a_kubernetes_service_is_no_port(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM raises ValueError for it at its start."""
+    service = {"VLLM_SERVICE_HOST": "10.0.0.7", "VLLM_PORT_8000_TCP": "tcp://10.0.0.7:8000", "REDIS_PORT": "tcp://r:1"}
+    environ = service | {"VLLM_PORT": "tcp://10.0.0.7:8000", "VLLM_DP_MASTER_PORT": "29500"}
+    set_engine_environment(EngineConfig("model"), environ)
+    assert "VLLM_PORT" not in environ
+    assert {**environ, **service, "VLLM_DP_MASTER_PORT": "29500"} == environ
+    assert "VLLM_PORT=tcp://10.0.0.7:8000 is ignored" in caplog.text and "enableServiceLinks: false" in caplog.text
+    caplog.clear()
+    drop_addresses(environ)
+    assert not caplog.text

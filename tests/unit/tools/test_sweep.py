@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.cli.train.sweep import _show, run_command
+from grpo_mcore.cli.train.sweep import Stop, _show, run_command
 from grpo_mcore.recipe import RecipeError, load_recipe
 from grpo_mcore.tools.sweep import SweepError, SweepRun, by_setting, claim_folder, split_values, state, sweep_runs
 
@@ -99,7 +99,7 @@ def test_files_of_the_working_directory_take_no_packages_place(tmp_path: Path, m
     """`train` runs beside a datasets.py; the runs of a sweep ended with its error."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "random.py").write_text("raise RuntimeError('the user runs this as a program')\n")
-    assert run_command(["config", DEMO], tmp_path / "output.txt") == 0, (tmp_path / "output.txt").read_text()
+    assert run_command(["config", DEMO], tmp_path / "output.txt", Stop()) == 0, (tmp_path / "output.txt").read_text()
 
 
 def test_a_dry_run_prints_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

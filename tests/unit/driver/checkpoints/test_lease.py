@@ -7,17 +7,20 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_mcore.driver.checkpoints import lease as lease_module
 from grpo_mcore.driver.checkpoints.checkpoint_files import ResumeError, RunSnapshot
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
-from grpo_mcore.driver.checkpoints.lease import LEASE_FILE, FolderInUse, Holder, Lease, LeaseLost
+from grpo_mcore.driver.checkpoints.lease import LEASE_FILE, FolderInUse, Holder, Lease, LeaseLost, dead_holder
 from tests.unit.driver.checkpoints.saving import RECIPE, manager, save_now, write_policy
 
 HOLD = "import sys, pathlib, time; from grpo_mcore.driver.checkpoints.lease import Lease; "
@@ -26,6 +29,14 @@ HOLD += "lease = Lease(pathlib.Path(sys.argv[1])); print('held', flush=True); ti
 
 def write(folder: Path, holder: Holder) -> None:
     (folder / LEASE_FILE).write_text(json.dumps(asdict(holder)))
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """A folder in which every user may write: those of `tmp_path` are closed to others."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
 
 
 def test_the_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
@@ -77,6 +88,88 @@ def test_a_holder_on_another_machine_is_watched(tmp_path: Path) -> None:
     os.utime(tmp_path / LEASE_FILE, (2e9, 2e9))  # its clock is ahead: no clock is compared
     with Lease(tmp_path, beat_s=0.05, stale_s=0.2) as lease:
         lease.check()
+
+
+TAKE_AS_ANOTHER = """
+import os, pathlib, sys
+from grpo_mcore.driver.checkpoints.lease import FolderInUse, Lease
+os.setgroups([]), os.setgid(12345), os.setuid(12345)
+try:
+    with Lease(pathlib.Path(sys.argv[1]), beat_s=0.05, stale_s=1.0):
+        print("taken over")
+except FolderInUse as error:
+    print(f"refused: {error}")
+"""
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts a /proc, and becomes another user")
+
+
+def take_as_another_user(folder: Path, hidepid: int) -> str:
+    """Take a lease as another user, from whom /proc hides the processes of this one. The mount is the child's alone: a
+    remount of /proc would change the machine's."""
+    mount = f'mount -t proc -o hidepid={hidepid} proc /proc && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-c", TAKE_AS_ANOTHER, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_root
+@pytest.mark.parametrize("hidepid", [0, 1, 2])
+def test_a_living_holder_that_proc_hides_keeps_the_folder(public_folder: Path, hidepid: int) -> None:
+    with Lease(public_folder, beat_s=0.05) as lease:
+        assert take_as_another_user(public_folder, hidepid).startswith("refused: ")
+        lease.check()
+
+
+@needs_root
+@pytest.mark.parametrize("hidepid", [1, 2])
+def test_a_dead_holder_does_not_block_the_next_where_proc_hides(public_folder: Path, hidepid: int) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for holder in (replace(Holder.this_process(), pid=ended.pid), Holder.this_process()):  # the latter does not beat
+        write(public_folder, holder)
+        assert take_as_another_user(public_folder, hidepid) == "taken over\n"
+
+
+def test_a_process_of_this_user_that_proc_hides_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with secrets of its own (not dumpable) is hidden from its own user too."""
+
+    def hidden(pid: int) -> tuple[str, int]:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    write(tmp_path, Holder.this_process())
+    with monkeypatch.context() as patch:
+        patch.setattr(lease_module, "_state_and_start", hidden)
+        holder = dead_holder(tmp_path, beat_s=0.05, stale_s=0.2)
+    assert holder is not None and holder.pid == os.getpid()
+
+
+def test_a_proc_without_the_boot_id_tells_of_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A /proc that is mounted with subset=pid."""
+    original = Path.read_text
+
+    def subset(path: Path, *args: Any, **options: Any) -> str:
+        if path.name == "boot_id":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return original(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", subset)
+    with Lease(tmp_path, beat_s=0.05) as lease:
+        with pytest.raises(FolderInUse):
+            Lease(tmp_path, beat_s=0.05, stale_s=1.0)
+        lease.check()
+
+
+def test_a_lease_that_may_not_be_read_is_another_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, Holder.this_process())
+
+    def closed(path: Path, *args: Any, **options: Any) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", closed)
+        with pytest.raises(FolderInUse, match=f"of another user, whose {LEASE_FILE} this one may not read"):
+            dead_holder(tmp_path)
 
 
 def test_it_beats(tmp_path: Path) -> None:

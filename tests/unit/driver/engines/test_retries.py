@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_mcore.base.stopping import StopNow
 from grpo_mcore.driver.engines.retries import Retries
 from tests.clocks import StandingClock
 
@@ -25,6 +26,20 @@ def test_a_success_resets_the_count() -> None:
         retries.failed(RuntimeError())
         retries.reset()
     assert clock.slept == [3, 3, 3, 3]
+
+
+def test_a_wait_can_be_ended() -> None:
+    clock = StandingClock()
+
+    def watch() -> None:
+        if clock.at >= 3:
+            raise StopNow
+
+    with pytest.raises(StopNow):
+        Retries(9, 60.0, clock, watch).failed(RuntimeError())
+    assert 3 <= clock.at < 4
+    Retries(9, 1.7, clock := StandingClock(), lambda: None).failed(RuntimeError())
+    assert clock.at == pytest.approx(1.7)
 
 
 def test_with_a_limit_of_0_the_first_failure_is_raised() -> None:

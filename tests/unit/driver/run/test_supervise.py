@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from grpo_mcore.driver.run import supervise as module
-from grpo_mcore.driver.run.supervise import supervise
+from grpo_mcore.driver.run.supervise import supervise, until_over
 from grpo_mcore.recipe import MasterConfig
+from tests.clocks import StandingClock
 from tests.unit.driver.run import attempts
 
 pytestmark = pytest.mark.slow  # processes that are started and killed
@@ -130,3 +131,16 @@ def test_the_run_ends_with_its_supervisor(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     child.wait(30)
+
+
+def test_a_signal_ends_the_wait_for_the_next_attempt(config: MasterConfig) -> None:
+    clock = StandingClock()
+    cluster = config.cluster.model_copy(update={"retry_wait_s": 60.0})
+    code = until_over(
+        lambda resume: (69, "a lost node"),
+        config.model_copy(update={"cluster": cluster}),
+        None,
+        lambda: signal.SIGTERM if clock.at > 3 else None,
+        clock=clock,
+    )
+    assert code == 143 and 3 < clock.at < 5

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,7 +14,14 @@ import torch
 
 from grpo_mcore.refit.plan.plan import RefitError
 from grpo_mcore.refit.transport.buffer import attach_buffer, create_buffer
-from grpo_mcore.refit.transport.shared_memory import PREFIX, SEGMENTS, SharedMemoryBuffer, remove_stale_segments
+from grpo_mcore.refit.transport.shared_memory import (
+    PREFIX,
+    SEGMENTS,
+    SegmentLost,
+    SharedMemoryBuffer,
+    remove_stale_segments,
+)
+from grpo_mcore.rollout.workers import is_fault
 
 OWNER = """
 import sys, time, torch
@@ -23,9 +32,9 @@ print(buffer.description["name"], flush=True)
 time.sleep(60)
 """
 ATTACHED = """
-import sys
+import json, sys
 from grpo_mcore.refit.transport.shared_memory import SharedMemoryBuffer
-buffer = SharedMemoryBuffer.attach({"name": sys.argv[1], "nbytes": 8192, "host": "here"})
+buffer = SharedMemoryBuffer.attach(json.loads(sys.argv[1]))
 assert int(buffer.flat[0]) == 5
 buffer.flat[1] = 6
 """
@@ -48,18 +57,35 @@ def until(condition, seconds: float = 10.0) -> bool:
 
 
 @pytest.mark.slow
-def test_another_process_reads_and_writes_and_its_end_frees_nothing(run_id: str) -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_another_process_reads_and_writes_and_its_end_frees_nothing(run_id: str, named: bool) -> None:
+    """Also one that starts when the segment has lost its name: systemd-logind removes the names of a user who has
+    logged out."""
     buffer = create_buffer(8192, torch.device("cpu"), run_id)
     buffer.flat[0] = 5
-    subprocess.run([sys.executable, "-c", ATTACHED, buffer.description["name"]], check=True)
+    if not named:
+        (SEGMENTS / buffer.description["name"]).unlink()
+    subprocess.run([sys.executable, "-c", ATTACHED, json.dumps(buffer.description)], check=True)
     assert int(buffer.flat[1]) == 6
-    assert segments(run_id)
+    assert len(segments(run_id)) == named
     assert int(attach_buffer(buffer.description).flat[1]) == 6
     buffer.close()
     buffer.close()
     assert not segments(run_id)
     with pytest.raises(RefitError, match="its owner has exited"):
         attach_buffer(buffer.description)
+
+
+def test_a_segment_that_cannot_be_found_is_a_loss_that_names_its_remedy(run_id: str) -> None:
+    """Another start of the run makes another one."""
+    buffer = SharedMemoryBuffer.create(4096, run_id)
+    (SEGMENTS / buffer.description["name"]).unlink()
+    with open("/dev/null") as other, pytest.raises(SegmentLost, match="RemoveIPC=no in logind.conf") as caught:
+        attach_buffer(buffer.description | {"fd": other.fileno()})  # another file by now
+    assert is_fault(pickle.loads(pickle.dumps(caught.value)))
+    with pytest.raises(SegmentLost):
+        attach_buffer(buffer.description | {"pid": 2**22 + 1})
+    buffer.close()
 
 
 @pytest.mark.slow

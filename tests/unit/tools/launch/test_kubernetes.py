@@ -218,7 +218,8 @@ def test_a_recipe_that_differs_has_a_configmap_of_its_own(
         assert group(job)["template"]["spec"]["volumes"][0]["configMap"]["name"] == name
     kubectl = tmp_path / "kubectl"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for created, code in (("rayjob.ray.io/x", 0), ("configmap/x", 1)):  # as kubectl does it: what could be made, and 1
+    # As kubectl does it: what could be made, and 1. A job's name may contain "rayjob".
+    for created, code in (("rayjob.ray.io/x", 0), ("configmap/x", 1), ("configmap/my-rayjob.v2-recipe-1", 1)):
         kubectl.write_text(f"#!/bin/sh\ncat >/dev/null; echo {created}; echo AlreadyExists >&2; exit 1\n")
         kubectl.chmod(0o755)
         assert main(["launch", "k8s", str(ROOT / TWO_NODES), *H100]) == code

@@ -1,0 +1,91 @@
+"""Every wait for engines hears an urgent request to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from grpo_mcore.base.stopping import StopRequest
+from grpo_mcore.cluster import Worker, WorkerDied
+from grpo_mcore.cluster.virtual_cluster import VirtualCluster, sleep
+from grpo_mcore.driver.engines.engine_group import EngineGroup, EngineSlot
+from grpo_mcore.driver.engines.retries import Retries
+
+START_S = 300.0
+
+
+class SlowEngine:
+    async def starting(self) -> None:
+        await sleep(START_S)
+
+    async def prepare(self, version: int) -> None:
+        await sleep(START_S)
+
+    async def health(self) -> None:
+        await sleep(START_S)
+
+
+def start_group(cluster: VirtualCluster, wait_s: float = 0.0) -> EngineGroup:
+    def start(number: int) -> Sequence[Worker]:
+        return [cluster.spawn(f"engine-{number}", SlowEngine)]
+
+    slots = [EngineSlot(*start(0))]
+    slots[0].worker.ready().result()
+    restarts = Retries(9, wait_s, cluster.clock, lambda: cluster.watch())
+    return EngineGroup(cluster, slots, sleeps=False, start=start, restarts=restarts)
+
+
+def restart(engines: EngineGroup) -> None:
+    engines.replace([0], WorkerDied("engine-0", "samples", "its process ended"))
+    engines.await_successors()
+
+
+WAITS: dict[str, Callable[[EngineGroup], Any]] = {
+    "for its successor": restart,
+    "for its answer to a health check": EngineGroup.find_dead,
+    "until it is prepared": EngineGroup.prepare,
+    "for one answer": lambda engines: engines.workers[0].call("prepare", 1).result(),
+}
+
+
+def ask_after(stop: StopRequest, cluster: VirtualCluster, seconds: float) -> None:
+    cluster.clock.after(seconds, lambda: stop.ask("SIGTERM asked the run to stop", at_once=True))
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_wait_for_an_engine_hears_a_request_to_stop(wait: Callable[[EngineGroup], Any]) -> None:
+    cluster = VirtualCluster()
+    engines, stop = start_group(cluster), StopRequest()
+    cluster.watch = stop.check
+    began = cluster.clock.now()
+    ask_after(stop, cluster, 5.0)
+    assert stop.interruptible(lambda: (wait(engines), "it was not interrupted")) is None
+    assert cluster.clock.now() - began == pytest.approx(5.0, abs=0.1)
+
+
+def test_the_wait_before_the_next_start_hears_it() -> None:
+    cluster = VirtualCluster()
+    engines, stop = start_group(cluster, wait_s=60.0), StopRequest()
+    cluster.watch = stop.check
+    began = cluster.clock.now()
+    ask_after(stop, cluster, 5.0)
+    assert stop.interruptible(lambda: (restart(engines), "it was not interrupted")) is None
+    assert cluster.clock.now() - began < 6.0
+
+
+def test_what_must_not_be_left_half_done_is_not_interrupted() -> None:
+    cluster = VirtualCluster()
+    engines, stop = start_group(cluster), StopRequest()
+    cluster.watch = stop.check
+    ask_after(stop, cluster, 5.0)
+
+    def prepare() -> str:
+        with cluster.uninterrupted():
+            engines.prepare()
+        return "whole"
+
+    assert stop.interruptible(prepare) == "whole"
+    ask_after(stop, cluster, 5.0)
+    engines.prepare()  # outside of what may be interrupted: an optimizer step, for example
