@@ -26,7 +26,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from grpo_mcore.rollout.workers import Place
@@ -195,6 +194,8 @@ def driver_key(log_dir: Path) -> str:
 
 def report_here() -> str:
     """Return the ProcessReport of this process, as JSON."""
+    import msgspec  # not among the packages of the environment that submits jobs
+
     collectives, sends = _collectives()
     return msgspec.json.encode(ProcessReport(own_frames(current_frames()), collectives, sends)).decode()
 
@@ -246,6 +247,8 @@ class Collector:
 
 def reports_here(places: Mapping[str, Place]) -> dict[str, ProcessReport]:
     """Return what workers of this machine are doing, all asked at the same time."""
+    import msgspec
+
     reports = {name: ProcessReport(state=why_not_running(place)) for name, place in places.items()}
     running = {name: place for name, place in places.items() if not reports[name].state}
     with ThreadPoolExecutor(64) as pool:
