@@ -10,9 +10,17 @@ from pathlib import Path
 
 from grpo_mcore.data.gym.grpo import CONTEXT_LEFT_OUT, NO_ANSWER, prompt_of
 from grpo_mcore.data.gym.pairing import Answer, Chooser, PairIndex, best_and_worst, pair_index, stratified
-from grpo_mcore.data.gym.rollout import Filtered, Rollout, encode, final_text, input_items, is_plain, output_items
+from grpo_mcore.data.gym.rollout import (
+    Filtered,
+    Rollout,
+    check_usable,
+    encode,
+    final_text,
+    input_items,
+    is_plain,
+    output_items,
+)
 from grpo_mcore.data.gym.run import transformation
-from grpo_mcore.data.gym.sft import MASKED
 from grpo_mcore.data.gym.summary import Summary
 from grpo_mcore.data.interfaces import DataError
 
@@ -64,8 +72,7 @@ def gym_to_dpo(
         summary = run.summary
 
         def handle(rollout: Rollout, reward: float | None) -> tuple[int, float, bytes, bytes]:
-            if rollout.mask_sample is True:
-                raise Filtered(MASKED)
+            check_usable(rollout)
             if reward is None:
                 raise Filtered(NO_REWARD)
             done = output_items(rollout)

@@ -17,6 +17,11 @@ ROUNDING = 1e-9
 """Tolerance of comparisons of rewards: 0.9999999999999998 counts as 1, and 0.7 - 0.5 as 0.2."""
 
 
+MASKED = "mask_sample: the environment itself says not to train on it"
+FAILED = "_ng_failure_class: the rollout failed, its answer is not the agent's last word"
+CUT_OFF = "cut off at a length limit (response.status incomplete)"
+
+
 class BadRow(ValueError):
     """A line that is not a rollout. The text says why."""
 
@@ -38,6 +43,8 @@ Output = str | list[Item] | None | UnsetType
 
 class Response(Struct, gc=False):
     output: Output = UNSET
+    status: Any = None
+    incomplete_details: Any = None
 
 
 class Rollout(Struct, gc=False):
@@ -49,6 +56,7 @@ class Rollout(Struct, gc=False):
     reward: Any = None
     task_index: int | str | None = field(name="_ng_task_index", default=None)
     mask_sample: Any = None
+    failure: Any = field(name="_ng_failure_class", default=None)
     row: Any = None
 
 
@@ -104,6 +112,18 @@ def _flat(items: Any) -> Any:
     if not isinstance(items, list) or not any(isinstance(item, list) for item in items):
         return items
     return [inner for item in items for inner in (item if isinstance(item, list) else [item])]
+
+
+def check_usable(rollout: Rollout) -> None:
+    """Raise Filtered for a rollout whose answer is no example, neither a good nor a bad one: its environment masks it,
+    it failed, or it was cut off."""
+    if rollout.mask_sample is True:
+        raise Filtered(MASKED)
+    if rollout.failure is not None:
+        raise Filtered(FAILED)
+    response = rollout.response
+    if response is not None and (response.status == "incomplete" or response.incomplete_details):
+        raise Filtered(CUT_OFF)
 
 
 def input_items(params: Params) -> list[Item]:

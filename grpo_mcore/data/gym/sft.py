@@ -10,6 +10,7 @@ from grpo_mcore.data.gym.rollout import (
     ROUNDING,
     Filtered,
     Rollout,
+    check_usable,
     encode,
     final_text,
     input_items,
@@ -21,7 +22,6 @@ from grpo_mcore.data.gym.summary import Summary
 from grpo_mcore.rollout.messages import ItemReader, Message, read_tools, with_instructions
 
 FEW = 100
-MASKED = "mask_sample: the environment itself says not to train on it"
 NO_TURN = "the agent neither said nor called anything"
 LEFT_OUT = "reasoning, calls or earlier turns are left out (--format openai keeps them)"
 
@@ -73,8 +73,7 @@ def gym_to_sft(
         make = conversation if format == "openai" else texts
 
         def handle(rollout: Rollout, reward: float | None) -> bytes:
-            if rollout.mask_sample is True:
-                raise Filtered(MASKED)
+            check_usable(rollout)
             if (reward or 0.0) < reward_threshold - ROUNDING:
                 raise Filtered(too_low)
             return encode(make(rollout))

@@ -188,3 +188,24 @@ def test_simple(run: Any) -> None:
     summary, kept = run("sft simple", rows)
     assert kept == [{"input": "a", "output": "b"}] * 3
     assert summary.filtered.total() == 2 and summary.notes[LEFT_OUT] == 2
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"_ng_failure_class": "timeout"}, "the rollout failed"),
+        ({"response": {"status": "incomplete"}}, "cut off at a length limit"),
+        ({"response": {"incomplete_details": {"reason": "max_output_tokens"}}}, "cut off at a length limit"),
+        ({"mask_sample": True}, "the environment itself says"),
+    ],
+)
+def test_what_failed_or_was_cut_off_is_no_example(run: Any, kind: str, fields: dict[str, Any], reason: str) -> None:
+    """Neither a demonstration, nor the chosen or the rejected answer of a pair."""
+    rows = [rollout("1+1?", "2"), rollout("1+1?", "3", reward=0.0), rollout("1+1?", "2, but")]
+    response = {"output": rows[2].pop("output")} if "output" in rows[2] else rows[2]["response"]
+    rows[2] |= {name: value for name, value in fields.items() if name != "response"}
+    rows[2]["response"] = response | fields.get("response", {})
+    summary, made = run(kind, rows)
+    assert len(made) == {"sft": 2, "dpo": 1}[kind] and "but" not in json.dumps(made)
+    assert [count for text, count in summary.filtered.items() if reason in text] == [1]
