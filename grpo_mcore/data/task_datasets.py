@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -339,9 +340,10 @@ def build_task_data(
 
 def _warn_of_shared_rows(train: Sequence[Entry], validation: Sequence[Entry]) -> None:
     """Warn where an entry of the validation data reads what one of the training data reads: of a dataset with several
-    splits, both read the one for training where they name none; a file has no splits, whatever they name."""
-    shared = set(map(_table_of, train)) & set(map(_table_of, validation)) - {None}
-    for name, path, *_ in filter(None, shared):
+    splits, both read the one for training where they name none. Files are compared, however they are spelled."""
+    trained = {table for entry in train for table in _tables_of(entry)}
+    shared = {table for entry in validation for table in _tables_of(entry)} & trained
+    for name, path, *_ in sorted(shared, key=str):
         log.warning(
             "data.validation reads the rows of %s that data.train reads, so that the policy is validated on what it is "
             "trained on; name another file or `split`, or set split_validation_size in data.train instead",
@@ -349,13 +351,16 @@ def _warn_of_shared_rows(train: Sequence[Entry], validation: Sequence[Entry]) ->
         )
 
 
-def _table_of(entry: Entry) -> tuple[str | None, ...] | None:
-    """Return the source that an entry reads; None where a custom class generates the rows."""
+def _tables_of(entry: Entry) -> list[tuple[str | None, ...]]:
+    """Return what an entry reads, (dataset, path, subset, split): each of its files where it names files or a pattern
+    of files without a part of their rows. Nothing where a custom class generates the rows."""
     name, path, split = (setting(entry, key) for key in ("dataset_name", "data_path", "split"))
     if not path and dataset_by_name(name or "") in (None, "SlidingPuzzle"):
-        return None
-    is_whole = path and Path(path).is_file() and str(split).isidentifier()
-    return name, path, setting(entry, "subset"), None if is_whole else split
+        return []
+    files = [file for file in glob(str(path), recursive=True) if Path(file).is_file()] if path else []
+    if files and str(split).isidentifier():
+        return [(None, str(Path(file).resolve()), None, None) for file in files]
+    return [(name, path, setting(entry, "subset"), split)]
 
 
 def _load(

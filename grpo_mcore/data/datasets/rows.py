@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from grpo_mcore.data.interfaces import DataError
+
+log = logging.getLogger(__name__)
 
 
 class Rows(Sequence[dict[str, Any]]):
@@ -31,7 +34,8 @@ class Rows(Sequence[dict[str, Any]]):
         return self._to_row(self._source[row], row)
 
     def split(self, size: float, seed: int) -> tuple[Rows, Rows]:
-        """Return (the rest, a random part), both in order. `size` below 1 is a share of the rows, else their number."""
+        """Return (the rest, a random part), both in order. `size` below 1 is a share of the rows, else their number.
+        Rows with the prompt of one in the part go there too, so that no question of it is trained on."""
         count = round(size * len(self)) if size < 1 else int(size)
         if not 0 < count < len(self):
             raise DataError(
@@ -39,11 +43,33 @@ class Rows(Sequence[dict[str, Any]]):
             )
         chosen = np.zeros(len(self), dtype=bool)
         chosen[np.random.default_rng(seed).permutation(len(self))[:count]] = True
-        indices = np.asarray(self._indices)
+        prompts = np.array([self._prompt_hash(index) for index in range(len(self))])
+        with_repeated = chosen | np.isin(prompts, prompts[chosen])
+        if with_repeated.all():
+            log.warning("split_validation_size: every row has one of the prompts that it takes, so they are trained on")
+            with_repeated = chosen
+        if repeated := int(with_repeated.sum()) - count:
+            log.warning(
+                "split_validation_size: %d more rows are held out, which repeat a prompt of the %d that it takes",
+                repeated, count,
+            )  # fmt: skip
+        indices: Any = np.asarray(self._indices)
         return (
-            Rows(self._source, self._to_row, indices[~chosen]),
-            Rows(self._source, self._to_row, indices[chosen]),
+            Rows(self._source, self._to_row, indices[~with_repeated]),
+            Rows(self._source, self._to_row, indices[with_repeated]),
         )
+
+
+    def _prompt_hash(self, index: int) -> int:
+        """Return a hash of a row's messages before the answer; of the index where it has none, or cannot be read."""
+        try:
+            messages = self[index].get("messages")
+        except DataError:  # it is counted, or refused, where it is used
+            messages = None
+        if not isinstance(messages, list):
+            return hash((index,))
+        asked = [message for message in messages if not isinstance(message, dict) or message.get("role") != "assistant"]
+        return hash(repr(asked))
 
 
 class Repeated(Sequence[dict[str, Any]]):

@@ -266,6 +266,18 @@ def test_the_split_is_disjoint_complete_in_order_and_has_the_requested_size(writ
     assert train == [uid for uid in everything if uid not in set(val)]
 
 
+def test_rows_of_one_prompt_are_split_together(write_jsonl, package_log):
+    rows = [{"input": f"{number % 10} + 1 =", "output": str(number)} for number in range(40)]
+    data = load_response_dataset({"data_path": write_jsonl("train.jsonl", rows), "split_validation_size": 4, "seed": 3})
+    train, val = ({row["messages"][0]["content"] for row in part} for part in (data.dataset, data.val_dataset))
+    assert not train & val and len(data.val_dataset) == 4 * len(val) and len(data.dataset) + len(data.val_dataset) == 40
+    assert f"{len(data.val_dataset) - 4} more rows are held out" in package_log.text
+    same = write_jsonl("same.jsonl", [{"input": "1 + 1 =", "output": "2"}] * 4)
+    data = load_response_dataset({"data_path": same, "split_validation_size": 1})
+    assert (len(data.dataset), len(data.val_dataset)) == (3, 1)
+    assert "every row has one of the prompts that it takes" in package_log.text
+
+
 def test_split_depends_on_its_seed_only(write_jsonl):
     path = write_jsonl("train.jsonl", sums(40))
 

@@ -69,6 +69,16 @@ def test_validation_on_the_rows_of_the_training_is_said(write_jsonl, tokenizer, 
         assert said in package_log.text
 
 
+def test_a_pattern_that_includes_the_validation_file_is_found(write_jsonl, tokenizer, tmp_path, package_log):
+    for name in ("a", "b"):
+        write_jsonl(f"{name}.jsonl", sums(4))
+    (tmp_path / "link").symlink_to(tmp_path)
+    train, validation = str(tmp_path / "*.jsonl"), f"{tmp_path}/link/b.jsonl"
+    build_task_data([{"data_path": train}], [{"data_path": validation}], tokenizer, 32)
+    assert f"reads the rows of {tmp_path / 'b.jsonl'} that data.train reads" in package_log.text
+    assert "a.jsonl that" not in package_log.text
+
+
 def test_without_validation_there_is_none(write_jsonl, tokenizer):
     data = build_task_data([{"data_path": write_jsonl("a.jsonl", sums(2))}], [], tokenizer, 32)
     assert data.validation is None and data.val_env_names == {}
