@@ -11,12 +11,15 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from grpo_mcore.environments.answers import Thoughts, split_messages
+from grpo_mcore.environments.answers import UNFINISHED, Thoughts, split_messages
 from grpo_mcore.environments.config import AnswerConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, single_turn_return
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+
+SHOWN = ("role", "content", "tool_calls", "tool_call_id", "name")
+"""Fields of a prompt's message that the reward model reads."""
 
 _MODEL_KEYS = ("model_name", "label", "sigmoid", "text_template", "max_length", "device", "dtype")
 
@@ -34,6 +37,8 @@ class RewardModelConfig(AnswerConfig):
     """Whether the reward is the logit's sigmoid, from 0 to 1."""
     text_template: str | None = None
     """The model's input, with {prompt} and {response} in it. null: the model's own chat template."""
+    unfinished_reward: float | None = None
+    """Reward of a response whose reasoning is not closed, so that it has no answer. null: none, and it is excluded."""
     max_length: int = Field(4096, ge=1)
     """Maximum tokens of a conversation. A longer one gets no reward, because truncated it would be another one."""
     batch_size: int = Field(8, ge=1)
@@ -85,10 +90,13 @@ class RewardModelEnvironment(EnvironmentInterface):
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
         pairs = zip(message_log_batch, metadata, strict=True)
-        results = self._score([_conversation(messages, entry, self.config.thoughts) for messages, entry in pairs])
+        conversations = [_conversation(messages, entry, self.config.thoughts) for messages, entry in pairs]
+        scored = iter(self._score([conversation for conversation in conversations if conversation is not None]))
+        unfinished = Result(self.config.unfinished_reward, UNFINISHED, 0.0)
+        results = [unfinished if conversation is None else next(scored) for conversation in conversations]
         return single_turn_return(
             metadata,
-            rewards=[None if result.failure else result.value for result in results],
+            rewards=[None if result.failure and result is not unfinished else result.value for result in results],
             reasons=[result.failure or f"reward model: {result.value:.4g}" for result in results],
             seconds=[result.seconds for result in results],
         )
@@ -123,12 +131,20 @@ def _score_of_one(result: Result) -> Result:
     return Result(None, value, result.seconds) if isinstance(value, str) else Result(value, None, result.seconds)
 
 
-def _conversation(messages: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any], thoughts: Thoughts) -> Messages:
+def _conversation(
+    messages: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any], thoughts: Thoughts
+) -> Messages | None:
+    """Return the prompt and the answer without its reasoning; None where the reasoning is not closed."""
     prompt = metadata.get("messages")
     if not prompt:
         raise ValueError(
             f"the reward model needs the prompt as 'messages' in extra_env_info, got {sorted(metadata)}; set "
             "processor: chat_data_processor for the dataset under data"
         )
-    question = [{"role": message["role"], "content": message["content"]} for message in prompt]
-    return [*question, {"role": "assistant", "content": split_messages(messages, thoughts).answer or ""}]
+    answer = split_messages(messages, thoughts).answer
+    if answer is None:
+        return None
+    question = [
+        {"content": ""} | {key: message[key] for key in SHOWN if message.get(key) is not None} for message in prompt
+    ]
+    return [*question, {"role": "assistant", "content": answer}]

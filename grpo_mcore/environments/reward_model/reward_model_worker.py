@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from grpo_mcore.rollout.chat_form import chat_form
 from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
 
-Conversation = Sequence[dict[str, str]]
+Conversation = Sequence[dict[str, Any]]
+
+
+def _as_text(message: dict[str, Any]) -> str:
+    """Return a message's content and its tool calls."""
+    calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
 
 
 class Classifier:
@@ -69,8 +78,9 @@ class Classifier:
             shown = chat_form(self.tokenizer).messages(conversation)  # Gemma 2 knows no system prompt
             text = self.tokenizer.apply_chat_template(shown, tokenize=False)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        prompt = "\n\n".join(message["content"] for message in conversation[:-1])
-        text = self.text_template.replace("{prompt}", prompt).replace("{response}", conversation[-1]["content"])
+        prompt = "\n\n".join(map(_as_text, conversation[:-1]))
+        parts = {"{prompt}": prompt, "{response}": conversation[-1]["content"]}
+        text = re.sub("{prompt}|{response}", lambda mark: parts[mark[0]], self.text_template)  # in one pass
         return list(self.tokenizer(text)["input_ids"])
 
     @torch.inference_mode()

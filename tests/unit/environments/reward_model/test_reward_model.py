@@ -220,3 +220,27 @@ def test_resources() -> None:
     assert RewardModelEnvironment.resources(section | {"device": "cuda"})["gpus"] == 1.0
     with pytest.raises(EnvironmentConfigError, match="env.reward_model.model_name: Field required"):
         RewardModelEnvironment.resources({})
+
+
+def test_marks_in_the_prompt_are_text_and_its_calls_are_shown(folder: Path) -> None:
+    """A template is filled in one pass."""
+    classifier = Here(folder).score
+    classifier.text_template = "{prompt}={response}"
+    call = {"type": "function", "function": {"name": "1", "arguments": {"1": 2}}}
+    texts: list[str] = []
+    classifier.tokenizer = lambda text: texts.append(text) or {"input_ids": [1]}
+    prompt = [{"role": "user", "content": "{response}+"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    classifier.tokens([*prompt, {"role": "assistant", "content": "{prompt}"}])
+    assert texts == ['{response}+\n\n{"name": "1", "arguments": {"1": 2}}={prompt}']
+
+
+@pytest.mark.parametrize("reward", [None, -3.0])
+def test_reasoning_that_is_not_closed_has_no_answer(env: RewardModelEnvironment, reward: float | None) -> None:
+    before, env.config = env.config, env.config.model_copy(update={"unfinished_reward": reward})
+    responses = ["82", "<think>37+", "<think>1</think>82"]
+    logs = [[{"role": "assistant", "content": text}] for text in responses]
+    done = env.step(logs, [{"messages": PROMPT}] * 3)
+    env.config = before
+    first, unfinished, last = done.rewards
+    assert first == last is not None and unfinished == reward
+    assert done.reasons is not None and "not closed" in str(done.reasons[1])
