@@ -45,6 +45,8 @@ class ChatPrompts:
             refuse_unknown_roles(request.messages, self._template)
         except MessageError as error:
             raise RequestError(str(error)) from error
+        if request.stop_token_ids:
+            self._check("stop_token_ids", request.stop_token_ids)
         position, before = self._recorded(request)
         messages = [
             {key: value for key, value in message.items() if key not in TOKEN_FIELDS}

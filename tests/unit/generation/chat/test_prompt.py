@@ -195,6 +195,7 @@ def test_the_template_gets_the_arguments_of_calls_as_objects(tokenizer: Any) -> 
         ),
         ([{"role": "assistant", "prompt_token_ids": [1], "generation_token_ids": [True]}], {}, "token ids"),
         ([USER], {"required_prefix_token_ids": [-1]}, "required_prefix_token_ids"),
+        ([USER], {"stop_token_ids": [1, 64]}, "stop_token_ids: must be a list of token ids from 0 to 63"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a part of type 'image_url'"),
         ([{"role": "user", "content": 3}], {}, "content must be text"),
     ],
