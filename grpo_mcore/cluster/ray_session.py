@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import secrets
@@ -19,7 +18,7 @@ from pathlib import Path
 import psutil
 import ray
 from ray import NodeID
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 
 from grpo_mcore.base.addresses import running_ray, split_port
 from grpo_mcore.base.processes import descendants
@@ -104,6 +103,7 @@ class RaySession:
             variables = _token(self.reaper.folder)
             self.token = Path(variables[TOKEN_PATH]) if variables else None
             with only_allowed(added={**self.reaper.variables, **variables, **settings}):
+                AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
                 self._start(start_timeout_s, num_cpus, num_gpus)
         except BaseException:
             self.close()
@@ -349,18 +349,12 @@ def attach(address: str) -> None:
         raise BadRayAddress(f"the Ray at {address} (RAY_ADDRESS) cannot be joined: {error}") from error
 
 
-@functools.cache
-def _secret() -> str:
-    """Return the token of every Ray that this process starts: Ray reads it once in a process."""
-    return secrets.token_hex(32)
-
-
 def _token(folder: Path) -> dict[str, str]:
-    """Return the variable of a file in `folder` with this process's token; nothing if the environment names a token."""
+    """Return the variable of a new token in `folder`; nothing if the environment names a token."""
     if TOKEN in os.environ or TOKEN_PATH in os.environ:
         return {}
     path = folder / "token"
-    path.write_text(_secret(), encoding="utf-8")
+    path.write_text(secrets.token_hex(32), encoding="utf-8")
     return {TOKEN_PATH: str(path)}
 
 

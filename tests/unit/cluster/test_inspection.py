@@ -29,6 +29,7 @@ from grpo_mcore.cluster.inspection import (
 )
 from grpo_mcore.cluster.local_cluster import LocalCluster
 from grpo_mcore.rollout.workers import Place
+from grpo_mcore.tools.report.run_files import NoRun
 
 TP, PP, DP = 4, 4, 16
 STUCK_AT = 'File "/app/data.py", line 7 in read'
@@ -242,5 +243,5 @@ def test_the_command_asks_the_driver_else_the_workers_here_else_says_where_to_lo
         assert inspect_command.run(args) == 0
     told = capsys.readouterr().out
     assert "the driver does not answer" in told and "policy-0 is at <string>" in told
-    assert inspect_command.run(inspect_command.parse([str(tmp_path / "nowhere")])) == 1
-    assert "holds no run" in capsys.readouterr().err
+    with pytest.raises(NoRun, match="holds no run"):
+        inspect_command.run(inspect_command.parse([str(tmp_path / "nowhere")]))

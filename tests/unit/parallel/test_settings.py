@@ -34,7 +34,8 @@ def test_a_backend_of_attention_is_the_only_one_that_may_run(monkeypatch: pytest
     names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     for backend, expected in (("flash", "100"), ("fused", "010"), ("unfused", "001")):
         for name in names:
-            monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv(name, "")  # so that it is not there again after the test
+            monkeypatch.delenv(name)
         LanguageModule._set_attention_backend(SimpleNamespace(config=config(attention_backend=backend)))
         assert "".join(os.environ[name] for name in names) == expected
 

@@ -580,7 +580,7 @@ TOO_WIDE = (f"{AT}tensor_model_parallel_size=64", f"{AT}pipeline_model_parallel_
             "does not divide num_attention_heads 32",
         ),
         ((LLAMA, "--device", "H900"), 1, "known are A100-40GB"),
-        ((LLAMA, "policy.dtensor_cfg.enabled=true", "policy.fsdp1_enabled=true"), 2, "2 problems"),
+        ((LLAMA, "policy.fsdp_sizes=2", "policy.fsdp1_enabled=true"), 2, "2 problems"),
     ],
 )
 def test_errors_are_one_message(

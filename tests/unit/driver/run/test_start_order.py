@@ -3,6 +3,7 @@ once. A replaced engine waits until the policy has given its memory away."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,7 +155,8 @@ def test_a_successor_waits_for_the_policys_memory(shared: bool, monkeypatch: pyt
     engines.replace([0], WorkerDied("engine-0", "generate_refs", "its process ended"))
     assert node.events == ["stop engine-0"] + ([] if shared else ["spawn engine-0"])
 
-    policy = SimpleNamespace(offload=lambda: node.events.append("offload"))
+    cluster = SimpleNamespace(uninterrupted=nullcontext)
+    policy = SimpleNamespace(offload=lambda: node.events.append("offload"), cluster=cluster)
     monkeypatch.setattr(refit_step, "refit_once", lambda policy, group, **_: node.events.append("refit"))
     refit_step.refit_engines(policy, engines, config())  # type: ignore[arg-type]
     assert node.events[1:] == [*(["offload"] if shared else []), "spawn engine-0", "engine-0 is ready", "refit"]
