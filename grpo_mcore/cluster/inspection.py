@@ -128,18 +128,21 @@ class Answering:
     def __init__(self, key: str, answer: Callable[[], str]) -> None:
         self._answer = answer
         self._socket = socket.socket(socket.AF_UNIX)
+        self._thread = threading.Thread(target=self._serve, name="inspection", daemon=True)
         try:
             self._socket.bind(_address(key))
             self._socket.listen()
         except OSError as error:  # not Linux, too
             logger.debug("no inspection of this process: %s", error)
             return
-        threading.Thread(target=self._serve, name="inspection", daemon=True).start()
+        self._thread.start()
 
     def close(self) -> None:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        if self._thread.is_alive():  # as long as it waits for a connection, the key is taken
+            self._thread.join(ANSWER_S)
 
     def _serve(self) -> None:
         while True:
