@@ -1,4 +1,4 @@
-"""What `grpo_train` and the driver need of a policy and of engines. `PolicyGroup` and `EngineGroup` are ours; an object
+"""Protocols of the policy and the engines that `grpo_train` takes. `PolicyGroup` and `EngineGroup` are ours; an object
 with these members can take the place of either."""
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _FIELDS: dict[str, list[Any]] = {
     "tail": [("step", Step), ("samples", list[Any])],
 }
 FORMS = {name: msgspec.defstruct(name, fields) for name, fields in _FIELDS.items()}
-"""What readers rely on in a line of metrics, and in an event (`SpanFile`)."""
+"""Fields that readers rely on, of a line of metrics and of an event (`SpanFile`)."""
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -44,7 +44,7 @@ class TurnLimits:
 
 @dataclass(frozen=True)
 class Rules:
-    """What all lives have in common. `seed`: grpo.seed. `as_turn`: makes an environment's message into a turn, from
+    """Settings that all lives share. `seed`: grpo.seed. `as_turn`: makes an environment's message into a turn, from
     (text, role, token that ended the turn before); None where samples have one turn."""
 
     limits: TurnLimits
@@ -70,7 +70,7 @@ class RunAgent:
 
 
 Wait = GenerationRequest | ScoreTurn | RunAgent
-"""What a life waits for. The result of a GenerationRequest is the TrajectoryRef of all turns so far."""
+"""Request that a life yields and waits for. That of a GenerationRequest results in the TrajectoryRef of all turns."""
 Life = Generator[Wait, Any, tuple[TrajectoryRef, Score]]
 
 
@@ -133,7 +133,7 @@ def _with_turn(before: Score | None, outcome: Outcome) -> Score:
 
 
 class OpenGroup:
-    """What the samples of a prompt have in common while they live. It does not refer to them, so that none of them is
+    """State that the samples of a prompt share while they live. It does not refer to them, so that none of them is
     part of a cycle. `has_agents`: agents of the environment take all turns; otherwise `engine` generates them.
     `unfinished`: samples that are neither finished nor dropped. `num_ended`: samples whose last turn is generated."""
 

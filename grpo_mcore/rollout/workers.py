@@ -213,9 +213,9 @@ T = TypeVar("T", bound=Future | Stream)
 
 @dataclass(frozen=True)
 class SpawnOptions:
-    """What each worker gets. `env`: variables of its process, set before anything is imported there. `concurrency`:
-    maximum number of calls that run at the same time, in threads. `streams`: maximum number of streams that run in
-    addition to the calls, in threads of their own; further streams queue. 0: streams count as calls."""
+    """Resources and settings of a worker. `env`: variables of its process, set before anything is imported there.
+    `concurrency`: maximum number of calls that run at the same time, in threads. `streams`: maximum number of streams
+    that run in addition to the calls, in threads of their own; further streams queue. 0: streams count as calls."""
 
     cpus: float = 1.0
     gpus: float = 0.0

@@ -159,12 +159,12 @@ def run_command(words: list[str], output: Path, stop: Stop) -> int:
             )  # fmt: skip
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    code, told = None, 0
+    code, num_said = None, 0
     while code is None:
         with suppress(subprocess.TimeoutExpired):
             code = stop.child.wait(NOTICE_S)
-        if len(stop.signals) > told:
-            told, name = len(stop.signals), signal.Signals(stop.signals[-1]).name
+        if len(stop.signals) > num_said:
+            num_said, name = len(stop.signals), signal.Signals(stop.signals[-1]).name
             print(f"{name} is passed on to the run, which stops; a second Ctrl-C ends it at once", flush=True)
     return code
 

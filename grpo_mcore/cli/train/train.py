@@ -106,32 +106,32 @@ def follow(config: MasterConfig, resume: str | bool | None, run: str) -> int:
 def run_to_end(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None) -> int:
     """Train until the run is over, and return its exit code; with cluster.max_restarts, in a process of its own that
     can be restarted."""
-    began = time.time()
+    started_at = time.time()
     if config.cluster.max_restarts == 0:
-        return exit_code(_train(algorithm, config, resume, began))
+        return exit_code(_train(algorithm, config, resume, started_at))
     from grpo_mcore.driver.run.supervise import supervise
 
-    return supervise(partial(attempt, algorithm=algorithm), config, resume, began, verb=VERBS[algorithm])
+    return supervise(partial(attempt, algorithm=algorithm), config, resume, started_at, verb=VERBS[algorithm])
 
 
-def _train(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None, began: float) -> dict[str, Any]:
+def _train(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None, started_at: float) -> dict[str, Any]:
     """Run a recipe once with the loop of its algorithm, and return the summary."""
     if algorithm == "grpo":
-        return train(config, resume, began)
+        return train(config, resume, started_at)
     from grpo_mcore.algorithms.distill import distill_train
     from grpo_mcore.algorithms.dpo import dpo_train
     from grpo_mcore.algorithms.sft import sft_train
     from grpo_mcore.driver.run.run_recipe import run_recipe
 
     fine_tune = distill_train if config.on_policy_distillation.enabled else sft_train
-    return run_recipe(algorithm, dpo_train if algorithm == "dpo" else fine_tune, config, resume, began)
+    return run_recipe(algorithm, dpo_train if algorithm == "dpo" else fine_tune, config, resume, started_at)
 
 
 def attempt(
-    config: MasterConfig, resume: str | bool | None, began: float, algorithm: Algorithm = "grpo"
+    config: MasterConfig, resume: str | bool | None, started_at: float, algorithm: Algorithm = "grpo"
 ) -> tuple[int, str | None]:
     """Run once, in a process of its own. Return the exit code, and the loss of a process or node that ended the run or
-    None. `began`: unix time of the first attempt, from which checkpointing.checkpoint_must_save_by counts."""
+    None. `started_at`: unix time of the first attempt, from which checkpointing.checkpoint_must_save_by counts."""
     from grpo_mcore.cli.main import guarded
     from grpo_mcore.cluster import is_fault
 
@@ -139,7 +139,7 @@ def attempt(
 
     def work() -> int:
         try:
-            return exit_code(_train(algorithm, config, resume, began))
+            return exit_code(_train(algorithm, config, resume, started_at))
         except Exception as error:
             losses.extend([str(error).partition("\n")[0]] if is_fault(error) else [])
             raise
@@ -150,7 +150,7 @@ def attempt(
 def train(
     config: MasterConfig,
     resume: str | bool | None = None,
-    began: float | None = None,
+    started_at: float | None = None,
     follow: FollowedRun | None = None,
 ) -> dict[str, Any]:
     """Run a GRPO recipe to its end, export what checkpointing.save_hf asks for, and return the summary. Everything that
@@ -164,7 +164,7 @@ def train(
         lambda run, stop: grpo_train(**vars(run), stop=stop, compare=compare, follow=follow),
         config,
         resume,
-        began,
+        started_at,
         follow,
     )
     if not config.checkpointing.enabled or config.checkpointing.save_hf == "none" or summary["stopped_early"]:

@@ -543,7 +543,7 @@ ADVICE = {
     errno.EIO: "the disk fails: look after it",
     errno.ESTALE: "the file server has lost {path}: mount it again",
 }
-"""What to do about a failure that has nothing to do with room on the disk."""
+"""Remedies for failures to write that have nothing to do with room on the disk."""
 
 
 def advice_for(error: BaseException | None) -> str | None:

@@ -46,7 +46,7 @@ class Comparison(Protocol):
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run measured, for a comparison with its plan. `steps`: seconds of each step by timer; `memory`: one
+    """Measurements of a run, for a comparison with its plan. `steps`: seconds of each step by timer; `memory`: one
     `Policy.memory` for each rank; `mean_length`: tokens of a sample; `teachers`: their models by alias."""
 
     recipe: MasterConfig

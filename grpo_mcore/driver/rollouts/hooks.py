@@ -1,4 +1,4 @@
-"""What `Rollouts` reports while it samples."""
+"""Functions by which `Rollouts` reports while it samples."""
 
 from __future__ import annotations
 

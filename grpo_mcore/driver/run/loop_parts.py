@@ -1,4 +1,4 @@
-"""What the loop of `algorithms/grpo.py` works with, made from a run: schedule, record, rollouts, checkpoints, clock."""
+"""Collaborators of the loop in `algorithms/grpo.py`, made from a run."""
 
 from __future__ import annotations
 

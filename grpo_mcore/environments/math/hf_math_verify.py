@@ -220,7 +220,7 @@ def _set_of(text: str) -> tuple[str | None, Any] | None:
             names |= {symbol.name for symbol in expression.free_symbols}
             try:
                 expression = expression.as_set()
-            except (NotImplementedError, ValueError, TypeError, AttributeError):
+            except (NotImplementedError, ValueError, TypeError, AttributeError):  # sympy has no set for it
                 return None
         if not isinstance(expression, sympy.Set):
             return None

@@ -50,8 +50,8 @@ class ModelledWeights:
 
 
 class StartedEngine(Protocol):
-    """What others read of an engine: whether it lives, the samples under way by (uid, index), the refits that it has
-    committed and the number of samples that it was asked for."""
+    """State of an engine that others read: whether it lives, the samples under way by (uid, index), the refits that it
+    has committed and the number of samples that it was asked for."""
 
     name: str
     alive: bool
@@ -114,10 +114,11 @@ class Transfer:
 
 @dataclass
 class World:
-    """What the modelled workers share. The samples of the run `recorded` come again; without one, samples are drawn as
-    the recipe's section `rehearse` says. All workers of a run on CPU share `cores`; without, each has its own device.
-    `slow` has the factor of a worker's times, by name. `commits` lists (engine, version that the driver named, version
-    of the weights that came), `flaws` what must not happen and did. While the disk is `full` it takes nothing."""
+    """State that the modelled workers share. The samples of the run `recorded` come again; without one, samples are
+    drawn as the recipe's section `rehearse` says. All workers of a run on CPU share `cores`; without, each has its own
+    device. `slow` has the factor of a worker's times, by name. `commits` lists (engine, version that the driver named,
+    version of the weights that came), `flaws` what must not happen and did. While the disk is `full` it takes
+    nothing."""
 
     config: MasterConfig
     durations: Durations
