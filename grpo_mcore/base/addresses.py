@@ -36,6 +36,14 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def outward_address() -> str:
+    """Return the address from which packets of this machine go to the world; the loopback without such a route."""
+    try:
+        return address_towards("192.0.2.1")  # of a network for documentation: nothing is sent
+    except OSError:
+        return LOOPBACK
+
+
 def interface_of(address: str) -> str | None:
     """Return the name of the network interface of this machine that has `address`; None if it has none."""
     for name, addresses in psutil.net_if_addrs().items():

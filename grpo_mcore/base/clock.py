@@ -4,8 +4,6 @@ Everything on the driver's side of `Cluster` takes its time from `cluster.clock`
 outside a run (leases of folders, trackers), have the machine's time.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A format's number rises when older code would misread the files. Files without a
 any, and are of format 1. docs/install.md has the promise.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -39,6 +37,9 @@ Digest = tuple[int, str]
 
 DIGESTS = "digests.json"
 """{"files": {path inside the folder: {"bytes": size, "sha256": hex}}}. Written last: it makes a checkpoint whole."""
+
+CRITIC = "critic"
+"""Folder of the critic in the policy's part of a checkpoint."""
 
 PART = "digests-*.json"
 """Pattern of the files in which processes leave the digests of what they wrote, until somebody collects them."""

@@ -1,7 +1,5 @@
 """Host memory that a GPU copies from and to at the full speed of its link, and copies of tensors kept in it."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Sequence

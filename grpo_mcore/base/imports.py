@@ -1,8 +1,6 @@
 """Objects that a recipe names by import path: datasets, processors, environments, functions. For every room; standard
 library only."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

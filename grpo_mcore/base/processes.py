@@ -2,8 +2,6 @@
 find a free port, count the cores, look for garbage rarely, and the names of variables that every process needs. For
 every room; standard library and psutil only."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math
@@ -197,6 +195,21 @@ def available_cores(root: Path = Path("/")) -> float:
     (cpu.max) of its control group or of one above, if that is less. Containers and batch jobs set such quotas. `root`:
     top of the file system."""
     return min(float(len(os.sched_getaffinity(0))), _least_quota(root))
+
+
+def bind_near_gpu(gpu: Any, root: Path = Path("/")) -> None:
+    """Let this thread, and those that it starts, run only on the cores of its GPU's NUMA node, so that their host
+    memory lies there too. `gpu`: torch's properties of it. Nothing changes where the system does not say which cores
+    these are, or this process may use none of them. `root`: top of the file system."""
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        text = (root / "sys/bus/pci/devices" / address / "local_cpulist").read_text(encoding="utf-8")
+    except OSError:
+        return
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    near = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+    if allowed := near & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, allowed)
 
 
 @cache

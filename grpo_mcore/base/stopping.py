@@ -1,8 +1,6 @@
 """Stop a run on request. SIGUSR1: finish the step, save, and exit. SIGTERM, or SIGHUP when its terminal closes: save
 what is trained so far and exit. A second of these, or Ctrl-C: exit in order without saving."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping

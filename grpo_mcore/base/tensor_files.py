@@ -4,8 +4,6 @@ A pickle may name any function to call. `load` accepts only the types listed her
 tensors and plain values that torch itself accepts.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import fractions

@@ -1,7 +1,5 @@
 """Text from outside: what is no Unicode, and what a terminal would obey. For every room; the standard library only."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

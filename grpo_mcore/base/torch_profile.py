@@ -1,7 +1,5 @@
 """Traces of torch's profiler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar
 

@@ -1,6 +1,4 @@
 """Batching: planning on lengths, and rows of packed samples. Importing this room does not import torch."""
 
-from __future__ import annotations
-
 from grpo_mcore.batching.packing import PACKING_ALGORITHMS, PackingError, pack
 from grpo_mcore.batching.plan import BatchPlan, CostModel, StepPlan, plan_step

@@ -3,8 +3,6 @@
 Every function takes the sizes (1 <= size <= room) and returns bins of indices, none empty, in O(n log n).
 """
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_mcore.batching.packing import round_up
 from grpo_mcore.batching.prefix_trees import BLOCK_TOKENS
+from grpo_mcore.batching.row_images import RowImages, join_images
 from grpo_mcore.batching.shared_prefixes import SharedPrefixes, find_shared_prefixes
 
 
@@ -43,6 +44,8 @@ class PackedBatch:
     `next_token_trained`, in their order. None without a teacher, or where its log-probs are enough."""
     shared: SharedPrefixes | None = None
     """The tokens that are computed, if samples share prefixes. None: all. Everything else here stays by sample."""
+    images: RowImages | None = None
+    """The images of the samples. None: there are none."""
 
     @property
     def num_segments(self) -> int:
@@ -120,6 +123,7 @@ class PackedBatch:
             routes=None if self.routes is None else move(self.routes),
             teacher_hidden=None if self.teacher_hidden is None else move(self.teacher_hidden),
             shared=None if self.shared is None else self.shared.to(device, non_blocking=non_blocking),
+            images=None if self.images is None else self.images.to(device, non_blocking=non_blocking),
         )
 
     def _has_next(self) -> Tensor:
@@ -139,13 +143,14 @@ def pack_rows(
     names: Sequence[str] = (),
     routes: Sequence[Tensor] | None = None,
     branches: Sequence[Sequence[int]] | None = None,
+    images: RowImages | None = None,
 ) -> PackedBatch:
     """Put samples side by side and pad the row to a multiple of `multiple`.
 
     token_ids: int64 [length] of each sample. columns: the same keys for each sample, each value [length] or a scalar
     tensor, such as sample_mask, that every token of the sample gets. names: of the samples, for messages; one each, or
     none. routes: int16 [length - 1, layers, experts per token] of each sample. branches: tokens of each sequence of
-    each sample; None: every sample is one.
+    each sample; None: every sample is one. images: those of the row without its padding.
     Raises ValueError, naming the sample and the column, if keys or shapes do not fit, and if there is no sample
     (`empty_like` makes a row without samples).
     """
@@ -173,13 +178,15 @@ def pack_rows(
     row = None if routes is None else torch.cat([_with_last(sample) for sample in routes])
     sequences = lengths if branches is None else tuple(length for of_sample in branches for length in of_sample)
     return _assemble(
-        torch.cat(list(token_ids)).to(torch.int64), joined, lengths, sequences, multiple, tuple(names), row
+        torch.cat(list(token_ids)).to(torch.int64), joined, lengths, sequences, multiple, tuple(names), row, images
     )
 
 
 def share_prefixes(row: PackedBatch, multiple: int = 1, block: int = BLOCK_TOKENS) -> PackedBatch:
-    """Let sequences of the row that begin alike share what is computed of their prefixes, in whole blocks of tokens."""
-    return replace(row, shared=find_shared_prefixes(row.tokens[0], row.sequences, multiple, block))
+    """Let sequences of the row that begin alike share what is computed of their prefixes, in whole blocks of tokens.
+    Images are alike by their content."""
+    content = row.tokens[0] if row.images is None else row.images.content(row.tokens[0])
+    return replace(row, shared=find_shared_prefixes(content, row.sequences, multiple, block))
 
 
 def join_rows(rows: Sequence[PackedBatch], multiple: int = 1, block: int = BLOCK_TOKENS) -> PackedBatch:
@@ -195,7 +202,9 @@ def join_rows(rows: Sequence[PackedBatch], multiple: int = 1, block: int = BLOCK
     lengths = tuple(length for row in rows for length in row.lengths)
     sequences = tuple(length for row in rows for length in row.sequences)
     names = tuple(name for row in rows for name in row.names)
-    joined = _assemble(ids, columns, lengths, sequences, multiple, names, torch.cat(routes) if routes else None)
+    images = join_images([(row.positions, row.images, size) for row, size in zip(rows, used, strict=True)])
+    every_route = torch.cat(routes) if routes else None
+    joined = _assemble(ids, columns, lengths, sequences, multiple, names, every_route, images)
     return share_prefixes(joined, multiple, block) if any(row.shared for row in rows) else joined
 
 
@@ -218,6 +227,7 @@ def _assemble(
     multiple: int,
     names: tuple[str, ...] = (),
     routes: Tensor | None = None,
+    images: RowImages | None = None,
 ) -> PackedBatch:
     used = sum(lengths)
     total = max(round_up(used, multiple), multiple)
@@ -239,6 +249,7 @@ def _assemble(
         sequences=sequences,
         names=names,
         routes=None if routes is None else torch.cat([routes, routes.new_full((total - used, *routes.shape[1:]), -1)]),
+        images=None if images is None else images.padded(total - used),
     )
 
 

@@ -1,7 +1,5 @@
 """Bin packing: samples into rows of at most `capacity` tokens, by the recipe's algorithm names."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Sequence
 
@@ -17,13 +15,7 @@ class PackingError(ValueError):
 
 
 def pack(
-    lengths: Sequence[int],
-    capacity: int,
-    algorithm: str,
-    multiple: int = 1,
-    *,
-    min_bins: int = 1,
-    seed: int = 0,
+    lengths: Sequence[int], capacity: int, algorithm: str, multiple: int = 1, *, min_bins: int = 1, seed: int = 0
 ) -> Bins:
     """Return bins of sample indices: every sample exactly once, no bin empty or over its room. Deterministic.
 

@@ -1,7 +1,6 @@
 """The plan of a step, from lengths and shared prefixes: samples -> optimizer steps -> data-parallel ranks -> bins."""
 
-from __future__ import annotations
-
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -109,6 +108,7 @@ def plan_step(
     block: int = BLOCK_TOKENS,
     cost: CostModel | None = None,
     seed: int = 0,
+    owners: Sequence[int] | None = None,
 ) -> StepPlan:
     """Distribute samples over ranks and bins: each exactly once, equally many bins per rank, balanced predicted cost.
 
@@ -123,6 +123,9 @@ def plan_step(
     bin, where what they share counts once; they are separated where they do not fit, or where that makes the slowest
     rank faster. A batch of which this would save less than a tenth (MIN_SAVED) is planned without. Needs capacity.
 
+    owners: number of the sample that each of `lengths` is a part of, 0, 0, 1, ...: a sample's parts go to one optimizer
+    step, and otherwise are planned like samples. None: all are whole.
+
     Raises PackingError as `pack` does, if an optimizer step has fewer samples than there are ranks, and unless exactly
     one of capacity and micro_batch_size is given.
     """
@@ -132,7 +135,7 @@ def plan_step(
     cost = cost or CostModel()
     room = bin_room(capacity, multiple) if capacity is not None else 0
     batches = []
-    for samples in _cut(len(sizes), optimizer_steps):
+    for samples in _cut(len(sizes), optimizer_steps, owners):
         alone = [Tree((i,), sizes[i], cost(sizes[i])) for i in samples]
         plan = _plan_batch(alone, dp, fill)
         if prefixes is not None:
@@ -243,6 +246,24 @@ def _bins_of_ranks(shares: list[list[int]], trees: Sequence[Tree], fill: BinMake
     return BatchPlan(tuple(ranks), tuple(tokens), costs)
 
 
-def _cut(total: int, parts: int) -> list[range]:
-    """Cut range(total) into `parts` ranges whose lengths differ by at most one."""
+def branch_runs(branches: Sequence[int], room: int) -> list[tuple[int, int]]:
+    """Cut the branches of a sample, given by their tokens, into runs (first, end) of at most `room` tokens, or of one
+    branch. Branches that follow each other, and so may share a prefix, stay together where they fit."""
+    runs: list[tuple[int, int]] = []
+    left = 0
+    for number, tokens in enumerate(branches):
+        if tokens > left:
+            runs.append((number, number))
+            left = room
+        runs[-1] = (runs[-1][0], number + 1)
+        left -= tokens
+    return runs
+
+
+def _cut(total: int, parts: int, owners: Sequence[int] | None = None) -> list[range]:
+    """Cut range(total) into `parts` ranges whose lengths differ by at most one; with owners, whose numbers of owners
+    do."""
+    if owners is not None:
+        first = [bisect_left(owners, owner) for owner in range(owners[-1] + 1)] + [total]
+        return [range(first[cut.start], first[cut.stop]) for cut in _cut(len(first) - 1, parts)]
     return [range(total * part // parts, total * (part + 1) // parts) for part in range(parts)]

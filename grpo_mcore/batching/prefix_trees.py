@@ -4,8 +4,6 @@ The planner knows a sample's tokens by hashes of its first block, its first two,
 tokens themselves (shared_prefixes.py): two prefixes with one hash would make a bin larger than planned, not wrong.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -43,13 +43,14 @@ if TYPE_CHECKING:  # every worker process imports this file
 
 def open_cluster(config: ClusterConfig, log_dir: Path) -> Cluster:
     """Return the cluster that the recipe's section `cluster` asks for. Workers print to `log_dir`/NAME.log."""
+    os.environ.update({name: text for name, text in config.env_vars.items() if text is not None})
     if config.backend == "local":
         return LocalCluster(config.step_timeout_s, log_dir)
     from grpo_mcore.cluster.ray_cluster import RayCluster  # Ray takes half a second to import
 
     return RayCluster(
         log_dir,
-        env_vars=config.env_vars,
+        env_vars=list(config.env_vars),
         start_timeout_s=config.start_timeout_s,
         call_timeout_s=config.step_timeout_s,
     )

@@ -1,7 +1,5 @@
 """Text for error messages: the end of a worker's log, what a late worker is doing, and who waits for whom."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,9 @@ FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 """Beginnings of lines that Ray writes into a worker's log for itself."""
+
+WARNING = re.compile(r"^W\d{4} |WARN|\w*[Ww]arning: |is already registered")
+"""Lines of libraries' warnings, which do not tell what a worker is doing."""
 
 
 def log_tail(log: str) -> str:
@@ -32,14 +33,15 @@ def log_tail(log: str) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a worker's log, and the newest state of a progress bar; empty where there is none."""
+    """Return the last line of a worker's log that is no warning, and the newest state of a progress bar; empty where
+    there is none."""
     try:
         text = read_from(log, max(0, log.stat().st_size - 4096))
     except OSError:
         return ""
-    lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(RAY_MARKS)]
-    return lines[-1][:200] if lines else ""
+    lines = text.replace("\r", "\n").splitlines()
+    lines = [line for line in lines if not line.startswith((" ", *RAY_MARKS)) and not WARNING.search(line)]
+    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
 
 
 def stacks(name: str, place: Place) -> str:

@@ -1,15 +1,13 @@
 """Environment variables of workers: an allow-list, so that the driver's secrets stay with the driver."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from grpo_mcore.base.orphan_reaper import MARKER, SOCKETS
 from grpo_mcore.base.processes import HUB_VARIABLES
-from grpo_mcore.cluster.orphan_reaper import MARKER, SOCKETS
 
 ALLOWED = (
     # what any program needs

@@ -1,7 +1,5 @@
 """Call many workers and wait for all answers, with one deadline and one error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 

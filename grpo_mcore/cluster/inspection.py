@@ -5,8 +5,6 @@ answer, because C code holds the interpreter, writes its stacks on SIGUSR1. `odd
 function, for any number of ranks.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import hashlib
 import json

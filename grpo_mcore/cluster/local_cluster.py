@@ -3,8 +3,6 @@
 No threads and no deadlines: a call runs when it is made, a stream when its items are asked for.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +20,7 @@ from grpo_mcore.rollout.workers import (
     Ref,
     Rendezvous,
     SpawnOptions,
+    SpawnOrder,
     T,
     Worker,
     WorkerFailed,
@@ -138,34 +137,18 @@ class LocalCluster(Cluster):
         self._workers.append(worker)
         return worker
 
-    def start_group(
-        self,
-        name: str,
-        cls: Callable[..., Any],
-        args_per_rank: Sequence[Sequence[Any]],
-        options: SpawnOptions,
-        nodes: int,
-        beside: Sequence[Sequence[Worker]],
-    ) -> Sequence[LocalWorker]:
-        if len(args_per_rank) != 1:
+    def start_group(self, order: SpawnOrder) -> Sequence[LocalWorker]:
+        if len(order.args_per_rank) != 1:
             raise ValueError(
-                f"{name}: cluster.backend=local runs one rank in this process, not {len(args_per_rank)}; "
+                f"{order.name}: cluster.backend=local runs one rank in this process, not {len(order.args_per_rank)}; "
                 "lower the parallel sizes to 1 or set cluster.backend=ray"
             )
         rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", free_port())
-        return [self.start(f"{name}-0", cls, (rendezvous, *args_per_rank[0]), options, ())]
+        return [self.start(f"{order.name}-0", order.cls, (rendezvous, *order.args_per_rank[0]), order.options, ())]
 
-    def ready(
-        self,
-        things: Sequence[T],
-        timeout_s: float,
-        purpose: str,
-        watch: Callable[[], None] = lambda: None,
-        *,
-        patient: bool = False,
+    def wait(
+        self, things: Sequence[T], timeout_s: float, purpose: str, watch: Callable[[], None], patient: bool
     ) -> Sequence[T]:
-        if not things:
-            raise ValueError(f"{purpose}: nothing to wait for")
         watch()
         self.watch()
         return things[:1]  # a call has run already; a stream runs when it is asked, so only one is

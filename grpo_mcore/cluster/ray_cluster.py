@@ -1,7 +1,5 @@
 """Workers as Ray actors."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
@@ -34,7 +32,16 @@ from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
 from grpo_mcore.cluster.ray_session import RaySession
 from grpo_mcore.cluster.ray_worker import WATCH_S, RayFuture, RayStore, RayStream, RayWorker
-from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, ObjectStore, Place, SpawnOptions, T, Worker
+from grpo_mcore.rollout.workers import (
+    Cluster,
+    DeadlineExceeded,
+    ObjectStore,
+    Place,
+    SpawnOptions,
+    SpawnOrder,
+    T,
+    Worker,
+)
 
 CLOSE_S = 3.0
 """Seconds that workers get for their `shutdown` before they are killed; a worker that is in a call does not answer."""
@@ -113,48 +120,34 @@ class RayCluster(Cluster):
         worker.build(cls, *args)
         return worker
 
-    def start_group(
-        self,
-        name: str,
-        cls: Callable[..., Any],
-        args_per_rank: Sequence[Sequence[Any]],
-        options: SpawnOptions,
-        nodes: int,
-        beside: Sequence[Sequence[Worker]],
-    ) -> Sequence[RayWorker]:
-        size, cpus, gpus = len(args_per_rank), options.cpus, options.gpus
+    def start_group(self, order: SpawnOrder) -> Sequence[RayWorker]:
+        name, size, cpus, gpus = order.name, len(order.args_per_rank), order.options.cpus, order.options.gpus
         names = [f"{name}-{rank}" for rank in range(size)]
-        if beside:
+        if order.beside:
             check_room(name, size, cpus, gpus, self._wait_for_nodes_s, self.watch)
             local_ranks = [0] * size
-            spots = [_colocated(rank_name, others) for rank_name, others in zip(names, beside, strict=True)]
+            spots = [_colocated(rank_name, others) for rank_name, others in zip(names, order.beside, strict=True)]
         else:
             rejoins = self._wait_for_nodes_s > 0
-            group = reserve(name, size, cpus, gpus, self._start_timeout_s, nodes, rejoins=rejoins, watch=self.watch)
+            group = reserve(
+                name, size, cpus, gpus, self._start_timeout_s, order.nodes, rejoins=rejoins, watch=self.watch
+            )
             self._groups.append((group, set(names)))
             places = rank_order(nodes_of(group), size)
             local_ranks = [local for _, local in places]
             spots = [(PlacementGroupSchedulingStrategy(group, bundle), {}) for bundle, _ in places]
         workers = [
-            self._start_actor(rank_name, options, visible, strategy)
+            self._start_actor(rank_name, order.options, visible, strategy)
             for rank_name, (strategy, visible) in zip(names, spots, strict=True)
         ]
         meeting_point = workers[0].actor.meeting_point.remote()
-        for rank, (worker, local, args) in enumerate(zip(workers, local_ranks, args_per_rank, strict=True)):
-            worker.build(cls, meeting_point, *args, rank=(rank, size, 0 if gpus else local))
+        for rank, (worker, local, args) in enumerate(zip(workers, local_ranks, order.args_per_rank, strict=True)):
+            worker.build(order.cls, meeting_point, *args, rank=(rank, size, 0 if gpus else local))
         return workers
 
-    def ready(
-        self,
-        things: Sequence[T],
-        timeout_s: float,
-        purpose: str,
-        watch: Callable[[], None] = lambda: None,
-        *,
-        patient: bool = False,
+    def wait(
+        self, things: Sequence[T], timeout_s: float, purpose: str, watch: Callable[[], None], patient: bool
     ) -> Sequence[T]:
-        if not things:
-            raise ValueError(f"{purpose}: nothing to wait for")
         # Calls of objects of this process have run already, and some answers come with those of other calls.
         if over := [thing for thing in things if isinstance(thing, LocalFuture) or cast("RayFuture", thing).answered]:
             return over

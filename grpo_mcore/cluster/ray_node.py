@@ -8,8 +8,6 @@ A node lives as long as its program and leaves no process and no file behind, ho
 every Ray of the machine and cannot be used.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import socket
@@ -23,8 +21,8 @@ from typing import Any
 
 from grpo_mcore.base import processes
 from grpo_mcore.base.addresses import family_of, split_port
+from grpo_mcore.base.orphan_reaper import OrphanReaper
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
-from grpo_mcore.cluster.orphan_reaper import OrphanReaper
 from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
 
 ENDED_BY_ITSELF = "this node of Ray ended by itself"

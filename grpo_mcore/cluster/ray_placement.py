@@ -1,18 +1,11 @@
 """Resources of workers: what is requested, what the cluster has, and which rank runs where."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from grpo_mcore.rollout.workers import DeadlineExceeded, NodeLost, NotEnoughResources
 

@@ -20,10 +20,10 @@ import ray
 from ray import NodeID
 from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 
-from grpo_mcore.base.addresses import running_ray, split_port
+from grpo_mcore.base.addresses import outward_address, running_ray, split_port
+from grpo_mcore.base.orphan_reaper import END_S, OrphanReaper, end_marked
 from grpo_mcore.base.processes import descendants
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
-from grpo_mcore.cluster.orphan_reaper import END_S, OrphanReaper, end_marked
 from grpo_mcore.rollout.workers import DeadlineExceeded, NodeLost
 
 LONGEST_TEMPORARY = 28
@@ -32,6 +32,10 @@ have 107 in all."""
 
 KNOCK_S = 10.0
 """Seconds that the machine of a running Ray gets to accept a connection."""
+
+OWN_MACHINE = "127.0.0.2"
+"""Address at which the processes of a Ray that was started here meet. It stays when a network of the machine goes, as a
+VPN does. Ray would replace 127.0.0.1 by the machine's outward address."""
 
 STARTS = 3
 """Maximum starts of a Ray whose node process ends while it starts."""
@@ -117,6 +121,7 @@ class RaySession:
             try:
                 ray.init(
                     address="local",
+                    _node_ip_address=OWN_MACHINE,
                     num_cpus=num_cpus,
                     num_gpus=num_gpus,
                     include_dashboard=False,
@@ -140,8 +145,8 @@ class RaySession:
 
     @property
     def address(self) -> str:
-        """Address of this machine, for the cluster's other nodes."""
-        return ray.util.get_node_ip_address()
+        """Address of this machine: for the cluster's other nodes, or if Ray was started here, for other machines."""
+        return outward_address() if self.started_here else ray.util.get_node_ip_address()
 
     def close(self) -> None:
         """Disconnect, and end a Ray that was started here with everything that runs in it. Processes that cannot be

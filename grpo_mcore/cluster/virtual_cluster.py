@@ -33,6 +33,7 @@ from grpo_mcore.rollout.workers import (
     Ref,
     Rendezvous,
     SpawnOptions,
+    SpawnOrder,
     T,
     Worker,
     WorkerDied,
@@ -550,23 +551,14 @@ class VirtualCluster(Cluster):
         worker.build(self._stand_in(cls), args)
         return worker
 
-    def start_group(
-        self,
-        name: str,
-        cls: Callable[..., Any],
-        args_per_rank: Sequence[Sequence[Any]],
-        options: SpawnOptions,
-        nodes: int,
-        beside: Sequence[Sequence[Worker]],
-    ) -> Sequence[VirtualWorker]:
-        size = len(args_per_rank)
-        names = [f"{name}-{rank}" for rank in range(size)]
-        workers = self._place(names, options, nodes, beside)
+    def start_group(self, order: SpawnOrder) -> Sequence[VirtualWorker]:
+        size, options = len(order.args_per_rank), order.options
+        workers = self._place([f"{order.name}-{rank}" for rank in range(size)], options, order.nodes, order.beside)
         local: dict[Node, int] = {}
-        for rank, (worker, args) in enumerate(zip(workers, args_per_rank, strict=True)):
+        for rank, (worker, args) in enumerate(zip(workers, order.args_per_rank, strict=True)):
             index = local[worker.node] = local.get(worker.node, -1) + 1
             meeting = Rendezvous(rank, size, 0 if options.gpus else index, workers[0].node.name, 1024)
-            worker.build(self._stand_in(cls), (meeting, *args))
+            worker.build(self._stand_in(order.cls), (meeting, *args))
         return workers
 
     def _place(
@@ -602,17 +594,9 @@ class VirtualCluster(Cluster):
         worker = self.workers[name] = VirtualWorker(self, name, node, gpus, options)
         return worker
 
-    def ready(
-        self,
-        things: Sequence[T],
-        timeout_s: float,
-        purpose: str,
-        watch: Callable[[], None] = lambda: None,
-        *,
-        patient: bool = False,
+    def wait(
+        self, things: Sequence[T], timeout_s: float, purpose: str, watch: Callable[[], None], patient: bool
     ) -> Sequence[T]:
-        if not things:
-            raise ValueError(f"{purpose}: nothing to wait for")
         calls: Sequence[Any] = things
         answered = [thing for thing in calls if not isinstance(thing, _Call)]
         if answered:  # calls of objects of this process: they have run already

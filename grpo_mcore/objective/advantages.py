@@ -3,8 +3,6 @@
 Groups are identified by an id, not by equal prompts. A failed sample is left out of its group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -3,8 +3,6 @@
 Each part is a share of a global mean, already divided by the global count, so most parts are summed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -26,9 +24,12 @@ METRIC_REDUCTIONS: dict[str, Reduction] = {
     "rewards_chosen_mean": "sum",
     "rewards_rejected_mean": "sum",
     "rewards_margin_mean": "sum",
+    "rewards_mean": "sum",
+    "reward_error_mean": "sum",
     "on_policy_distillation/teacher_student_logprob_gap_mean": "sum",
     "num_valid_samples": "sum",
     "num_valid_tokens": "sum",
+    "num_sampled_image_tokens": "sum",
     "probs_ratio": "sum",
     "probs_ratio_min": "min",
     "probs_ratio_max": "max",
@@ -53,6 +54,14 @@ METRIC_REDUCTIONS: dict[str, Reduction] = {
     "trajectory_age_mean": "sum",
     "trajectory_age_max": "max",
     "token_share": "sum",
+    "values_mean": "sum",
+    "values_min": "min",
+    "values_max": "max",
+    "returns_mean": "sum",
+    "returns_square": "sum",
+    "value_error_mean": "sum",
+    "value_error_square": "sum",
+    "value_clip_fraction": "sum",
 }
 """How the parts of each metric are combined; `name/age_a` is combined as `name`. A quantile needs all values: a part
 holds one per sequence, -inf for a sequence without any."""

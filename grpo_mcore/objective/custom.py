@@ -6,8 +6,6 @@ that is not finite is a CustomCodeError that names the recipe's key and the func
 copy, which they may change in place.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Mapping
@@ -54,6 +52,8 @@ class StepSamples:
     """int64 [N]: turns that the policy generated."""
     trained: Tensor
     """bool [N]: samples that count in the loss: neither failed, empty nor filtered."""
+    turn_rewards: tuple[tuple[float | None, ...], ...] = ()
+    """Rewards of each sample's turns, None for turns without one; empty where the environment gives none."""
     kl: SampleKL | None = None
     """KL of the samples to the reference, with loss_fn.use_kl_in_reward."""
     kl_penalty: float = 0.0

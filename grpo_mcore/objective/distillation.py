@@ -1,8 +1,6 @@
 """Distillation: the teacher's advantage of sampled tokens with its metrics, and the loss over the whole vocabulary,
 whose divergences parallel/divergence.py computes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -55,11 +53,7 @@ class DistillationLossFn:
         self.temperature = cfg.temperature
 
     def __call__(
-        self,
-        curr_logprobs: Tensor,
-        batch: Mapping[str, Any],
-        global_valid_seqs: Count,
-        global_valid_toks: Count,
+        self, curr_logprobs: Tensor, batch: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's part of the loss, and its metrics. All are float64 scalars.
 
@@ -72,7 +66,7 @@ class DistillationLossFn:
         metrics = {
             "loss": loss.detach(),
             GAP_METRIC: tokens.mean(tokens.column(gap, "teacher_logprobs")),
-            "num_valid_samples": (tokens.sample_weight > 0).sum().to(torch.float64),
+            "num_valid_samples": tokens.num_samples,
         }
         return loss, metrics
 

@@ -1,7 +1,5 @@
 """The advantage estimators by name. All compute one value per sample in float64 and ignore failed samples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +18,9 @@ from grpo_mcore.objective.advantages import (
 )
 from grpo_mcore.objective.kl import SampleKL, rewards_minus_kl, token_moments
 
-AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo"]
+AdvantageEstimator = Literal[
+    "grpo", "dr_grpo", "rloo", "maxrl", "opo", "gfpo", "reinforce_plus_plus", "flash_reinforce", "remax", "gdpo"
+]
 RewardWeights: TypeAlias = Mapping[str, float] | Sequence[float]
 
 
@@ -37,6 +37,10 @@ def estimate_advantages(
     rewards_by_name: Mapping[str, Tensor] | None = None,
     reward_weights: RewardWeights | None = None,
     tokens: Tensor | None = None,
+    lengths: Tensor | None = None,
+    keep: int = 2,
+    keep_by: str = "length",
+    first: Tensor | None = None,
     kl: SampleKL | None = None,
     kl_penalty: float = 0.0,
 ) -> AdvantageEstimate:
@@ -48,7 +52,14 @@ def estimate_advantages(
     grpo (arXiv 2402.03300): `grpo_advantages` with `normalize`, `leave_one_out` and `std_of_others`.
     dr_grpo (arXiv 2503.20783): r - mean. Never divided by a std, which would weight groups by their difficulty.
     rloo (arXiv 2402.14740): r - mean of the other samples of the group. Never divided by a std.
-    For these three, r is the reward minus kl_penalty * KL of the whole sample, before the baseline.
+    maxrl (arXiv 2602.02710): (r - mean) / mean, for rewards of at least 0.
+    opo (arXiv 2505.23585): r - sum of length * reward of the group / sum of its lengths.
+    gfpo (arXiv 2508.09726): as grpo, within the `keep` samples of each group that are shortest or, with `keep_by`
+    token_efficiency, have the highest reward / length; the others have 0.
+    remax (arXiv 2310.10505): `remax_advantages`, with `first`.
+    flash_reinforce (FlashREINFORCE): r - mean over the samples of the step, which may be of any group.
+    For these, r is the reward minus kl_penalty * KL of the whole sample, before the baseline. `lengths` [N]: number of
+    generated tokens, for opo and gfpo.
 
     reinforce_plus_plus: `reinforce_plus_plus_advantages`, with `minus_baseline`, `tokens` and, by token, `kl`.
     gdpo: `gdpo_advantages`, with `rewards_by_name`, `reward_weights`, `normalize`, `leave_one_out`, `std_of_others`.
@@ -86,14 +97,83 @@ def estimate_advantages(
         )
     if kl is not None and kl_penalty:
         rewards = rewards_minus_kl(rewards, kl, kl_penalty, valid)
+    if name == "maxrl":
+        return maxrl_advantages(rewards, group_ids, valid)
+    if name == "flash_reinforce":
+        whole = group_stats(rewards, torch.zeros_like(group_ids), valid)
+        term = advantage_term(rewards, whole.deviation)
+        return AdvantageEstimate(whole.deviation, group_stats(rewards, group_ids, valid), terms={"": term})
+    if name == "remax":
+        return remax_advantages(rewards, group_ids, first, valid)
+    if name in ("opo", "gfpo"):
+        if lengths is None:
+            raise ValueError(f"{name} weighs samples by length: pass the number of generated tokens of each sample")
+        if name == "opo":
+            return opo_advantages(rewards, group_ids, lengths, valid)
+        scores = -lengths.to(torch.float64) if keep_by == "length" else rewards / lengths.clamp(min=1)
+        valid = best_of_each_group(scores, group_ids, keep, valid)
     return grpo_advantages(
         rewards,
         group_ids,
         valid,
-        normalize=normalize and name == "grpo",
-        leave_one_out=leave_one_out if name == "grpo" else name == "rloo",
+        normalize=normalize and name in ("grpo", "gfpo"),
+        leave_one_out=leave_one_out if name in ("grpo", "gfpo") else name == "rloo",
         std_of_others=std_of_others,
     )
+
+
+def maxrl_advantages(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> AdvantageEstimate:
+    """(r - mean) / mean of the group, 0 where nothing was rewarded: the gradient of the log of the probability of
+    success (MaxRL, arXiv 2602.02710). Raises ValueError for a negative reward."""
+    groups = group_stats(rewards, group_ids, valid)
+    if (rewards[groups.valid] < 0).any():
+        raise ValueError("maxrl divides by the mean of the rewards, which must be at least 0: use grpo.reward_scaling")
+    mean = torch.where(groups.mean > 0, groups.mean, 1.0)[groups.index]
+    term = replace(advantage_term(rewards, groups.deviation), scale=mean)
+    return AdvantageEstimate(groups.deviation / mean, groups, terms={"": term})
+
+
+def opo_advantages(
+    rewards: Tensor, group_ids: Tensor, lengths: Tensor, valid: Tensor | None = None
+) -> AdvantageEstimate:
+    """r - sum of length * reward of the group / sum of its lengths, 0 where all rewards are equal: the baseline of
+    least variance if a gradient's norm grows with the length (OPO, arXiv 2505.23585). lengths int [N]."""
+    groups = group_stats(rewards, group_ids, valid)
+    weights = torch.where(groups.valid, lengths.to(torch.float64), 0.0)
+    by_group = torch.zeros_like(groups.mean)
+    shift = by_group.index_add(0, groups.index, weights * groups.deviation)
+    shift /= by_group.index_add(0, groups.index, weights).clamp(min=1)
+    advantages = torch.where(groups.valid, groups.deviation - shift[groups.index], 0.0)
+    return AdvantageEstimate(advantages, groups, terms={"": advantage_term(rewards, advantages)})
+
+
+def remax_advantages(
+    rewards: Tensor, group_ids: Tensor, first: Tensor | None, valid: Tensor | None = None
+) -> AdvantageEstimate:
+    """r minus the reward of the group's first sample, which is decoded greedily, is no part of the loss and has 0
+    (ReMax, arXiv 2310.10505). A group whose first sample failed has 0. `first` bool [N]; ValueError without it."""
+    if first is None:
+        raise ValueError("remax subtracts the reward of each group's first sample: pass which samples are first")
+    groups = group_stats(rewards, group_ids, valid)
+    given = (first & groups.valid).to(torch.float64)
+    baseline, known = (
+        torch.zeros_like(groups.mean).index_add(0, groups.index, part)[groups.index]
+        for part in (torch.where(given > 0, rewards.to(torch.float64), 0.0), given)
+    )
+    advantages = torch.where(groups.valid & (known > 0), rewards.to(torch.float64) - baseline, 0.0)
+    return AdvantageEstimate(advantages, groups, terms={"": advantage_term(rewards, advantages)})
+
+
+def best_of_each_group(scores: Tensor, group_ids: Tensor, keep: int, valid: Tensor | None = None) -> Tensor:
+    """Return bool [N]: the `keep` valid samples of each group with the highest score, the first of equal ones."""
+    valid = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid.to(torch.bool)
+    order = torch.argsort(torch.where(valid, scores, -torch.inf), descending=True, stable=True)
+    order = order[torch.argsort(group_ids[order], stable=True)]
+    ids = group_ids[order]
+    rank = torch.arange(len(ids)) - torch.searchsorted(ids, ids)
+    kept = torch.zeros_like(valid)
+    kept[order] = rank < keep
+    return kept & valid
 
 
 def reinforce_plus_plus_advantages(

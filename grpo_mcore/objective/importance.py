@@ -1,7 +1,5 @@
 """Ratios between two policies, by token or by sequence, and bounded importance-sampling weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +66,12 @@ def importance_weights(
     outside = (bounded < low) | (bounded > high)
     weight = raw.clamp(min=low).clamp(max=high) if kind == "tis" else torch.where(outside, 0.0, raw)
     return ImportanceWeights(weight, raw, outside, by_sequence, bounds_sequences)
+
+
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return the KL from p to q between the token and all others, [N], by the token's log-probs under both."""
+    others = (1 - log_p.exp()).clamp(min=0)
+    return log_p.exp() * (log_p - log_q) + others * torch.log((others + 1e-8) / ((1 - log_q.exp()).clamp(min=0) + 1e-8))
 
 
 def upper_bound(

@@ -1,8 +1,6 @@
 """Estimators of the KL divergence from one sampled token (Schulman, http://joschu.net/blog/kl-approx.html), and the KL
 to the reference as part of the reward: of a whole sample, or from each token to the sample's end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -168,11 +166,7 @@ def suffix_sums(values: Tensor, tokens: MaskedTokens) -> Tensor:
 
 
 def token_advantages(
-    advantages: Tensor,
-    to_go: Tensor | None,
-    kl_weight: float,
-    low: float | None = None,
-    high: float | None = None,
+    advantages: Tensor, to_go: Tensor | None, kl_weight: float, low: float | None = None, high: float | None = None
 ) -> Tensor:
     """Return clip(advantages - kl_weight * g_t, low, high) of each token, float64.
 

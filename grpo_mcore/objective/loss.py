@@ -1,28 +1,17 @@
 """The clipped policy-gradient loss of GRPO and its variants, and the loss of SFT, for padded and packed rows alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.objective.importance import ImportanceWeights, importance_weights, log_ratio
+from grpo_mcore.objective.importance import ImportanceWeights, importance_weights
 from grpo_mcore.objective.kl import kl_penalty
 from grpo_mcore.objective.metrics import age_metrics, mismatch_by_token, mismatch_metrics, ratio_metrics
+from grpo_mcore.objective.policy_terms import PolicyTerm, policy_term
 from grpo_mcore.objective.reduce import Count, MaskedTokens
 from grpo_mcore.recipe import ClippedPGLossConfig, checked_loss
-
-
-@dataclass(frozen=True)
-class PolicyTerm:
-    """The policy term of each token and its ratios, float64 [N]."""
-
-    loss: Tensor
-    ratio: Tensor
-    clipped_ratio: Tensor
 
 
 class ClippedPGLossFn:
@@ -49,19 +38,16 @@ class ClippedPGLossFn:
         self.needs_entropy = self.cfg.entropy_coeff is not None
 
     def __call__(
-        self,
-        curr_logprobs: Tensor,
-        batch: Mapping[str, Any],
-        global_valid_seqs: Count,
-        global_valid_toks: Count,
+        self, curr_logprobs: Tensor, batch: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's part of the loss of the global batch, and its metrics.
 
         curr_logprobs: [B, S], or [1, T] with `segments` int64 [T] and `num_segments` (int) in the batch. Element t
         belongs to token t; the first token of a sequence is never trained. batch: advantages, token_mask (as
         curr_logprobs), sample_mask ([B], or as curr_logprobs), and those that the config needs: prev_logprobs,
-        generation_logprobs, reference_policy_logprobs (as curr_logprobs), rewards ([B], or as curr_logprobs), entropies
-        (as curr_logprobs, with their gradient), ages (int64, as curr_logprobs, or [T] like segments: trajectory age of
+        generation_logprobs, reference_policy_logprobs (as curr_logprobs), rewards ([B], or as curr_logprobs),
+        covariance_marks (as curr_logprobs, above 0 for the tokens that `Marking` chose), entropies (as curr_logprobs,
+        with their gradient), ages (int64, as curr_logprobs, or [T] like segments: trajectory age of
         each token). generation_logprobs and ages, if present, also give metrics.
         global_valid_seqs, global_valid_toks: counts over all micro-batches and data-parallel ranks, numbers or
         tensors, see `valid_counts`.
@@ -79,7 +65,10 @@ class ClippedPGLossFn:
         ages = self.ages_column(batch, tokens)
         advantages = _column(batch, "advantages", tokens, "the policy term")
 
-        term = self.policy_term(curr, prev, advantages, tokens)
+        term = self.policy_term(curr, self.before_column(prev, batch, tokens), advantages, tokens)
+        if term.marked is not None:
+            marks = _column(batch, "covariance_marks", tokens, f"loss_fn.policy_term {cfg.policy_term}")
+            term = term.with_marks(marks > 0)
         weights = None if generation is None else importance_weights(prev, generation, tokens, cfg, ages)
         policy_loss = objective_mean(self._weighted(term.loss, weights), tokens, cfg)
         loss = policy_loss
@@ -113,7 +102,7 @@ class ClippedPGLossFn:
 
         with torch.no_grad():
             metrics["loss"] = loss.detach()
-            metrics["num_valid_samples"] = (tokens.sample_weight > 0).sum().to(torch.float64)
+            metrics["num_valid_samples"] = tokens.num_samples
             metrics |= ratio_metrics(term.ratio.detach(), term.clipped_ratio.detach(), advantages, tokens, cfg)
             by_token: dict[str, Tensor] = {}
             if generation is not None and weights is not None:
@@ -132,9 +121,16 @@ class ClippedPGLossFn:
 
     def prev_column(self, curr: Tensor, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor:
         """Return the log-probs before the update, float64 [N]."""
-        if self.cfg.force_on_policy_ratio or (batch.get("prev_logprobs") is None and self.prev_equals_curr):
+        no_pass = self.prev_equals_curr or self.cfg.ratio_to_engine
+        if self.cfg.force_on_policy_ratio or (batch.get("prev_logprobs") is None and no_pass):
             return curr.detach()
         return _column(batch, "prev_logprobs", tokens, "the policy ratio (without loss_fn.force_on_policy_ratio)")
+
+    def before_column(self, prev: Tensor, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor:
+        """Return the log-probs to which the policy term's ratio is: `prev`, or the engine's, float64 [N]."""
+        if not self.cfg.ratio_to_engine:
+            return prev
+        return _column(batch, "generation_logprobs", tokens, "loss_fn.ratio_to_engine")
 
     def _generation(self, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor | None:
         for name in ("use_importance_sampling_correction", "use_on_policy_kl_approximation"):
@@ -172,28 +168,6 @@ def objective_mean(values: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfi
     return tokens.mean(values, by_sequence=not cfg.token_level_loss)
 
 
-def policy_term(
-    curr: Tensor, prev: Tensor, advantages: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfig
-) -> PolicyTerm:
-    """Return the policy term of each token, [N], with r = exp(curr - prev) and c(r) = clamp(r, 1 - min, 1 + max).
-
-    default: max(-A r, -A c(r)); with ratio_clip_c at most -A ratio_clip_c where A < 0 (arXiv 1912.09729).
-    sequence_level_importance_ratios: r is the geometric mean of the sequence (GSPO, arXiv 2507.18071).
-    With force_on_policy_ratio the caller gives prev = stopgrad(curr). disable_ppo_ratio: -A curr (REINFORCE).
-    use_cispo: -A stopgrad(c(r)) curr (arXiv 2506.13585).
-    """
-    ratio = torch.exp(log_ratio(curr, prev, tokens, by_sequence=cfg.sequence_level_importance_ratios))
-    if cfg.disable_ppo_ratio:
-        return PolicyTerm(-advantages * curr, ratio, ratio)
-    clipped = ratio.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
-    if cfg.use_cispo:
-        return PolicyTerm(-advantages * clipped.detach() * curr, ratio, clipped)
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
-    if cfg.ratio_clip_c is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * cfg.ratio_clip_c), loss)
-    return PolicyTerm(loss, ratio, clipped)
-
-
 def positive_nll(curr: Tensor, rewards: Tensor, tokens: MaskedTokens, *, by_micro_batch: bool = False) -> Tensor:
     """Return the sum of -curr over the tokens of samples with a positive reward / global_valid_toks (arXiv 2504.05118).
 
@@ -222,11 +196,7 @@ class NLLLossFn:
     """Supervised loss: sum of -log-prob over valid tokens / global_valid_toks."""
 
     def __call__(
-        self,
-        curr_logprobs: Tensor,
-        batch: Mapping[str, Any],
-        global_valid_seqs: Count,
-        global_valid_toks: Count,
+        self, curr_logprobs: Tensor, batch: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's part of the loss, and metrics to be summed. All are float64 scalars.
 
@@ -236,7 +206,7 @@ class NLLLossFn:
         loss = tokens.mean(-tokens.column(curr_logprobs, "curr_logprobs"))
         metrics = {
             "loss": loss.detach(),
-            "num_valid_samples": (tokens.sample_weight > 0).sum().to(torch.float64),
+            "num_valid_samples": tokens.num_samples,
             "num_valid_tokens": tokens.valid.sum().to(torch.float64),
         }
         return loss, metrics

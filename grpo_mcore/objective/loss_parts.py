@@ -1,8 +1,6 @@
 """Take a loss apart by its tokens: the gradient that reaches each token's log-prob, and the part of a loss that comes
 from some tokens. So losses can be compared on the same data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +46,8 @@ def regions(loss_fn: Loss, logprobs: Tensor, batch: Batch, seqs: Count, toks: Co
         tokens = MaskedTokens.from_batch(curr.shape, batch, seqs, toks)
         advantages = tokens.column(batch["advantages"], "advantages")
         prev = loss_fn.prev_column(tokens.column(curr, "curr_logprobs"), batch, tokens)
-        term = loss_fn.policy_term(tokens.column(curr, "curr_logprobs"), prev, advantages, tokens)
+        before = loss_fn.before_column(prev, batch, tokens)
+        term = loss_fn.policy_term(tokens.column(curr, "curr_logprobs"), before, advantages, tokens)
         bounded = (term.ratio != term.clipped_ratio).reshape(curr.shape)
         if cfg.use_importance_sampling_correction:
             generation = tokens.column(batch["generation_logprobs"], "generation_logprobs")

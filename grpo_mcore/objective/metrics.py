@@ -4,8 +4,6 @@ Each metric of the loss is a part of a global mean, already divided by its globa
 micro-batches and data-parallel ranks. combine.py declares the exceptions.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,10 +26,14 @@ def ratio_metrics(
     """Return mean, minimum and maximum of the policy ratio, and the shares of clipped tokens.
 
     With the clipped surrogate a token is clipped where a bound stops its gradient: the lower bound for negative
-    advantages, the upper bound for positive ones. With CISPO both bounds apply whatever the sign.
+    advantages, the upper bound for positive ones. With CISPO both bounds apply whatever the sign. Under another
+    policy_term a token is clipped where its clipped ratio differs: low below a ratio of 1, high above.
     """
     low = high = torch.zeros_like(ratio)
-    if not cfg.disable_ppo_ratio:
+    if cfg.policy_term != "clip":
+        bounded = (clipped != ratio).to(torch.float64)
+        low, high = bounded * (ratio < 1), bounded * (ratio >= 1)
+    elif not cfg.disable_ppo_ratio:
         low = (ratio < 1 - cfg.ratio_clip_min).to(torch.float64)
         high = (ratio > 1 + cfg.ratio_clip_max).to(torch.float64)
         if not cfg.use_cispo:

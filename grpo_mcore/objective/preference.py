@@ -1,6 +1,5 @@
-"""Losses of preference training (DPO, IPO, SimPO) for pairs of a chosen and a rejected answer in packed rows."""
-
-from __future__ import annotations
+"""Losses of preference training (DPO, IPO, SimPO) and of reward models, for pairs of a chosen and a rejected answer in
+packed rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,11 +37,7 @@ class PreferenceLossFn:
         self.cfg = cfg
 
     def __call__(
-        self,
-        curr_logprobs: Tensor,
-        batch: Mapping[str, Any],
-        global_valid_seqs: Count,
-        global_valid_toks: Count,
+        self, curr_logprobs: Tensor, batch: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's part of the loss, and its metrics for `combine_metrics`.
 
@@ -56,8 +51,7 @@ class PreferenceLossFn:
         """
         cfg = self.cfg
         tokens = MaskedTokens.from_batch(curr_logprobs.shape, batch, global_valid_seqs, global_valid_toks)
-        if tokens.num_segments % 2:
-            raise ValueError(f"{tokens.num_segments} samples in a row are no pairs")
+        _check_pairs(tokens)
         by_simpo = cfg.preference_loss == "simpo"
         sums = tokens.sum_by_sequence(tokens.column(curr_logprobs, "curr_logprobs"))[:-1]
         counts = tokens.tokens_by_sequence[:-1].clamp(min=1)
@@ -93,6 +87,52 @@ class PreferenceLossFn:
             "num_valid_tokens": tokens.valid.sum().to(torch.float64),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+class RewardLossFn:
+    """The mean over pairs of -log sigmoid(r_chosen - r_rejected - margin) (Bradley-Terry, arXiv 2307.09288, equation
+    2), or the mean over samples of (r - score)^2 / 2. r is what a head of one output says of a whole conversation."""
+
+    def __init__(self, *, pairs: bool) -> None:
+        self.pairs = pairs
+
+    def __call__(
+        self, values: Tensor, batch: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this micro-batch's part of the loss, and its metrics for `combine_metrics`.
+
+        Shapes, masks and pairs as for `PreferenceLossFn`, with values in place of log-probs; r is that of a sample's
+        only trained token. The batch needs `rewards`: the score of each sample, or of a chosen answer the margin and of
+        a rejected one 0. global_valid_seqs: pairs, or samples. All values are float64 scalars.
+        """
+        tokens = MaskedTokens.from_batch(values.shape, batch, global_valid_seqs, global_valid_toks)
+        rewards = tokens.sum_by_sequence(tokens.column(values, "values"))[:-1]
+        labels, weight = tokens.per_sequence(batch["rewards"], "rewards")[:-1], tokens.sample_weight[:-1]
+        if self.pairs:
+            _check_pairs(tokens)
+            weight, (chosen, rejected) = weight[0::2], (rewards[0::2], rewards[1::2])
+            margins = chosen - rejected
+            terms = -logsigmoid(margins - labels[0::2])
+            of_kind = {
+                "accuracy": margins > 0,
+                "rewards_chosen_mean": chosen,
+                "rewards_rejected_mean": rejected,
+                "rewards_margin_mean": margins,
+            }
+        else:
+            terms = 0.5 * (rewards - labels).square()
+            of_kind = {"rewards_mean": rewards, "reward_error_mean": (rewards - labels).abs()}
+        means = {
+            name: torch.dot(of_term.to(torch.float64), weight) / tokens.global_seqs
+            for name, of_term in ({"loss": terms} | of_kind).items()
+        }
+        counts = {"num_valid_samples": weight.sum(), "num_valid_tokens": tokens.valid.sum().to(torch.float64)}
+        return means["loss"], {name: value.detach() for name, value in (means | counts).items()}
+
+
+def _check_pairs(tokens: MaskedTokens) -> None:
+    if tokens.num_segments % 2:
+        raise ValueError(f"{tokens.num_segments} samples in a row are no pairs")
 
 
 def _reference(batch: Mapping[str, Any]) -> Tensor:

@@ -35,14 +35,18 @@ class MaskedTokens:
     """bool [N]: tokens with a weight above 0."""
     global_seqs: float | Tensor
     global_toks: float | Tensor
+    sample_tokens: Tensor | None = None
+    """float64 [num_segments + 1]: trained tokens of the sample that each sequence is a part of. None: all are whole."""
 
     @classmethod
     def from_batch(
         cls, shape: torch.Size, batch: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count
     ) -> MaskedTokens:
-        """Read token_mask, sample_mask and, for packed rows, segments and num_segments.
+        """Read token_mask, sample_mask and, for packed rows, segments and num_segments; and sample_tokens, if some
+        sequences are parts of samples that are longer than a row.
 
-        sample_mask has one value per sequence, or one per token, of which the sequence's first is read.
+        sample_mask and sample_tokens have one value per sequence, or one per token, of which the sequence's first is
+        read.
         Masks are 0 or 1, or weights. Raises ValueError if an entry is missing or has the wrong shape.
         """
         mask = _entry(batch, "token_mask")
@@ -55,6 +59,9 @@ class MaskedTokens:
         token_weight = torch.where(first, 0.0, mask.detach().to(torch.float64).reshape(-1))
         sample_weight = _per_sequence(_entry(batch, "sample_mask"), "sample_mask", shape, segment, num_segments, first)
         weight = token_weight * sample_weight.index_select(0, segment)
+        whole = batch.get("sample_tokens")
+        if whole is not None:
+            whole = _per_sequence(whole, "sample_tokens", shape, segment, num_segments, first)
         return cls(
             shape=shape,
             segment=segment,
@@ -65,6 +72,7 @@ class MaskedTokens:
             valid=weight > 0,
             global_seqs=_divisor(global_valid_seqs),
             global_toks=_divisor(global_valid_toks),
+            sample_tokens=whole,
         )
 
     def column(self, values: Tensor, name: str) -> Tensor:
@@ -112,7 +120,8 @@ class MaskedTokens:
         """Return this batch's part of the global mean, a scalar.
 
         by_sequence=False: sum over tokens / global_valid_toks.
-        by_sequence=True: the mean of each sequence, summed / global_valid_seqs.
+        by_sequence=True: the mean of each sequence, summed / global_valid_seqs. A part of a sample adds its part of the
+        sample's mean.
         """
         if by_sequence:
             return torch.dot(values, self._sequence_mean_weight) / self.global_seqs
@@ -121,8 +130,16 @@ class MaskedTokens:
     @cached_property
     def _sequence_mean_weight(self) -> Tensor:
         """float64 [N]: weight of each token in the sum of the sequences' means."""
-        count = self.tokens_by_sequence
+        count = self.tokens_by_sequence if self.sample_tokens is None else self.sample_tokens
         return self.weight / self.expand(torch.where(count > 0, count, 1.0))
+
+    @cached_property
+    def num_samples(self) -> Tensor:
+        """Number of valid samples, a float64 scalar; of a part its share of the sample's tokens."""
+        valid = (self.sample_weight > 0).to(torch.float64)
+        if self.sample_tokens is None:
+            return valid.sum()
+        return torch.dot(valid, self.tokens_by_sequence / torch.where(self.sample_tokens > 0, self.sample_tokens, 1.0))
 
     def minimum(self, values: Tensor) -> Tensor:
         """Return the minimum over valid tokens, +inf if there is none."""

@@ -1,7 +1,5 @@
 """Statistics per sample that a policy rank reports to the driver."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +43,25 @@ def sample_stats(batch: Mapping[str, Any], kl_kind: KLType | None = None) -> dic
         stats["kl_to_go_sum"] = tokens.sum_by_sequence(to_go)
         stats["kl_to_go_square"] = tokens.sum_by_sequence(deviation.square())
     return {name: values.detach()[: tokens.num_segments] for name, values in stats.items()}
+
+
+def stats_by_sample(index: Tensor, stats: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
+    """Return `sample_stats` of N samples, float64 [N] each, from those of their parts: 0 for samples without a part.
+    index: int64 [parts], the sample of each. A sample in one part keeps its numbers bit by bit; of one in several the
+    statistics of the KL to go, which is that of the part, are not the sample's."""
+
+    def total(values: Tensor) -> Tensor:
+        return values.new_zeros(samples).index_add(0, index, values)
+
+    tokens = stats["tokens"]
+    share = tokens / total(tokens)[index].clamp(min=1)
+    found = {name: total(values) for name, values in stats.items()}
+    if "mult_error" in stats:
+        found["mult_error"] = total(share * stats["mult_error"])
+    if "gap_sum" in stats:
+        whole, count = found["gap_sum"] / found["tokens"].clamp(min=1), tokens.clamp(min=1)
+        found["gap_square"] = total(stats["gap_square"] + tokens * (stats["gap_sum"] / count - whole[index]).square())
+    return found
 
 
 def nonfinite_samples(logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:

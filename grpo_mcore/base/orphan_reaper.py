@@ -5,8 +5,6 @@
 Uses the standard library alone, so that the program starts fast and needs little memory.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -40,14 +38,15 @@ TRACKER_S = 3.0
 class OrphanReaper:
     """Ends everything that carries the marker of one run, and removes `folder`: on `close`, or when this process ends.
 
-    `variables`: environment of the processes that the run starts. `mark`: one of these variables, as "NAME=value".
+    `variables`: environment of the processes that the run starts. `mark`: one of these variables, `marker`, as
+    "NAME=value".
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, marker: str = MARKER) -> None:
         self.folder = folder
         value = uuid.uuid4().hex
-        self.mark = f"{MARKER}={value}"
-        self.variables = {MARKER: value, SOCKETS: os.environ.get(SOCKETS, str(folder))}
+        self.mark = f"{marker}={value}"
+        self.variables = {marker: value, SOCKETS: os.environ.get(SOCKETS, str(folder))}
         self._program = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.mark, str(folder)],
             stdin=subprocess.DEVNULL,
