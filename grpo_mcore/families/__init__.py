@@ -12,8 +12,6 @@ Building, loading, export, refit, checkpoints and `plan` follow from that. Add a
 Only a new kind of layer needs code in `parallel/`.
 """
 
-from __future__ import annotations
-
 from grpo_mcore.families.adapters import (
     DOWN,
     ENGINE_ADAPTER,
@@ -22,7 +20,9 @@ from grpo_mcore.families.adapters import (
     adapter_params,
     adapter_shape,
     adapters_of,
+    frozen_parts,
     is_adapted,
+    is_trained,
 )
 from grpo_mcore.families.engine import (
     engine_options,
@@ -31,11 +31,13 @@ from grpo_mcore.families.engine import (
     engine_sizes,
     missing_on_cpu,
     needs_output_layer,
+    unquantized_layers,
 )
 from grpo_mcore.families.registry import (
     FAMILIES,
     engine_overrides,
     forward_flops,
+    head_of,
     other_trainers_checkpoint,
     parameter_count,
     params_of,
@@ -43,8 +45,17 @@ from grpo_mcore.families.registry import (
     shape_of,
     with_overrides,
 )
-from grpo_mcore.families.settings import check_attention, check_context_parallel, check_length, check_settings
+from grpo_mcore.families.settings import (
+    check_attention,
+    check_context_parallel,
+    check_fused_attention,
+    check_images,
+    check_length,
+    check_settings,
+    grouped_experts,
+)
 from grpo_mcore.families.spec import (
+    VALUE_HEAD,
     Block,
     Box,
     DeltaShape,
@@ -57,6 +68,7 @@ from grpo_mcore.families.spec import (
     Piece,
     Split,
     Stage,
+    VisionShape,
     local_shape,
     pieces,
     tensor_parallel_sizes,

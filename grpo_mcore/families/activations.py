@@ -1,7 +1,5 @@
 """Bytes that a decoder keeps for its backward pass, as the kernels of parallel/ save them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +29,8 @@ class Rank:
     context: int = 1
     expert_tensor: int = 1
     own_attention: bool = False  # attention and rotary embedding are ours beside TransformerEngine's layers
+    grouped: bool = False  # experts are computed together
+    expert: int = 1
 
     @property
     def attention(self) -> Kernels:
@@ -73,14 +73,36 @@ def forward_bytes(shape: ModelShape, rank: Rank, tokens: float, layer: int = 0, 
     """Return the bytes of one layer's forward pass over `tokens` tokens of this rank if nothing is kept: the larger of
     its mixer and its network, beside the hidden state that the model, the layer, its norm and its residual hold.
 
-    An upper bound: a kernel's inputs are gone before the last of its outputs is there.
+    Of attention an upper bound: a kernel's inputs are gone before the last of its outputs is there.
     """
-    parts = _parts(shape, rank, layer, length, 1.0)
-    if (experts := shape.experts) is not None and "moe" in parts:
-        # The dispatcher holds its tokens as permuted, as sent, and sorted by expert.
-        width = experts.latent_size or shape.hidden_size
-        parts["moe"] += 3 * rank.share * rank.element * width * experts.active * rank.expert_tensor
-    return tokens * (4 * rank.share * rank.element * shape.hidden_size + max(parts.values()))
+    parts = {name: tokens * nbytes for name, nbytes in _parts(shape, rank, layer, length, 1.0).items()}
+    if "moe" in parts:
+        parts["moe"] = _experts_forward(shape, rank, tokens)
+    if "mamba" in parts:
+        assert shape.mamba is not None
+        parts["mamba"] = tokens * rank.context * _mamba_forward(shape.mamba.local(rank.tensor), rank)
+    if "delta" in parts:
+        assert shape.delta is not None
+        parts["delta"] = tokens * rank.context * _delta_forward(shape.delta.local(rank.tensor), rank, length)
+    return tokens * 4 * rank.share * rank.element * shape.hidden_size + max(parts.values())
+
+
+def working_bytes(shape: ModelShape, rank: Rank, tokens: float, layer: int = 0) -> float:
+    """Return the bytes of the largest temporaries of a layer's backward pass, and of the forward pass if it is done
+    again, beside what the layer keeps: of a Mamba mixer when its gate and norm are computed backwards; of a network the
+    gradients of the last product's input and weight; of experts tokens and results in the dispatcher's order."""
+    b, parts = rank.element, _parts(shape, rank, layer, 0.0, 1.0)
+    needed = [0.0]
+    if "mamba" in parts:
+        assert shape.mamba is not None
+        needed.append(tokens * rank.context * 5 * 4 * shape.mamba.local(rank.tensor).inner)
+    if "mlp" in parts:
+        needed.append(b * (tokens + shape.hidden_size) * shape.ffn_hidden_size / rank.tensor)
+    if "moe" in parts:
+        assert shape.experts is not None
+        rows = tokens * _copies(shape, rank) * b * (shape.experts.latent_size or shape.hidden_size)
+        needed.append(6 * rows if shape.experts.clamp else 2 * rows + max(2 * rows, _joined_experts(shape, rank)))
+    return max(needed)
 
 
 def _parts(shape: ModelShape, rank: Rank, layer: int, length: float, padding: float) -> dict[str, float]:
@@ -103,14 +125,20 @@ def _parts(shape: ModelShape, rank: Rank, layer: int, length: float, padding: fl
     return parts
 
 
-def _network(shape: ModelShape, rank: Rank, *, weighted: bool = False) -> int:
-    """Return the number of tensors of the feed-forward width that a network keeps.
-
-    These are SwiGLU's two inputs, its parts and its output, or squared ReLU's output before and after the square.
-    `weighted`: the output is scaled by the router's weight.
-    """
+def _network(shape: ModelShape, rank: Rank) -> int:
+    """Return the number of tensors of the feed-forward width that a network keeps: SwiGLU's two inputs, its parts and
+    its output, or squared ReLU's output before and after the square."""
     fused = rank.kernels == "transformer_engine" and not shape.blocks and shape.activation == "silu"
-    return 3 if fused else (2 if shape.blocks else 5) + weighted
+    return 3 if fused else 2 if shape.blocks else 5
+
+
+def _expert_network(shape: ModelShape, rank: Rank) -> int:
+    """Return the same number for experts, whose output is scaled by the router's weight. In groups they copy no half of
+    SwiGLU's input; gpt-oss's keep both halves with their biases, one limited, and what they are multiplied to."""
+    assert shape.experts is not None
+    if shape.experts.clamp:
+        return 7
+    return _network(shape, rank) + 1 if not rank.grouped else 3 if shape.blocks else 5
 
 
 def _experts(shape: ModelShape, rank: Rank) -> float:
@@ -122,12 +150,47 @@ def _experts(shape: ModelShape, rank: Rank) -> float:
     experts, b = shape.experts, rank.element
     assert experts is not None
     width = experts.latent_size or shape.hidden_size
-    copy = b * (width + _network(shape, rank, weighted=True) * experts.ffn_hidden_size / rank.expert_tensor)
-    copies = rank.share * experts.active * rank.expert_tensor * (copy + 8 + 4)  # with its origin and weight
+    copy = b * (width + _expert_network(shape, rank) * experts.ffn_hidden_size / rank.expert_tensor)
+    if experts.clamp:  # its biases are added before the router's weight scales it
+        copy += b * width
+    copies = _copies(shape, rank) * (copy + 8 + 4)  # with its origin and weight
     scores = rank.share * (experts.count * (4 + 4 + 1) + experts.active * (8 + 8 + 4))
     shared = b * _network(shape, rank) * experts.shared_ffn_hidden_size / rank.tensor
     projected = rank.share * b * experts.latent_size  # what the experts return, before it is projected back
     return scores + copies + shared + projected
+
+
+def _copies(shape: ModelShape, rank: Rank) -> float:
+    """Return how many copies of a token the experts of a rank get."""
+    assert shape.experts is not None
+    return rank.share * shape.experts.active * rank.expert_tensor
+
+
+def _joined_experts(shape: ModelShape, rank: Rank) -> float:
+    """Return the bytes of a layer's first matrices of all experts of a rank, which grouped products want in one tensor:
+    in torch's the weights, in every one their gradients."""
+    experts = shape.experts
+    assert experts is not None
+    ffn = (1 if shape.blocks else 2) * experts.ffn_hidden_size / rank.expert_tensor
+    width = experts.latent_size or shape.hidden_size
+    return rank.grouped * rank.element * experts.count / rank.expert * width * ffn
+
+
+def _experts_forward(shape: ModelShape, rank: Rank, tokens: float) -> float:
+    """Return the bytes of an expert layer if nothing is kept. The dispatcher holds its tokens as permuted, as sent, and
+    sorted by expert. Beside them are the tensors of the feed-forward width, of which one is float32; or the results, by
+    expert and in the dispatcher's order (scaled in float32 where that comes last); or the experts' weights in one
+    tensor, and the first product."""
+    experts, b = shape.experts, rank.element
+    assert experts is not None
+    width, ffn = experts.latent_size or shape.hidden_size, experts.ffn_hidden_size / rank.expert_tensor
+    rows, gated = tokens * _copies(shape, rank), not shape.blocks
+    beside = rows * b * (4 if experts.clamp else 2) * width
+    if rank.grouped:
+        first = _joined_experts(shape, rank) if rank.kernels == "torch" else 0.0
+        beside = max(beside, rows * b * (6 if gated else 4) * ffn, rows * b * (1 + gated) * ffn + first)
+    others = rank.share * (5 * experts.count + b * shape.hidden_size)
+    return rows * (3 * b * width + 8 + 4) + beside + tokens * others
 
 
 def _attention(shape: ModelShape, rank: Rank, padding: float) -> float:
@@ -180,6 +243,15 @@ def _mamba(mamba: MambaShape, rank: Rank) -> float:
     return rank.context * (projected + convolution + inner + states + keys + within) + b * mamba.inner
 
 
+def _mamba_forward(mamba: MambaShape, rank: Rank) -> float:
+    """Return the bytes per token of the scan in plain PyTorch if nothing is kept, when the states between the chunks
+    are read: a chunk's weights before and after its keys are multiplied in; input, output, and what is read; states at
+    the ends of chunks, at their starts, and these once more in another order; keys and queries."""
+    within, states = 2 * mamba.heads * mamba.chunk, 3 * mamba.inner * mamba.state_size / mamba.chunk
+    rows = mamba.convolved + 3 * mamba.inner + 3 * mamba.groups * mamba.state_size
+    return 4 * (within + states + rows) + rank.element * (mamba.inner + mamba.convolved + mamba.heads)
+
+
 def _delta(delta: DeltaShape, rank: Rank, length: float) -> float:
     """Return the bytes per token of the chunked delta rule in plain PyTorch, in float32. Kept are: the convolution's
     inputs and outputs; keys and queries, repeated for every value head; the weights of a chunk's tokens for one
@@ -193,6 +265,18 @@ def _delta(delta: DeltaShape, rank: Rank, length: float) -> float:
     states = padded * f * key * (delta.key_dim + 2 * delta.value_dim) / delta.chunk
     output = f * delta.values * (5 if b < f else 4)
     return rank.context * (projected + within + states + output) + b * delta.values
+
+
+def _delta_forward(delta: DeltaShape, rank: Rank, length: float) -> float:
+    """Return the bytes per token of the chunked delta rule in plain PyTorch if nothing is kept, when the outputs are
+    summed: queries, keys, values, both sides of the triangular system, what is read and written; what takes one state
+    to the next; the states; weights within a chunk."""
+    b, keys, values = rank.element, delta.value_heads * delta.key_dim, delta.values
+    padded = 1 + delta.chunk / (2 * length) if length else 1.0
+    states = keys * (delta.key_dim + 3 * delta.value_dim) / delta.chunk
+    within = 6 * (keys + values) + 3 * delta.value_heads * delta.chunk + states
+    convolved = sum(delta.convolved_parts)
+    return 4 * (padded * within + convolved) + b * (2 * (convolved + values) + convolved)
 
 
 def _head_norms(query: float, key_value: float, projected: float, shape: ModelShape, rank: Rank) -> float:
@@ -240,15 +324,22 @@ def divergence_bytes(shape: ModelShape, rank: Rank, chunk: int) -> int:
     return gradient + max(block * (2 * rows * rank.element + 5 * 4 * tile), copy)
 
 
-def logits_bytes(shape: ModelShape, rank: Rank, chunk: int, *, backward: bool) -> float:
+def embedding_bytes(shape: ModelShape, rank: Rank) -> float:
+    """Return the bytes of a rank's rows of the embedding, or of their gradient."""
+    return shape.padded_vocab_size(rank.tensor) / rank.tensor * shape.hidden_size * rank.element
+
+
+def logits_bytes(shape: ModelShape, rank: Rank, chunk: int, backward: float = 0) -> float:
     """Return the bytes of the largest temporary of the log-probs: logits of `chunk` tokens for a tile of the output
     layer's rows, as computed and in float32.
 
-    In the backward pass also the output layer's gradient, and a tile of it in float32.
+    In the backward pass, of so many tokens, also the output layer's gradient, a tile of it in float32, and the hidden
+    states' gradient in float32.
     """
     rows = shape.padded_vocab_size(rank.tensor) / rank.tensor
     tile = min(rows, TILES["cpu" if rank.kernels == "cpu" else "gpu"])
     logits = chunk * tile * (4 + (rank.element if rank.element < 4 else 0))
     if not backward:
         return logits
-    return logits + rows * shape.hidden_size * rank.element + tile * shape.hidden_size * (4 + rank.element)
+    width = shape.hidden_size
+    return logits + embedding_bytes(shape, rank) + tile * width * (4 + rank.element) + 4 * backward * width

@@ -4,16 +4,19 @@ A weight W [outputs, inputs] acts as W + scale * up @ down, with down [rank, inp
 are declared as parameters, so that building, checkpoints and planning split and count them by the same rules.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol
 
-from grpo_mcore.families.spec import FamilyError, HfTensor, ModelShape, Param, Split, Stage
+from grpo_mcore.families.spec import VALUE_HEAD, FamilyError, HfTensor, ModelShape, Param, Split, Stage
 
 AT = "policy.megatron_cfg.peft."
+
+WITHOUT_EXPERTS = "exclude_modules: ['*.local_experts.*']"
+
+ABSORBED = ".linear_kv_up_proj.weight"
+"""End of the name of the weight of latent attention that vLLM multiplies into queries and outputs."""
 
 DOWN, UP = ".weight.down", ".weight.up"
 """Ends of the names of an adapter's tensors, after the layer's name in Hugging Face's format."""
@@ -57,6 +60,13 @@ class PeftSettings(Protocol):
     refit: Literal["merged", "adapters"]
 
 
+class FreezingSettings(Protocol):
+    """The keys of policy.megatron_cfg that are read here."""
+
+    freeze_moe_router: bool
+    freeze_attention: bool
+
+
 def adapter_shape(peft: PeftSettings) -> AdapterShape | None:
     """Return the adapters that policy.megatron_cfg.peft describes; None if it is disabled."""
     if not peft.enabled:
@@ -83,6 +93,22 @@ def is_adapted(param: Param, shape: AdapterShape) -> bool:
     return targeted and not any(_matches(name, pattern) for pattern in shape.excluded)
 
 
+def frozen_parts(settings: FreezingSettings) -> tuple[str, ...]:
+    """Return parts of Megatron-Core's names of the parameters that a recipe freezes."""
+    router = (".router.weight", ".router.bias") if settings.freeze_moe_router else ()
+    return (*router, *((".self_attention.",) if settings.freeze_attention else ()))
+
+
+def is_trained(param: Param, shape: AdapterShape | None, *, frozen: Collection[str] = ()) -> bool:
+    """Return whether training changes the parameter: adapters freeze all others but a value head; without adapters
+    `frozen` has parts of the names of those that are frozen."""
+    if param.buffer:
+        return False
+    if shape is not None:
+        return param.hf[0].name == VALUE_HEAD or is_adapted(param, shape)
+    return not any(part in param.megatron for part in frozen)
+
+
 def check_adapters(
     params: Iterable[Param],
     model: ModelShape,
@@ -93,27 +119,48 @@ def check_adapters(
     refitted: bool = False,
 ) -> None:
     """Raise FamilyError if a name matches no linear layer of this model, if no layer gets an adapter, or if an expert
-    gets one although it is split over other ranks than the layers around it, or although adapters are refitted by
-    themselves (`refitted`)."""
+    gets one although it is split over other ranks than the layers around it, or if adapters that are refitted by
+    themselves (`refitted`) belong to experts in a way that vLLM does not take."""
     linear = [param for param in params if _is_linear(param)]
     kinds = ", ".join(sorted({_kind(layer_name(param)) for param in linear}))
     for key, patterns in (("target_modules", shape.targets), ("exclude_modules", shape.excluded)):
         for pattern in patterns:
             if not any(_matches(layer_name(param), pattern) for param in linear):
+                frozen = "; the tower of a vision model is frozen" if model.vision else ""
                 raise FamilyError(
-                    f"{AT}{key}: {pattern!r} is no linear layer of this {model.family} model, which has {kinds}"
+                    f"{AT}{key}: {pattern!r} is no linear layer of this {model.family} model, which has {kinds}{frozen}"
                 )
     adapted = [param for param in linear if is_adapted(param, shape)]
     if not adapted:
         raise FamilyError(f"{AT}exclude_modules leaves no layer with an adapter; this {model.family} model has {kinds}")
-    if refitted and any(param.expert for param in adapted):
-        raise FamilyError(
-            f"{AT}refit: engines take no adapters of experts; use merged, or exclude_modules: ['*.local_experts.*']"
-        )
+    if refitted:
+        _check_engines_take(linear, adapted, model)
     if expert_tensor not in (1, tensor) and any(param.expert for param in adapted):
         raise FamilyError(
             f"{AT}target_modules: experts with adapters need an expert_tensor_parallel_size of 1 or of "
-            f"tensor_model_parallel_size {tensor}, not {expert_tensor}; or exclude_modules: ['*.local_experts.*']"
+            f"tensor_model_parallel_size {tensor}, not {expert_tensor}; or {WITHOUT_EXPERTS}"
+        )
+
+
+def _check_engines_take(linear: list[Param], adapted: list[Param], model: ModelShape) -> None:
+    """Raise FamilyError if vLLM does not apply the adapters of some of the `adapted` among all `linear` layers."""
+    has, experts = set(adapted), [param for param in linear if param.expert]
+    if any(param.megatron.endswith(ABSORBED) for param in adapted):
+        name = _kind(ABSORBED.removesuffix(".weight"))
+        raise FamilyError(
+            f"{AT}refit: vLLM ignores adapters of {name}, which it keeps in another form; use merged, or "
+            f"exclude_modules: [{name}]"
+        )
+    if model.family == "gpt_oss" and has & set(experts):
+        raise FamilyError(
+            f"{AT}refit: adapters of gpt_oss's experts go to engines merged only; use that, or {WITHOUT_EXPERTS}"
+        )
+    layers = {param.layer for param in has & set(experts)}
+    partly = [param for param in experts if param.layer in layers and param not in has]
+    if partly:
+        raise FamilyError(
+            f"{AT}refit: vLLM takes adapters of linear_fc1 and linear_fc2 of all experts of a layer, or none; "
+            f"{layer_name(partly[0])} has none; use merged, or {WITHOUT_EXPERTS}"
         )
 
 

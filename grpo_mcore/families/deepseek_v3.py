@@ -7,23 +7,12 @@ keys, are refused; the indexer is not trained, and exports copy it.
 Layers for multi-token prediction, which a checkpoint may have after the last layer, are not trained; exports copy them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.families.dense import Layer, decoder_params, dense_shape, rope_settings, yarn_shape
 from grpo_mcore.families.experts import expert_params, sigmoid_experts
-from grpo_mcore.families.spec import (
-    EngineForm,
-    FamilyError,
-    LatentShape,
-    ModelShape,
-    Param,
-    Split,
-    YarnShape,
-    require,
-)
+from grpo_mcore.families.spec import EngineForm, FamilyError, LatentShape, ModelShape, Param, Split, YarnShape, require
 
 ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """The only supported routing of experts, by keys of published configs; those that transformers writes lack them."""

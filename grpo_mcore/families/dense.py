@@ -1,8 +1,6 @@
 """Config reading, parameters and FLOPs that the decoder families share; dense families (Qwen2, Qwen3, Llama) need
 nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +99,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 def _rope(config: dict[str, Any]) -> _Rope:
     rope = rope_settings(config)
     theta, kind = float(rope["rope_theta"]), rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    if kind in ("default", "mrope"):  # text has one position on all axes
         return _Rope(theta)
     if kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items()):
         return _Rope(theta, llama3_factor=float(rope["factor"]))

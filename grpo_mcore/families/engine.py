@@ -1,23 +1,15 @@
 """The engine's half of a family's declaration: where each slice of a Hugging Face tensor lies in vLLM's parameters.
 vLLM fuses the same tensors as Megatron-Core, in another order, and splits the vocabulary differently."""
 
-from __future__ import annotations
-
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from fnmatch import fnmatchcase, translate
+from typing import Any, Protocol
 
-from grpo_mcore.families.spec import (
-    Block,
-    Box,
-    HfTensor,
-    ModelShape,
-    Param,
-    Piece,
-    Split,
-    local_shape,
-    pieces,
-)
+from grpo_mcore.families.registry import params_of
+from grpo_mcore.families.spec import Block, Box, HfTensor, ModelShape, Param, Piece, Split, local_shape, pieces
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this many rows before it splits it."""
@@ -105,15 +97,83 @@ CPU_LATENT_HEAD = 576
 """The only size of key-value latent plus rotary part for which vLLM's CPU build compiles latent attention."""
 
 
-def engine_options(shape: ModelShape, *, gpu: bool = False) -> dict[str, Any]:
-    """Return the settings (generation.EngineConfig) that an engine needs for this model."""
-    if gpu:
-        return {"text_only": shape.engine_root != "model"}
+def engine_options(shape: ModelShape, *, gpu: bool = False, images: int = 0) -> dict[str, Any]:
+    """Return the settings (generation.EngineConfig) that an engine needs for this model: on a GPU the same as on CPU,
+    where they are tested, but for what a kernel of vLLM's CPU build lacks. `images`: most images of a prompt."""
+    tower = (f"{shape.vision.engine_root}.",) if shape.vision is not None and images else ()
     return {
-        "text_only": shape.engine_root != "model",
+        "text_only": shape.engine_root != "model" and not images,
+        "images": images,
+        "kept": tower,
         "prefix_caching": shape.mamba is None and shape.delta is None,
-        "torch_rotary": shape.latent is not None,
+        "torch_rotary": shape.latent is not None and not gpu,
     }
+
+
+class QuantizationKeys(Protocol):
+    """The keys of policy.generation.vllm_cfg that are read here."""
+
+    num_first_layers_in_bf16: int
+    num_last_layers_in_bf16: int
+    quantization_ignored_layer_kws: list[str]
+    quantization_ignore_patterns: list[str]
+
+
+def unquantized_layers(shape: ModelShape, keys: QuantizationKeys | None = None) -> tuple[str, ...]:
+    """Return vLLM's patterns for the linear layers of a quantised engine that stay in bfloat16: what chooses experts or
+    gates them, what others are derived from, small projections and convolutions; and what the recipe's `keys` name.
+
+    Raises ValueError for a key that names no weight, unless it is of an MTP layer, for one that names weights and not
+    the engine's layer that they are in, and for more layers than there are.
+    """
+    names = ["gate", "shared_expert_gate"] if shape.experts is not None else []
+    names += ["kv_b_proj"] if shape.latent is not None else []
+    names += ["in_proj_ba", "in_proj_b", "in_proj_a"] if shape.delta is not None else []
+    names += ["conv1d"] if shape.delta is not None or shape.mamba is not None else []
+    patterns = [r"re:.*\.(" + "|".join(names) + r")$"] if names else []
+    if keys is None:
+        return tuple(patterns)
+    first, last = keys.num_first_layers_in_bf16, keys.num_last_layers_in_bf16
+    if first + last > shape.num_layers:
+        raise ValueError(f"{first} first and {last} last layers: the model has {shape.num_layers}")
+    if layers := [*range(first), *range(shape.num_layers - last, shape.num_layers)]:
+        patterns.append(r"re:.*\.layers\.(" + "|".join(map(str, layers)) + r")\.")
+    engine_layers = {
+        tensor.name: _engine_layers(param, tensor.name) for param in params_of(shape) for tensor in param.hf
+    }
+    tensors = [*engine_layers]
+
+    def keep(key: str, pattern: str, matching: Iterable[str]) -> None:
+        for name in matching:
+            if engine_layers[name] and not any(re.match(pattern, layer) for layer in engine_layers[name]):
+                raise ValueError(
+                    f"{key!r} names {name}; engines have it in {engine_layers[name][0]}, which {key!r} does not name"
+                )
+        patterns.append(f"re:{pattern}")
+
+    for word in keys.quantization_ignored_layer_kws:
+        if not (matching := [name for name in tensors if word in name]):
+            raise ValueError(f"no tensor has {word!r} in its name; {tensors[1]} is one of {len(tensors)} names")
+        keep(word, f".*{re.escape(word)}.*", matching)
+    for pattern in keys.quantization_ignore_patterns:
+        number = re.search(r"layers\.(\d+)\.", pattern)
+        of_mtp = "mtp" in pattern or (number is not None and int(number[1]) >= shape.num_layers)
+        matching = [name for name in tensors if fnmatchcase(name.removesuffix(".weight"), pattern)]
+        if not of_mtp and not matching:
+            raise ValueError(f"no layer has the name {pattern!r}; {tensors[1]} is one of {len(tensors)} tensors")
+        keep(pattern, translate(pattern), matching)
+    return tuple(patterns)
+
+
+def _engine_layers(param: Param, tensor: str) -> list[str]:
+    """Return the names by which vLLM looks for the layer of a tensor in its patterns: of experts that of all of them,
+    of what it fuses that of the whole and that of the part. Empty for what is no layer's weight."""
+    if param.engine is None or len(param.hf[0].shape) < 2:
+        return []
+    layer = param.engine.rpartition(".")[0]
+    if layer.endswith(".routed_experts"):
+        return [layer.removesuffix(".routed_experts")]
+    return [layer, ".".join([layer.rpartition(".")[0], *tensor.split(".")[-2:-1]])]
 
 
 def needs_output_layer(shape: ModelShape) -> bool:

@@ -1,11 +1,10 @@
 """Parameters that mixture-of-experts families share: a router and experts in place of a layer's MLP."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.families.dense import Layer, LayerPart, mlp_params
-from grpo_mcore.families.spec import ExpertShape, FamilyError, Param, Split, require
+from grpo_mcore.families.spec import ExpertShape, FamilyError, HfTensor, Param, Split, require
 
 
 def expert_count(config: dict[str, Any]) -> int:
@@ -57,8 +56,10 @@ def expert_params(
     down: str = "down_proj",
     shared: str = "shared_experts",
     bias: str = "gate.e_score_correction_bias",
+    float32_router: bool = False,
 ) -> LayerPart:
-    """Return a function that declares a layer's experts, or its MLP if it has none, by these checkpoint names."""
+    """Return a function that declares a layer's experts, or its MLP if it has none, by these checkpoint names.
+    `float32_router`: vLLM keeps the router's weight in float32."""
 
     def declare(layer: Layer) -> list[Param]:
         shape = layer.shape
@@ -67,7 +68,7 @@ def expert_params(
         experts = shape.experts
         assert experts is not None
         h, f = shape.hidden_size, experts.ffn_hidden_size
-        router = layer.hf(f"{block}.gate.weight", experts.count, h)
+        router = layer.hf(f"{block}.gate.weight", experts.count, h, float32=float32_router)
         params = [layer.param("mlp.router.weight", Split.REPLICATED, router)]
         if experts.sigmoid:
             correction = layer.hf(f"{block}.{bias}", experts.count, float32=True)
@@ -76,14 +77,18 @@ def expert_params(
         for index in range(experts.count):
             expert = (index, experts.count)
             hf, megatron = f"{block}.experts.{index}", "mlp.experts.local_experts.{expert}"
-            gate_up = layer.hf(f"{hf}.{gate}.weight", f, h), layer.hf(f"{hf}.{up}.weight", f, h)
-            out = layer.hf(f"{hf}.{down}.weight", h, f)
-            for part, split, tensors, theirs in (
-                ("linear_fc1", Split.GATE_UP, gate_up, "w13_weight"),
-                ("linear_fc2", Split.COLUMNS, (out,), "w2_weight"),
+            gate_up: tuple[HfTensor, ...] = layer.hf(f"{hf}.{gate}.weight", f, h), layer.hf(f"{hf}.{up}.weight", f, h)
+            out, first, parts = layer.hf(f"{hf}.{down}.weight", h, f), Split.GATE_UP, tuple[int, ...]()
+            if shape.stacked_experts:
+                both, out = (layer.hf(f"{hf}.gate_up_proj", 2 * f, h), layer.hf(f"{hf}.{down}", h, f))
+                gate_up, out = (replace(both, stack=expert),), replace(out, stack=expert)
+                first, parts = Split.PARTS, (f, f)
+            for part, split, tensors, theirs, blocks in (
+                ("linear_fc1", first, gate_up, "w13_weight", parts),
+                ("linear_fc2", Split.COLUMNS, (out,), "w2_weight", ()),
             ):
-                name = f"{megatron}.{part}.weight"
-                params.append(layer.param(name, split, *tensors, fused=f"{fused}.{theirs}", expert=expert))
+                name, theirs = f"{megatron}.{part}.weight", f"{fused}.{theirs}"
+                params.append(layer.param(name, split, *tensors, fused=theirs, expert=expert, parts=blocks))
         if experts.shared_ffn_hidden_size:
             size = experts.shared_ffn_hidden_size
             params += mlp_params(layer, f"{block}.{shared}", "mlp.shared_experts", size)

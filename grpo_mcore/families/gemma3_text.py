@@ -2,8 +2,6 @@
 are normed before and after; norms scale by 1 + weight, embeddings by the root of the hidden size. Of vision models the
 text part is trained; exports copy the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Layers for multi-token prediction, which a checkpoint may have after the last layer, are not trained; exports copy them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_mcore.families.dense import attention_params, decoder_params, dense_shape
@@ -26,4 +24,4 @@ def shape(config: dict[str, Any]) -> ModelShape:
 
 def params(shape: ModelShape) -> tuple[Param, ...]:
     """Declare every parameter of the model, in the order of the forward pass."""
-    return decoder_params(shape, attention_params, expert_params())
+    return decoder_params(shape, attention_params, expert_params(float32_router=True))

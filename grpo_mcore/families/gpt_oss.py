@@ -1,22 +1,12 @@
 """gpt-oss: attention with sinks, every other layer with a window of keys; biases everywhere; experts whose clamped gate
 and up rows alternate, and which the checkpoint stacks, transposed. Released weights are converted to bfloat16 first."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.families.dense import Layer, attention_params, decoder_params, dense_shape, rope_settings, yarn_shape
 from grpo_mcore.families.experts import expert_count
-from grpo_mcore.families.spec import (
-    ExpertShape,
-    FamilyError,
-    HfTensor,
-    ModelShape,
-    Param,
-    Split,
-    require,
-)
+from grpo_mcore.families.spec import ExpertShape, FamilyError, HfTensor, ModelShape, Param, Split, require
 
 
 def shape(config: dict[str, Any]) -> ModelShape:

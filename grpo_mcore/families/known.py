@@ -1,7 +1,5 @@
 """Published Hugging Face configs of well-known models (known.yaml), for planning without the model on disk."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal

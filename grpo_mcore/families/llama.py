@@ -1,7 +1,5 @@
 """Llama 2 and 3, and models of that shape: no biases, no query or key norm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_mcore.families.dense import dense_params, dense_shape

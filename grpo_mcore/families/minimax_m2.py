@@ -4,8 +4,6 @@ all heads, and a part of each head rotates.
 Layers for multi-token prediction, which a checkpoint may have after the last layer, are neither loaded nor exported.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -30,4 +28,6 @@ def shape(config: dict[str, Any]) -> ModelShape:
 def params(shape: ModelShape) -> tuple[Param, ...]:
     """Declare every parameter of the model, in the order of the forward pass."""
     names = {"gate": "w1", "up": "w3", "down": "w2", "bias": "e_score_correction_bias"}
-    return decoder_params(shape, attention_params, expert_params(block="block_sparse_moe", **names))
+    return decoder_params(
+        shape, attention_params, expert_params(block="block_sparse_moe", float32_router=True, **names)
+    )

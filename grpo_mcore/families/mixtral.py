@@ -1,7 +1,5 @@
 """Mixtral: Llama's attention, every layer with experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_mcore.families.dense import attention_params, decoder_params, dense_shape
@@ -13,9 +11,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
     require(config, sliding_window=None)
     experts = ExpertShape(
-        count=expert_count(config),
-        active=config["num_experts_per_tok"],
-        ffn_hidden_size=config["intermediate_size"],
+        count=expert_count(config), active=config["num_experts_per_tok"], ffn_hidden_size=config["intermediate_size"]
     )
     return dense_shape(config, family="mixtral", qkv_bias=False, qk_norm=False, experts=experts)
 

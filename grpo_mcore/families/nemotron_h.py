@@ -1,13 +1,12 @@
 """Nemotron-H and Nemotron 3: each layer is a Mamba2 mixer, attention without positions, an MLP or experts; networks
 have squared ReLU and no gate. Experts of Nemotron 3 Super and Ultra compute on a projection of the hidden states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_mcore.families.dense import Layer
 from grpo_mcore.families.experts import expert_count
 from grpo_mcore.families.spec import (
+    STATE_BYTES,
     Block,
     EngineForm,
     ExpertShape,
@@ -73,6 +72,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
             state_size=config["ssm_state_size"],
             kernel=config.get("conv_kernel", 4),
             chunk=config.get("chunk_size", 128),
+            state_bytes=STATE_BYTES[config.get("mamba_ssm_cache_dtype", "float32")],
         ),
     )
 
@@ -134,8 +134,8 @@ def _block_params(layer: Layer, block: Block) -> list[Param]:
             mamba = shape.mamba
             assert mamba is not None
 
-            def part(name: str, split: Split, *size: int, **how: Any) -> Param:
-                return param(f"self_attention.{name}", split, hf(f"mixer.{name}", *size), **how)
+            def part(name: str, split: Split, *size: int, float32: bool = False, **how: Any) -> Param:
+                return param(f"self_attention.{name}", split, hf(f"mixer.{name}", *size, float32=float32), **how)
 
             # Split by heads, and by groups with their B and C.
             convolved, projected = mamba.convolved_parts, mamba.projected_parts
@@ -144,7 +144,9 @@ def _block_params(layer: Layer, block: Block) -> list[Param]:
                 part("conv1d.weight", Split.PARTS, mamba.convolved, 1, mamba.kernel, parts=convolved),
                 part("conv1d.bias", Split.PARTS, mamba.convolved, parts=convolved),
                 part("dt_bias", Split.ROWS, mamba.heads),
-                part("A_log", Split.ROWS, mamba.heads, fused="mixer.A", form=EngineForm(negative_exp=True)),
+                part(
+                    "A_log", Split.ROWS, mamba.heads, float32=True, fused="mixer.A", form=EngineForm(negative_exp=True)
+                ),
                 part("D", Split.ROWS, mamba.heads),
                 part("norm.weight", Split.ROWS, mamba.inner),
                 part("out_proj.weight", Split.COLUMNS, h, mamba.inner),

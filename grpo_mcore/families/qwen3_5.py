@@ -1,27 +1,25 @@
 """Qwen3-Next, Qwen3.5, 3.6 and 3.8: three of four layers are Gated DeltaNet mixers, the fourth has attention with an
 output gate and partial rotary embeddings; norms scale by 1 + weight; with or without experts. Of vision models the text
-part is trained, for which their three-dimensional positions are plain ones; exports copy the rest."""
-
-from __future__ import annotations
+part is trained; exports copy the rest."""
 
 from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.families.dense import Layer, attention_params, decoder_params, dense_shape, mlp_params
 from grpo_mcore.families.experts import dense_layers, expert_params
-from grpo_mcore.families.spec import DeltaShape, EngineForm, ExpertShape, ModelShape, Param, Split, require
+from grpo_mcore.families.images import with_vision
+from grpo_mcore.families.spec import STATE_BYTES, DeltaShape, EngineForm, ExpertShape, ModelShape, Param, Split, require
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`, of a vision model that of its text part."""
     if "text_config" in config:
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
-        return replace(
+        tower = "Qwen3_5MoeVisionModel" if "num_experts" in config["text_config"] else "Qwen3_5VisionModel"
+        return with_vision(
             shape(config["text_config"] | tied),
-            root="model.language_model",
-            engine_root="language_model.model",
-            carried=("model.visual.", "mtp."),
-        )
+            config, tower, root="model.visual", text_root="model.language_model", interleaved=True,
+        )  # fmt: skip
     require(config, attention_bias=False, norm_topk_prob=True, attn_output_gate=True, output_gate_type="swish")
     require(config, qkv_bias=False)  # only vLLM reads it
     layers, every = range(config["num_hidden_layers"]), config.get("full_attention_interval", 4)
@@ -52,6 +50,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
         value_dim=config["linear_value_head_dim"],
         kernel=config["linear_conv_kernel_dim"],
         inputs_by_head=config["model_type"] == "qwen3_next",
+        state_bytes=STATE_BYTES[config.get("mamba_ssm_dtype")],
     )
     return replace(model, delta=delta, output_gate=True, centered_norms=True, carried=("mtp.",))
 
@@ -69,8 +68,9 @@ def _mixer(layer: Layer) -> list[Param]:
         return attention_params(layer)
     h, heads, convolved = shape.hidden_size, delta.value_heads, sum(delta.convolved_parts)
 
-    def part(name: str, split: Split, *size: int, **how: Any) -> Param:
-        return layer.param(f"self_attention.{name}", split, layer.hf(f"linear_attn.{name}", *size), **how)
+    def part(name: str, split: Split, *size: int, float32: bool = False, **how: Any) -> Param:
+        tensor = layer.hf(f"linear_attn.{name}", *size, float32=float32)
+        return layer.param(f"self_attention.{name}", split, tensor, **how)
 
     def fused(name: str, rows: dict[str, int], parts: tuple[int, ...]) -> Param:
         if delta.inputs_by_head:  # vLLM reorders what they return
@@ -84,7 +84,7 @@ def _mixer(layer: Layer) -> list[Param]:
         fused("in_proj_qkvz", {"qkv": convolved, "z": delta.values}, (*delta.convolved_parts, delta.values)),
         fused("in_proj_ba", {"b": heads, "a": heads}, (heads, heads)),
         part("conv1d.weight", Split.PARTS, convolved, 1, delta.kernel, parts=delta.convolved_parts),
-        part("A_log", Split.ROWS, heads),
+        part("A_log", Split.ROWS, heads, float32=True),
         part("dt_bias", Split.ROWS, heads),
         part("norm.weight", Split.REPLICATED, delta.value_dim),
         part("out_proj.weight", Split.COLUMNS, h, delta.values),

@@ -1,15 +1,14 @@
 """The registered families, and the functions that look one up."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from grpo_mcore.families import (
     deepseek_v3,
@@ -26,14 +25,14 @@ from grpo_mcore.families import (
     qwen3_moe,
 )
 from grpo_mcore.families.dense import dense_flops
-from grpo_mcore.families.spec import FamilyError, ModelShape, Param, require
+from grpo_mcore.families.spec import HEAD, VALUE_HEAD, FamilyError, HfTensor, ModelShape, Param, Split, Stage, require
 
 MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, glm4_moe, minimax_m2, nemotron_h, gemma3_text, gpt_oss)
 FAMILIES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 """Modules by name, which is the `model_type` of `config.json`."""
 # Architectures with other names, or several.
 FAMILIES |= dict.fromkeys(("kimi_k2", "glm4_moe_lite", "glm_moe_dsa"), deepseek_v3)
-FAMILIES["gemma3"] = gemma3_text
+FAMILIES |= {"gemma3": gemma3_text, "qwen2_5_vl": qwen2, "qwen3_vl": qwen3, "qwen3_vl_moe": qwen3_moe}
 FAMILIES |= dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5)
 
 OVERRIDES_KEY = "policy.hf_config_overrides"
@@ -264,6 +263,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _GLM | {"routed_scaling_factor": 1.8},
     "glm_moe_dsa": _GLM | {"routed_scaling_factor": 2.5, "index_topk": 2048},
     "minimax_m2": {"rope_theta": 5e6},
+    "qwen2_5_vl": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "gpt_oss": {"rms_norm_eps": 1e-5, "rope_theta": 150000.0},
 }
 """Defaults by model type for keys that a config.json lacks: those of transformers, which vLLM takes too. Only values
@@ -283,14 +283,16 @@ QUANTIZED = ("quantization_config", "compression_config")
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-def shape_of(config: dict[str, Any]) -> ModelShape:
-    """Return the shape that a Hugging Face config describes. Raises FamilyError if its model type is not supported, or
-    it lacks a key, or has a value that cannot be meant."""
+def shape_of(config: dict[str, Any], head: Literal["tokens", "value"] = "tokens") -> ModelShape:
+    """Return the shape that a Hugging Face config describes. `head`: "value" for a model with one output in place of
+    the logits, whatever the config's own head. Raises FamilyError if its model type is not supported, or it lacks a
+    key, or has a value that cannot be meant."""
     family = FAMILIES.get(str(config.get("model_type", "")))
     if family is None:
         raise FamilyError(f"model_type {config.get('model_type')!r} is not supported; choose one of {sorted(FAMILIES)}")
     text = config.get("text_config", config)
-    if wrong := [name for name in config.get("architectures") or () if NO_POLICY.search(str(name))]:
+    wrong = [name for name in config.get("architectures") or () if NO_POLICY.search(str(name))]
+    if wrong and head == "tokens":
         raise FamilyError(f"config.json: architectures: {wrong[0]} has no head for tokens, so it cannot be a policy")
     if isinstance(text, dict) and _two_ropes(text):
         raise FamilyError(
@@ -315,7 +317,8 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         if key in text and (type(text[key]) is not int or text[key] < 1):
             raise FamilyError(f"config.json of a {config['model_type']} model: {key} is {text[key]!r}")
     try:
-        return family.shape(DEFAULTS.get(config["model_type"], {}) | config)
+        shape: ModelShape = family.shape(DEFAULTS.get(config["model_type"], {}) | config)
+        return shape if head == "tokens" else replace(shape, head=head, tied_embeddings=False)
     except FamilyError:
         raise
     except KeyError as error:
@@ -344,13 +347,24 @@ def _two_ropes(config: Mapping[str, Any]) -> bool:
 @lru_cache(maxsize=8)  # DeepSeek-V3 has 45,000
 def params_of(shape: ModelShape) -> tuple[Param, ...]:
     """Return every parameter of the model, in the order of the forward pass."""
-    return FAMILIES[shape.family].params(shape)
+    params: tuple[Param, ...] = tuple(FAMILIES[shape.family].params(shape))
+    if shape.head == "tokens":
+        return params
+    head = Param(HEAD, (HfTensor(VALUE_HEAD, (1, shape.hidden_size)),), Split.REPLICATED, Stage.LAST)
+    return (*(param for param in params if param.megatron != HEAD), head)
+
+
+def head_of(config: Mapping[str, Any]) -> Literal["tokens", "value"]:
+    """Return the head that a Hugging Face config names: a value's for a classifier's, else tokens'."""
+    return "value" if any("Classification" in str(name) for name in config.get("architectures") or ()) else "tokens"
 
 
 def forward_flops(shape: ModelShape, lengths: list[int]) -> float:
     """Return the FLOPs of one forward pass over sequences of these lengths."""
     flops: Callable[[ModelShape, int, int], float] = getattr(FAMILIES[shape.family], "flops", dense_flops)
     total = flops(shape, sum(lengths), sum(length * length for length in lengths))
+    if shape.head == "value":
+        total -= 2.0 * (shape.vocab_size - 1) * shape.hidden_size * sum(lengths)
     unseen = sum(max(0, length - window) ** 2 for window in shape.windows if window for length in lengths)
     return total - 2.0 * shape.num_heads * shape.head_dim * unseen
 

@@ -1,7 +1,5 @@
 """The parameters of a rank with the padding of Megatron-Core's buffers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -10,6 +10,9 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
+HEAD, VALUE_HEAD = "output_layer.weight", "score.weight"
+"""Megatron-Core's name of the output layer, and transformers' name of one that has one output."""
+
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
 
 
@@ -100,6 +103,7 @@ class MambaShape:
     state_size: int
     kernel: int  # width of the convolution, in tokens
     chunk: int  # tokens that the scan computes at a time
+    state_bytes: int | None = 4  # of an element of the state that an engine keeps; None: as the engine's activations
 
     @property
     def inner(self) -> int:
@@ -125,6 +129,11 @@ class MambaShape:
         """Return the part of one tensor-parallel rank: its heads, and its groups with their B and C."""
         return replace(self, heads=self.heads // tp_size, groups=self.groups // tp_size)
 
+    def state(self, element: int) -> int:
+        """Return the bytes of a layer's state of one sequence in an engine, whose activations have `element` bytes."""
+        scanned = self.inner * self.state_size * (self.state_bytes or element)
+        return scanned + self.convolved * (self.kernel - 1) * element
+
 
 @dataclass(frozen=True)
 class DeltaShape:
@@ -141,6 +150,7 @@ class DeltaShape:
     kernel: int  # width of the convolution, in tokens
     inputs_by_head: bool = False  # one tensor has the input projections of key head after key head
     chunk: int = 64  # tokens that are computed at a time
+    state_bytes: int | None = None  # of an element of the state that an engine keeps; None: as the engine's activations
 
     @property
     def keys(self) -> int:
@@ -160,6 +170,39 @@ class DeltaShape:
     def local(self, tp_size: int) -> DeltaShape:
         """Return the part of one tensor-parallel rank: its heads."""
         return replace(self, key_heads=self.key_heads // tp_size, value_heads=self.value_heads // tp_size)
+
+    def state(self, element: int) -> int:
+        """Return the bytes of a layer's state of one sequence in an engine, whose activations have `element` bytes."""
+        recurrent = self.values * self.key_dim * (self.state_bytes or element)
+        return recurrent + sum(self.convolved_parts) * (self.kernel - 1) * element
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """The tower of a vision model, which turns an image into features, and how the tokens of an image are placed.
+
+    An image of t x h x w patches (its grid) has t * h * w / merge_size^2 tokens. Each takes three positions, by its
+    time, row and column; of the angles of a head, the first of `rotary_sections` turn by time, the others by row and
+    column: in blocks, or alternating (`rotary_interleaved`).
+    """
+
+    tower: str  # transformers' class
+    patch_size: int  # pixels of a side
+    merge_size: int  # patches of a side that become one token
+    temporal_patch_size: int  # frames of a patch; an image is repeated
+    rotary_sections: tuple[int, int, int]
+    rotary_interleaved: bool
+    deepstack: int  # further features of each token, which are added to the outputs of this many first layers
+    image_token: int  # id that stands for each token of an image
+    start_token: int  # id before an image
+    end_token: int
+    root: str  # first part of the tower's names in the checkpoint
+    engine_root: str  # and in vLLM
+    parameters: int
+
+
+STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": None, None: None}
+"""Bytes of an element of a state, by its name in config.json; None: as the engine's activations."""
 
 
 @dataclass(frozen=True)
@@ -202,8 +245,11 @@ class ModelShape:
     embedding_scale: float = 1.0  # factor on the embeddings
     root: str = "model"  # first part of the tensors' names in the checkpoint
     engine_root: str = "model"  # and of the parameters' names in vLLM
+    stacked_experts: bool = False  # the checkpoint has one tensor of all experts' gates and ups, and one of their downs
+    vision: VisionShape | None = None  # None: the model reads no images, or its tower is not known here
     carried: tuple[str, ...] = ()  # parts of the names of tensors that are not trained; an export copies them
     longest_sequence: int | None = None  # tokens up to which attention is dense; beyond, an indexer would choose keys
+    head: Literal["tokens", "value"] = "tokens"  # the output layer: a logit for each token, or one output
 
     def is_expert_layer(self, layer: int) -> bool:
         """Whether the layer has experts instead of one feed-forward network."""
@@ -263,7 +309,7 @@ class HfTensor:
 
     name: str
     shape: tuple[int, ...]
-    float32: bool = False  # regardless of the precision of the others
+    float32: bool = False  # in policy and engine, regardless of the precision of the others
     stack: tuple[int, int] | None = None  # (expert, number of experts) of a part of `stored`
 
     @property

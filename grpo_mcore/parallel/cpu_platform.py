@@ -4,8 +4,6 @@
 machine that has a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

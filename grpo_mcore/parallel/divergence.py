@@ -6,8 +6,6 @@ models are there: four products of the size of the logits, as many as the log-pr
 again in the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

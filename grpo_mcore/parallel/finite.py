@@ -1,7 +1,5 @@
 """Find what is not finite in a policy's state: weights, the float32 copies that the optimizer updates, moments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

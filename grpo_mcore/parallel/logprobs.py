@@ -4,8 +4,6 @@ Only `chunk` tokens have logits at a time, and of these only a tile of the vocab
 again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -139,9 +137,11 @@ class _TokenScores(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         scale = grad / ctx.temperature
+        # The gradient of a tile of rows: one buffer for all.
+        sums = torch.empty(min(ctx.tile, ctx.rows), weight.size(1), dtype=torch.float32, device=weight.device)
         for tile in slices(ctx.rows, ctx.tile):
             used = weight[tile]
-            of_tile = torch.zeros(used.shape, dtype=torch.float32, device=weight.device)
+            of_tile = sums[: len(used)].zero_()
             for part in slices(hidden.size(0), ctx.chunk):
                 logits = logits_of(hidden[part], used, ctx.temperature)
                 local, in_span = in_tile(targets[part], ctx.start, tile)

@@ -1,7 +1,5 @@
 """Memory that a policy rank holds: how much, and moving the optimizer's part between device and host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

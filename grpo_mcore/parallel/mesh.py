@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from grpo_mcore.base.addresses import gloo_towards, hosted_store, is_address, with_port
+from grpo_mcore.base.processes import bind_near_gpu
 from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel import cpu_platform
 from grpo_mcore.parallel.platform import Platform, PlatformError
@@ -57,18 +58,20 @@ def prepare_megatron(platform: Platform) -> None:
     cpu_platform.fill_in_transformer_engine()
 
 
-def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: float, platform: Platform) -> torch.device:
+def join_mesh(
+    layout: PolicyLayout, address: Address, seed: int, timeout_s: float, platform: Platform, *, beside: bool = False
+) -> torch.device:
     """Join torch.distributed and create Megatron-Core's process groups. Return this rank's device.
 
     A process may hold several models of one rank each, as a teacher beside the policy without Ray: they share the mesh,
-    and each leaves it. Raises RendezvousError if the other ranks do not join within `timeout_s`, ValueError if the
-    sizes disagree.
+    and each leaves it. `beside`: so does a critic on all ranks of the policy's layout. Raises RendezvousError if the
+    other ranks do not join within `timeout_s`, ValueError if the sizes disagree.
     """
     global _members
     if layout.world_size != address.world_size:
         raise ValueError(f"{layout.describe()} needs {layout.world_size} ranks, there are {address.world_size}")
     device = platform.torch_device(address.local_rank)
-    if _members and layout.world_size == 1:
+    if _members and (layout.world_size == 1 or beside):
         _members += 1
         return device
     prepare_megatron(platform)
@@ -76,6 +79,7 @@ def join_mesh(layout: PolicyLayout, address: Address, seed: int, timeout_s: floa
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        bind_near_gpu(torch.cuda.get_device_properties(device))
     if platform.backend == "gloo" and address.world_size > 1:
         gloo_towards(address.master_addr)
     try:

@@ -1,10 +1,9 @@
 """The policy's network: Megatron-Core's GPT with our norm and attention, whose output is token log-probs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
@@ -27,7 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import Block, ModelShape
+from grpo_mcore.families import Block, ModelShape, frozen_parts, params_of
 from grpo_mcore.families.activations import TILES
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.divergence import divergences
@@ -40,11 +39,19 @@ from grpo_mcore.parallel.layers.attention import (
 )
 from grpo_mcore.parallel.layers.context import computed_here, share_of_row, take
 from grpo_mcore.parallel.layers.delta import DeltaMixer
-from grpo_mcore.parallel.layers.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer, OneExpertRouter
+from grpo_mcore.parallel.layers.experts import (
+    ClampedExperts,
+    ExpertLayer,
+    Experts,
+    GroupedExperts,
+    LatentMoELayer,
+    OneExpertRouter,
+)
 from grpo_mcore.parallel.layers.mamba import MambaMixer
 from grpo_mcore.parallel.layers.norm import CpuRMSNorm, NormedAdd, RMSNorm, WideHeadNorm
-from grpo_mcore.parallel.layers.packed_row import describe_row
+from grpo_mcore.parallel.layers.packed_row import ImagesHere, describe_row
 from grpo_mcore.parallel.layers.router_replay import RoutersOfChunk
+from grpo_mcore.parallel.layers.vision import DeepstackLayer, features_of, spliced
 from grpo_mcore.parallel.logprobs import Cut, token_scores
 from grpo_mcore.parallel.platform import Platform, require
 from grpo_mcore.parallel.settings import transformer_config
@@ -54,17 +61,28 @@ Wanted = Literal["logprobs", "entropies", "divergences", "hidden"]
 """What a pass computes at the positions of trained tokens."""
 
 
+class ValueHead(torch.nn.Linear):
+    """An output layer with one output, in float32: [n, H] -> [n, 1]. Whole on every tensor-parallel rank."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return torch.nn.functional.linear(states.float(), self.weight.float())
+
+
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage returns token log-probs, computed in chunks, instead of logits."""
+    """GPTModel whose last stage returns token log-probs, computed in chunks, instead of logits; or, with a ValueHead,
+    the value before each token in their place."""
 
     logprob_temperature: float = 1.0
     logprob_cut: Cut | None = None
     logprob_chunk: int = 1024
     unpadded_vocab_size: int
+    has_tower: bool
     platform: Platform
     routers: RoutersOfChunk | None = None  # with routing replay
     teacher_head: Tensor | None = None  # this rank's rows of the teacher's output layer, [rows, its hidden size]
     teacher_vocab = 0
+    tower_features: Mapping[str, Tensor] | None = None  # by digest; None: no layer here takes any
+    _images: ImagesHere | None = None  # of this pass, for the embedding
     _wanted: Wanted = "logprobs"
     _batch: PackedBatch | None = None  # of this pass, for the divergence
     _loss: Any = None
@@ -91,6 +109,7 @@ class PolicyModel(GPTModel):
         # for tokens of other context-parallel ranks and are added up: every rank then computes the same loss, and gets
         # the gradient of its own tokens only. Summed over the ranks, the weights' gradients count each token once.
         index, self._places = computed_here(batch.shared, share, tokens.size(1))
+        self._images = self._images_here(batch, index)
         if index is not None:
             tokens, positions = take(tokens, index), take(positions, index)
             if routes is not None:
@@ -108,10 +127,38 @@ class PolicyModel(GPTModel):
             labels=batch.targets(),
             loss_mask=batch.next_token_counts(),
             packed_seq_params=describe_row(
-                batch.cu_seqlens, self.platform, share, group, positions=positions[0], shared=batch.shared, index=index
+                batch.cu_seqlens,
+                self.platform,
+                share,
+                group,
+                positions=positions[0],
+                shared=batch.shared,
+                index=index,
+                images=self._images,
             ),
         )
+        self._batch = self._loss = self._images = None
         return tensor_parallel.reduce_from_tensor_model_parallel_region(output, group) if self.post_process else output
+
+    def _images_here(self, batch: PackedBatch, index: Tensor | None) -> ImagesHere | None:
+        """Return the images of the tokens `index` (None: all) of a row, as this stage needs them."""
+        if (images := batch.images) is None:
+            return None
+        axes, feature = images.axes, images.feature
+        if index is not None:
+            axes, feature = take(axes, index), take(1 + feature[None], index)[0] - 1  # padding is no image
+        if self.config.sequence_parallel:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            feature = feature.chunk(self.config.tensor_model_parallel_size)[rank]
+        known = self.tower_features
+        return ImagesHere(axes, feature, None if known is None else features_of(images.images, known))
+
+    @property
+    def takes_features(self) -> bool:
+        """Whether this stage has the embedding or a layer of the deepstack, of a model with a tower."""
+        return self.has_tower and (
+            self.pre_process or any(isinstance(layer, DeepstackLayer) for layer in self.decoder.layers)
+        )
 
     def by_token(self, values: Tensor) -> Tensor:
         """Return values [k, t] of the tokens that this rank computes in this pass, with those of the other
@@ -122,18 +169,15 @@ class PolicyModel(GPTModel):
         torch.distributed.all_reduce(rows, group=parallel_state.get_context_parallel_group())
         return rows
 
-    def forget_pass(self) -> None:
-        """Drop what expert layers keep of their last pass: the router's weights. The graph behind them would hold each
-        layer's input and its gradient until the next pass."""
-        self._batch = self._loss = None
-        for layer in self.decoder.layers:
-            if isinstance(layer.mlp, MoELayer):
-                layer.mlp.token_dispatcher.probs = layer.mlp.token_dispatcher.local_probs = None
-
     def _postprocess(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        if self.config.sequence_parallel:
+        one_output = self.output_layer is not None and isinstance(self.output_layer, ValueHead)
+        if one_output:  # every tensor-parallel rank computes it, with the whole gradient
+            hidden = hidden_states
+            if self.config.sequence_parallel:
+                hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        elif self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
@@ -151,6 +195,9 @@ class PolicyModel(GPTModel):
         if self._wanted == "hidden":
             every = states.new_zeros(int(order[-1]) + 1, states.size(1))
             return every.index_copy(0, order.index_select(0, indices), states)
+        if one_output:
+            values = self.output_layer(states).T
+            return values.new_zeros(1, labels.size(1)).index_copy(1, indices, values)
         split: dict[str, Any] = {
             "group": parallel_state.get_tensor_model_parallel_group(),
             "vocab_start": parallel_state.get_tensor_model_parallel_rank() * weight.size(0),
@@ -205,7 +252,7 @@ def build_model(
     config.moe_enable_routing_replay = replay
     chunks = range(layout.virtual) if layout.virtual > 1 else (None,)
     with without_unfused_attention(config):
-        return [_build_chunk(shape, layout, config, chunk, settings.freeze_moe_router, platform) for chunk in chunks]
+        return [_build_chunk(shape, layout, config, chunk, settings, platform) for chunk in chunks]
 
 
 @contextlib.contextmanager
@@ -229,7 +276,7 @@ def _build_chunk(
     layout: PolicyLayout,
     config: TransformerConfig,
     chunk: int | None,
-    freeze_router: bool,
+    settings: MegatronConfig,
     platform: Platform,
 ) -> PolicyModel:
     model = PolicyModel(
@@ -252,20 +299,36 @@ def _build_chunk(
     if shape.yarn is not None and shape.rotary_fraction != 1.0:
         model.rotary_pos_emb = _yarn_of_a_part(shape, config)
     model.unpadded_vocab_size, model.platform = shape.vocab_size, platform
+    if model.post_process and shape.head == "value":
+        model.output_layer = ValueHead(shape.hidden_size, 1, bias=False, dtype=config.params_dtype)
     if model.position_embedding_type != "none" and not config.multi_latent_attention and not platform.fused_attention:
-        model.rotary_pos_emb = RotaryByPosition(model.rotary_pos_emb)
+        model.rotary_pos_emb = RotaryByPosition(model.rotary_pos_emb, shape.vision)
+    model.has_tower = shape.vision is not None
+    if model.pre_process and model.has_tower:
+        model.embedding.register_forward_hook(
+            lambda _, __, embedded: embedded if model._images is None else spliced(embedded, model._images)
+        )
     if model.pre_process and shape.embedding_scale != 1.0:
         scale = torch.tensor(shape.embedding_scale, dtype=config.params_dtype, device="cpu").item()
         model.embedding.register_forward_hook(lambda _, __, embedded: embedded * scale)
     if config.moe_enable_routing_replay:
         model.routers = RoutersOfChunk(model.decoder.layers)
+    in_float32 = {param.megatron for param in params_of(shape) if any(tensor.float32 for tensor in param.hf)}
+    frozen = frozen_parts(settings)
     for name, parameter in model.named_parameters():
+        if re.sub(r"(?<=layers\.)\d+", "{layer}", name) in in_float32:  # as the engine keeps it
+            parameter.data = parameter.data.float()
         if name.endswith("softmax_offset"):
             # TransformerEngine makes its sinks in float32: they would get a gradient buffer of their own, and another
             # dtype in checkpoints than without it. Its kernel reads them in float32 all the same.
             parameter.data = parameter.data.to(config.params_dtype)
-        if freeze_router and name.endswith(("mlp.router.weight", "mlp.router.bias")):
+        if any(part in name for part in frozen):
             parameter.requires_grad_(False)
+    for module in model.modules() if settings.gradient_accumulation_fusion else ():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            # TransformerEngine's products add a weight's gradient to its buffer. By Megatron-Core's setting its output
+            # layer, whose product we compute ourselves, would want APEX.
+            module.fuse_wgrad_accumulation = True
     return model
 
 
@@ -328,6 +391,8 @@ def block_spec(
     width = latent or shape.hidden_size
     kind: type[Experts] = GroupedExperts if config.moe_grouped_gemm else Experts
     how: dict[str, Any] = {"width": width}
+    if config.moe_grouped_gemm:
+        how["fused"] = platform.transformer_engine
     if shape.experts and shape.experts.clamp:
         kind, how["clamp"] = ClampedExperts, shape.experts.clamp
     experts = MoESubmodules(
@@ -351,7 +416,7 @@ def block_spec(
     def layer(index: int) -> ModuleSpec:
         network = ModuleSpec(module=MLP, submodules=mlp)
         if shape.is_expert_layer(index):
-            network = ModuleSpec(module=MoELayer, submodules=experts)
+            network = ModuleSpec(module=ExpertLayer, submodules=experts)
             if latent:
                 network = ModuleSpec(module=LatentMoELayer, params={"width": width}, submodules=experts)
         mixer = window_part if shape.window(index) else core_part
@@ -367,7 +432,10 @@ def block_spec(
         second = {"pre_mlp_layernorm": norm, "mlp": network, "mlp_bda": add}
         if block is not None:  # a hybrid model's layer is a mixer or a network, not both
             first, second = (first, {}) if block in (Block.MAMBA, Block.ATTENTION) else ({}, second)
-        return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**first, **second))
+        parts = TransformerLayerSubmodules(**first, **second)
+        if shape.vision is not None and index < shape.vision.deepstack:
+            return ModuleSpec(module=DeepstackLayer, params={"level": 1 + index}, submodules=parts)
+        return ModuleSpec(module=TransformerLayer, submodules=parts)
 
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)

@@ -1,7 +1,5 @@
 """Megatron-Core's optimizer and learning-rate schedule, from the recipe's values."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +7,13 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.nn import Module
 
@@ -101,8 +105,17 @@ def optimizer_config(policy: PolicyConfig, platform: Platform) -> OptimizerConfi
 def build_optimizer(
     chunks: list[DistributedDataParallel], policy: PolicyConfig, platform: Platform
 ) -> MegatronOptimizer:
-    """Build the distributed optimizer over the model chunks."""
-    optimizer = get_megatron_optimizer(optimizer_config(policy, platform), chunks, use_gloo_process_groups=False)
+    """Build the distributed optimizer over the model chunks.
+
+    Weights that a bfloat16 policy holds in float32 have groups of their own: Megatron-Core 0.16 puts those of a group
+    first, but looks up their state by their former places, and would save and load that of other weights.
+    """
+    config = optimizer_config(policy, platform)
+    in_float32 = ParamPredicate("float32", lambda weight: weight.dtype is torch.float32)
+    groups = get_standard_config_overrides(config)
+    if config.bf16:
+        groups[ParamKey(predicate=in_float32)] = {"number_format": "float32"}
+    optimizer = get_megatron_optimizer(config, chunks, config_overrides=groups, use_gloo_process_groups=False)
     if policy.megatron_cfg.optimizer.optimizer_cpu_offload:
         gc.collect()  # a first one over whole weights, in place of this rank's share, is a cycle with copies of them
     return optimizer

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -36,8 +38,8 @@ class Platform:
     """`mamba_ssm` and `causal_conv1d` compute Mamba2 mixers, in half precision."""
     delta_kernels: bool = False
     """`fla` (flash-linear-attention) and `causal_conv1d` compute Gated DeltaNet mixers, in half precision."""
-    gradient_kernel: bool = False
-    """APEX's kernel can add a product's weight gradient to the buffer."""
+    cudnn: int | None = None
+    """Version of cuDNN, 90200 for 9.2.0. None: unknown."""
     traced: bool = False
     """Nothing is computed: tensors have shapes only, and collectives return at once (tools/plan/trace.py)."""
 
@@ -84,6 +86,7 @@ class Platform:
             return cls("cpu")
         transformer_engine = _installed("transformer_engine")
         if transformer_engine:  # Megatron-Core imports it in any case
+            load_torchs_cudnn()
             require("transformer_engine.pytorch")
         return cls(
             "gpu",
@@ -91,8 +94,15 @@ class Platform:
             grouped_products=hasattr(torch, "_grouped_mm"),
             mamba_kernels=_installed(*MambaShape.gpu_packages),
             delta_kernels=_installed(*DeltaShape.gpu_packages),
-            gradient_kernel=_installed("fused_weight_gradient_mlp_cuda"),
+            cudnn=torch.backends.cudnn.version(),
         )
+
+
+def load_torchs_cudnn() -> None:
+    """Load the cuDNN that torch brought, as TransformerEngine does where it finds no other. It prefers the system's; an
+    older one there lacks kernels, and torch refuses to work beside it."""
+    for library in sorted((Path(torch.__file__).parents[1] / "nvidia" / "cudnn" / "lib").glob("libcudnn*.so.*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def require(module: str) -> None:

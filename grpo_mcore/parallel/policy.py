@@ -1,7 +1,5 @@
 """One rank of the policy: the same object in process, under torchrun and as a Ray actor."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random
@@ -23,7 +21,10 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import (
     adapter_shape,
     check_context_parallel,
+    check_images,
     check_settings,
+    frozen_parts,
+    is_trained,
     params_of,
     read_hf_config,
     shape_of,
@@ -81,6 +82,11 @@ class Policy:
     All ranks pass the same number of micro-batches.
     """
 
+    reads_images = False
+    tower: Any = None
+    """A FrozenTower, where samples may have images and a layer of this rank takes features; whoever makes micro-batches
+    lets it see their images first."""
+
     def __init__(
         self,
         config: PolicyConfig,
@@ -92,15 +98,20 @@ class Policy:
         platform: Platform | None = None,
         trains: bool = True,
         build_later: bool = False,
+        images: bool = False,
+        beside: bool = False,
     ) -> None:
         """`config.model_name` must be a local Hugging Face folder.
 
         `reference`: keep a copy of the initial weights for `reference_logprobs`. `platform`: detected if not given.
         `trains`: false for a teacher, whose weights stay as they are: it has neither gradients nor an optimizer.
-        `build_later`: take no memory, and join no mesh, before `build` is called. Raises what `build` raises.
+        `images`: samples may have images, so the model's tower is loaded.
+        `build_later`: take no memory, and join no mesh, before `build` is called. `beside`: share the mesh of another
+        model of this process with the same layout. Raises what `build` raises.
         """
         self.config, self.seed, self.platform = config, seed, platform or Platform.detect()
         self._address, self._timeout_s, self._keeps_reference, self._trains = address, timeout_s, reference, trains
+        self.reads_images, self._beside = images, beside
         if not build_later:
             self.build()
 
@@ -110,13 +121,17 @@ class Policy:
         config, seed, reference = self.config, self.seed, self._keeps_reference
         address, timeout_s = self._address, self._timeout_s
         self.layout = policy_layout(config.megatron_cfg, address.world_size)
-        self.shape = shape_of(read_hf_config(config.model_name, config.hf_config_overrides))
+        self.shape = shape_of(read_hf_config(config.model_name, config.hf_config_overrides), config.head)
         if findings := fits(self.layout, address.world_size, self.shape):
             raise LayoutError(*findings)
         check_settings(self.shape, config.megatron_cfg)
-        self.platform = replace(self.platform, own_attention=own_attention(config.sequence_packing))
+        if self.reads_images:
+            check_images(self.shape)
+        # TransformerEngine's attention takes no positions on three axes.
+        own = own_attention(config.sequence_packing) or self.reads_images
+        self.platform = replace(self.platform, own_attention=own)
         check_context_parallel(self.shape, self.layout.context, fused_attention=self.platform.fused_attention)
-        self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform)
+        self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform, beside=self._beside)
         try:
             self._build_on_mesh(config, seed, reference)
         except BaseException:
@@ -150,6 +165,8 @@ class Policy:
         self.weights = ShardedWeights(networks, self.shape, self.layout, self.here)
         if not self.platform.traced:
             self.weights.load_hf(config.model_name)
+        if self.reads_images:
+            self.tower = self._load_tower(networks)
         self.adapters = adapter_shape(megatron.peft)
         if self.adapters is not None:
             attach_adapters(networks, self.weights, self.adapters, megatron.peft.lora_A_init_method, seed)
@@ -173,6 +190,19 @@ class Policy:
         self._norm_by_sample = 0.0
         self.step_logprobs: list[Tensor] = []
         """Log-probs before the update of the last `train_step`'s micro-batches, [1, T] each; only on the last stage."""
+
+    def _load_tower(self, networks: Sequence[Any]) -> Any:
+        """Return the model's tower, None where no layer of this rank takes its features."""
+        from grpo_mcore.parallel.weights.tower import FrozenTower
+
+        takers = [network for network in networks if network.takes_features]
+        if not takers or self.platform.traced:
+            return None
+        assert self.shape.vision is not None
+        tower = FrozenTower(Path(self.config.model_name), self.shape.vision, self.dtype, self.device)
+        for network in takers:
+            network.tower_features = tower.features
+        return tower
 
     def _prepare_training(self, networks: Sequence[Any]) -> None:
         """Give the model gradients, an optimizer and a schedule."""
@@ -206,7 +236,8 @@ class Policy:
         return math.lcm(needed, self.config.make_sequence_length_divisible_by or 1)
 
     def logprobs(self, batches: Sequence[PackedBatch], *, dropout: bool = False) -> list[Tensor] | None:
-        """Return each trained token's log-prob under the current weights: one float32 [1, T] per micro-batch.
+        """Return each trained token's log-prob under the current weights: one float32 [1, T] per micro-batch; with a
+        value head the value of what comes before the token, in its place.
         `dropout`: apply the adapters' dropout of this step, as in `train_step`.
 
         The tensors are on this device. Element t belongs to token t; tokens that are not trained on have 0.
@@ -269,6 +300,11 @@ class Policy:
         )
         times.append(time.time())
         metrics = combine_metrics(outputs) if outputs else {}
+        if metrics and self.reads_images and self.shape.vision is not None:
+            sampled = (batch.targets()[batch.next_token_counts()] for batch in batches)
+            metrics["num_sampled_image_tokens"] = float(
+                sum((ids == self.shape.vision.image_token).sum() for ids in sampled)
+            )
         self.before_update()
         self._check_finite(batches, metrics)
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -344,6 +380,15 @@ class Policy:
                     stack.enter_context(chunk.module.adapters.dropping(rate, self.scheduler.num_steps))
             yield
 
+    def gather_over_data(self, values: Tensor) -> Tensor:
+        """Return `values` [k, n] of all data-parallel ranks side by side; n may differ between them."""
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_data_parallel_group()
+        parts: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(parts, values.cpu(), group)
+        return torch.cat(parts, dim=1)
+
     def advance_schedule(self) -> None:
         """Advance the learning-rate schedule by one step of the RL loop, however many optimizer steps it had."""
         self.scheduler.step(increment=1)
@@ -397,8 +442,6 @@ class Policy:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        for chunk in self.chunks:
-            _unwrap(chunk).forget_pass()
         return results[: len(batches)]
 
     def _fill_schedule(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
@@ -411,7 +454,7 @@ class Policy:
 
     def _common_lengths(self, batches: Sequence[PackedBatch]) -> Sequence[int | None]:
         """Return the row length of each micro-batch that all ranks pad to; None unless the dispatcher is allgather."""
-        if self.shape.experts is None or self.config.megatron_cfg.moe_token_dispatcher_type != "allgather":
+        if self.shape.experts is None or not self.config.megatron_cfg.gathers_tokens:
             return [None] * len(batches)
         multiple = self.layout.tensor if self.layout.sequence_parallel else 1
         lengths = torch.tensor(
@@ -510,10 +553,11 @@ class Policy:
         """Write the weights, and the tokenizer and template that trained, as a folder that transformers and vLLM load.
         Raises NonFiniteState on all ranks if a weight is not finite."""
         self.check_state("when they were to be exported; nothing was written", moments=False)
-        names = self.config.tokenizer
+        names, frozen = self.config.tokenizer, frozen_parts(self.config.megatron_cfg)
         self.weights.export_hf(
             folder,
             self.config.model_name,
+            is_trained=partial(is_trained, shape=self.adapters, frozen=frozen),
             overrides=self.config.hf_config_overrides,
             tokenizer=names.name or None,
             chat_template=names.chat_template,
@@ -564,17 +608,21 @@ class Policy:
         return with_optimizer
 
     def offload(self) -> None:
-        """Free device memory for a colocated engine: drop gradients, move the optimizer to the host. A model that does
-        not train moves its weights. Idempotent."""
+        """Free device memory for a colocated engine: drop gradients, and move the optimizer to the host if the recipe
+        does not keep it. A model that does not train moves its weights. Idempotent."""
         if self.platform.on_gpu and not self._offloaded:
             self._offloaded = True
             if self._trains:
                 for chunk in self.chunks:
                     chunk.offload_grad_buffers(empty_cache=False)
-                self._offload = self._offload or OptimizerOffload(self.optimizer, self.chunks, self.platform)
+                if self.config.offload_optimizer_for_generation:
+                    self._offload = self._offload or OptimizerOffload(self.optimizer, self.chunks, self.platform)
             else:
                 self._offload = self._offload or WeightsOffload(_parameters(self.chunks), self.platform)
-            self._offload.offload()
+            if self._offload is not None:
+                self._offload.offload()
+            if self.tower is not None:
+                self.tower.features.clear()
             # Cached memory is no other process's: engines on this device could not wake up beside it.
             shared = self.config.generation.colocated.enabled or not self._trains
             if shared or self.config.megatron_cfg.empty_unused_memory_level > 0:
@@ -582,11 +630,12 @@ class Policy:
 
     def onload(self) -> None:
         """Undo `offload`."""
-        if self._offloaded and self._offload is not None:
+        if self._offloaded:
             self._offloaded = False
             for chunk in self.chunks if self._trains else ():
                 chunk.restore_grad_buffers()
-            self._offload.onload(self.device)
+            if self._offload is not None:
+                self._offload.onload(self.device)
 
     def memory(self) -> dict[str, Any]:
         """Return the bytes of weights, gradients and optimizer during training; {} before the first step.

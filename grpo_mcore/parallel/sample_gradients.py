@@ -5,8 +5,6 @@ which are consecutive ones, are added in a binary tree over their numbers; the r
 tree. So two ranks add as one does: sums of two have no order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

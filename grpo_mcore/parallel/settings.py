@@ -1,7 +1,5 @@
 """Megatron-Core's settings for a model on a layout."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -35,7 +33,7 @@ def transformer_config(
     """Return Megatron-Core's settings for the whole model; all chunks of this rank share the object. Raises
     FamilyError if `model_overrides` has a field that is decided here or is none of OVERRIDES, or another value."""
     fused = platform.transformer_engine
-    by_all_gather = shape.experts is not None and settings.moe_token_dispatcher_type == "allgather"
+    by_all_gather = shape.experts is not None and settings.gathers_tokens
     values: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -77,9 +75,11 @@ def transformer_config(
         and not shape.biases,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # Megatron-Core's output layer wants APEX, also beside TransformerEngine's layers.
-        gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion and platform.gradient_kernel,
-        apply_rope_fusion=platform.fused_attention and settings.apply_rope_fusion and shape.latent is None,
+        # The fused kernel for packed rows has no argument for the factor of sine and cosine that YaRN has.
+        apply_rope_fusion=platform.fused_attention
+        and settings.apply_rope_fusion
+        and shape.latent is None
+        and shape.yarn is None,
         perform_initialization=False,
         use_cpu_initialization=not platform.on_gpu,
         calculate_per_token_loss=True,  # the loss is already normalised by global counts: Megatron-Core must not divide
@@ -195,7 +195,10 @@ def _expert_settings(
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
-        "moe_permute_fusion": platform.transformer_engine and settings.moe_permute_fusion,
+        # The fused kernel refuses a rank whose experts get no token, which all-to-all dispatching never asks it for.
+        "moe_permute_fusion": platform.transformer_engine
+        and settings.moe_permute_fusion
+        and not settings.gathers_tokens,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
     }

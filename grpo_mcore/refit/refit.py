@@ -3,8 +3,6 @@
 If a refit fails, all workers leave it together, on the old weights.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +12,7 @@ from enum import Enum
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 from grpo_mcore.base.clock import REAL, Clock
+from grpo_mcore.base.stopping import StopNow
 from grpo_mcore.refit.engine_side.receiver import RefitReceiver
 from grpo_mcore.refit.plan.delivery import engine_ranks, readers_by_node
 from grpo_mcore.refit.plan.parts import Seat, parts_of
@@ -419,7 +418,15 @@ class Refit:
         version = self._version
         commits = self._start(self._engines, RefitEngine.commit_refit)(version, recompute_kv)
         fallbacks: tuple[str, ...] = ()
-        for call, answer in zip(commits, self._wait(commits), strict=True):
+        answers = self._wait(commits)
+        for call, answer in zip(commits, answers, strict=True):
+            if answer["quantized"] != answers[0]["quantized"]:
+                ranks = zip(answer["quantized"], answers[0]["quantized"], strict=True)
+                layers = [path for ours, first in ranks for path in ours if ours[path] != first.get(path)]
+                raise RefitError(
+                    f"refit to weight version {version}: {call.worker.name} and {commits[0].worker.name} quantised the "
+                    f"same weights of {len(layers)} layers into different bytes, first {layers[0]}"
+                )
             if answer["version"] != version:
                 raise RefitError(f"{call.worker.name} committed weight version {answer['version']}, not {version}")
             if answer["fallbacks"]:
@@ -433,6 +440,9 @@ class Refit:
     def _or_abort(self) -> Iterator[None]:
         try:
             yield
+        except StopNow:  # the run ends, and whoever takes part with it: nobody is waited for
+            self._outstanding.clear()
+            raise
         except Exception as error:
             if self.state is RefitState.COMMITTED:
                 self._drain(error)
@@ -487,6 +497,8 @@ class Refit:
             self._outstanding.remove(call)
             try:
                 answers.append(call.future.result())
+            except StopNow:
+                raise
             except Exception as error:
                 self._note_late(call, error)
                 raise RefitError(f"{call.what} failed on {call.worker.name}: {error}") from error

@@ -4,8 +4,6 @@ Under context parallelism a rank has the queries of two chunks of every sequence
 values are gathered from the context-parallel ranks, and each chunk attends to its sequence up to its own end.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo_mcore.families import FamilyError
+from grpo_mcore.families import FamilyError, VisionShape
 from grpo_mcore.parallel.layers.packed_row import PackedRow
 from grpo_mcore.parallel.platform import Platform
 
@@ -166,9 +164,10 @@ class RotaryByPosition(torch.nn.Module):
     in every layer.
     """
 
-    def __init__(self, embedding: torch.nn.Module) -> None:
+    def __init__(self, embedding: torch.nn.Module, vision: VisionShape | None = None) -> None:
         super().__init__()
         self.embedding = embedding
+        self.axes = None if vision is None else axis_of_angles(vision)  # int64 [dim / 2]
 
     def get_rotary_seq_len(self, *arguments: Any) -> PackedRow:
         """Return the row, which comes last of Megatron-Core's arguments; the result is what `forward` gets."""
@@ -180,8 +179,22 @@ class RotaryByPosition(torch.nn.Module):
         # Megatron-Core keeps the tables of 32 lengths: powers of two, so that these are few.
         rotary = self.embedding(1 << (row.max_seqlen_q - 1).bit_length(), packed_seq=True)
         angles, *factor = rotary if isinstance(rotary, tuple) else (rotary,)
-        angles_of_row = angles[:, 0].index_select(0, row.positions)
+        if row.images is None or self.axes is None:
+            angles_of_row = angles[:, 0].index_select(0, row.positions)
+        else:
+            by_axis = torch.stack([angles[:, 0, 0].index_select(0, axis) for axis in row.images.axes])  # [3, t, dim]
+            axes = torch.cat([self.axes, self.axes]).to(by_axis.device).expand(1, by_axis.size(1), -1)
+            angles_of_row = by_axis.gather(0, axes)[0, :, None]
         return (angles_of_row, *factor) if factor else angles_of_row
+
+
+def axis_of_angles(vision: VisionShape) -> Tensor:
+    """Return int64 [dim / 2]: the axis (0 time, 1 row, 2 column) whose position turns each of a head's angles."""
+    if not vision.rotary_interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(vision.rotary_sections))
+    angle = torch.arange(sum(vision.rotary_sections))
+    axis = angle % 3
+    return torch.where(angle < 3 * torch.tensor(vision.rotary_sections)[axis], axis, 0)
 
 
 class WindowAttention(SelfAttention):

@@ -5,8 +5,6 @@ causal attention costs every rank the same (the "zigzag" of Llama 3, arXiv 2407.
 the order of chunks are those that Megatron-Core's rotary embedding and TransformerEngine's attention assume.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,5 +94,5 @@ def computed_here(
 
 
 def take(row: Tensor, index: Tensor) -> Tensor:
-    """Select tokens of a per-token row: [1, T] -> [1, t]; 0 where the index is T."""
-    return torch.cat([row[0], row.new_zeros(1)]).index_select(0, index)[None]
+    """Select tokens of per-token rows: [k, T] -> [k, t]; 0 where the index is T."""
+    return torch.cat([row, row.new_zeros(len(row), 1)], 1).index_select(1, index)

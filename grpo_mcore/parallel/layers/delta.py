@@ -4,8 +4,6 @@ In plain PyTorch, or with the kernels of `fla` and `causal_conv1d`; the paramete
 parallelism every rank scans whole sequences and keeps its own tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any

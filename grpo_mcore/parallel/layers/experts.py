@@ -2,12 +2,11 @@
 distributed), or on a projection of the hidden states.
 
 With grouped products the parameters are those of Megatron-Core's SequentialMLP, one matrix per expert, so that
-checkpoints, refit and Hugging Face's names do not depend on which of the two computes.
+checkpoints, refit and Hugging Face's names do not depend on what computes.
 """
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,13 +16,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from grpo_mcore.families import ModelShape, adapter_shape, adapters_of, params_of
+from grpo_mcore.families import ModelShape, adapter_shape, grouped_experts
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.layers.attention import WholeLinear
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig
-
-ALIGNED = 16  # bytes: the kernel reads rows of matrices through descriptors that need it
 
 
 class Experts(SequentialMLP):
@@ -45,9 +42,19 @@ class OneExpertRouter(TopKRouter):
         return factor * routing_map.to(probs.dtype) + 0.0 * probs, routing_map
 
 
-class LatentMoELayer(MoELayer):
-    """MoELayer whose experts compute on a projection of the hidden states of `width`; router and shared expert take the
-    hidden states themselves. (Megatron-Core's own `moe_latent_size` needs TransformerEngine's grouped experts.)"""
+class ExpertLayer(MoELayer):
+    """MoELayer that lets go of its router's weights. Megatron-Core's keeps them until the next pass, and with them the
+    graph that they come from: the layer's input and its gradient."""
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        result = super().postprocess(output, shared_expert_output)
+        self.token_dispatcher.probs = self.token_dispatcher.local_probs = None
+        return result
+
+
+class LatentMoELayer(ExpertLayer):
+    """ExpertLayer whose experts compute on a projection of the hidden states of `width`; router and shared expert take
+    the hidden states themselves. (Megatron-Core's own `moe_latent_size` needs TransformerEngine's grouped experts.)"""
 
     def __init__(self, config: TransformerConfig, *args: Any, width: int, **how: Any) -> None:
         super().__init__(config, *args, **how)
@@ -91,29 +98,41 @@ class ClampedExperts(Experts):
 
 
 class GroupedExperts(Experts):
-    """Experts that are computed together, without a host synchronisation."""
+    """Experts that are computed together, without a host synchronisation. `fused`: by TransformerEngine."""
+
+    def __init__(self, *args: Any, fused: bool, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.fused = fused
+        self.fuse_wgrad_accumulation = False  # as of TransformerEngine's own layers
+
+    def _product(self, rows: Tensor, sizes: Tensor, layer: str) -> Tensor:
+        """Return rows [T, K], sizes[i] (int64, on the host) of each expert, times its weight of `layer`: [T, N]."""
+        weights = [getattr(expert, layer).weight for expert in self.local_experts]
+        if self.fused:
+            return FusedGroupedLinear.apply(rows, sizes.tolist(), self.fuse_wgrad_accumulation, *weights)
+        ends = sizes.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        return GroupedLinear.apply(rows, ends, *weights)
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
         """Return the experts' outputs [T, H] for tokens [T, H] sorted by expert, each scaled by its probability."""
         rows, config = permuted_local_hidden_states, self.config
-        ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        hidden = GroupedLinear.apply(rows, ends, *[expert.linear_fc1.weight for expert in self.local_experts])
+        hidden = self._product(rows, tokens_per_expert, "linear_fc1")
         if config.gated_linear_unit:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = config.activation_func(gate) * up
         else:
             hidden = config.activation_func(hidden)
         hidden = (hidden * permuted_probs.unsqueeze(-1)).to(rows.dtype)
-        return GroupedLinear.apply(hidden, ends, *[expert.linear_fc2.weight for expert in self.local_experts]), None
+        return self._product(hidden, tokens_per_expert, "linear_fc2"), None
 
 
 class GroupedLinear(torch.autograd.Function):
     """x [T, K] times weights [N, K], one for each consecutive group of rows: [T, N]. Accumulates in float32.
 
-    The kernel wants the weights in one tensor. They are copied into one in forward and again in backward, where keeping
-    the copy would cost the experts' memory once more in every layer: 20 MB an expert take 16 microseconds on an H100.
+    torch's kernel wants the weights in one tensor. They are copied into one in forward and again in backward, where
+    keeping the copy would cost the experts' memory once more in every layer.
     """
 
     @staticmethod
@@ -140,17 +159,58 @@ class GroupedLinear(torch.autograd.Function):
         return of_x, None, *of_weights
 
 
+class FusedGroupedLinear(torch.autograd.Function):
+    """GroupedLinear by TransformerEngine's products, which take the weights where they are and can add their gradients
+    to their buffers in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], accumulates: bool, *weights: Tensor) -> Tensor:
+        """`sizes`: rows of each group. `accumulates`: add the weights' gradients to their `main_grad`."""
+        ctx.save_for_backward(x)
+        ctx.weights, ctx.sizes, ctx.accumulates = weights, sizes, accumulates
+        out = x.new_empty(len(x), weights[0].size(0))
+        _grouped(weights, x.split(sizes), [out], m_splits=sizes)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (x,), weights, sizes = ctx.saved_tensors, ctx.weights, ctx.sizes
+        above = gradients[0].contiguous()
+        of_x: Tensor | None = None
+        of_weights: Sequence[Tensor | None] = [None] * len(weights)
+        if ctx.needs_input_grad[0]:
+            of_x = torch.empty_like(x)
+            _grouped(weights, above.split(sizes), [of_x], layout="NN", m_splits=sizes, grad=True)
+        if any(ctx.needs_input_grad[3:]):
+            # With accumulation nobody reads them: they tell Megatron-Core that the backward pass has come this far.
+            of_weights = [torch.empty_like(weight) for weight in weights]
+            targets = [weight.main_grad for weight in weights] if ctx.accumulates else of_weights
+            rows = {"m_splits": sizes, "layout": "NT", "grad": True, "accumulate": ctx.accumulates}
+            _grouped(x.split(sizes), above.split(sizes), targets, single_output=False, **rows)
+            for weight in weights if ctx.accumulates else ():
+                weight.grad_added_to_main_grad = True
+        return of_x, None, None, *of_weights
+
+
+def _grouped(
+    left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Any], *, single_output: bool = True, **how: Any
+) -> None:
+    """Fill `out` with the products of the pairs of matrices, in cuBLAS's order of the two."""
+    from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
+
+    if any(map(len, right)):  # without a row there is no product
+        pairs, nothing = (list(left), list(right), list(out)), [None] * len(left)
+        general_grouped_gemm(*pairs, nothing, left[0].dtype, single_output=single_output, **how)
+    elif not how.get("accumulate"):
+        for tensor in out:
+            tensor.zero_()
+
+
 def computes_in_groups(
     shape: ModelShape, layout: PolicyLayout, settings: MegatronConfig, dtype: torch.dtype, platform: Platform
 ) -> bool:
-    """Whether the experts are computed as grouped products: the recipe asks for it and the kernel takes them.
-
-    It takes bfloat16 with rows of a multiple of 16 bytes. Adapters on experts need their linear layers one by one.
-    """
-    if shape.experts is None or shape.biases or not (platform.grouped_products and settings.moe_grouped_gemm):
+    """Whether the experts are computed as grouped products: the recipe asks for it and the kernel takes them."""
+    if not (platform.grouped_products and settings.moe_grouped_gemm):
         return False
-    widths = (shape.experts.latent_size or shape.hidden_size, shape.experts.ffn_hidden_size // layout.expert_tensor)
-    aligned = all(width * dtype.itemsize % ALIGNED == 0 for width in widths)
-    adapters = adapter_shape(settings.peft)
-    adapted = adapters_of(params_of(shape), adapters) if adapters else {}
-    return dtype == torch.bfloat16 and aligned and all(param.expert is None for param in adapted)
+    element = 2 if dtype is torch.bfloat16 else 4
+    return grouped_experts(shape, layout.expert_tensor, element, adapter_shape(settings.peft))

@@ -4,8 +4,6 @@ In plain PyTorch, or with the kernels of `mamba_ssm` and `causal_conv1d`; the pa
 parallelism every rank scans whole sequences and keeps its own tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What the layers need to know of a packed row: where its sequences are, and the indices to gather them by, made once
 per row."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +14,14 @@ from torch.distributed import ProcessGroup
 from grpo_mcore.batching.shared_prefixes import SharedPrefixes
 from grpo_mcore.parallel.layers.context import ContextShare
 from grpo_mcore.parallel.platform import Platform
+
+
+class ImagesHere(NamedTuple):
+    """The images of the tokens that a rank computes."""
+
+    axes: Tensor  # int64 [3, t], as in RowImages
+    feature: Tensor  # int64: of the tokens whose hidden states this rank has, its part of t under sequence parallelism
+    features: Tensor | None  # [features, 1 + levels of the deepstack, hidden size]; None: no layer here takes any
 
 
 class Span(NamedTuple):
@@ -75,6 +81,7 @@ class PackedRow(PackedSeqParams):
     """With shared prefixes: index of each token of the row among the tokens that all ranks computed, int64 [T]; index
     in the row of each token of this rank, int64 [t]."""
     spans: tuple[Tensor, Tensor, Tensor, int, int] | None = None  # on GPU, see _kernel_spans
+    images: ImagesHere | None = None  # None: all tokens are text
     chunks: Chunks | None = None  # made by the first layer that needs them
 
 
@@ -87,6 +94,7 @@ def describe_row(
     positions: Tensor | None = None,
     shared: SharedPrefixes | None = None,
     index: Tensor | None = None,
+    images: ImagesHere | None = None,
 ) -> PackedRow:
     """Describe a row with these cumulative lengths (int32 [n + 1]), or this rank's share of it.
 
@@ -106,6 +114,7 @@ def describe_row(
         ends=cu_seqlens,
         lengths=lengths,
         positions=positions,
+        images=images,
     )
     if platform.fused_attention:
         row.cu_seqlens_q = row.cu_seqlens_kv = cu_seqlens

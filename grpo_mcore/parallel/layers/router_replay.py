@@ -1,8 +1,6 @@
 """Routing replay (R3, arXiv 2510.11370) by Megatron-Core's `RouterReplay`: each token goes to the experts that
 the engine chose for it, weighted by the policy's own router."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn

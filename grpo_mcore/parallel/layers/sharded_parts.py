@@ -1,7 +1,5 @@
 """Parameters made of several blocks of rows, in a distributed checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Only the adapters are trained. An export writes the merged weights or the adapters, and a refit sends either.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import zlib
@@ -42,6 +40,8 @@ def attach_adapters(chunks: Sequence[Any], weights: ShardedWeights, shape: Adapt
     for chunk in chunks:
         chunk.requires_grad_(False)
         chunk.adapters = Adapters(weights.layout, weights.here)
+        if chunk.post_process and weights.shape.head == "value":  # it begins at 0, which would stop every gradient
+            chunk.output_layer.requires_grad_(True)
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(_start_gradient)
     for name, (param, tensor) in zip(weights.names, weights.local, strict=True):

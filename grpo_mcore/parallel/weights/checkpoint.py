@@ -1,7 +1,5 @@
 """A policy's checkpoint: weights, optimizer and schedule by Megatron-Core's distributed checkpointing, RNG by rank."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -48,18 +46,19 @@ class BackgroundSave:
     """
 
     def __init__(self) -> None:
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         self._calls = AsyncCallsQueue()
         self._undigested: Path | None = None  # folder of which the digests are not complete
-        filesystem_async._results_queue = _ResultFile()
+        self._results = _ResultFile()
 
     def start(self, policy: Any, folder: Path, optimizer: bool) -> None:
         """Start writing; training may continue on return. `optimizer`: write its state too. Raises SaveError on all
         ranks if one cannot write."""
         from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+        filesystem_async._results_queue = self._results  # of this save: a critic's may be under way too
         if torch.distributed.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
@@ -137,7 +136,8 @@ def _write_ignoring_signals(write: Callable[..., None], folder: Path, *args: Any
 
 def _without_part(folder: Path) -> list[str]:
     """Return the names of the files that are not the part of one rank."""
-    return [path.name for path in folder.iterdir() if not (path.name.startswith("__") or path.match(PART))]
+    files = (path for path in folder.iterdir() if path.is_file())  # a critic's folder is inside the policy's
+    return [path.name for path in files if not (path.name.startswith("__") or path.match(PART))]
 
 
 @contextlib.contextmanager
@@ -175,12 +175,12 @@ def load_checkpoint(policy: Any, folder: Path) -> bool:
     saved, current = saved | common["shape"], _plain_shape(policy)
     if different := {
         key: (saved.get(key), current.get(key))
-        for key in (saved | current).keys() - {"carried"}  # what exports copy beside the weights
+        for key in (saved | current).keys() - {"carried", "vision"}  # what exports copy beside the weights
         if (saved.get(key) or None) != (current.get(key) or None)
     }:
         raise CheckpointError(f"{folder} holds another model; (saved, present) values: {different}")
     parts = common.get("optimizer_parts")
-    if parts is not None and parts != (present := _optimizer_parts(policy)):
+    if parts is not None and parts != (present := policy.layout.optimizer_parts()):
         raise CheckpointError(
             f"{folder} holds the optimizer in the parts of another layout: {parts}, here {present}. Resume it on its "
             "own layout; only the data- and context-parallel sizes may differ. Checkpoints that are written with "
@@ -314,21 +314,7 @@ def _optimizer_state(policy: Any, state: dict[str, Any], *, loading: bool, in_pa
             optimizer[index] = part.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
             if in_parts:  # the names of parts do not tell the two apart
                 add_prefix_for_sharding(optimizer[index], f"chained_{index}.")
-    return {"optimizer": optimizer, "optimizer_parts": _optimizer_parts(policy) if in_parts else None}
-
-
-def _optimizer_parts(policy: Any) -> dict[str, Any]:
-    """Return what decides which values a model-parallel rank's optimizer holds, and in which order."""
-    layout, megatron = policy.layout, policy.config.megatron_cfg
-    return {
-        "tensor": layout.tensor,
-        "pipeline": layout.pipeline,
-        "virtual": layout.virtual,
-        "expert": layout.expert,
-        "expert_tensor": layout.expert_tensor,
-        "first_stage": megatron.num_layers_in_first_pipeline_stage,
-        "last_stage": megatron.num_layers_in_last_pipeline_stage,
-    }
+    return {"optimizer": optimizer, "optimizer_parts": policy.layout.optimizer_parts() if in_parts else None}
 
 
 def _plain_shape(policy: Any) -> dict[str, Any]:

@@ -4,11 +4,10 @@ The network is built without memory for its weights. It only says where each par
 values are read for one safetensors file at a time, so memory holds at most the weights of the largest file, twice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
+import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -23,12 +22,22 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from grpo_mcore.base import processes
-from grpo_mcore.families import AdapterShape, ModelShape, Param, adapter_shape, pieces, read_hf_config, shape_of
+from grpo_mcore.families import (
+    AdapterShape,
+    ModelShape,
+    Param,
+    adapter_shape,
+    frozen_parts,
+    is_trained,
+    pieces,
+    read_hf_config,
+    shape_of,
+)
 from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel.finite import all_finite
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.parallel.weights.hf_folder import SHARD_BYTES, HfFolderWriter, copy_tokenizer, index_of
+from grpo_mcore.parallel.weights.hf_folder import SHARD_BYTES, Formats, HfFolderWriter, copy_tokenizer, index_of
 from grpo_mcore.recipe import MegatronConfig, PolicyConfig
 
 ONE_RANK = PolicyLayout(1, 1, 1)
@@ -67,8 +76,10 @@ def export_merged(
     if it is another one; its template is that of `config`. Raises ExportError if a tensor is missing or unreadable.
     """
     with one_rank():
-        reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source, config.hf_config_overrides)))
-        writer = HfFolderWriter(target, reader.shape, reader.dtype, shard_bytes)
+        reader = CheckpointReader(checkpoint, config, _shape(source, config))
+        trained = partial(is_trained, shape=reader.adapters, frozen=frozen_parts(config.megatron_cfg))
+        formats = Formats.of(reader.dtype, source, reader.shape, trained)
+        writer = HfFolderWriter(target, reader.shape, formats, shard_bytes)
         template, values = config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs or {}
         writer.create(source, tokenizer, config.hf_config_overrides, template, values)
         for name, params in writer.files.items():
@@ -82,13 +93,15 @@ def export_adapter(
     template that trained.
 
     `base`: the name of the model that the adapters belong to; the others as in `export_merged`. Raises ExportError if
-    there are none, if one belongs to an expert of a family for which PEFT has no place for it, if one is not finite, or
-    if a tensor is missing.
+    there are none, if a head was trained beside them, if one belongs to an expert of a family for which PEFT has no
+    place for it, if one is not finite, or if a tensor is missing.
     """
     from safetensors.torch import save_file
 
+    if config.head == "value":
+        raise ExportError("the head of one output was trained beside the adapters: export the whole, without --adapter")
     with one_rank():
-        reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source, config.hf_config_overrides)))
+        reader = CheckpointReader(checkpoint, config, _shape(source, config))
         tensors = reader.peft_tensors()
     assert reader.adapters is not None
     if broken := [name for name, tensor in tensors.items() if not all_finite([tensor])]:
@@ -115,14 +128,21 @@ def export_adapter(
     (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
+def _shape(source: Path, config: PolicyConfig) -> ModelShape:
+    return shape_of(read_hf_config(source, config.hf_config_overrides), config.head)
+
+
 def _stacked_by_peft(shape: ModelShape) -> bool:
-    """Return whether PEFT makes adapters of stacks of those of single experts: not for GPT-OSS, Nemotron-H, Qwen3.5."""
+    """Return whether PEFT makes adapters of stacks of those of single experts: not for GPT-OSS, Nemotron-H, Qwen3.5 and
+    Qwen3-VL."""
     of_qwen3_5 = shape.delta is not None and not shape.delta.inputs_by_head
-    return shape.family not in ("gpt_oss", "nemotron_h") and not of_qwen3_5
+    return shape.family not in ("gpt_oss", "nemotron_h") and not (of_qwen3_5 or shape.stacked_experts)
 
 
-def _module_name(name: str) -> str:
+def module_name(name: str, shape: ModelShape) -> str:
     """Return the name that transformers has for a module whose weights have this name in a checkpoint."""
+    if shape.vision is not None and shape.root == "model":  # Qwen2.5-VL
+        return re.sub(r"^model\.", "model.language_model.", name)
     root = next((root for root in MODULE_ROOTS if name.startswith(root)), "")
     return MODULE_ROOTS.get(root, "") + name.removeprefix(root)
 
@@ -203,7 +223,7 @@ class CheckpointReader:
         tensors = {}
         for adapter, down, up in self._additions.values():
             for piece in pieces(adapter.up, self.shape, 0, 1):
-                layer = PEFT_PREFIX + _module_name(piece.hf.removesuffix(".weight.up"))
+                layer = PEFT_PREFIX + module_name(piece.hf.removesuffix(".weight.up"), self.shape)
                 if f"{layer}.lora_B.weight" not in tensors:
                     tensor = next(tensor for tensor in adapter.up.hf if tensor.name == piece.hf)
                     tensors[f"{layer}.lora_A.weight"] = values[down].clone()

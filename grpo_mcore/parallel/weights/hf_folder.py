@@ -1,18 +1,16 @@
 """A model's folder in Hugging Face's format: read slice by slice, and written file by file, by one process or by all
 ranks of a mesh together."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -20,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mcore.families import (
+    VALUE_HEAD,
     Box,
     HfTensor,
     ModelShape,
@@ -29,10 +28,10 @@ from grpo_mcore.families import (
     with_overrides,
 )
 from grpo_mcore.parallel.finite import all_finite
-from grpo_mcore.rollout.tokenizer_file import as_written
+from grpo_mcore.rollout.tokenizer_file import NAMED_TEMPLATES, as_written, tokenizer_folder
 from grpo_mcore.rollout.turn_end import turn_ends
 
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 SHARD_BYTES = 2 << 30
 CHUNK_BYTES = 64 << 20
 """Bytes that are read at a time where two stored tensors are compared."""
@@ -67,9 +66,6 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 """Files that are the tokenizer's: an export has those of the tokenizer that trained, and no others."""
-
-NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder of a tokenizer with further templates."""
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 """Names of `HfTensor`s with a stack."""
@@ -175,6 +171,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         if size < end:
             raise ValueError(f"it has {size:,} bytes, its header says {end:,}: it is cut off")
         return {name: StoredTensor(path, tuple(entry["shape"]), str(entry["dtype"])) for name, entry in header.items()}
+    except PermissionError as error:
+        raise WeightsError(f"policy.model_name: {path} cannot be read by this user: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise WeightsError(
             f"policy.model_name: {path} is no whole safetensors file: {error}; copy or download it again"
@@ -207,6 +205,9 @@ def check_weights(folder: Path, shape: ModelShape, *, required: bool = True) -> 
     for param in params_of(shape):
         for tensor in param.hf:
             name, expected = _place_of(tensor, param, tensors)
+            if name not in tensors and name == VALUE_HEAD:  # a language model's: a critic's head starts at 0
+                read |= {other for other in tensors if other.endswith("lm_head.weight")}
+                continue
             if name not in tensors:
                 missing += [tensor.name] if tensor.name not in missing else []
                 continue
@@ -308,7 +309,8 @@ class SafetensorsFolder:
         self.folder = folder
         files: dict[Path, Any] = {}
         self.where: dict[str, Any] = {}
-        for name, tensor in stored_tensors(folder).items():
+        self.stored = stored_tensors(folder)
+        for name, tensor in self.stored.items():
             if tensor.file not in files:
                 files[tensor.file] = safe_open(tensor.file, framework="pt")
             self.where[name] = files[tensor.file]
@@ -344,17 +346,57 @@ def _in_stack(name: str) -> tuple[str, int, int] | None:
     return f"{match[1]}.{stack}", int(match[2]), int(match[3] == "up")
 
 
+@dataclass(frozen=True)
+class Formats:
+    """The number formats of an export's tensors: `dtype`, but for those that are always float32 and those that training
+    did not change, of which `reader` has the values and `untouched` the formats, by name in the export."""
+
+    dtype: torch.dtype
+    untouched: Mapping[str, torch.dtype] = field(default_factory=dict)
+    reader: SafetensorsFolder | None = None
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, source: Path, shape: ModelShape, is_trained: Callable[[Param], bool]) -> Self:
+        """Return the formats of an export of a model that training started from. If `source` holds no weights, what
+        training did not change is written as the policy holds it. Raises WeightsError where there is no `source`."""
+        if not source.is_dir():
+            raise WeightsError(
+                f"policy.model_name: the folder {source} is gone, whose config and tokenizer are needed: put it back, "
+                "or give a copy of it to `grpo-mcore export CHECKPOINT --model FOLDER`"
+            )
+        if not any(path.name.endswith(".safetensors") for path in source.iterdir()):
+            return cls(dtype)
+        reader, by_name = SafetensorsFolder(source), {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+        found: dict[str, set[torch.dtype | None]] = {}
+        for param in params_of(shape):
+            for tensor in param.hf:
+                stored = reader.stored.get(_place_of(tensor, param, reader.stored)[0])  # None: a head that began at 0
+                kept = None if is_trained(param) or stored is None else by_name[stored.dtype]
+                found.setdefault(tensor.stored.name, set()).add(kept)
+        untouched = {name: formats.pop() for name, formats in found.items() if len(formats) == 1}
+        return cls(dtype, {name: kept for name, kept in untouched.items() if kept is not None}, reader)
+
+    def __getitem__(self, tensor: HfTensor) -> torch.dtype:
+        always = torch.float32 if tensor.float32 else self.dtype
+        return self.untouched.get(tensor.name, always)
+
+    def nbytes(self, tensor: HfTensor) -> int:
+        return tensor.numel * self[tensor].itemsize
+
+
 class HfFolderWriter:
     """Writes a model's weights into `folder`, with the other files of `source`.
 
     `files`: the parameters of each safetensors file, in the order of the forward pass. One process calls `create`,
-    then every process writes its slices.
+    then every process writes its slices. `formats`: a dtype stands for a model of which every tensor was trained.
     """
 
-    def __init__(self, folder: Path, shape: ModelShape, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> None:
-        self.folder, self.dtype = folder, dtype
-        self.files, self._carried = plan_files(shape, dtype, shard_bytes), shape.carried
-        self._vocab_size = shape.vocab_size
+    def __init__(
+        self, folder: Path, shape: ModelShape, formats: torch.dtype | Formats, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        self.folder, self.formats = folder, Formats(formats) if isinstance(formats, torch.dtype) else formats
+        self.files, self._carried = plan_files(shape, self.formats, shard_bytes), shape.carried
+        self._vocab_size, self._head = shape.vocab_size, shape.head
 
     def create(
         self,
@@ -376,18 +418,20 @@ class HfFolderWriter:
             is_written = path.name.endswith(NOT_COPIED) or path.name in TOKENIZER_FILES or path.name == ADAPTER
             if path.is_file() and not is_written:
                 shutil.copyfile(path, self.folder / path.name)  # without its mode: some are changed afterwards
-        _write_config(self.folder / "config.json", self.dtype, overrides)
+        _write_config(self.folder / "config.json", self.formats.dtype, overrides)
+        if self._head == "value":
+            _write_classifier(self.folder / "config.json")
         of_model = tokenizer is None or Path(tokenizer) == source
         trained = copy_tokenizer(self.folder, source, tokenizer, chat_template, template_kwargs)
         if trained is not None:
-            _write_tokens(self.folder, trained, of_model, self._vocab_size)
+            _write_tokens(self.folder, trained, of_model, self._vocab_size, classifies=self._head == "value")
         for name, params in self.files.items():
-            _create_file(self.folder / name, tensors_of(params), self.dtype)
+            _create_file(self.folder / name, tensors_of(params), self.formats)
         carried = self._carry(source)
         if len(self.files) > 1 or self._carried:
             tensors = {name: tensors_of(params) for name, params in self.files.items()}
             where = {tensor.name: name for name, of_file in tensors.items() for tensor in of_file}
-            size = sum(_nbytes(tensor, self.dtype) for of_file in tensors.values() for tensor in of_file)
+            size = sum(self.formats.nbytes(tensor) for of_file in tensors.values() for tensor in of_file)
             size += sum(tensor.nbytes for tensor in carried.values())
             where |= dict.fromkeys(carried, CARRIED)
             index = {"metadata": {"total_size": size}, "weight_map": where}
@@ -415,12 +459,15 @@ class HfFolderWriter:
         return carried
 
     def write(self, name: str, slices: Iterable[tuple[str, Box, Tensor]]) -> None:
-        """Write slices of tensors of file `name` in place."""
-        targets = _map_file(self.folder / name, tensors_of(self.files[name]), self.dtype)
+        """Write slices of tensors of file `name` in place, with the source's values where training changed nothing."""
+        targets, stored = _map_file(self.folder / name, tensors_of(self.files[name]), self.formats), dict[str, str]()
         for tensor in (tensor for param in self.files[name] for tensor in param.hf):
+            stored[tensor.name] = tensor.stored.name
             if tensor.stack is not None:
                 targets[tensor.name] = _transposed(targets[tensor.stored.name][tensor.stack[0]])
         for hf_name, box, values in slices:
+            if self.formats.reader is not None and stored[hf_name] in self.formats.untouched:
+                values = self.formats.reader.read(hf_name, box)
             if not all_finite([values]):
                 raise WeightsError(f"{hf_name} holds NaN or infinite values: such a model is not exported")
             targets[hf_name][index_of(box)].copy_(values)
@@ -436,7 +483,7 @@ def put_in_place(partial: Path, folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def plan_files(shape: ModelShape, dtype: torch.dtype, shard_bytes: int) -> dict[str, list[Param]]:
+def plan_files(shape: ModelShape, formats: Formats, shard_bytes: int) -> dict[str, list[Param]]:
     """Assign the model's parameters, in order, to files of at most `shard_bytes`, unless one parameter, or a layer's
     stacks of experts, are larger. The tensors of one parameter are in one file."""
     groups: list[list[Param]] = [[]]
@@ -444,7 +491,7 @@ def plan_files(shape: ModelShape, dtype: torch.dtype, shard_bytes: int) -> dict[
     for param in params_of(shape):
         if param.copy:
             continue
-        more = sum(_nbytes(tensor, dtype) for tensor in param.hf)
+        more = sum(formats.nbytes(tensor) for tensor in param.hf)
         within = bool(groups[-1] and groups[-1][-1].hf[0].stack and param.hf[0].stack)  # one file has a layer's stacks
         if size and size + more > shard_bytes and not within:
             groups.append([])
@@ -485,9 +532,33 @@ def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) 
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_tokens(folder: Path, tokenizer: Any, own: bool, vocab_size: int) -> None:
+def classifier_name(config: Mapping[str, Any]) -> str:
+    """Return transformers' class of sequence classifiers for a model's config.json. Raises WeightsError if the model's
+    family has none there."""
+    import transformers
+
+    name = str((config.get("architectures") or [""])[0])
+    wanted = re.sub("For(CausalLM|ConditionalGeneration|TokenClassification)$", "ForSequenceClassification", name)
+    if not wanted.endswith("ForSequenceClassification") or not hasattr(transformers, wanted):
+        raise WeightsError(
+            f"transformers has no sequence classifier for {name or 'a model without architectures'}, and a model with "
+            "a head of one output is exported as one: its critic can be trained, but not exported, and no reward model"
+        )
+    return wanted
+
+
+def _write_classifier(path: Path) -> None:
+    """Make config.json describe a sequence classifier with one label. As a token classifier it loads too."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    changed = {"architectures": [classifier_name(config)], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    config.pop("auto_map", None)
+    path.write_text(json.dumps(config | changed, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tokens(folder: Path, tokenizer: Any, own: bool, vocab_size: int, *, classifies: bool = False) -> None:
     """Let config and generation settings name the tokens that end the answers of the tokenizer that trained, and its
-    padding token if the model has that. `own`: the tokenizer is the model's."""
+    padding token if the model has that. `own`: the tokenizer is the model's. A classifier gets no padding token by
+    which the template ends a conversation: transformers reads the score at the last token that is no padding."""
     settings_path = folder / "generation_config.json"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = (
@@ -498,9 +569,12 @@ def _write_tokens(folder: Path, tokenizer: Any, own: bool, vocab_size: int) -> N
     inner = config.get("text_config", {}) if "eos_token_id" not in config else config
     known = [*_as_list(settings.get("eos_token_id")), *_as_list(inner.get("eos_token_id"))] if own else []
     ends = list(dict.fromkeys([end for end in (*turn_ends(tokenizer).stop_ids, *known) if end is not None]))
-    changed = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
+    changed: dict[str, Any] = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < vocab_size:  # transformers refuses others
         changed["pad_token_id"] = tokenizer.pad_token_id
+    last = tokenizer(turn_ends(tokenizer).behind, add_special_tokens=False)["input_ids"][-1:]
+    if classifies and last == [changed.get("pad_token_id", inner.get("pad_token_id"))]:
+        changed["pad_token_id"] = None
     for target in (settings, *([config["text_config"]] if "text_config" in config else []), config):
         target.update(changed)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -527,13 +601,13 @@ def copy_tokenizer(
     if is_of_model and not any((source / file).is_file() for file in TOKENIZER_FILES):
         return None  # a model without a tokenizer, as tests have
     try:
-        loaded = AutoTokenizer.from_pretrained(source if name is None else name, trust_remote_code=False)
+        home = source if name is None else tokenizer_folder(name)
+        loaded = AutoTokenizer.from_pretrained(home, trust_remote_code=False)
         tokenizer = as_written(loaded)
     except (OSError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise WeightsError(f"policy.tokenizer.name: {name or source} is no tokenizer here: {cause}") from error
     files = {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}
-    home = source if name is None else _folder_of_tokenizer(str(name), files)
     for path in home.iterdir():
         if path.name in files and path.is_file():
             shutil.copyfile(path, folder / path.name)
@@ -566,15 +640,6 @@ def copy_tokenizer(
     return tokenizer
 
 
-def _folder_of_tokenizer(name: str, files: Collection[str]) -> Path:
-    """Return the folder with these files of a tokenizer: the one of this name, or a snapshot of the hub's."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=[*files, f"{NAMED_TEMPLATES}/*"]))
-
-
 def _write_template(folder: Path, template: str) -> None:
     """Make `template` the only one of the tokenizer in `folder`."""
     (folder / "chat_template.json").unlink(missing_ok=True)
@@ -590,26 +655,15 @@ def _as_list(ids: int | list[int] | None) -> list[int]:
     return [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
 
 
-def _dtype_of(tensor: HfTensor, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if tensor.float32 else dtype
-
-
-def _nbytes(tensor: HfTensor, dtype: torch.dtype) -> int:
-    return tensor.numel * _dtype_of(tensor, dtype).itemsize
-
-
-def _header(tensors: list[HfTensor], dtype: torch.dtype) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Return the safetensors header, padded to 8 bytes, and the byte range of each tensor after it."""
+def _header(tensors: list[HfTensor], formats: Formats) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Return the safetensors header, padded to 8 bytes, and the byte range of each tensor after it. Those with the
+    longest elements come first, so that all are aligned."""
     ranges, offset = {}, 0
-    for tensor in tensors:
-        ranges[tensor.name] = (offset, offset + _nbytes(tensor, dtype))
+    for tensor in sorted(tensors, key=lambda tensor: -formats[tensor].itemsize):
+        ranges[tensor.name] = (offset, offset + formats.nbytes(tensor))
         offset = ranges[tensor.name][1]
     entries = {
-        t.name: {
-            "dtype": SAFETENSORS_NAMES[_dtype_of(t, dtype)],
-            "shape": t.shape,
-            "data_offsets": ranges[t.name],
-        }
+        t.name: {"dtype": SAFETENSORS_NAMES[formats[t]], "shape": t.shape, "data_offsets": ranges[t.name]}
         for t in tensors
     }
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
@@ -617,15 +671,15 @@ def _header(tensors: list[HfTensor], dtype: torch.dtype) -> tuple[bytes, dict[st
     return len(text).to_bytes(8, "little") + text, ranges
 
 
-def _create_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> None:
-    header, ranges = _header(tensors, dtype)
+def _create_file(path: Path, tensors: list[HfTensor], formats: Formats) -> None:
+    header, ranges = _header(tensors, formats)
     with open(path, "wb") as file:
         # The blocks are reserved: writing to a mapped file on a full disk would kill the process.
         os.posix_fallocate(file.fileno(), 0, len(header) + max(stop for _, stop in ranges.values()))
         file.write(header)
 
 
-def _map_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    header, ranges = _header(tensors, dtype)
+def _map_file(path: Path, tensors: list[HfTensor], formats: Formats) -> dict[str, Tensor]:
+    header, ranges = _header(tensors, formats)
     flat = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[len(header) :]
-    return {t.name: flat[slice(*ranges[t.name])].view(_dtype_of(t, dtype)).view(t.shape) for t in tensors}
+    return {t.name: flat[slice(*ranges[t.name])].view(formats[t]).view(t.shape) for t in tensors}

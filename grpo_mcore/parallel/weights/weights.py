@@ -4,8 +4,6 @@ No rank ever holds the whole model: loading reads only this rank's slices of the
 them in place into files that all ranks share.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import time
@@ -17,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.families import Box, ModelShape, Param, Split, Stage, params_of, pieces
+from grpo_mcore.families import VALUE_HEAD, Box, ModelShape, Param, Split, Stage, params_of, pieces
 from grpo_mcore.layout import Coordinates, PolicyLayout
 from grpo_mcore.parallel.finite import all_finite
 from grpo_mcore.parallel.weights.hf_folder import (
     SHARD_BYTES,
+    Formats,
     HfFolderWriter,
     SafetensorsFolder,
     WeightsError,
@@ -122,13 +121,15 @@ class ShardedWeights:
 
     @torch.no_grad()
     def load_hf(self, folder: str | Path) -> None:
-        """Read this rank's slices of the safetensors files in `folder`. Raises WeightsError if one is missing or
-        holds values that are not finite."""
+        """Read this rank's slices of the safetensors files in `folder`; a value head that it lacks is 0. Raises
+        WeightsError if another one is missing or holds values that are not finite."""
         reader = SafetensorsFolder(Path(folder))
         for _, tensor in self.local:
             tensor.zero_()  # vocabulary padding stays zero
         done, whole, reported_at = 0, sum(tensor.nbytes for _, tensor in self.local), time.monotonic()
         for name, box, view in self.slices(owned_only=False):
+            if name == VALUE_HEAD and name not in reader.where:
+                continue
             view.copy_(reader.read(name, box))
             if not all_finite([view]):
                 raise WeightsError(f"policy.model_name: {folder}: {name} holds NaN or infinite values")
@@ -143,6 +144,7 @@ class ShardedWeights:
         source: str | Path,
         *,
         shard_bytes: int = SHARD_BYTES,
+        is_trained: Callable[[Param], bool] = lambda param: True,
         overrides: Mapping[str, Any] = MappingProxyType({}),
         tokenizer: str | None = None,
         chat_template: str | None = None,
@@ -150,12 +152,15 @@ class ShardedWeights:
     ) -> None:
         """Write a folder that transformers and vLLM can load. Collective; all ranks need to see its file system.
 
-        `source`: the folder that the model came from; its config, tokenizer and generation settings are copied.
+        `source`: the folder that the model came from; its config, tokenizer and generation settings are copied, and the
+        tensors of parameters that were not trained.
         `overrides`: policy.hf_config_overrides. `tokenizer` and the others: as in `HfFolderWriter.create`.
         """
         folder, rank = Path(folder), torch.distributed.get_rank()
         partial = folder.with_name(f"tmp_{folder.name}")
-        writer = HfFolderWriter(partial, self.shape, self.local[0][1].dtype, shard_bytes)
+        dtype = next(values.dtype for param, values in self.local if not any(tensor.float32 for tensor in param.hf))
+        formats = Formats.of(dtype, Path(source), self.shape, is_trained)
+        writer = HfFolderWriter(partial, self.shape, formats, shard_bytes)
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
             writer.create(Path(source), tokenizer, overrides, chat_template, template_kwargs)

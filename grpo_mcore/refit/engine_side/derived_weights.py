@@ -4,8 +4,6 @@ Latent attention multiplies by parts of `kv_b_proj`, a Mamba2 mixer convolves wi
 attention kernels keep the sinks in float32. All must be updated when that weight is exchanged.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ vLLM's CPU build computes with packed copies of its linear weights and drops the
 is packed as soon as its slices are complete, and the exchange only swaps what the layer refers to.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Sequence
@@ -13,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -29,6 +28,7 @@ from vllm.platforms import current_platform
 from grpo_mcore.base.host_memory import lend
 from grpo_mcore.families import Box
 from grpo_mcore.layout import WHOLE
+from grpo_mcore.refit.engine_side import fp8
 from grpo_mcore.refit.engine_side.derived_weights import DerivedWeights
 from grpo_mcore.refit.engine_side.exchange import Exchange, Swap, exchange_attributes, exchange_parameters, shadow_of
 from grpo_mcore.refit.plan.parts import Part
@@ -71,10 +71,15 @@ class EngineWeights:
         *,
         in_place: bool,
         spare: dict[str, Tensor] | None = None,
+        version: int = 0,
+        kept: tuple[str, ...] = (),
     ) -> None:
-        """`dtype`: the engine's. `spare`: `old_memory` of the last refit, to take the new weights into. Raises
-        RefitError if a parameter stays unfilled or cannot take slices."""
-        self._model, self._device, self.in_place = model, device, in_place
+        """`dtype`: the engine's. `spare`: `old_memory` of the last refit, to take the new weights into. `version`: the
+        weight version; one quantised layer of each is compared with a reference, in turns. `kept`: first parts of the
+        names of parameters that stay as they were loaded. Raises RefitError if another parameter stays unfilled or
+        cannot take slices."""
+        self._model, self._device, self._dtype, self.in_place = model, device, dtype, in_place
+        self._kept = kept
         self.wholes: dict[str, Tensor] = {}  # tensors for vLLM's own loading
         self._whole_shapes = part.whole_shapes()
         self.fallbacks = tuple(self._whole_shapes)
@@ -82,11 +87,16 @@ class EngineWeights:
         self.absent: set[str] = set()  # what other pipeline stages have
         self.sums: Sums = {}
         self._exchanges: list[Exchange] = []
+        self._waiting: list[Sequence[Target]] = []  # complete layers whose scales need other ranks
         self._spare = spare or {}
         self._derived = DerivedWeights(model, dtype)
         self._has_head = any(type(module) is ParallelLMHead for module in model.modules())
         self._targets = self._find_targets(part)
         self._layers = self._find_layers()
+        quantized = [path for path, module in model.named_modules() if fp8.format_of(module)]
+        self._compared = quantized[version % len(quantized)] if quantized else None
+        self.quantized: dict[str, int] = {}  # digest of each quantised layer
+        self._paths = {id(module): path for path, module in model.named_modules()}
 
     @property
     def parameters(self) -> int:
@@ -115,6 +125,7 @@ class EngineWeights:
             for name, weight in by_name.items()
             if id(weight) not in planned | self._derived.parameters
             and first_names[id(weight)] == name
+            and not (self._kept and name.startswith(self._kept))
             and _elements(used_by, weight)
         ]
         if self.unplanned and not self.fallbacks:
@@ -204,13 +215,29 @@ class EngineWeights:
         return [target.name for target in self._targets.values() if not target.complete]
 
     def _finish(self, layer: Sequence[Target]) -> None:
-        """Compute the checksums of a complete module, and prepare its exchange."""
+        """Compute the checksums of a complete module, and prepare its exchange as soon as that is possible."""
         for target in layer:
             assert target.tensor is not None
             for key, box, dtype in target.copies:
                 self.sums[key] = checksum(target.tensor[_index(box)], dtype)
+        if any(fp8.spans_ranks(*target.used_by[0]) for target in layer):
+            self._waiting.append(layer)
+        else:
+            self._make_ready(layer)
+
+    def _make_waiting_ready(self) -> None:
+        """Quantise, at the commit, what needs the largest values of other ranks: until then they may generate, and
+        complete their layers in an order of their own."""
+        for layer in sorted(self._waiting, key=lambda layer: layer[0].name):
+            self._make_ready(layer)
+        self._waiting = []
+
+    @torch.no_grad()
+    def _make_ready(self, layer: Sequence[Target]) -> None:
+        """Prepare the exchange of a complete module."""
         prepared: dict[int, nn.Module] = {}
         for target in layer:
+            assert target.tensor is not None
             for module, name in self._to_prepare(target):
                 shadow = prepared.setdefault(id(module), shadow_of(module))
                 shadow._parameters[name] = nn.Parameter(target.tensor, requires_grad=False)
@@ -243,18 +270,45 @@ class EngineWeights:
         # vLLM looks embeddings up in the plain weight; a head of its own has the packed one.
         lookup = type(module) is VocabParallelEmbedding and self._has_head
         plain = lookup or computes_with_plain_weight(module)
-        if isinstance(method, QuantizeMethodBase) and self._device.type == "cpu" and not plain:
+        on_cpu, kind = self._device.type == "cpu", fp8.format_of(module)
+        if isinstance(method, QuantizeMethodBase) and (kind or (on_cpu and not plain)):
             ours = copy.copy(method)
             shadow.__dict__["quant_method"] = ours
             if isinstance(ours, UnquantizedFusedMoEMethod):
                 ours.moe_kernel = None  # vLLM packs experts only when it makes their kernel
-            ours.process_weights_after_loading(shadow)
-            yield from exchange_attributes(module, shadow)
-            yield from exchange_attributes(method, ours)
+            if kind is None:
+                ours.process_weights_after_loading(shadow)
+            else:
+                self._quantize(module, shadow, kind)
+            if on_cpu:  # on a GPU kernels and graphs keep the scales that they have, which get new contents below
+                yield from exchange_attributes(module, shadow)
+                yield from exchange_attributes(method, ours)
         yield from exchange_parameters(module, shadow)
+
+    def _quantize(self, module: nn.Module, shadow: nn.Module, kind: fp8.Format) -> None:
+        """Let vLLM quantise the new weights of `shadow`, which also has the old scales of `module`."""
+        path = self._paths[id(module)]
+        plain: dict[str, Tensor] = {}
+        for name, loaded in get_layerwise_info(module).restore_metadata[0].items():
+            if loaded.dtype == self._dtype and (new := shadow.get_parameter(name)) is not module.get_parameter(name):
+                plain[name] = fp8.padded(module, name, new.data, loaded)
+                shadow._parameters[name] = nn.Parameter(plain[name], requires_grad=False)
+        shadow.__dict__.pop(fp8.DONE, None)
+        shadow.quant_method.process_weights_after_loading(shadow)
+        if path == self._compared:
+            fp8.check_against_reference(path, shadow, plain, kind, get_tp_group().device_group)
+        for name, parameter in module.named_parameters(recurse=False):
+            ours = shadow.get_parameter(name)
+            if (ours.shape, ours.dtype, ours.stride()) != (parameter.shape, parameter.dtype, parameter.stride()):
+                raise RefitError(
+                    f"{path}.{name}: vLLM's {kind} quantisation made {ours.dtype} {tuple(ours.shape)} of the new "
+                    f"weights, and {parameter.dtype} {tuple(parameter.shape)} when the engine was loaded"
+                )
+        self.quantized[path] = fp8.digest(shadow)
 
     def exchange(self) -> None:
         """Swap new for old weights, or old for new. An error leaves everything as it was."""
+        self._make_waiting_ready()
         done: list[Exchange] = []
         try:
             for exchange in self._exchanges:
@@ -268,6 +322,7 @@ class EngineWeights:
 
     def refresh(self) -> None:
         """Update, after all exchanges, what vLLM's kernels have copied from parameters."""
+        self._make_waiting_ready()
         self._derived.refresh()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -299,20 +354,23 @@ def _target(name: str, parameter: nn.Parameter, used_by: list[tuple[nn.Module, s
     recorded = get_layerwise_info(module).restore_metadata[0].get(attribute)
     loaded = parameter if recorded is None else recorded
     transient = parameter.numel() == 0 and isinstance(getattr(module, "quant_method", None), UnquantizedLinearMethod)
-    return Target(name, tuple(loaded.shape), loaded.dtype, _loaded_elements(module, loaded), used_by, transient)
+    shape = fp8.filled_shape(module, attribute, loaded)
+    return Target(name, shape, loaded.dtype, _loaded_elements(module, attribute, loaded), used_by, transient)
 
 
-def _loaded_elements(module: nn.Module, loaded: Tensor) -> int:
+def _loaded_elements(module: nn.Module, attribute: str, loaded: Tensor) -> int:
     if isinstance(module, VocabParallelEmbedding):
         return module.num_org_embeddings_per_partition * math.prod(loaded.shape[1:])
-    return loaded.numel()
+    return math.prod(fp8.filled_shape(module, attribute, loaded))
 
 
 def _elements(used_by: dict[int, list[tuple[nn.Module, str]]], parameter: nn.Parameter) -> int:
     """Return the number of elements of a parameter that a checkpoint would fill."""
     module, attribute = used_by[id(parameter)][0]
     recorded = get_layerwise_info(module).restore_metadata[0].get(attribute)
-    return _loaded_elements(module, parameter if recorded is None else recorded)
+    if recorded is None and fp8.format_of(module):
+        return 0  # a scale
+    return _loaded_elements(module, attribute, parameter if recorded is None else recorded)
 
 
 def _check_method(name: str, module: nn.Module) -> None:
@@ -326,9 +384,10 @@ def _check_method(name: str, module: nn.Module) -> None:
                 f"{name}: slices cannot be put into experts of vLLM's {backend.value} kernel, which keeps them in an "
                 "order of its own; set policy.generation.vllm_kwargs.moe_backend to triton"
             )
-    elif not isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
+    elif not isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)) and not fp8.format_of(module):
         raise RefitError(
-            f"{name}: slices cannot be put into a layer of {type(method).__name__}; load the engines unquantized"
+            f"{name}: slices cannot be put into a layer of {type(method).__name__}; use "
+            "policy.generation.vllm_cfg.precision: bfloat16 or fp8"
         )
 
 

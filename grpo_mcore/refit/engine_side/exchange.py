@@ -1,7 +1,5 @@
 """Exchanges of values that a vLLM model computes with: one run brings in the new values, a second the old ones."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The receiving side on a node without policy ranks: blocks arrive in a buffer that the engine ranks have mapped."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from typing import Any

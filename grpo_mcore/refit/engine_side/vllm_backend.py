@@ -3,8 +3,6 @@
 Every vLLM worker process has one. vLLM finds it by the entry point `vllm.general_plugins`.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence
@@ -16,15 +14,12 @@ import psutil
 import torch
 from torch import Tensor
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from grpo_mcore.base.processes import bind_near_gpu
 from grpo_mcore.refit.engine_side.engine_adapters import EngineAdapters
 from grpo_mcore.refit.engine_side.engine_weights import EngineWeights
 from grpo_mcore.refit.plan.parts import Part
@@ -47,7 +42,7 @@ class RefitInit(WeightTransferInitInfo):
     """`engine`: its name. `parts`: each rank's part of the plan. `transports`: the buffer and board to attach on each
     of the engine's nodes, over which its ranks are spread evenly and in order. `seats`: each rank's seat there.
     `verify`, `version`: which copies are checked. `in_place` None: only without memory for a second copy of the
-    weights."""
+    weights. `kept`: first parts of the names of parameters that stay as they were loaded."""
 
     engine: str
     parts: list[bytes]
@@ -56,6 +51,7 @@ class RefitInit(WeightTransferInitInfo):
     verify: Verify = "off"
     version: int = 0
     in_place: bool | None = None
+    kept: Sequence[str] = ()
 
 
 @dataclass
@@ -77,6 +73,8 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.device.type == "cuda":
+            bind_near_gpu(torch.cuda.get_device_properties(self.device))
         self._part: Part | None = None
         self._init: RefitInit | None = None
         self._mapped: Mapped | None = None
@@ -116,7 +114,14 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             self._weights = self._adapters
         else:
             self._weights = EngineWeights(
-                self.model, self._part, self.device, self.model_config.dtype, in_place=in_place, spare=self._spare
+                self.model,
+                self._part,
+                self.device,
+                self.model_config.dtype,
+                in_place=in_place,
+                spare=self._spare,
+                version=self._init.version,
+                kept=tuple(self._init.kept),
             )
             self._spare = {}
         self.in_session = True
@@ -265,6 +270,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
                 "verify": self._verify,
                 "parameters": self._weights.parameters,
                 "fallbacks": len(self._weights.fallbacks),
+                "quantized": getattr(self._weights, "quantized", {}),
             }
             if not busy and self.in_session:  # until the commit: another rank may still be busy
                 state["sums"] = self._weights.sums

@@ -1,7 +1,5 @@
 """Decide which policy rank brings which block to which node. Pure: every process computes the same answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from grpo_mcore.refit.plan.plan import Block, RefitError, RefitPlan

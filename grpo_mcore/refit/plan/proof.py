@@ -3,8 +3,6 @@
 The two are independent: a policy rank checks its own parameter, an engine rank the place that the plan names.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The policy rank's side of a refit: it copies blocks of its own parameters into the buffer."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,11 +57,7 @@ class RefitSender:
         return self._mapped.buffer.flat.numel() if self._mapped is not None else 0
 
     def host_network(
-        self,
-        members: int,
-        receivers: Sequence[int],
-        node_of_rank: Sequence[int],
-        timeout_s: float,
+        self, members: int, receivers: Sequence[int], node_of_rank: Sequence[int], timeout_s: float
     ) -> dict[str, Any]:
         """Create the network once and return its description for all members; see `Network.host`."""
         if self._network is None:

@@ -1,7 +1,5 @@
 """The refit buffer: bytes that several processes map, and a tensor view of each block."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch
