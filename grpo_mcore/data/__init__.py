@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_mcore.data.batched_data_dict import BatchedDataDict
-    from grpo_mcore.data.datasets import (
-        RawDataset,
-        ResponseDataset,
-        load_preference_dataset,
-        load_response_dataset,
-    )
+    from grpo_mcore.data.datasets import RawDataset, ResponseDataset, load_preference_dataset, load_response_dataset
     from grpo_mcore.data.interfaces import DataError, TaskDataSpec
     from grpo_mcore.data.loader import build_dataloader
     from grpo_mcore.data.multiple_loaders import (

@@ -5,8 +5,6 @@ otherwise than it was generated: Qwen3 and DeepSeek leave out its reasoning, gpt
 place is found by putting a mark into the answer and seeing where it appears.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """A batch of samples by column, for scripts that work on whole batches: a dict of tensors and lists of one length."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Self

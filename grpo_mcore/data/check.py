@@ -1,8 +1,6 @@
 """The check of a data file: can a run use it? Every row is parsed, made a conversation, rendered by the chat template,
 tokenised and measured against the recipe's limits, as in a run. Without a recipe only its fields are checked."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -18,8 +16,17 @@ from grpo_mcore.data.datasets.source import Source, open_source
 from grpo_mcore.data.gym.summary import Histogram
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.processors import find_processor, longest_prompt
-from grpo_mcore.recipe import FILE_DATASETS, DatasetEntry, MasterConfig, dataset_by_name, runs_grpo
+from grpo_mcore.recipe import (
+    FILE_DATASETS,
+    DatasetEntry,
+    MasterConfig,
+    algorithm_of,
+    dataset_by_name,
+    runs_grpo,
+    uses_images,
+)
 from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.images import images_of
 from grpo_mcore.rollout.messages import content_text
 
 _REPEATED_LINES = 5  # line numbers that are named for a repeated prompt
@@ -200,6 +207,9 @@ class _RowCheck:
         self._pairs = name == "BinaryPreferenceDataset"
         answered = name == "openai_format" and "ground_truth" not in first
         self._trains_on_answers = self._pairs or (answered if config is None else not runs_grpo(config))
+        self._is_rm = config is not None and algorithm_of(config) == "rm"
+        default = "sft_processor" if self._trains_on_answers else DEFAULT_PROCESSOR
+        default = "reward_model_processor" if self._is_rm else default
         self._needs_answer = self._trains_on_answers or needs_answer(entry)
         self._rows: list[Row] = [{}]
         self._numbers = [0]
@@ -208,7 +218,7 @@ class _RowCheck:
             Source(self._rows, self._numbers, lambda _: f"{report.unit} {self._numbers[0]}"),
             rows_of_file(entry, name),
             task_name=name_of(str(path)),
-            default_processor="sft_processor" if self._trains_on_answers else DEFAULT_PROCESSOR,
+            default_processor=default,
         )
         self._is_gym_task = name == "NemoGymDataset"
         if self._is_gym_task:
@@ -225,6 +235,11 @@ class _RowCheck:
             return
         report.longest_sequence = config.policy.max_total_sequence_length
         report.limit = report.longest_sequence if self._trains_on_answers else longest_prompt(config)
+        if uses_images(config):
+            if not Path(config.policy.model_name).is_dir():
+                return  # lengths need the image processor of the model's folder
+            limit = None if self._trains_on_answers else config.policy.generation.vllm_cfg.limit_mm_per_prompt.image
+            self._data.task_spec.images = images_of(config.policy.model_name, limit)
         from grpo_mcore.data.tokenizer import load_tokenizer
 
         names = config.policy.tokenizer
@@ -259,9 +274,11 @@ class _RowCheck:
             raise Unusable("no answer", "blank, or not there")
         data = []
         if self._tokenizer is not None:
-            sides = [[*prompt, *answer] for answer in answers] if self._pairs else [chat["messages"]]
+            two = self._pairs and not self._is_rm  # the processor of a reward model takes a pair as a whole
+            sides = [[*prompt, *answer] for answer in answers] if two else [chat["messages"]]
             data = [self._process({**chat, "messages": messages}) for messages in sides]
-            length = max(datum["length"] for datum in data)
+            data += [{**datum, "message_log": datum["rejected_log"]} for datum in data if "rejected_log" in datum]
+            length = max(sum(len(message["token_ids"]) for message in datum["message_log"]) for datum in data)
             self._report.lengths.add(length)
             if any(datum["loss_multiplier"] == 0 for datum in data):
                 raise Unusable("too long", f"{length:,} tokens; the limit is {self._report.limit:,}")
@@ -270,7 +287,7 @@ class _RowCheck:
             self.info = (
                 data[0]["extra_env_info"] if data else {**fields, "ground_truth": answers[0] if answers else None}
             )
-        question = chat["gym_task"] if self._is_gym_task else [prompt, chat.get("tools")]
+        question = chat["agent_task"] if self._is_gym_task else [prompt, chat.get("tools")]
         return _hash(question), _hash(answers), lambda: _shown(prompt, answers, data)
 
     def _process(self, chat: Row) -> DatumSpec:

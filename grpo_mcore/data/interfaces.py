@@ -1,8 +1,6 @@
 """The types that datasets and processors are written against: `DataError`, `TaskDataSpec`, the processor's signature.
 A processor returns a `DatumSpec` (grpo_mcore/rollout/datum.py)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_mcore.rollout.datum import DatumSpec, LLMMessageLogType, Message
+from grpo_mcore.rollout.images import ImageReader
 
 __all__ = ["DataError", "DatumSpec", "LLMMessageLogType", "Message", "TaskDataProcessFnCallable", "TaskDataSpec"]
 
@@ -54,6 +53,8 @@ class TaskDataSpec:
     hint_key: str | None = None
     """Field of a row that only teachers get, in the question."""
     hint_prompt: str = "{prompt}\n\n{hint}"
+    images: ImageReader | None = None
+    """Reads images for prompts. None: the run has no images, and a row with one is unusable."""
     prompt: str | None = field(init=False, default=None)
     system_prompt: str | None = field(init=False, default=None)
 

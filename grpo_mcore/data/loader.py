@@ -1,7 +1,5 @@
 """The data loader of one dataset. Training batches are always full; only the seed and the epoch decide their order."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Iterator

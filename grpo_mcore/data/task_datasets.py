@@ -6,8 +6,6 @@ refused. A dataset of up to `CHECK_AT_ONCE` rows is tokenised when it is made, s
 training. Of a larger one, `PROBED_ROWS` rows are tried then; all are checked when a loader first reaches them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -36,6 +34,7 @@ from grpo_mcore.data.interfaces import (
 )
 from grpo_mcore.recipe import dataset_by_name
 from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.images import ImageReader
 
 CHECK_AT_ONCE = 20_000
 PROBED_ROWS = 1_000  # evenly spread over a larger dataset
@@ -120,7 +119,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         datum = self._kept.get(idx)
         if datum is None:
             datum = self._process(idx)
-            if len(self._kept) < KEEP_ROWS and self._kept_tokens + datum["length"] <= KEEP_TOKENS:
+            fits = len(self._kept) < KEEP_ROWS and self._kept_tokens + datum["length"] <= KEEP_TOKENS
+            if fits and "images" not in datum:  # their files stay on disk
                 self._kept[idx] = datum
                 self._kept_tokens += datum["length"]
         # The caller may change its copy of the lists and dicts; tensors are never written to.
@@ -193,7 +193,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
                 except RowError as error:  # an excluded row
                     values = {"unusable": error.reason}
                 row = {name: value for name, value in values.items() if name not in ("uid", "task_name")}
-                digest.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
+                digest.update(json.dumps(row, sort_keys=True, default=_fingerprint_of).encode())
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
 
@@ -271,6 +271,11 @@ def _excluded(idx: int, reason: str, task_name: str, uid: str) -> DatumSpec:
     )
 
 
+def _fingerprint_of(value: Any) -> str:
+    """Return what stands for a value that JSON has no form for: of an image, a digest of its file."""
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
+
+
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
 
@@ -300,6 +305,7 @@ def build_task_data(
     max_seq_length: int | None,
     default_processor: str = DEFAULT_PROCESSOR,
     *,
+    images: ImageReader | None = None,
     separate: bool = False,
     load: Callable[[Entry, str], ResponseData] = load_response_dataset,
     max_unusable_share: float = MAX_UNUSABLE_SHARE,
@@ -308,8 +314,8 @@ def build_task_data(
     datasets are added to the validation data.
 
     The validation data has one row of each dataset in turn, so that its first grpo.max_val_samples rows have an equal
-    share of each. `separate` keeps the training datasets apart, for data.use_multiple_dataloader. `load` loads the
-    dataset of an entry, given the name of the default processor.
+    share of each. `images`: what prompts need of the model's images. `separate` keeps the training datasets apart, for
+    data.use_multiple_dataloader. `load` loads the dataset of an entry, given the name of the default processor.
     """
     if not train:
         raise DataError("data.train is empty: name at least one dataset")
@@ -317,6 +323,9 @@ def build_task_data(
     loaded = _load(train, default_processor, load)
     held_out = [data for data in loaded if data.val_dataset is not None]
     loaded_val = _load(validation, default_processor, load, taken={data.task_name for data in loaded})
+
+    for data in (*loaded, *loaded_val):
+        data.task_spec.images = images
 
     def processed(rows: Sequence[dict[str, Any]], datasets: list[ResponseData]) -> AllTaskProcessedDataset:
         processors = {data.task_name: (data.task_spec, data.processor) for data in datasets}
@@ -355,7 +364,7 @@ def _tables_of(entry: Entry) -> list[tuple[str | None, ...]]:
     """Return what an entry reads, (dataset, path, subset, split): each of its files where it names files or a pattern
     of files without a part of their rows. Nothing where a custom class generates the rows."""
     name, path, split = (setting(entry, key) for key in ("dataset_name", "data_path", "split"))
-    if not path and dataset_by_name(name or "") in (None, "SlidingPuzzle"):
+    if not path and dataset_by_name(name or "") in (None, "SlidingPuzzle", "Verifiers"):
         return []
     files = [file for file in glob(str(path), recursive=True) if Path(file).is_file()] if path else []
     if files and str(split).isidentifier():

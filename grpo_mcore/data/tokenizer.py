@@ -1,7 +1,5 @@
 """The tokenizer, with the recipe's chat template and its arguments."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -7,15 +7,17 @@ an answer and the next generation: the answer's end, the environment's message, 
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.rollout.images import ImageReader, take_images
 from grpo_mcore.rollout.text_tokens import tokens_behind
 from grpo_mcore.rollout.turn_end import marks_of, said_already, turn_ends
 
 if TYPE_CHECKING:
-    from grpo_mcore.rollout.trajectory import Turn
+    from grpo_mcore.rollout.trajectory import ImageSpan, Turn
 
 _QUESTION, _ANSWER, _REPLY = "question", "@@answer@@", "@@reply@@"
 
@@ -67,36 +69,57 @@ class TurnTemplate:
     Raises DataError where the chat template does not show an answer and the message after it exactly once each.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, images: ImageReader | None = None) -> None:
+        """`images`: what prompts need of the model's images. None: a message with one is refused."""
+        self._tokenizer, self._images = tokenizer, images
         _check(self._render(_message("user", _REPLY)))
         self._has_tool_role = self._supports_tool_role()
         self._marks = marks_of(tokenizer)
         self._special = special_texts(tokenizer)
         self._last = self._ids(self._after_answer(self._render()))
 
-    def turn(self, text: str, role: str = "user", stop_token: int | None = None) -> Turn:
-        """Return the environment's message `text` as a turn, with everything that the template puts around it. The
-        end of the answer before is not repeated where the policy has generated it.
+    def turn(self, content: str | list[Any], role: str = "user", stop_token: int | None = None) -> Turn:
+        """Return the environment's message, a text or its parts with images, as a turn, with everything that the
+        template puts around it. The end of the answer before is not repeated where the policy has generated it. Raises
+        ValueError for an image that the model cannot read.
 
         The text of a special token in it stays text: what an environment says, a policy can influence. The role `tool`
         becomes `user` where the template lacks it. `stop_token` is the token that ended the generated
         turn before, if any. `Turn.text` has the answer's end marker even where that turn's tokens hold it.
         """
         role = "tool" if role == "tool" and self._has_tool_role else "user"
-        if any(mark in text for mark in self._special):
-            before, _, after = self._after_answer(self._render(_message(role, _REPLY))).partition(_REPLY)
-            between = before + text + after
-            ids = [*self._ids(before), *self._ids(text, before, special=False), *self._ids(after, text)]
-        else:
-            between = self._after_answer(self._render(_message(role, text)))
-            ids = self._ids(between)
-        skipped = said_already(ids, self._last, stop_token, self._marks, self._tokenizer.eos_token_id)
+        (message,), images = take_images([{"role": role, "content": content}])
+        # A text with the text of a special token is rendered by a stand-in, and stays text.
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+        stand_ins = {
+            f"@@{number}{_REPLY}": text
+            for number, text in enumerate(texts)
+            if any(mark in text for mark in self._special)
+        }
+        by_text = {text: stand_in for stand_in, text in stand_ins.items()}
+        if isinstance(content, str):
+            message["content"] = by_text.get(content, content)
+        for part in message["content"] if isinstance(content, list) else ():
+            if "text" in part:
+                part["text"] = by_text.get(part["text"], part["text"])
+        rendered = self._after_answer(self._render(message))
+        pieces = re.split(f"({'|'.join(stand_ins)})", rendered) if stand_ins else [rendered]
+        ids, before, between = list[int](), _ANSWER, ""
+        for piece in pieces:
+            shown = stand_ins.get(piece, piece)
+            ids += self._ids(shown, before, special=piece not in stand_ins) if shown else []
+            before, between = shown or before, between + shown
+        ids = ids[said_already(ids, self._last, stop_token, self._marks, self._tokenizer.eos_token_id) :]
+        spans: tuple[ImageSpan, ...] = ()
+        if images and self._images is None:
+            raise ValueError("it has an image, and the recipe has no prompts with images")
+        if self._images is not None:
+            [(ids, spans)] = self._images.expand([ids], images)
         import torch  # heavy, and not needed where rows are only checked
 
         from grpo_mcore.rollout.trajectory import Turn
 
-        return Turn(role, torch.tensor(ids[skipped:], dtype=torch.int64), text=between)
+        return Turn(role, torch.tensor(ids, dtype=torch.int64), text=between, images=spans)
 
     def _render(self, *after: dict[str, str]) -> str:
         shown = [_message("user", _QUESTION), _message("assistant", _ANSWER), *after]

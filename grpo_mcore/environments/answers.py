@@ -7,8 +7,6 @@ answer. An environment's key `thoughts` chooses other marks, or none.
 Imports stay light here: verifier processes import this module.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The base of every environment's section of the recipe, `env.<name>`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 

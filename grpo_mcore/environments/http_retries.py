@@ -1,7 +1,5 @@
 """When a failed request is repeated: one policy for Gyms, the policy's endpoint and asynchronous reward functions."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -14,7 +12,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 T = TypeVar("T")
 
 _MISTAKES = (TypeError, NameError, AttributeError, ImportError, SyntaxError, MemoryError)
-_MOST_WAIT_S = 60.0
+LONGEST_WAIT_S = 60.0
+"""Maximum seconds between two attempts."""
 _TOO_EARLY_OR_BUSY = (408, 425, 429)
 
 
@@ -38,7 +37,7 @@ def retry_after_s(headers: Any) -> float:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()
         except (TypeError, ValueError, IndexError, OverflowError):
             return 0.0
-    return min(max(seconds, 0.0), _MOST_WAIT_S) if math.isfinite(seconds) else 0.0
+    return min(max(seconds, 0.0), LONGEST_WAIT_S) if math.isfinite(seconds) else 0.0
 
 
 def failure_of(error: BaseException) -> tuple[int | None, float]:
@@ -83,13 +82,11 @@ class RetryPolicy:
     backoff_s: float
 
     async def run(
-        self,
-        attempt: Callable[[], Awaitable[T]],
-        wait_s: Callable[[BaseException], float | None] = repetition_wait_s,
+        self, attempt: Callable[[], Awaitable[T]], wait_s: Callable[[BaseException], float | None] = repetition_wait_s
     ) -> T:
         """Return the result of the first attempt that succeeds. Raises the last one's error. `wait_s(error)`: the least
         seconds to wait; None if the error is final."""
-        backoff = wait_exponential(self.backoff_s, max=_MOST_WAIT_S)
+        backoff = wait_exponential(self.backoff_s, max=LONGEST_WAIT_S)
 
         def is_repeated(error: BaseException) -> bool:
             return isinstance(error, Exception) and wait_s(error) is not None

@@ -16,7 +16,9 @@ from grpo_mcore.base.imports import no_exit
 from grpo_mcore.base.text import not_unicode, replaced
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.errors import EnvironmentConfigError
-from grpo_mcore.rollout.trajectory import Outcome, Trajectory
+from grpo_mcore.rollout.images import given_image
+from grpo_mcore.rollout.messages import read_content
+from grpo_mcore.rollout.trajectory import Outcome, Trajectory, fingerprint
 
 
 class EnvironmentReturn(NamedTuple):
@@ -30,10 +32,13 @@ class EnvironmentReturn(NamedTuple):
     excluded and counted, never scored 0. `answers`: the extracted answer. `reasons`: why it got that reward. `seconds`:
     how long scoring took. `rewards_by_name`: the components of a reward that has several. `tracebacks`: text for the
     run's console, such as the first traceback of a function that raises. `failures`: "COMPONENT: KIND" for each attempt
-    to score it that failed, such as "judge: HTTP 503", also if a later attempt succeeded.
+    to score it that failed, such as "judge: HTTP 503", also if a later attempt succeeded. `turn_rewards`: score
+    of the state after this turn, for grpo.turn_credit, or a list with one entry for each of the policy's turns so far,
+    None for those that are not scored. `state_keys`: the state in which the policy took this turn, as text; turns with
+    equal keys are compared by gigpo. None: all tokens before the turn.
     """
 
-    observations: list[dict[str, str]]
+    observations: list[dict[str, Any]]
     metadata: list[dict[str, Any] | None] | None
     next_stop_strings: list[list[str] | None] | None
     rewards: list[float | None]
@@ -44,6 +49,8 @@ class EnvironmentReturn(NamedTuple):
     rewards_by_name: list[dict[str, float]] | None = None
     tracebacks: Sequence[str | None] | None = None
     failures: Sequence[Sequence[str]] | None = None
+    turn_rewards: Sequence[Sequence[float | None] | float | None] | None = None
+    state_keys: Sequence[str | None] | None = None
 
 
 def single_turn_return(
@@ -88,7 +95,7 @@ class EnvironmentBase:
         self.config: Any = self.read_config(config or {})
 
     @classmethod
-    def play_timeout_s(cls, config: Mapping[str, Any]) -> float | None:
+    def sample_timeout_s(cls, config: Mapping[str, Any]) -> float | None:
         """Return the maximum seconds for one sample of an environment that runs agents, as a NeMo Gym does. None: the
         environment scores turns that our engines generate."""
         return None
@@ -153,7 +160,7 @@ class RemoteEnvironment:
 
     def __init__(self, cls: type[EnvironmentBase], config: Mapping[str, Any]) -> None:
         cls.check(config)
-        if cls.play_timeout_s(config) is not None:
+        if cls.sample_timeout_s(config) is not None:
             raise EnvironmentConfigError(
                 f"{cls.__name__} runs agents that generate whole samples: name it in the recipe's section env"
             )
@@ -186,9 +193,10 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         if inspect.isawaitable(result):
             result = asyncio.run_coroutine_threadsafe(_awaited(result, name), _event_loop()).result()
         seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
-        return [self._outcome(row, seconds) for row in _rows(result, len(trajectories))]
+        rows = _rows(result, len(trajectories))
+        return [self._outcome(row, it, seconds) for row, it in zip(rows, trajectories, strict=True)]
 
-    def _outcome(self, row: Mapping[str, Any], seconds: float) -> Outcome:
+    def _outcome(self, row: Mapping[str, Any], trajectory: Trajectory, seconds: float) -> Outcome:
         """Return the outcome of one conversation. `row`: its entry of each field of an EnvironmentReturn; a field of
         the wrong type costs the sample its reward. `seconds`: used if the EnvironmentReturn has none."""
         try:
@@ -209,6 +217,8 @@ class EnvironmentInterface(EnvironmentBase, ABC):
                 metadata=_mapping("metadata", row["metadata"]),
                 traceback=_text("tracebacks", row["tracebacks"]),
                 failures=_texts("failures", row["failures"]),
+                turn_rewards=turn_rewards(row["turn_rewards"], sum(turn.loss_mask for turn in trajectory.turns)),
+                turn_states=(_state(row["state_keys"], trajectory),),
             )
         except (TypeError, ValueError, ArithmeticError) as error:
             return Outcome(None, None, f"{type(self).__name__} returned {error}", seconds, terminated=True)
@@ -312,6 +322,30 @@ def _parts(value: Any) -> dict[str, float]:
     return {str(name): _finite(f"rewards_by_name[{name!r}]", part) for name, part in parts.items()}
 
 
+def turn_rewards(value: Any, turns: int) -> tuple[float | None, ...]:
+    """Return the score after each of the policy's turns. `value`: a list of them, or that after the last one. Raises
+    TypeError or ValueError for a list of another length, and for what is not a finite number."""
+    if value is None:
+        return ()
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        value = [*[None] * (turns - 1), value]
+    if len(value) != turns:
+        raise ValueError(f"turn_rewards with {len(value)} entries for the {turns} turns of the policy")
+    return tuple(None if entry is None else _finite(f"turn_rewards[{i}]", entry) for i, entry in enumerate(value))
+
+
+def _state(value: Any, trajectory: Trajectory) -> str:
+    """Return a key of constant size for the state in which the last turn was taken: of the environment's own key, or of
+    the tokens before the turn. The first turn of all samples of a prompt is taken in the same state."""
+    if (key := _text("state_keys", value)) is not None:
+        return fingerprint(list(key.encode("utf-8", "surrogatepass")))
+    if sum(turn.loss_mask for turn in trajectory.turns) < 2:
+        return ""
+    return fingerprint(trajectory.content_ids()[: trajectory.length - len(trajectory.turns[-1])].tolist())
+
+
 def _stop_strings(value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
@@ -320,13 +354,17 @@ def _stop_strings(value: Any) -> tuple[str, ...] | None:
     return tuple(value)
 
 
-def _observation(value: Any) -> tuple[str | None, str]:
-    """Return the text and the role of an observation."""
+def _observation(value: Any) -> tuple[str | list[Any] | None, str]:
+    """Return the text of an observation, or its parts where it has images, and its role."""
     message = _mapping("observations", value) or {}
-    content, role = _text("observations[].content", message.get("content")), message.get("role", "user")
+    content, role = message.get("content"), message.get("role", "user")
+    if isinstance(content, list):
+        content = read_content(content, "observations[].content", read_image=given_image).value
+    texts = [part.get("text", "") for part in content] if isinstance(content, list) else [content]
+    text = "".join(_text("observations[].content", part) or "" for part in texts)
     if not isinstance(role, str) or not role:
         raise TypeError(f"observations[].role with {role!r:.80}, which is no role")
-    if content is not None and (problem := not_unicode(content)):
+    if problem := not_unicode(text):
         raise ValueError(f"an observation that is no Unicode: {problem}")
     return content, role
 

@@ -20,6 +20,11 @@ _ENVIRONMENTS: dict[str, str] = {
     "nemo_gym": "grpo_mcore.environments.gym.nemo_gym:NemoGymEnvironment",
     "reward_model": "grpo_mcore.environments.reward_model.reward_model:RewardModelEnvironment",
     "rules": "grpo_mcore.environments.rules.rule_environment:RuleEnvironment",
+    "verifiers": "grpo_mcore.environments.verifiers.environment:VerifiersEnvironment",
+    **dict.fromkeys(
+        ("vlm", "clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny"),
+        "grpo_mcore.environments.rules.rule_environment:RuleEnvironment",
+    ),
     "sliding_puzzle": "examples.sliding_puzzle.environment:SlidingPuzzleEnvironment",
 }
 

@@ -3,8 +3,6 @@
 Imports stay light here: verifier processes import this module.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import importlib.util

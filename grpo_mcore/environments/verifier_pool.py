@@ -48,11 +48,7 @@ from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.registry import import_by_path
 
 # The environment variables that workers see. The rest stays out, secrets (HF_TOKEN, WANDB_API_KEY) above all.
-_INHERITED = (
-    *("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TMPDIR"),
-    "CUDA_VISIBLE_DEVICES",
-    *HUB_VARIABLES,
-)
+_INHERITED = (*("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TMPDIR"), "CUDA_VISIBLE_DEVICES", *HUB_VARIABLES)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _STOP_S = 10.0  # seconds that a host has to stop its workers
 _POLL_S = 0.5  # how often the host checks that its parent and its pool are there

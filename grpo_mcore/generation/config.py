@@ -1,10 +1,7 @@
 """Configuration of an engine and the environment of its process: plain values, no vLLM."""
 
-from __future__ import annotations
-
-import ast
-import importlib.util
 import logging
+import sysconfig
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +15,7 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["fp8_per_block", "fp8_per_channel", "mxfp8"]
 
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM reserves memory (`max_lora_rank`)."""
@@ -67,13 +65,18 @@ class EngineConfig:
     tokenizer: str | None = None  # None: the model's
     platform: Literal["cpu", "gpu"] = "cpu"
     dtype: str = "bfloat16"
+    quantization: Quantization | None = None  # of linear layers and experts, when weights are loaded and in each refit
+    deep_gemm: bool = False  # GPU: multiply blocks by DeepGEMM
+    unquantized: tuple[str, ...] = ()  # patterns of vLLM's names of the linear layers that stay in dtype
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     expert_parallel: bool = False  # each rank has whole experts instead of a slice of every one
     max_model_len: int = 512
     load_format: LoadFormat = "auto"
-    prefix_caching: bool = True  # on CPU not possible with Mamba2 mixers
+    prefix_caching: bool = True  # not with Mamba2 and DeltaNet mixers
     text_only: bool = False  # leave out the parts of a vision model that read images
+    images: int = 0  # most images of a prompt; 0: prompts are text
+    kept: tuple[str, ...] = ()  # first parts of the names of parameters that no refit fills: a frozen tower
     torch_rotary: bool = False  # CPU: rotate in PyTorch; vLLM 0.32's kernel is wrong for latent attention
     record_routes: bool = False  # which experts each token went to; on CPU without prefix caching
     enforce_eager: bool = False  # on CPU always eager
@@ -103,12 +106,21 @@ class EngineConfig:
                 f"{self.name}: adapters need load_format auto and a rank of at most {ADAPTER_RANKS[-1]}, not "
                 f"{self.load_format} and {self.adapter_rank}"
             )
+        if self.quantization is not None and self.dtype != "bfloat16":
+            raise ValueError(f"{self.name}: {self.quantization} weights need bfloat16 activations, not {self.dtype}")
         if self.ranks % self.node.count:
             raise ValueError(f"{self.name}: its {self.ranks} ranks do not divide over {self.node.count} nodes")
 
     @property
     def ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def pips_cuda() -> str | None:
+    """Return the folder of the CUDA compiler that pip has installed, with which FlashInfer compiles what set-up did not
+    prefetch; None if there is none. Without one vLLM leaves out FlashInfer, and with it the fused all-reduce."""
+    folder = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
+    return str(folder) if (folder / "bin" / "nvcc").is_file() else None
 
 
 def engine_environment(config: EngineConfig) -> dict[str, str]:
@@ -123,6 +135,13 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
     }
+    if config.platform == "gpu" and (toolkit := pips_cuda()) is not None:
+        environment["CUDA_HOME"] = toolkit  # of the same CUDA as torch
+    if config.quantization == "mxfp8":
+        # Else vLLM's emulation keeps bfloat16 weights in place of the bytes, which a refit could not fill.
+        environment["VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD"] = "0"
+    if config.deep_gemm:
+        environment |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
     if config.platform == "cpu":
         environment |= {
             # vLLM would bind threads to cores of its own choice; here several processes share the cores.
@@ -169,22 +188,6 @@ def set_engine_environment(config: EngineConfig, environ: MutableMapping[str, st
         environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, environ["VLLM_PLUGINS"].split(",")), *PLUGINS]))
 
 
-def engine_argument_names() -> frozenset[str]:
-    """Return the names of the arguments that the installed vLLM's EngineArgs takes; none without vLLM, or with one
-    whose source is laid out otherwise. They are read there, because an import of vLLM takes ten seconds."""
-    package = importlib.util.find_spec("vllm")
-    if package is None or package.origin is None:
-        return frozenset()
-    source = Path(package.origin).with_name("engine") / "arg_utils.py"
-    if not source.is_file():
-        return frozenset()
-    classes = (node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
-    fields = next((node.body for node in classes if node.name == "EngineArgs"), [])
-    return frozenset(
-        node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    )
-
-
 def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, Any]:
     """Return keyword arguments of `vllm.EngineArgs`. `meeting_port`: port at which the ranks of several nodes meet."""
     cpu = config.platform == "cpu"
@@ -210,8 +213,14 @@ def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, A
         "seed": 0,  # not used for sampling: every request brings its own
         "weight_transfer_config": {"backend": "grpo_mcore"},
     }
+    if config.quantization is not None:
+        kinds = {"linear": config.quantization, "moe": config.quantization, "ignore": list(config.unquantized)}
+        arguments |= {"quantization": "online", "quantization_config": kinds}
     if config.text_only:
         arguments["language_model_only"] = True
+    if config.images:
+        # Each image is rendered once here (engine_images.py); a cache of vLLM's own would hold it twice.
+        arguments |= {"limit_mm_per_prompt": {"image": config.images, "video": 0}, "mm_processor_cache_gb": 0}
     if cpu:
         # After a chunk of a prompt vLLM rewinds the request's seeded generator, which torch cannot do on CPU.
         arguments["enable_chunked_prefill"] = False

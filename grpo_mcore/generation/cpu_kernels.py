@@ -9,25 +9,29 @@
   only. Superfluous once it takes them without.
 - Gated DeltaNet mixers (Qwen3.5): vLLM 0.32's CPU kernels take bfloat16 and heads of 64 and 128 only. Superfluous once
   they take float32 and all sizes.
-- The files of Qwen3.5 and of Gemma 3's vision models import image processors that need torchvision, which text does
-  without; transformers has the same in PIL. Superfluous once vLLM imports them only for images.
+- The files of Qwen's and Gemma 3's vision models import image processors that need torchvision; transformers has the
+  same in PIL. Their processors also have one for videos, which has no other form: a class stands for it that refuses
+  them. Superfluous once vLLM imports both only where they are used.
 - Ranks of one engine that wait for each other's messages sleep instead of asking in a loop.
 - Small products get rows of zeros, so that oneDNN meets few numbers of rows: it compiles a kernel for each, which takes
   longer than the product.
+- A machine on which vLLM has not run a kind of model looks at its class in a process of its own, which imports vLLM for
+  10 s, so as not to touch CUDA. Superfluous once vLLM does so for GPUs alone.
 
 Beside them, `import_vllm_without_compiler`, which comes before any plug-in.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
+import types
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_mcore.base.imports import NOT_INSTALLED, why_not_imported
+from grpo_mcore.generation.cpu_experts import plain, register_adapted_experts, sum_of_experts
+from grpo_mcore.generation.cpu_quantized import register_quantized_layers
 
 PROVIDER = "vllm_c_cpu"
 PRIORITY = {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}  # vLLM's `ir_op_priority`
@@ -63,6 +67,9 @@ def register_cpu_kernels() -> None:
     _do_without_torchvision()
     _wait_without_spinning()
     _round_rows()
+    _look_at_models_here()
+    register_quantized_layers()
+    register_adapted_experts()
 
 
 def rounded_rows(rows: int) -> int:
@@ -88,6 +95,12 @@ def _round_rows(largest: int = 1 << 20) -> None:
         return original(handler, padded, bias)[:rows].view(*x.shape[:-1], handler.n)
 
     ops.onednn_mm = onednn_mm
+
+
+def _look_at_models_here() -> None:
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 def _wait_without_spinning(seconds: float = 0.001) -> None:
@@ -168,8 +181,12 @@ def _allow_experts_without_gate() -> None:
 
     def compute(self: Any, **options: Any) -> None:
         if options["activation"] is ungated:
-            names = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids")
-            squared_relu_experts(*[options[name] for name in names])
+            up, down = options["w1"], options["w2"]
+            chosen, weights = options["topk_ids"].long(), options["topk_weights"]
+            total = sum_of_experts(
+                options["hidden_states"], chosen, weights, False, lambda e, _: iter((plain(up[e]), plain(down[e])))
+            )
+            options["output"].copy_(total)
         else:
             apply(self, **options)
 
@@ -194,19 +211,6 @@ def _route_sigmoid_scores_without_groups() -> None:
     theirs._compute_routing = compute_routing
 
 
-def squared_relu_experts(output: Tensor, x: Tensor, up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> None:
-    """Set output [T, H] to the sum over each token's experts e of weight * relu(x up_e')^2 down_e'.
-
-    up [E, F, H], down [E, H, F], weights and chosen [T, K]: float32 weight and index of each of a token's experts.
-    """
-    total = torch.zeros(output.shape, dtype=torch.float32)
-    for expert in chosen.unique().tolist():
-        rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        hidden = (x[rows] @ up[expert].T).relu().square()
-        total.index_add_(0, rows, (hidden @ down[expert].T).float() * weights[rows, slots, None])
-    output.copy_(total)
-
-
 def _do_without_torchvision() -> None:
     reason = why_not_imported("torchvision")
     if reason is None:
@@ -218,6 +222,53 @@ def _do_without_torchvision() -> None:
         module: Any = importlib.import_module(f"{package}.image_processing_pil_{model}")
         setattr(module, processor, getattr(module, f"{processor}Pil"))
         sys.modules.setdefault(f"{package}.image_processing_{model}", module)
+        setattr(importlib.import_module(package), processor, getattr(module, processor))
+    _stand_in_for_videos()
+
+
+def _stand_in_for_videos() -> None:
+    """Let Qwen's processors, which always have one for videos, start with one that knows its settings alone."""
+    import transformers
+    from transformers.image_processing_base import ImageProcessingMixin
+    from transformers.processing_utils import ProcessorMixin
+
+    class NoVideoProcessor(ImageProcessingMixin):
+        """The settings by which vLLM sizes a video. Superfluous once transformers reads videos without torchvision."""
+
+        _auto_class = None
+        valid_kwargs = type("NoSettings", (), {})
+        patch_size, merge_size, temporal_patch_size, fps, min_frames, max_frames = 16, 2, 2, 2, 4, 4
+        size = {"shortest_edge": 4096, "longest_edge": 65536}  # noqa: RUF012
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+
+        def __call__(self, *videos: Any, **options: Any) -> Any:
+            raise ImportError("videos need torchvision, which is not installed")
+
+    NoVideoProcessor.valid_kwargs.__annotations__ = {}
+    for parent, names in {
+        "transformers": ("BaseVideoProcessor", "Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"),
+        "transformers.models.qwen2_vl": ("Qwen2VLVideoProcessor",),
+        "transformers.models.qwen3_vl": ("Qwen3VLVideoProcessor",),
+    }.items():
+        for name in names:
+            setattr(importlib.import_module(parent), name, NoVideoProcessor)
+    for model, name in (("qwen2_vl", "Qwen2VLVideoProcessor"), ("qwen3_vl", "Qwen3VLVideoProcessor")):
+        path = f"transformers.models.{model}.video_processing_{model}"
+        module: Any = types.ModuleType(path)
+        setattr(module, name, NoVideoProcessor)
+        module.smart_resize = lambda *, factor, **sizes: (factor, factor)
+        sys.modules.setdefault(path, module)
+    auto: Any = transformers.AutoVideoProcessor
+    auto.from_pretrained = lambda *names, **options: NoVideoProcessor()
+    theirs: Any = ProcessorMixin
+    check = theirs.check_argument_for_proper_class
+
+    def check_argument(self: Any, name: str, argument: Any) -> Any:
+        return NoVideoProcessor if name == "video_processor" else check(self, name, argument)
+
+    theirs.check_argument_for_proper_class = check_argument
 
 
 def _replace_gated_delta_net() -> None:
@@ -226,6 +277,7 @@ def _replace_gated_delta_net() -> None:
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
+    # vLLM derives the operator's schema from the annotations, which have to be types.
     def cpu_gdn_attention_core(
         mixed_qkv: torch.Tensor,
         b: torch.Tensor,
@@ -254,9 +306,6 @@ def _replace_gated_delta_net() -> None:
         core_attn_out[: len(out)] = out
         windows[slots], states[slots] = window.to(windows.dtype), state.to(states.dtype)
 
-    # vLLM derives the operator's schema from the annotations, which have to be types.
-    cpu_gdn_attention_core.__annotations__ |= dict.fromkeys(("mixed_qkv", "b", "a", "core_attn_out"), torch.Tensor)
-    cpu_gdn_attention_core.__annotations__ |= {"layer_name": LayerNameType, "return": None}
     gdn_attention.cpu_gdn_attention_core = cpu_gdn_attention_core
 
 

@@ -3,13 +3,12 @@
     POST /v1/chat/completions, GET /v1/models, POST /tokenize     as in vLLM
     POST /v1/responses, /v1/messages, /v1/messages/count_tokens   the same completions in other forms (dialects.py)
     POST /weight_versions {"fingerprints": [...]}                 weights that generated these tokens; null: none here
+    POST /take_session {"session": "..."}                         the tokens of all calls of a session (sessions.py)
     GET  /health                                                  needs no token, unlike all others
 
 It runs in the driver, in threads: each request waits for one engine. Clients without the token get no further than
 their headers, for which they have HEADER_S seconds, and cannot take all of the driver's file descriptors.
 """
-
-from __future__ import annotations
 
 import asyncio
 import hmac
@@ -21,7 +20,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -33,14 +32,28 @@ from grpo_mcore.base.text import has_surrogates
 from grpo_mcore.generation.chat.dialects import CHAT, COUNTED_MESSAGES, MESSAGES, RESPONSES, Dialect, DialectError
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
+from grpo_mcore.generation.chat.sessions import SESSION_HEADER, ChatSession, ChatSessions
 from grpo_mcore.generation.engine import Engine
-from grpo_mcore.rollout.trajectory import fingerprint, sample_seed
+from grpo_mcore.rollout.images import image_of_part, inline_image, take_images
+from grpo_mcore.rollout.messages import read_messages
+from grpo_mcore.rollout.trajectory import (
+    FIRST_CONTENT,
+    ImageSpan,
+    Trajectory,
+    content_number,
+    fingerprint,
+    sample_seed,
+    with_spans,
+)
 from grpo_mcore.rollout.workers import remote_stream
 
 Spans = tuple[tuple[int, int, int], ...]
 
 MAX_REMEMBERED = 200_000
 """Maximum number of remembered completions (about 60 MB): more than are ever in flight."""
+
+MAX_IMAGE_BYTES = 2 * 2**30
+"""Maximum size of the remembered images: many more than agents have in flight."""
 
 MAX_BODY_BYTES = 64 * 2**20
 """Maximum size of a request: a long conversation carries all its tokens as JSON, about 7 bytes each, twice."""
@@ -119,6 +132,8 @@ class ChatRecord:
         self._generated: OrderedDict[str, tuple[Spans, int, bytes]] = OrderedDict()
         self._asked: Counter[bytes] = Counter()
         self._version = 0
+        self._images: OrderedDict[int, tuple[ImageSpan, bytes]] = OrderedDict()  # by content_number
+        self._image_bytes = 0
 
     def seed(self, body: Mapping[str, Any], weight_version: int) -> int:
         """Derive a seed for a request from its own, or else from the run's seed, the weight version and the request,
@@ -142,6 +157,27 @@ class ChatRecord:
             self._generated[fingerprint] = spans, engine, _told(messages)
             while len(self._generated) > MAX_REMEMBERED:
                 self._generated.popitem(last=False)
+
+    def note_images(self, spans: Sequence[ImageSpan], files: Sequence[bytes]) -> None:
+        """Remember the images of a prompt, in their order."""
+        with self._lock:
+            for span, file in zip(spans, files, strict=True):
+                number = content_number(span.digest)
+                self._image_bytes += 0 if number in self._images else len(file)
+                self._images[number] = span, file
+                self._images.move_to_end(number)
+            while self._image_bytes > MAX_IMAGE_BYTES:
+                self._image_bytes -= len(self._images.popitem(last=False)[1][1])
+
+    def with_images(self, trajectory: Trajectory, token: int) -> tuple[Trajectory, dict[str, bytes]]:
+        """Return an agent's trajectory with its images in place of the numbers that tell them (`content_ids`), and
+        their files by digest. `token`: id of an image's tokens. Raises KeyError for an image that is forgotten."""
+        with self._lock:
+            known = {number: span for number, (span, _) in self._images.items()}
+            turns = tuple(with_spans(turn, known, token) for turn in trajectory.turns)
+            digests = {image.digest for turn in turns for image in turn.images}
+            files = {digest: self._images[content_number(digest)][1] for digest in digests}
+        return replace(trajectory, turns=turns), files
 
     def weight_versions(self, fingerprints: Sequence[str]) -> list[Spans | None]:
         """Return the weight versions of each completion; None for tokens that were not generated here."""
@@ -186,7 +222,7 @@ class Endpoint:
     ) -> None:
         self._engines, self._model, self._token, self._reads_calls = engines, model, token, reads_calls
         self._timeout_s = timeout_s
-        self._record = ChatRecord(seed)
+        self.record, self._sessions = ChatRecord(seed), ChatSessions()
         self._pending = [0] * len(engines.workers)
         self._lock = threading.Lock()
         self._warned: set[str] = set()  # at most MAX_WARNINGS
@@ -217,6 +253,7 @@ class Endpoint:
                 web.post("/v1/messages/count_tokens", self._count_tokens),
                 web.post("/tokenize", self._tokenize),
                 web.post("/weight_versions", self._weight_versions),
+                web.post("/take_session", self._take_session),
             ]
         )
         # A queued request whose client has given up does not begin: clients ask again, and would wait behind it.
@@ -301,7 +338,14 @@ class Endpoint:
         names = body.get("fingerprints") if isinstance(body, dict) else None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             return _error(400, "fingerprints: a list of texts is needed")
-        return web.json_response({"weight_versions": self._record.weight_versions(names)})
+        return web.json_response({"weight_versions": self.record.weight_versions(names)})
+
+    async def _take_session(self, request: web.Request) -> web.Response:
+        body = await _json(request)
+        if not isinstance(body, dict) or not isinstance(name := body.get("session"), str):
+            return _error(400, "session: a text is needed")
+        calls = await self._loop.run_in_executor(self._pool, self._sessions.take, name)
+        return web.json_response({"calls": calls})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await _json(request)
@@ -318,8 +362,8 @@ class Endpoint:
 
     async def _complete(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Answer a request for a completion in the form in which it was asked for."""
-        body = await _json(request)
-        reply = await self._ask("complete", dialect, body)
+        body, name = await _json(request), request.headers.get(SESSION_HEADER)
+        reply = await self._ask("complete", dialect, body, self._sessions.open(name) if name else None)
         if reply.status != 200:
             return web.json_response(dialect.error(reply.status, reply.body), status=reply.status)
         answer = dialect.answer(reply.body, body)
@@ -333,7 +377,7 @@ class Endpoint:
         await response.write_eof()
         return response
 
-    async def _ask(self, kind: str, dialect: Dialect, body: Any) -> Reply:
+    async def _ask(self, kind: str, dialect: Dialect, body: Any, session: ChatSession | None = None) -> Reply:
         """Return an engine's answer to a request that was asked in a dialect."""
         if not isinstance(body, dict):
             return _no_reply(400, "BadRequestError", "the body must be an object")
@@ -341,15 +385,16 @@ class Endpoint:
             body = dialect.request(body)
         except DialectError as error:
             return _no_reply(400, "BadRequestError", str(error))
-        return await self._loop.run_in_executor(self._pool, self._reply, kind, body)
+        return await self._loop.run_in_executor(self._pool, self._reply, kind, body, session)
 
-    def _reply(self, kind: str, body: dict[str, Any]) -> Reply:
+    def _reply(self, kind: str, body: dict[str, Any], session: ChatSession | None = None) -> Reply:
         if kind == "complete" and body.get("tools") and body.get("tool_choice") != "none" and not self._reads_calls:
             self._warn(
                 "a request has tools, but calls of them stay text of the answers: set enable_auto_tools and tool_parser"
                 " in policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
             )
-        seed = self._record.seed(body, self._engines.weight_version) if kind == "complete" else 0
+        seed = self.record.seed(body, self._engines.weight_version) if kind == "complete" else 0
+        number, body = session.begin(body) if session else (0, body)
         body = self._without_stale_tokens(body)
         while (index := self._choose(recorded_tokens(body))) is not None:
             engine = self._engines.workers[index]
@@ -369,7 +414,14 @@ class Endpoint:
                 with self._lock:
                     self._pending[index] -= 1
             if reply.fingerprint is not None:
-                self._record.note(reply.fingerprint, reply.weight_versions, index, body.get("messages") or ())
+                messages = body.get("messages") or ()
+                self.record.note(reply.fingerprint, reply.weight_versions, index, messages)
+                if reply.images:
+                    files = take_images(read_messages(messages, "messages", inline_image))[1]
+                    self.record.note_images(reply.images, files)
+                if session is not None and reply.tokens is not None:
+                    answer = reply.body["choices"][0]["message"]
+                    session.note(number, messages, answer, reply.tokens, reply.weight_versions)
             elif reply.status == 400:
                 self._warn(f"a request was refused: {reply.body['error']['message']}")
             return reply
@@ -386,7 +438,7 @@ class Endpoint:
             tokens = _recorded(messages[position])
             if tokens is None:
                 continue
-            if self._record.answered(fingerprint(tokens), messages[:position]):
+            if self.record.answered(fingerprint(tokens), messages[:position]):
                 break
             kept[position] = {name: value for name, value in messages[position].items() if name not in TOKEN_FIELDS}
             self._warn(
@@ -398,7 +450,7 @@ class Endpoint:
     def _choose(self, before: list[int] | None) -> int | None:
         """Choose an engine for a request that continues the tokens `before`, and count the request as pending there.
         Return None if no engine is reachable or being restarted."""
-        known = self._record.engine_of(fingerprint(before)) if before and len(self._pending) > 1 else None
+        known = self.record.engine_of(fingerprint(before)) if before and len(self._pending) > 1 else None
         deadline = time.monotonic() + self._timeout_s
         while not (open_now := self._engines.reachable()):
             if not self._engines.returning or time.monotonic() > deadline:
@@ -438,7 +490,9 @@ def recorded_tokens(body: Mapping[str, Any]) -> list[int] | None:
 def _recorded(message: Any) -> list[int] | None:
     """Return the tokens of prompt and answer that are recorded in a message."""
     parts = [message.get(name) for name in TOKEN_FIELDS[:2]] if isinstance(message, dict) else [None]
-    if all(isinstance(part, list) and all(type(i) is int and 0 <= i < 2**63 for i in part) for part in parts):
+    if all(
+        isinstance(part, list) and all(type(i) is int and FIRST_CONTENT <= i < 2**63 for i in part) for part in parts
+    ):
         return [i for part in parts if part is not None for i in part]
     return None
 
@@ -449,7 +503,7 @@ def _told(messages: Sequence[Any]) -> bytes:
 
     def text(content: Any) -> Any:
         parts = content if isinstance(content, list) else [content]
-        return [(part.get("text") if isinstance(part, dict) else part) or "" for part in parts]
+        return [(part.get("text") or image_of_part(part) if isinstance(part, dict) else part) or "" for part in parts]
 
     texts = [
         (message.get("role"), None if message.get("role") == "assistant" else text(message.get("content")))

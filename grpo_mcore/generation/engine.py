@@ -1,7 +1,5 @@
 """One vLLM engine: generates samples and hands each over as it finishes; takes new weights from a refit."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
@@ -22,6 +20,7 @@ from grpo_mcore.families import ENGINE_ADAPTER
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, set_engine_environment
 from grpo_mcore.generation.cpu_kernels import import_vllm_without_compiler
+from grpo_mcore.generation.engine_images import EngineImages, Rendered, prompt_with_images
 from grpo_mcore.generation.engine_lock import EngineLock
 from grpo_mcore.generation.engine_nodes import Lifeline, await_followers, bind_vllm_to, deaths
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
@@ -39,6 +38,7 @@ from grpo_mcore.generation.worker_calls import (
     unlink_queue,
     unlink_shared_segments,
 )
+from grpo_mcore.rollout.images import images_of
 from grpo_mcore.rollout.text_tokens import special_tokens
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 
@@ -103,6 +103,8 @@ class Engine:
             warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
             self._llm_engine = self._on_device(self._start)
         self._max_model_len: int = self._llm_engine.model_config.max_model_len
+        reader = images_of(config.model) if config.images else None
+        self._images = None if reader is None else EngineImages(self._llm_engine.renderer, reader)
         if self.weight_version is not None:
             self._llm_engine.set_weight_version(str(self.weight_version))
         self._chat: EngineChat | None = None
@@ -113,6 +115,7 @@ class Engine:
                 self.generate,
                 max_model_len=self._max_model_len,
                 vocab_size=self._llm_engine.model_config.get_vocab_size(),
+                images=reader,
             )
         # Of several ranks; a single one lives in this process.
         self._ranks = [rank.proc for rank in getattr(self._llm_engine.model_executor, "workers", ())]
@@ -180,7 +183,8 @@ class Engine:
                     if self._layers is not None:
                         record = self._take("layer_recorder", [engine_id])[0]
                         self._layers[request.uid, request.generation_index] = record
-                    samples.append(to_trajectory(request, output, tokenizer))
+                    unreadable = self._images.unreadable if self._images else frozenset[str]()
+                    samples.append(to_trajectory(request, output, tokenizer, unreadable))
                 yield samples
 
     def score_tokens(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -250,6 +254,7 @@ class Engine:
 
         number, room = next(self._callers), self._max_model_len
         by_key = {f"{number}-{index}": request for index, request in enumerate(requests)}
+        images = {key: self._rendered(request) for key, request in by_key.items()}
         special = special_tokens(self._llm_engine.get_tokenizer())
         params = {key: sampling_params(request, sampling, room, special) for key, request in by_key.items()}
         tokens = {key: request.token_ids().tolist() for key, request in by_key.items()}
@@ -263,7 +268,11 @@ class Engine:
             self._requests |= by_key
             try:
                 for key, request in by_key.items():
-                    prompt = tokens_input(tokens[key], cache_salt=str(self._cache_number))
+                    salt = str(self._cache_number)
+                    if images[key]:
+                        prompt = prompt_with_images(tokens[key], images[key], salt)
+                    else:
+                        prompt = tokens_input(tokens[key], cache_salt=salt)
                     engine_id = self._llm_engine.add_request(key, prompt, params[key], lora_request=adapter)
                     stream.engine_ids[key], stream.requests[key] = engine_id, request
                     self._steps.add(stream.caller, key, engine_id)
@@ -271,6 +280,14 @@ class Engine:
                 self._forget(stream, list(by_key))
                 raise
         return True
+
+    def _rendered(self, request: GenerationRequest) -> list[Rendered]:
+        """Return the images of a request in vLLM's form. Raises ValueError where this engine has none."""
+        if not (spans := request.image_spans()):
+            return []
+        if self._images is None:
+            raise ValueError(f"{self.name} reads no images, and a prompt has some: the recipe did not announce them")
+        return self._images.rendered(spans, request.images)
 
     def _forget(self, stream: _OpenStream, only: Collection[str] | None = None) -> None:
         """Abort the unfinished ones of a stream's requests `only`, and forget all of `only`; None: all requests of a
@@ -385,7 +402,7 @@ class Engine:
             self._drain()  # a refit in place writes over the weights that a batch reads
             self._refit_open = True
             names = ("parts", "seats", "transports", "version", "verify", "in_place")
-            settings = {name: manifest[name] for name in names if name in manifest}
+            settings = {name: manifest[name] for name in names if name in manifest} | {"kept": self.config.kept}
             self._lock.hold(True)
             reports = self._refit_step("start", settings | {"engine": self.name})
             if (digests := {report["digest"] for report in reports}) != {manifest["digest"]}:
@@ -415,7 +432,7 @@ class Engine:
         until `abort_refit` restores the old weights. Open requests continue with the new weights.
 
         `recompute_kv`: recompute their keys and values with the new weights. Returns {version, parameters (on a rank),
-        fallbacks (tensors that vLLM's own loading placed), seconds}.
+        fallbacks (tensors that vLLM's own loading placed), quantized (digests of quantised layers, by rank), seconds}.
         """
         if not self._refit_open:
             raise EngineError(f"{self.name}: weight version {version} cannot be committed, no refit is open")
@@ -424,13 +441,15 @@ class Engine:
             self._drain()
             self._lock.hold(True)
             self._half_replaced = not self._can_go_back
-            report = self._refit_step("finish")[0]
+            reports = self._refit_step("finish")
+            report = reports[0]
             self._refit_open, self._unreleased = False, True
             self._version_before, self.weight_version = self.weight_version, None
             self._forget_cache(recompute_kv)
             self._llm_engine.set_weight_version(str(version))
             self.weight_version = version
         answer = {name: report[name] for name in ("parameters", "fallbacks")}
+        answer["quantized"] = [rank["quantized"] for rank in reports]
         return answer | {"version": version, "seconds": time.perf_counter() - started_at}
 
     def _forget_cache(self, recompute_kv: bool) -> None:
@@ -524,11 +543,11 @@ class Engine:
 
     def _level_without_weights(self) -> int:
         """Return vLLM's level of a sleep after which a refit brings the weights: 2, which drops them, or 1, which
-        copies them to the host and back, where the model has tensors that neither refit nor wake-up would restore."""
+        copies them to the host and back, where the model has tensors that neither refit nor wake-up would restore: a
+        frozen tower among them."""
         if self._sleep_level is None:
-            only = self.config.adapter_rank is None and all(
-                self._on_device(self._llm_engine.collective_rpc, has_only_registered_tensors)
-            )
+            fills_all = self.config.adapter_rank is None and not self.config.kept
+            only = fills_all and all(self._on_device(self._llm_engine.collective_rpc, has_only_registered_tensors))
             self._sleep_level = 2 if only else 1
         return self._sleep_level
 

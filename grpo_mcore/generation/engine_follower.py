@@ -1,7 +1,5 @@
 """A further node of an engine that spans several: runs the ranks there, driven by the engine on the first node."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

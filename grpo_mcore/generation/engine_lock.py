@@ -1,7 +1,5 @@
 """The lock of vLLM's engine, for the thread that runs generation steps and for calls from other threads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

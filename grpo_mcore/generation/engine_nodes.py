@@ -4,8 +4,6 @@ If a node is gone or has lost a rank, the ranks of the other nodes wait for it i
 them. Each side has a thread that reads; a closed connection means that the other node is gone.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import signal

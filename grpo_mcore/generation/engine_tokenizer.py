@@ -1,7 +1,6 @@
 """vLLM's tokenizer of the mode "hf", loaded as the policy's is."""
 
-from __future__ import annotations
-
+import logging
 from typing import Any
 
 from vllm.tokenizers.hf import CachedHfTokenizer, get_cached_tokenizer
@@ -24,4 +23,8 @@ class EngineTokenizer(CachedHfTokenizer):
 def register_tokenizer() -> None:
     """Let vLLM load the tokenizers of this process by EngineTokenizer from now on."""
     if TokenizerRegistry.load_tokenizer_cls("hf") is not EngineTokenizer:
+        registry_log = logging.getLogger("vllm.tokenizers.registry")
+        level = registry_log.level
+        registry_log.setLevel(logging.ERROR)  # it warns that the mode has a class already
         TokenizerRegistry.register("hf", __name__, EngineTokenizer.__name__)
+        registry_log.setLevel(level)

@@ -1,8 +1,6 @@
 """Conversion of our requests to vLLM's, and of vLLM's outputs to trajectories."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ def sampling_params(
     stop_texts = [text for text in stop if text not in special]  # vLLM looks for them in a text without special tokens
     return SamplingParams(
         max_tokens=min(sampling.max_new_tokens, room),
-        temperature=sampling.temperature,
+        temperature=0.0 if sampling.first_is_greedy and request.generation_index == 0 else sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k or 0,
         seed=request.seed,
@@ -55,8 +53,11 @@ def sampling_params(
     )
 
 
-def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: Any) -> Trajectory:
-    """Return all earlier turns and the generated one, with its tokens as sampled, end-of-sequence included."""
+def to_trajectory(
+    request: GenerationRequest, output: RequestOutput, tokenizer: Any, unreadable: Collection[str] = ()
+) -> Trajectory:
+    """Return all earlier turns and the generated one, with its tokens as sampled, end-of-sequence included. A sample
+    with an image of `unreadable` digests counts as aborted."""
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
     flat = completion.logprobs
@@ -68,7 +69,8 @@ def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: 
         loss_mask=True,
         text=text_of(tokenizer, token_ids, completion.text),
     )
-    reason = completion.finish_reason
+    given_up = bool(unreadable) and any(span.digest in unreadable for span in request.image_spans())
+    reason: Any = "abort" if given_up else completion.finish_reason
     by_token = reason == "stop" and not isinstance(completion.stop_reason, str)
     before = request.continues.weight_versions if request.continues is not None else ()
     prompt_length = len(output.prompt_token_ids or ())

@@ -3,8 +3,6 @@
 There is no extra thread: with one caller every step runs on that caller's thread.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -6,8 +6,6 @@ On GPU vLLM records experts itself; its recorder needs a model runner that its C
 hook.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback
@@ -122,8 +120,8 @@ def stop_profile(worker: Any, start_of_path: str) -> None:
 def has_only_registered_tensors(worker: Any) -> bool:
     """Return whether the model on this rank keeps nothing on its device besides parameters, buffers and their views.
 
-    A refit fills all parameters, and vLLM keeps the buffers when it drops the weights (sleep level 2); any other tensor
-    that the model made while it was loaded would come back without its values.
+    vLLM keeps the buffers when it drops the weights (sleep level 2), and a refit fills all parameters but those that
+    EngineConfig.kept names; any other tensor that the model made while it was loaded would lose its values.
     """
     model = worker.model_runner.model
     registered = [*model.parameters(), *model.buffers()]
@@ -132,10 +130,15 @@ def has_only_registered_tensors(worker: Any) -> bool:
     return all(
         tensor.device != device or not tensor.numel() or tensor.untyped_storage().data_ptr() in known
         for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in ("_parameters", "_buffers", "_modules", "kv_cache")
-        for tensor in _tensors_in(value)
+        for tensor in unregistered_tensors(module)
     )
+
+
+def unregistered_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors among a module's attributes that are no parameters or buffers of it or its children."""
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules", "kv_cache"):
+            yield from _tensors_in(value)
 
 
 def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:

@@ -12,8 +12,6 @@ reasoning models often have the reasoning in the text, <think>...</think>. gpt-o
 so it becomes a field.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -265,7 +263,11 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             before.get("tool_calls") or message.get("tool_calls")
         ):
             texts = [part for part in (before.get("content"), message.get("content")) if part]
-            shown[-1] = {**before, **message, "content": "\n\n".join(texts)}
+            if any(isinstance(part, list) for part in texts):  # with images
+                lists = [part if isinstance(part, list) else [{"type": "text", "text": part}] for part in texts]
+                shown[-1] = {**before, **message, "content": [part for parts in lists for part in parts]}
+            else:
+                shown[-1] = {**before, **message, "content": "\n\n".join(texts)}
         else:
             shown.append(message)
     return shown

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpo_mcore.rollout.trajectory import ImageSpan
+
 
 class Message(TypedDict):
     """One message of a log. `content` is the text that was tokenised, chat template included."""
@@ -17,7 +19,9 @@ class Message(TypedDict):
     token_ids: NotRequired[Tensor]
     """int64 [n]"""
     token_loss_mask: NotRequired[Tensor]
-    """SFT only. int64 [n]: 1 where the token is trained on."""
+    """Examples only. int64 [n]: 1 where the token is trained on."""
+    images: NotRequired[tuple[ImageSpan, ...]]
+    """Where the tokens of images stand in `token_ids`."""
 
 
 LLMMessageLogType = list[Message]
@@ -39,9 +43,13 @@ class DatumSpec(TypedDict):
     uid: str
     """Names the prompt for the whole run by its task and line or row, for example `data-train:17`."""
     rejected_log: NotRequired[LLMMessageLogType]
-    """DPO only. The prompt with the rejected answer; `message_log` has the chosen one, `length` counts both."""
+    """Pairs only. The prompt with the rejected answer; `message_log` has the chosen one, `length` counts both."""
+    score: NotRequired[float]
+    """Reward models only. What the answer is worth, or the margin by which the chosen one is better."""
     teacher_prompt: NotRequired[Tensor]
     """int64 [n]. The prompt as teachers get it, with the row's hint. Absent: as the policy does."""
+    images: NotRequired[dict[str, bytes]]
+    """Bytes of the images of all messages, as they were given, by digest (`families.images.image_digest`)."""
     stop_strings: NotRequired[list[str] | None]
     """Strings that end a generation, besides the recipe's; an environment may change them for later turns."""
 

@@ -1,8 +1,7 @@
 """The G generations of one prompt, as the driver holds them."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
@@ -36,6 +35,10 @@ class Group:
     def scored(self) -> int:
         """Number of samples that have a reward."""
         return sum(score.reward is not None for score in self.scores)
+
+    def without_first(self) -> Self:
+        """Return the group without its first sample, which remax decodes greedily as a baseline for the others."""
+        return replace(self, samples=self.samples[1:], scores=self.scores[1:], ended_at=self.ended_at[1:])
 
     @property
     def failure(self) -> str | None:

@@ -16,12 +16,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 from grpo_mcore.rollout.datum import DatumSpec
-from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Score, TrajectoryRef, Turn, sample_seed
+from grpo_mcore.rollout.trajectory import (
+    AgentRequest,
+    GenerationRequest,
+    Outcome,
+    Sampling,
+    Score,
+    TrajectoryRef,
+    Turn,
+    sample_seed,
+)
 
 _SAID_NOTHING = (
     "after turn {} the environment neither ended the conversation nor said anything; return terminated, or an "
@@ -32,24 +43,23 @@ _SAID_NOTHING = (
 @dataclass(frozen=True)
 class TurnLimits:
     """`max_turns`: generated turns of a sample. `max_model_len`: tokens of the context, all turns together.
-    `max_tokens`: limit of all branches of a sample together, so that a training bin has room for it; None: no limit.
     `together`: the samples of one step on one engine take their turns together, and groups are scored whole; otherwise
     no sample waits for another one."""
 
     max_turns: int
     max_model_len: int
-    max_tokens: int | None = None
     together: bool = False
 
 
 @dataclass(frozen=True)
 class Rules:
     """Settings that all lives share. `seed`: grpo.seed. `as_turn`: makes an environment's message into a turn, from
-    (text, role, token that ended the turn before); None where samples have one turn."""
+    (text or parts, role, token that ended the turn before), with references to its images by digest; None where samples
+    have one turn."""
 
     limits: TurnLimits
     seed: int
-    as_turn: Callable[[str, str, int | None], Turn] | None = None
+    as_turn: Callable[[Any, str, int | None], tuple[Turn, Mapping[str, Any]]] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -62,15 +72,9 @@ class ScoreTurn:
     is_last: bool
 
 
-@dataclass(eq=False, slots=True)
-class RunAgent:
-    """Wait for the (TrajectoryRef, Score) of an agent that takes all turns."""
-
-    seed: int
-
-
-Wait = GenerationRequest | ScoreTurn | RunAgent
-"""Request that a life yields and waits for. That of a GenerationRequest results in the TrajectoryRef of all turns."""
+Wait = GenerationRequest | ScoreTurn | AgentRequest
+"""Request that a life yields and waits for. That of a GenerationRequest results in the TrajectoryRef of all turns, that
+of an AgentRequest in the sample and its score."""
 Life = Generator[Wait, Any, tuple[TrajectoryRef, Score]]
 
 
@@ -79,14 +83,18 @@ def life_of(group: OpenGroup, index: int) -> Life:
     uid, prompt, limits = group.uid, group.prompt, group.rules.limits
     seed = sample_seed(group.rules.seed, group.step, uid, index)
     if group.has_agents:
-        return (yield RunAgent(seed))
+        task = prompt["extra_env_info"].get("agent_task")
+        return (yield AgentRequest(uid, index, task, prompt["idx"], seed))
     metadata, stop_strings = prompt["extra_env_info"], tuple(prompt.get("stop_strings") or ())
     if limits.max_turns > 1:  # an environment may keep each sample's state in its metadata
         metadata = copy.deepcopy(metadata)
     score: Score | None = None
-    request = GenerationRequest(uid, index, group.turns, seed, stop_strings)
+    images = group.images
+    request = GenerationRequest(uid, index, group.turns, seed, stop_strings, images=images)
     while True:
         trajectory: TrajectoryRef = yield request  # queued, then generating
+        if images:
+            trajectory = replace(trajectory, images=images)
         outcome: Outcome = yield ScoreTurn(trajectory, metadata, trajectory.turns == limits.max_turns)  # scoring
         outcome = _checked(trajectory, outcome)
         no_turn_left = trajectory.truncated or trajectory.turns >= limits.max_turns
@@ -101,11 +109,15 @@ def life_of(group: OpenGroup, index: int) -> Life:
         if outcome.stop_strings is not None:
             stop_strings = outcome.stop_strings
         assert group.rules.as_turn is not None and outcome.observation is not None
-        answer = group.rules.as_turn(outcome.observation, outcome.role, trajectory.stop_token)
+        try:
+            answer, further = group.rules.as_turn(outcome.observation, outcome.role, trajectory.stop_token)
+        except ValueError as error:  # an image in it that the model cannot read
+            return trajectory, replace(score, reward=None, reason=f"the environment's answer: {error}")
+        images = {**images, **further}
         if trajectory.length + len(answer) >= limits.max_model_len:
             return replace(trajectory, truncated=True, finish_reason="length"), score
         seed = sample_seed(group.rules.seed, group.step, uid, index, trajectory.turns)
-        request = GenerationRequest(uid, index, (answer,), seed, stop_strings, continues=trajectory.ref)
+        request = GenerationRequest(uid, index, (answer,), seed, stop_strings, continues=trajectory.ref, images=images)
 
 
 def _checked(trajectory: TrajectoryRef, outcome: Outcome) -> Outcome:
@@ -120,29 +132,44 @@ def _checked(trajectory: TrajectoryRef, outcome: Outcome) -> Outcome:
 def _with_turn(before: Score | None, outcome: Outcome) -> Score:
     """Add a turn's score to the sample's. A turn without a reward leaves the whole sample without one."""
     reward, by_name, seconds = outcome.reward, dict(outcome.rewards_by_name), outcome.seconds
-    failures = outcome.failures
+    failures, turn_rewards, states = outcome.failures, outcome.turn_rewards, outcome.turn_states
+    rewards: tuple[float, ...] = (0.0 if reward is None else reward,)
     if before is not None:
         seconds, failures = seconds + before.seconds, before.failures + failures
+        states, rewards = before.turn_states + states, before.step_rewards + rewards
+        pairs = zip_longest(before.turn_rewards, turn_rewards)  # a later call may score earlier turns
+        turn_rewards = tuple(old if new is None else new for old, new in pairs)
         for name, value in before.rewards_by_name.items():
             by_name[name] = by_name.get(name, 0.0) + value
         if reward is not None and before.reward is not None:
             reward += before.reward
     return Score(
-        reward, outcome.answer, outcome.reason, seconds, by_name, outcome.terminated, outcome.solved_at, failures
-    )
+        reward, outcome.answer, outcome.reason, seconds, by_name, outcome.terminated, outcome.solved_at, failures,
+        turn_rewards, states, rewards,
+    )  # fmt: skip
 
 
 class OpenGroup:
     """State that the samples of a prompt share while they live. It does not refer to them, so that none of them is
     part of a cycle. `has_agents`: agents of the environment take all turns; otherwise `engine` generates them.
-    `unfinished`: samples that are neither finished nor dropped. `num_ended`: samples whose last turn is generated."""
+    `unfinished`: samples that are neither finished nor dropped. `num_ended`: samples whose last turn is generated.
+    `images`: references to the files of the prompt's images in the object store, by digest."""
 
-    def __init__(self, prompt: DatumSpec, step: int, sampling: Sampling, rules: Rules, size: int) -> None:
+    def __init__(
+        self,
+        prompt: DatumSpec,
+        step: int,
+        sampling: Sampling,
+        rules: Rules,
+        size: int,
+        images: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.images = dict(images)
         self.uid, self.prompt, self.step, self.sampling, self.rules = prompt["uid"], prompt, step, sampling, rules
         self.size = self.unfinished = size
         self.has_agents, self.engine, self.num_ended = False, 0, 0
         self.turns = tuple(
-            Turn(role=message["role"], token_ids=message["token_ids"], text=message["content"])
+            Turn(message["role"], message["token_ids"], text=message["content"], images=message.get("images", ()))
             for message in prompt["message_log"]
         )
         self.load = size * (prompt["length"] + sampling.max_new_tokens)  # at most so many tokens in their first turns

@@ -1,12 +1,11 @@
 """The one entrance of a conversation: messages of data rows, rollouts and requests, brought into one form.
 
 A message becomes {"role", "content"}. Its content is text, or a list of text parts where it has several: how they are
-joined is the chat template's (`ChatForm.joint`). Reasoning is a field of its own, `tool_calls` have their arguments as
-an object, and results are messages of the role `tool`. Fields that are null are left out, others are kept. What has no
-such form is refused: MessageError names the message and the field.
+joined is the chat template's (`ChatForm.joint`). With images it is a list of parts (rollout/images.py). Reasoning is a
+field of its own, `tool_calls` have their arguments as an object, and results are messages of the role `tool`. Fields
+that are null are left out, others are kept. What has no such form is refused: MessageError names the message and the
+field.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import Struct
+
+from grpo_mcore.rollout.images import ReadImage, given_image, image_of_part, is_image
 
 Message = dict[str, Any]
 
@@ -44,14 +45,14 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def read_messages(value: Any, name: str) -> list[Message]:
+def read_messages(value: Any, name: str, read_image: ReadImage | None = None) -> list[Message]:
     """Return a list of messages in the normal form; messages in the normal form stay as they are. `name` is the field
-    that has them, for MessageError."""
+    that has them, for MessageError. Images are read by `read_image`, and refused without it."""
     if not isinstance(value, list):
         raise MessageError(f"{name!r} must be a list of messages, got {kind_of(value)}")
     if not value:
         raise MessageError(f"{name!r} has no message in it")
-    read = (_read_message(message, f"message {number} of {name!r}") for number, message in enumerate(value))
+    read = (_read_message(message, f"message {number} of {name!r}", read_image) for number, message in enumerate(value))
     return [message for messages in read for message in messages]
 
 
@@ -63,12 +64,13 @@ def content_text(content: Any) -> str:
 
 
 def join_texts(messages: Iterable[Mapping[str, Any]], joint: str) -> list[Message]:
-    """Return the messages with the text parts of each joined."""
+    """Return the messages with the text parts of each joined. A message with images keeps its parts."""
     joined = []
     for message in messages:
         content = message.get("content")
-        text = joint.join(part["text"] for part in content) if isinstance(content, list) else content
-        joined.append({**message, "content": text} if isinstance(content, list) else dict(message))
+        if isinstance(content, list) and not any(map(is_image, content)):
+            message = {**message, "content": joint.join(part["text"] for part in content)}
+        joined.append(dict(message))
     return joined
 
 
@@ -82,7 +84,7 @@ def refuse_unknown_roles(messages: Iterable[Message], chat_template: Any) -> Non
             )
 
 
-def _read_message(message: Any, where: str) -> list[Message]:
+def _read_message(message: Any, where: str, read_image: ReadImage | None = None) -> list[Message]:
     """Return a message in the normal form, behind the results of tools that are parts of it."""
     if isinstance(message, dict) and "role" not in message and {"from", "value"} <= set(message):  # ShareGPT
         others = {key: value for key, value in message.items() if key not in ("from", "value")}
@@ -102,7 +104,7 @@ def _read_message(message: Any, where: str) -> list[Message]:
     fields["role"] = ROLES.get(role, role if role in KNOWN_ROLES else fields["role"])
     if fields["role"] == "tool" and _is_value(content):
         content = _as_text(content, "")
-    read = read_content(content, where)
+    read = read_content(content, where, read_image=read_image)
     calls = [read_call(call, where) for call in [*(calls or ()), *read.calls]]
     for key in REASONING_FIELDS:
         if not isinstance(value := fields.get(key, ""), str):
@@ -146,9 +148,11 @@ class Content:
         return [{"type": "text", "text": part} if isinstance(part, str) else part for part in self.parts]
 
 
-def read_content(content: Any, where: str, *, keeps_media: bool = False) -> Content:
-    """Read a content: text, or a list of parts by their types. A part that is no text, such as an image, is refused, or
-    with `keeps_media` kept."""
+def read_content(
+    content: Any, where: str, *, keeps_media: bool = False, read_image: ReadImage | None = None
+) -> Content:
+    """Read a content: text, or a list of parts by their types. Images are read by `read_image`. Any other part that is
+    no text is refused, or with `keeps_media` kept."""
     if isinstance(content, str):
         return Content([content])
     read = Content()
@@ -170,16 +174,29 @@ def read_content(content: Any, where: str, *, keeps_media: bool = False) -> Cont
         elif kind == "tool_use":
             read.calls.append({"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")})
         elif kind == "tool_result":
-            result = read_content(part.get("content"), where).value
+            result = read_content(part.get("content"), where, read_image=read_image).value
             call = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") is not None else {}
             read.results.append({"role": "tool", **call, "content": result})
         elif keeps_media:
             read.parts.append(_media_part(part))
+        elif read_image is not None and is_image(part):
+            read.parts.append(_image_part(part, where, read_image))
         else:
-            raise MessageError(
-                f"{where} has a part of type {kind!r}, which is not text; images, audio and video are not supported"
-            )
+            raise MessageError(f"{where} has a part of type {kind!r}, which is not text; {_no_media(part)}")
     return read
+
+
+def _no_media(part: dict[str, Any]) -> str:
+    return "no image is read here" if is_image(part) else "audio and video are not supported"
+
+
+def _image_part(part: dict[str, Any], where: str, read_image: ReadImage) -> dict[str, Any]:
+    if (value := image_of_part(part)) is None and read_image is given_image:
+        return {"type": "image"}  # a column of its row has it
+    try:
+        return {"type": "image", "image": read_image(value)}
+    except (ValueError, OSError) as error:
+        raise MessageError(f"{where}: {error}") from error
 
 
 def _text_in(part: dict[str, Any], keys: Sequence[str], where: str) -> str:

@@ -3,8 +3,6 @@
 The pass rate of a group is the share of its samples that are solved; for graded rewards, their mean between 0 and 1.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -12,8 +12,6 @@ does not need go back to the data. With an age above 0, one generation batch per
 groups are replaced at once; only groups that would become too old go back, finished or not.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping

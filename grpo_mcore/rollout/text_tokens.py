@@ -4,8 +4,6 @@ The tokenizers of Llama 2, Mistral and Mixtral put a space before every text. A 
 goes on with another one must not have it: no answer that is generated begins with it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

@@ -7,17 +7,40 @@ of Llama 2. Then "hello world" has the tokens of "helloworld", and answers are s
 model was trained; the new class does not.
 """
 
-from __future__ import annotations
-
 import json
 import logging
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer with further templates."""
+
+_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", f"{NAMED_TEMPLATES}/*")
 _RULES = ("normalizer", "pre_tokenizer", "decoder")
 _PROBE = "Hello  world's 12345 tests:\n\n\tx = 3.14; I'LL don't é 中文 🙂\r\n 1,000"
+
+
+def tokenizer_folder(name: str | Path) -> Path:
+    """Return the folder with a tokenizer's files: the one of this name, or a snapshot of the hub's. Raises OSError for
+    a name that is neither, at once: transformers would ask a hub that does not answer again and again, for 100 s."""
+    if (folder := Path(name)).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    fetch = partial(snapshot_download, str(name), allow_patterns=list(_FILES), ignore_patterns=["*/*.json"])
+    try:
+        return Path(fetch())
+    except Exception as error:  # of the hub, of the net, or of a name that is none
+        with suppress(Exception):
+            return Path(fetch(local_files_only=True))
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise OSError(
+            f"it is not a folder here, and could not be fetched from the Hugging Face hub: {reason}"
+        ) from None
 
 
 def load_hf_tokenizer(name: str | Path) -> Any:
@@ -27,15 +50,16 @@ def load_hf_tokenizer(name: str | Path) -> Any:
     (Kimi-K2, Moonlight): transformers then takes other rules, if it knows the model's type."""
     from transformers import AutoTokenizer
 
-    program = _program_of(str(name))
-    if program is not None and _file_of(str(name)) is None:
+    folder = tokenizer_folder(name)
+    program = _program_of(folder)
+    if program is not None and _file_of(folder) is None:
         raise ValueError(
             f"text is read by the rules of {program}, custom code that is not run; make a tokenizer.json by them "
             "(transformers' TikTokenConverter with the program's pattern), and delete auto_map from "
             "tokenizer_config.json"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # else it would ask in a terminal
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # else it would ask in a terminal
     except ValueError as error:
         if program is None:
             raise
@@ -53,7 +77,7 @@ def load_hf_tokenizer(name: str | Path) -> Any:
 
 def as_written(tokenizer: Any) -> Any:
     """Return a tokenizer that transformers has loaded, or, if that reads text otherwise than the tokenizer.json of the
-    same name or folder, the one that the file describes. It decodes what the policy wrote as it is: with
+    same folder, the one that the file describes. It decodes what the policy wrote as it is: with
     `clean_up_tokenization_spaces`, as Llama 3's folders have it, 'hi !' in a program became 'hi!'."""
     if not _is_as_its_file_says(tokenizer):
         from transformers import PreTrainedTokenizerFast
@@ -69,7 +93,11 @@ def _is_as_its_file_says(tokenizer: Any) -> bool:
     from tokenizers import Tokenizer
 
     loaded = getattr(tokenizer, "backend_tokenizer", None)
-    if loaded is None or (path := _file_of(str(tokenizer.name_or_path))) is None:
+    try:
+        path = _file_of(tokenizer_folder(tokenizer.name_or_path))
+    except OSError:  # made in memory
+        path = None
+    if loaded is None or path is None:
         return True
     written = json.loads(path.read_text(encoding="utf-8"))
     if all(_rule(loaded, part) == written.get(part) for part in _RULES):
@@ -88,9 +116,9 @@ def _rule(backend: Any, part: str) -> Any:
     return None if rule is None else json.loads(rule.__getstate__())
 
 
-def _program_of(name: str) -> str | None:
+def _program_of(folder: Path) -> str | None:
     """Return the class of the tokenizer's own code (tokenization_kimi.TikTokenTokenizer), None if it has none."""
-    path = _file_of(name, "tokenizer_config.json")
+    path = _file_of(folder, "tokenizer_config.json")
     settings = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
     places = settings.get("auto_map") if isinstance(settings, dict) else None
     if isinstance(places, dict):
@@ -98,13 +126,6 @@ def _program_of(name: str) -> str | None:
     return next((class_name for class_name in places if class_name), None) if isinstance(places, list) else places
 
 
-def _file_of(name: str, file: str = "tokenizer.json") -> Path | None:
-    """Return a file of a folder or of a model on the hub, None if it has none."""
-    if Path(name).is_dir():
-        return path if (path := Path(name) / file).is_file() else None
-    from transformers.utils import cached_file
-
-    try:
-        return Path(cached_file(name, file))
-    except OSError:
-        return None
+def _file_of(folder: Path, file: str = "tokenizer.json") -> Path | None:
+    """Return a file of a folder, None if it has none."""
+    return path if (path := folder / file).is_file() else None

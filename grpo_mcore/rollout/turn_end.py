@@ -6,8 +6,6 @@ Phi <|end|>. GLM-4.5 puts none: there the token that begins the next turn ends t
 another one behind the last answer than behind earlier ones: gpt-oss has <|return|> and <|end|>.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The protocols of workers and clusters, and their errors. Clusters: LocalCluster, RayCluster, VirtualCluster."""
 
-from __future__ import annotations
-
 import errno
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -224,6 +222,19 @@ class SpawnOptions:
     streams: int = 0
 
 
+@dataclass(frozen=True)
+class SpawnOrder:
+    """A group of workers to start, as `Cluster.spawn_group` takes it. `beside`: for each rank the workers on whose node
+    it runs; none: on as few nodes as possible, or equally many ranks on each of `nodes` nodes."""
+
+    name: str
+    cls: Callable[..., Any]
+    args_per_rank: Sequence[Sequence[Any]]
+    options: SpawnOptions
+    nodes: int
+    beside: Sequence[Sequence[Worker]]
+
+
 def _hears_nothing() -> None:
     pass
 
@@ -243,9 +254,20 @@ class Cluster(Protocol):
     requests to stop. Waits of several threads may call it at a time."""
 
     @contextmanager
-    def uninterrupted(self) -> Iterator[None]:
-        """Let no `watch` end a wait inside the block: what is done there must not be left half done."""
-        watch, self.watch = self.watch, _hears_nothing
+    def uninterrupted(self, grace_s: float) -> Iterator[None]:
+        """Let `watch` end a wait inside the block only `grace_s` seconds after it first asked for it: what is done
+        there is better finished than left half done, unless somebody hangs."""
+        watch, heard_at = self.watch, list[float]()
+
+        def watch_later() -> None:
+            try:
+                watch()
+            except Exception:
+                heard_at.append(self.clock.now())
+                if heard_at[-1] - heard_at[0] >= grace_s:
+                    raise
+
+        self.watch = watch_later
         try:
             yield
         finally:
@@ -276,22 +298,14 @@ class Cluster(Protocol):
         as soon as each has its place: on as few nodes as possible, or equally many on each of `nodes` nodes, with
         consecutive ranks on a node. `options`: fields of SpawnOptions, for each rank. `colocate_with`: the workers on
         whose node each rank runs; overrides `nodes`. `cls` may be a function."""
-        return self.start_group(name, cls, args_per_rank, SpawnOptions(**options), nodes, colocate_with)
+        return self.start_group(SpawnOrder(name, cls, args_per_rank, SpawnOptions(**options), nodes, colocate_with))
 
     def start(
         self, name: str, cls: Callable[..., Any], args: Sequence[Any], options: SpawnOptions, beside: Sequence[Worker]
     ) -> Worker:
         """Do what `spawn` says. `beside`: its `colocate_with`."""
 
-    def start_group(
-        self,
-        name: str,
-        cls: Callable[..., Any],
-        args_per_rank: Sequence[Sequence[Any]],
-        options: SpawnOptions,
-        nodes: int,
-        beside: Sequence[Sequence[Worker]],
-    ) -> Sequence[Worker]:
+    def start_group(self, order: SpawnOrder) -> Sequence[Worker]:
         """Do what `spawn_group` says."""
 
     def ready(
@@ -306,6 +320,14 @@ class Cluster(Protocol):
         """Wait until one of `things` has an answer, an item, an end or an error, and return all that have one then.
         `patient`: until all of them have one, if that takes a fraction of a second. `watch` is called several times a
         second meanwhile, in addition to the cluster's; what it raises ends the wait."""
+        if not things:
+            raise ValueError(f"{purpose}: nothing to wait for")
+        return self.wait(things, timeout_s, purpose, watch, patient)
+
+    def wait(
+        self, things: Sequence[T], timeout_s: float, purpose: str, watch: Callable[[], None], patient: bool
+    ) -> Sequence[T]:
+        """Do what `ready` says, for at least one thing."""
 
     def last_log_line(self, worker: str) -> str:
         """Return the last line that a worker has printed; a text that says so where it cannot be read here."""

@@ -1,8 +1,6 @@
 """The rows of published benchmarks as conversations, for evaluation: each function maps one row in the published
 schema."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Published data have the choices in a field of their own, in many forms: a list, 
 labels and texts, or a column for each. An answer names the right one by its index (from 0), its label or its text.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from grpo_mcore.rollout.datum import field_of
 from grpo_mcore.rollout.messages import kind_of
 
 LETTERS = "ABCDEFGHIJ"
+_FROM_1, _FROM_0 = [str(number) for number in range(1, 11)], [str(number) for number in range(10)]
 CHOICE_FIELDS = ("choices", "options", "endings")
 """Fields under which published data have their choices: the first that a row has is meant."""
 NO_CHOICES = "none"
@@ -26,8 +25,8 @@ NO_CHOICES = "none"
 
 _COLUMN = re.compile(r"((?:op|option|choice|sol|ending|ans|answer)[ _]?)?([a-j]|\d)", re.IGNORECASE)
 _WRONG = re.compile(r"(?:incorrect[ _]?answer|distractor)[ _]?\d", re.IGNORECASE)
-_IN_TEXT = re.compile(r"(?:^|[\s,;])\(?([A-Ja-j])\s*[).:]\s*")
-_LABEL_IN_FRONT = re.compile(r"\s*\(?([A-Ja-j])\s*[).:]\s*(?=\S)")
+_IN_TEXT = re.compile(r"(?:^|[\s,;])\(?([A-Ja-j](?=\s*[).:])|\d{1,2}(?=[).:]\s))\s*[).:]\s*")
+_LABEL_IN_FRONT = re.compile(r"\s*\(?([A-Ja-j](?=\s*[).:])|\d{1,2}(?=[).:]\s))\s*[).:]\s*(?=\S)")
 _BARE_LABEL = re.compile(r"[\s(]*([A-Za-z]|\d{1,2})[\s).:]*")
 
 
@@ -39,17 +38,29 @@ class Choices:
     labels: tuple[str, ...]
     numbers: bool = False
     """True if the choices are numbers and not texts."""
+    counted: bool = False
+    """True if the texts had numbers from 1 in front: then a number may be such a label, or an index."""
 
-    def shown_in(self, question: str) -> bool:
-        """Return whether the question has them already, one after the other, each behind a label or on a line."""
-        end = 0
+    def shown_in(self, question: str) -> tuple[str, ...] | None:
+        """Return the labels behind which the question has them already, one after the other; None where it does not."""
+        end, labels = 0, list[str]()
         for text in self.texts:
             words = r"\s+".join(map(re.escape, text.split()))
-            choice = re.compile(rf"(?:^|[\n,;(]|[-*•]|(?<!\w)(?:[A-Ja-j]|\d)[).:])\s*{words}(?!\w)")
+            choice = re.compile(rf"(?<!\w)([A-Ja-j]|\d{{1,2}})[).:]\s*{words}(?!\w)")
             if (match := choice.search(question, end)) is None:
-                return False
+                return None
             end = match.end()
-        return True
+            labels.append(match[1].upper())
+        return tuple(labels)
+
+    def as_shown(self, answer: Any, labels: tuple[str, ...]) -> str | None:
+        """Return the label under which the question shows the choice that an index or a letter names; None of another
+        answer."""
+        is_letter = isinstance(answer, str) and re.fullmatch(r"\(?[A-Ja-j]\)?", answer.strip()) is not None
+        if isinstance(answer, str) and (not is_letter or answer in self.texts or labels[0].isalpha()):
+            return None
+        letter = self.letter(answer)
+        return None if letter is None else labels[LETTERS.index(letter)]
 
     def under(self, question: str) -> str:
         """Return the question with the choices below it."""
@@ -65,7 +76,7 @@ class Choices:
         positions: set[int] = set()
         if is_text or self.numbers:
             positions |= {position for position, choice in enumerate(self.texts) if choice == text}
-        if is_text and label:
+        if (is_text or self.counted) and label:
             positions |= {position for position, name in enumerate(self.labels) if name == label[1].upper()}
         if text.isdecimal() and int(text) < len(self.texts) and not (is_text and self.labels[0].isdecimal()):
             positions.add(int(text))
@@ -140,13 +151,14 @@ def _choices(value: Any) -> Choices | None:
 
 def _split(text: str) -> list[str]:
     """Return the choices in a text such as `a) 38, b) 27, c) none`, or one a line; [] in another."""
-    starts: list[re.Match[str]] = []
-    for match in _IN_TEXT.finditer(text):
-        if match[1].upper() == LETTERS[len(starts) % len(LETTERS)]:
-            starts.append(match)
-    if len(starts) > 1:
-        ends = [*(match.start() for match in starts[1:]), len(text)]
-        return [text[match.end() : end].strip(" \n\t,;") for match, end in zip(starts, ends, strict=True)]
+    for labels in (LETTERS, _FROM_1, _FROM_0):
+        starts: list[re.Match[str]] = []
+        for match in _IN_TEXT.finditer(text):
+            if len(starts) < len(labels) and match[1].upper() == labels[len(starts)]:
+                starts.append(match)
+        if len(starts) > 1:
+            ends = [*(match.start() for match in starts[1:]), len(text)]
+            return [text[match.start() : end].strip(" \n\t,;") for match, end in zip(starts, ends, strict=True)]
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
@@ -158,7 +170,7 @@ def _columns(row: dict[str, Any]) -> Choices | None:
             stems.setdefault((match[1] or "").lower(), {})[match[2].upper()] = name
     for columns in stems.values():
         labels = sorted(columns)
-        if len(labels) > 1 and any(labels == [*first[: len(labels)]] for first in (LETTERS, "123456789", "0123456789")):
+        if len(labels) > 1 and any(labels == [*first[: len(labels)]] for first in (LETTERS, _FROM_1, _FROM_0)):
             texts = [row[columns[label]] for label in labels if row[columns[label]] not in (None, "")]
             return _made(texts, labels[: len(texts)])
     return None
@@ -173,10 +185,15 @@ def _made(texts: Any, labels: list[Any] | None) -> Choices | None:
             f"{len(texts)} choices; there can be 2 to {len(LETTERS)} (choices_key: {NO_CHOICES} leaves them out)"
         )
     shown = [str(text).strip() for text in texts]
-    in_front = [_LABEL_IN_FRONT.match(text) for text in shown]
-    if labels is None and all(match and match[1].upper() == LETTERS[i] for i, match in enumerate(in_front)):
-        shown = [text[match.end() :] for text, match in zip(shown, in_front, strict=True) if match]
+    counted = False
+    in_front = [match for text in shown if (match := _LABEL_IN_FRONT.match(text))]
+    found = [match[1].upper() for match in in_front]
+    if labels is None and any(found == [*names[: len(shown)]] for names in (LETTERS, _FROM_1, _FROM_0)):
+        shown = [text[match.end() :] for text, match in zip(shown, in_front, strict=True)]
+        labels, counted = found, found[0] == "1"
     names = [str(label).strip().upper() for label in labels or LETTERS[: len(shown)]]
     if len(names) != len(shown):
         return None
-    return Choices(tuple(shown), tuple(names), numbers=not any(isinstance(text, str) for text in texts))
+    return Choices(
+        tuple(shown), tuple(names), numbers=not any(isinstance(text, str) for text in texts), counted=counted
+    )

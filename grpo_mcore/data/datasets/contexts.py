@@ -1,7 +1,5 @@
 """The texts that a question is about: a passage, or several with their titles, in the layouts of published data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,9 +1,8 @@
 """Rows of the user's own files as conversations: one function per layout."""
 
-from __future__ import annotations
-
 import math
 import re
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -17,6 +16,7 @@ from grpo_mcore.data.datasets.messages import as_messages, assistant, is_chat_as
 from grpo_mcore.data.datasets.source import missing, required
 from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
 from grpo_mcore.rollout.datum import field_of
+from grpo_mcore.rollout.images import given_image, inline_image, is_image, with_images
 from grpo_mcore.rollout.messages import (
     Item,
     ItemReader,
@@ -49,7 +49,10 @@ SYSTEMS = ("system", "system_prompt")
 
 _CHATS = ("messages", "conversations", "conversation")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_MEDIA_FILE = re.compile(r"^data:|\.(?:png|jpe?g|gif|webp|bmp|mp4|avi|mov|webm|wav|mp3|flac)$", re.IGNORECASE)
+_MEDIA_FILE = re.compile(
+    r"^(?:data:|iVBORw0KGgo|/9j/|UklGR)|\.(?:png|jpe?g|gif|webp|bmp|mp4|avi|mov|webm|wav|mp3|flac)$", re.IGNORECASE
+)
+"""A name of such a file, a data URL, or the begin of a PNG, JPEG or WebP file in base64."""
 _MEDIA_MARK = re.compile("<(?:image|video|audio)>")
 
 
@@ -100,24 +103,24 @@ def question_and_answer(
 ) -> Row:
     """Convert a question (text or a conversation) and its answer (text or messages). The row's other fields are kept; a
     field `ground_truth` may replace the answer. Another list or an object is the ground truth and no message."""
-    _refuse_media(row)
+    media, images = _images(row)
     messages = _question(row, question, context, system)
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         raise DataError(
             f"{question!r} ends with an answer of the assistant, so it is no question; a whole conversation is read "
             f"with dataset_name: openai_format, chat_key: {question}"
         )
-    extra = _other_fields(row, question, answer) | _tools(row, "tools")
+    extra = _other_fields(row, question, answer, media) | _tools(row, "tools")
     truth = field_of(row, answer)
     text = content_text(messages[-1]["content"])
     if options := choices_of(row, choices, question, text, truth):
-        if is_shown := options.shown_in(text):
-            truth = options.letter(truth) if _is_index(truth) else truth
+        if (labels := options.shown_in(text)) is not None:
+            truth = options.as_shown(truth, labels) or truth
         else:
-            messages[-1] = {**messages[-1], "content": options.under(text)}
+            messages[-1] = _with_text(messages[-1], options.under)
             truth = options.letter(truth) or truth
-        if (other := extra.get("ground_truth")) is not None and (not is_shown or _is_index(other)):
-            extra["ground_truth"] = options.letter(other) or other
+        if (other := extra.get("ground_truth")) is not None:
+            extra["ground_truth"] = (options.as_shown(other, labels) if labels else options.letter(other)) or other
     if isinstance(truth, float) and not math.isfinite(truth):
         raise DataError(f"{answer!r} is {truth}, which is no answer")
     if _is_chat(truth) or is_chat_as_text(truth):  # TRL's `completion`
@@ -133,7 +136,7 @@ def question_and_answer(
             f"{missing(row, answer)}. output_key names the field of the answer; for rewards that need none: "
             "processor: chat_data_processor"
         )
-    return {**extra, "messages": messages}
+    return {**extra, "messages": placed(messages, images, media)}
 
 
 def _is_index(truth: Any) -> bool:
@@ -149,12 +152,28 @@ def _question(row: Row, key: str, context: str | None = None, system: str | None
     text = content_text(messages[-1]["content"])
     above = "" if context is None else context_of(row, context)
     below = _text_field(row, "input") if key == "instruction" else None
-    texts = [part for part in (None if above in text else above, text, below) if part]
-    if len(texts) > 1:
-        messages[-1] = {**messages[-1], "content": "\n\n".join(texts)}
+    around = [None if above in text else above, below]
+    if any(around) and (text or all(around) or _has_image(messages[-1])):
+        messages[-1] = _with_text(
+            messages[-1], lambda text: "\n\n".join(part for part in (around[0], text, around[1]) if part)
+        )
     if len(messages) == 1:
         messages = [*_history(row), *messages]
     return _with_system(messages, row, system)
+
+
+def _has_image(message: Message) -> bool:
+    return isinstance(message["content"], list) and any(map(is_image, message["content"]))
+
+
+def _with_text(message: Message, write: Callable[[str], str]) -> Message:
+    """Return a message with what `write` makes of its text; one with images keeps its parts, and gets the rest around
+    them."""
+    if not _has_image(message):
+        return {**message, "content": write(content_text(message["content"]))}
+    before, _, after = write("\0").partition("\0")
+    parts = [{"type": "text", "text": before}, *message["content"], {"type": "text", "text": after}]
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
 
 
 def _text_field(row: Row, key: str) -> str | None:
@@ -186,26 +205,46 @@ def _history(row: Row) -> list[Message]:
 
 def _with_system(messages: list[Message], row: Row, key: str | None, default: str | None = None) -> list[Message]:
     """Return the messages with the row's system prompt in front, unless they have one: of the field `key`, else of one
-    of SYSTEMS, else `default`."""
-    if messages[0]["role"] == "system":
-        return messages
+    of SYSTEMS, else `default`. Raises DataError for two that differ."""
     key = key or next((name for name in SYSTEMS if row.get(name)), SYSTEMS[0])
     content = read_content(field_of(row, key), repr(key)).value
-    if not content_text(content).strip():
+    text = content_text(content).strip()
+    if messages[0]["role"] == "system":
+        if text not in content_text(messages[0]["content"]):
+            raise DataError(f"{key!r} is another system prompt than that of the conversation: leave one of them out")
+        return messages
+    if not text:
         content = default or ""
     return [{"role": "system", "content": content}, *messages] if content else messages
 
 
-def _refuse_media(row: Row) -> None:
-    """Refuse a row with an image, a video or sound in a field: without it the question would be another one."""
+def _images(row: Row) -> tuple[str, list[Any]]:
+    """Return the field of a row's images and the images in it, "" and none where there are none. Refuse a row with a
+    video or sound in a field: without it the question would be another one."""
+    found = "", list[Any]()
     for name in _MEDIA:
         value = row.get(name)
         if isinstance(value, str):  # another text may be the name of a container's image
             is_media = bool(_MEDIA_FILE.search(value) or value and _MEDIA_MARK.search(str(row)))
         else:
             is_media = bool(value) and not isinstance(value, int | float)
+        if is_media and not name.startswith("image"):
+            raise DataError(f"{name!r} has a video or sound, and only text and images are supported")
+        if is_media and found[1]:
+            raise DataError(f"{found[0]!r} and {name!r} both have images; leave one of them out")
         if is_media:
-            raise DataError(f"{name!r} has an image, video or sound, and only text is supported")
+            found = name, value if isinstance(value, list) else [value]
+    return found
+
+
+def placed(messages: list[Message], images: Sequence[Any], name: str) -> list[Message]:
+    """Return messages with the images of a row's field `name` in their places."""
+    if not images:
+        return messages
+    try:
+        return with_images(messages, [given_image(image) for image in images], name)
+    except (ValueError, OSError) as error:
+        raise DataError(str(error)) from error
 
 
 def _layout_field(row: Row, key: str) -> Any:
@@ -217,7 +256,7 @@ def _layout_field(row: Row, key: str) -> Any:
     if key in row or not (keys := settings_for(row)):
         raise error
     how = ", ".join(f"{name}: {value}" for name, value in keys.items())
-    pairs = "; pairs of answers are for `grpo-mcore dpo`" if {"chosen", "rejected"} <= set(row) else ""
+    pairs = "; pairs of answers are for `grpo-mcore dpo` and `rm`" if {"chosen", "rejected"} <= set(row) else ""
     raise DataError(f"{error}. Read it with {how}{pairs}")
 
 
@@ -237,10 +276,13 @@ def openai_row(
     value = _layout_field(row, chat)
     if isinstance(value, str) and not value.lstrip().startswith("["):
         raise DataError(f"{chat!r} must be a list of messages, got text")
-    _refuse_media(row)
-    messages = read_messages(read_list(value, chat, "messages"), chat)
-    messages = _with_system(messages, row, system_key, system_prompt)
-    return {**_other_fields(row, chat, tools), "messages": messages, **(_tools(row, tools) or _older_tools(row))}
+    other = row.get("messages")
+    if chat != "messages" and other and not _is_chat(other) and not is_chat_as_text(other):
+        raise DataError(f"{chat!r} is the conversation; rename the field 'messages', which is {kind_of(other)}")
+    media, images = _images(row)
+    messages = read_messages(read_list(value, chat, "messages"), chat, given_image)
+    messages = placed(_with_system(messages, row, system_key, system_prompt), images, media)
+    return {**_other_fields(row, chat, tools, media), "messages": messages, **(_tools(row, tools) or _older_tools(row))}
 
 
 def _older_tools(row: Row) -> Row:
@@ -261,11 +303,11 @@ def gym_task(row: Row) -> Row:
     try:
         messages = ItemReader().read(msgspec.convert(items or [], list[Item]))
         messages = with_instructions(messages, params.get("instructions"))
-        messages = read_messages(messages, "input") if messages else []
+        messages = read_messages(messages, "input", inline_image) if messages else []
         tools = read_tools(params.get("tools"), "tools")
     except (MessageError, UnknownItem, msgspec.ValidationError) as error:
         raise DataError(f"'responses_create_params': {error}") from error
-    return {"messages": messages, "gym_task": row, **({"tools": tools} if tools else {})}
+    return {"messages": messages, "agent_task": row, **({"tools": tools} if tools else {})}
 
 
 def preference_pair(
@@ -275,7 +317,8 @@ def preference_pair(
     conversations, the prompt is what they have in common at their start. Also a row in NeMo RL's form, a context with
     completions by rank, of which the first rank is the better answer and the last one the worse; and in ms-swift's, a
     conversation with what its last answer must not be."""
-    _refuse_media(row)
+    if _images(row)[1]:
+        raise DataError("it has an image, and pairs of answers to questions with images (DPO) are not supported")
     if chosen not in row and _is_ranked(row):
         best, *_, worst = sorted(row["completions"], key=lambda completion: completion["rank"])
         if best["rank"] == worst["rank"]:
@@ -304,7 +347,7 @@ def preference_pair(
         messages = _question(row, prompt, context)
         text = content_text(messages[-1]["content"])
         if (options := choices_of(row, choices, prompt, text, None)) and not options.shown_in(text):
-            messages[-1] = {**messages[-1], "content": options.under(text)}
+            messages[-1] = _with_text(messages[-1], options.under)
     return {
         **_other_fields(row, prompt, chosen, rejected),
         **_tools(row, "tools"),

@@ -1,7 +1,5 @@
 """A dataset whose rows are made conversations when they are read: `MappedDataset`, the base of all datasets here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +7,7 @@ from grpo_mcore.data.datasets.rows import Repeated, Rows
 from grpo_mcore.data.datasets.source import Source, missing
 from grpo_mcore.data.interfaces import DataError, RowError, TaskDataSpec
 from grpo_mcore.data.processors import PROCESSORS, find_processor
-from grpo_mcore.recipe import DatasetEntry
+from grpo_mcore.recipe import IMAGE_PROCESSOR, DatasetEntry
 from grpo_mcore.rollout.chat_form import ChatForm
 from grpo_mcore.rollout.datum import field_of
 from grpo_mcore.rollout.messages import MessageError, join_texts
@@ -33,7 +31,7 @@ def setting(entry: Entry, key: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
-def hints(entry: Entry) -> dict[str, str]:
+def hints(entry: Entry) -> dict[str, Any]:
     """Return the keys of an entry that say what teachers get besides the question."""
     key = setting(entry, "hint_key")
     return {} if key is None else {"hint_key": key, "hint_prompt": setting(entry, "hint_prompt", "{prompt}\n\n{hint}")}
@@ -59,7 +57,10 @@ class MappedDataset:
             train_on=setting(entry, "train_on", "all"),
             **hints(entry),
         )
-        self.processor = find_processor(setting(entry, "processor") or default_processor)
+        name = setting(entry, "processor") or default_processor
+        if name == IMAGE_PROCESSOR and default_processor == "sft_processor":  # which takes images, too
+            name = default_processor
+        self.processor = find_processor(name)
         self._source, self._to_chat = source, to_chat
 
         rows = Rows(source.rows, self._to_row)

@@ -1,13 +1,12 @@
 """Conversations in the cells of data files: text, a list of messages, or such a list as text."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
 from typing import Any
 
 from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.rollout.images import given_image
 from grpo_mcore.rollout.messages import Message, kind_of, read_messages
 
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:""")
@@ -36,7 +35,7 @@ def as_messages(value: Any, key: str, role: str = "user") -> list[Message]:
         value = [value]
     if not isinstance(value, list):
         raise DataError(f"{key!r} must be text or a list of messages, got {kind_of(value)}")
-    return read_messages(value, key)
+    return read_messages(value, key, given_image)
 
 
 def is_chat_as_text(value: Any) -> bool:

@@ -3,22 +3,25 @@
 Each mapping is a pure function of one row in the published schema. Answers that can be verified are `ground_truth`.
 """
 
-from __future__ import annotations
-
+import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from grpo_mcore.data.datasets.benchmarks import gpqa, human_eval, ifeval, math500, mbpp, mmlu, mmlu_pro
-from grpo_mcore.data.datasets.files import preference_pair
+from grpo_mcore.data.datasets.files import placed, preference_pair
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, as_chat, setting, unusable
 from grpo_mcore.data.datasets.messages import as_messages, assistant, user
 from grpo_mcore.data.datasets.source import Source, Table, is_address, joined, missing, open_source, required
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.recipe import UNSET_KEYS
+from grpo_mcore.data.processors import DEFAULT_PROCESSOR
+from grpo_mcore.families.images import image_size
+from grpo_mcore.recipe import IMAGE_DATASETS, IMAGE_PROCESSOR, UNSET_KEYS
 from grpo_mcore.rollout.datum import field_of
+from grpo_mcore.rollout.images import given_image
 from grpo_mcore.rollout.messages import read_messages
 
 
@@ -129,6 +132,47 @@ def _two_answers(row: Row) -> tuple[list[Row], str, str]:
     return as_messages(row["context"], "context"), better, worse
 
 
+# Questions about images.
+
+
+def clevr(row: Row) -> Row:
+    """{"image", "problem", "solution": "<answer> 5 </answer>"}."""
+    solution = str(row["solution"])
+    answer = re.search(r"<answer>(.*)</answer>", solution, re.DOTALL)
+    if answer is None:
+        return unusable(f"without an answer in its tags (solution is {solution!r:.60})")
+    return _about_images(row["problem"], [row["image"]], answer[1].strip(), "image")
+
+
+def geometry3k(row: Row) -> Row:
+    """{"images", "problem": text with <image>, "answer"}."""
+    return _about_images(row["problem"], row["images"], str(row["answer"]), "images")
+
+
+def refcoco(row: Row, *, folder: Path) -> Row:
+    """jxu124/refcoco: {"image_path": "coco/train2014/...", "captions", "bbox": corners in pixels}. The longest caption
+    describes the region; the answer has the corners in thousandths of width and height."""
+    image = given_image(str(folder / str(row["image_path"]).removeprefix("coco/")))
+    width, height = image_size(image)
+    corners = [round(side / whole * 1000) for side, whole in zip(row["bbox"], (width, height) * 2, strict=True)]
+    question = (
+        "Please provide the bounding box coordinate of the region described by the following phrase: "
+        f"{max(row['captions'], key=len)}"
+    )
+    return _about_images(question, [image], str(corners), "image_path")
+
+
+def mmpr_tiny(row: Row, *, folder: Path) -> Row:
+    """OpenGVLab/MMPR-Tiny: {"images": [{"path"}], "extra_info": {"question"}, "reward_model": {"ground_truth"}}."""
+    images = [image if image.get("bytes") else str(folder / image["path"]) for image in row["images"]]
+    question, truth = (str(required(row, key)) for key in ("extra_info.question", "reward_model.ground_truth"))
+    return _about_images(question, images, truth, "images")
+
+
+def _about_images(question: str, images: Sequence[Any], answer: str, column: str) -> Row:
+    return {"messages": placed([user(question), assistant(answer)], images, column), "ground_truth": answer}
+
+
 # OpenAssistant is published as trees of messages, one message a row.
 
 _TREE_COLUMNS = ("message_id", "parent_id", "role", "deleted")
@@ -197,39 +241,51 @@ def _columns(source: Source) -> list[list[Any]]:
 @dataclass(frozen=True)
 class Published:
     """A dataset on the hub. All `subsets` are read, one after the other. `view` converts the table's rows. A `path`
-    that is the address of a file has a place for the subset, {}, and no splits."""
+    that is the address of a file has a place for the subset, {}, and no splits. `by_split`: datasets of their own that
+    stand for splits. `has_files`: the images are files in download_dir, which `to_chat` gets as `folder`."""
 
     path: str
-    to_chat: ToChat
+    to_chat: Any
     subsets: tuple[str | None, ...] = (None,)
     split: str = "train"
     view: Callable[[Source], Source] | None = None
+    by_split: Mapping[str, str] = field(default_factory=dict)
+    has_files: bool = False
 
 
 class PublishedDataset(MappedDataset):
     """A dataset by name. The entry's `data_path` is a copy to read instead; `subset` and `split` choose other parts."""
 
     def __init__(self, entry: Entry, default_processor: str, *, name: str, published: Published) -> None:
-        to_chat = published.to_chat
+        to_chat: ToChat = published.to_chat
         if isinstance(to_chat, Columns):
             keys = {"question": setting(entry, "input_key"), "answer": setting(entry, "output_key")}
             to_chat = replace(
                 to_chat, **{key: value for key, value in keys.items() if value not in (None, *UNSET_KEYS)}
             )
-        copy, subset = setting(entry, "data_path"), setting(entry, "subset")
+        copy, subset, split = (setting(entry, key) for key in ("data_path", "subset", "split"))
+        if split in published.by_split:
+            published, split = replace(published, path=published.by_split[split]), None
+        download_dir = setting(entry, "download_dir")
+        if published.has_files:
+            if not download_dir:
+                raise DataError(f"dataset_name {name}: download_dir is missing, the folder with its images' files")
+            to_chat, download_dir = partial(published.to_chat, folder=Path(download_dir)), None
         is_file = is_address(published.path) and not copy
         parts = [
             open_source(
                 copy or (published.path.format(f"_{part}" if part else "") if is_file else published.path),
                 subset=None if is_file else part,
-                split=setting(entry, "split") or published.split,
-                download_dir=setting(entry, "download_dir"),
+                split=split or published.split,
+                download_dir=download_dir,
             )
             for part in ((subset,) if subset or copy else published.subsets)
         ]
         source = joined(parts)
         source = source if published.view is None else published.view(source)
         source.refuse_if_none_passes(partial(as_chat, to_chat))
+        if name in IMAGE_DATASETS and default_processor == DEFAULT_PROCESSOR:
+            default_processor = IMAGE_PROCESSOR
         super().__init__(entry, source, to_chat, task_name=name, default_processor=default_processor)
 
 
@@ -241,6 +297,12 @@ _NUMINA = Columns(
 _OPEN_MATH = Columns(answer="expected_answer", truth="expected_answer", kept=("problem_source",))
 
 _SIMPLE_EVALS = "https://openaipublic.blob.core.windows.net/simple-evals/"
+
+_CLEVR = {
+    **dict.fromkeys(("train", "trainA"), "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex"),
+    "valA": "MMInstruction/Clevr_CoGenT_ValA",
+    "valB": "MMInstruction/Clevr_CoGenT_ValB",
+}
 
 PUBLISHED: dict[str, Published] = {
     "OpenMathInstruct-2": Published("nvidia/OpenMathInstruct-2", _OPEN_MATH, split="train_1M"),
@@ -268,6 +330,10 @@ PUBLISHED: dict[str, Published] = {
     "OpenAssistant": Published("OpenAssistant/oasst1", open_assistant, view=threads),
     "Tulu3SftMixture": Published("allenai/tulu-3-sft-mixture", tulu3),
     "HelpSteer3": Published("nvidia/HelpSteer3", helpsteer3, subsets=("preference",)),
+    "clevr-cogent": Published(_CLEVR["train"], clevr, by_split=_CLEVR),
+    "geometry3k": Published("hiyouga/geometry3k", geometry3k),
+    "refcoco": Published("jxu124/refcoco", refcoco, has_files=True),
+    "mmpr-tiny": Published("hf://datasets/OpenGVLab/MMPR-Tiny/mmpr_tiny.parquet", mmpr_tiny, has_files=True),
 }
 TULU3_PAIRS = Published(
     "allenai/llama-3.1-tulu-3-8b-preference-mixture",

@@ -4,8 +4,6 @@ To add a dataset by name, add the name to recipe/schema/data.py and a class that
 DATASET_CLASSES.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,13 +16,13 @@ from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_cha
 from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, TULU3_PAIRS, PublishedDataset
 from grpo_mcore.data.datasets.rows import Rows
 from grpo_mcore.data.datasets.source import Table, open_source, plain
+from grpo_mcore.data.datasets.verifiers_tasks import VerifiersDataset
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec, check_uids
-from grpo_mcore.data.processors import PROCESSORS, find_processor
+from grpo_mcore.data.processors import DEFAULT_PROCESSOR, PROCESSORS, find_processor
 from grpo_mcore.recipe import FILE_DATASETS, PREFERENCE_DATASETS, dataset_by_name, unknown_dataset
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PROCESSOR = "math_hf_data_processor"
 SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:SlidingPuzzleDataset"  # for dataset_name: SlidingPuzzle
 
 
@@ -53,8 +51,8 @@ def load_response_dataset(entry: Entry, default_processor: str = DEFAULT_PROCESS
     written = setting(entry, "dataset_name", "ResponseDataset")
     name = dataset_by_name(written)
     if name in PREFERENCE_DATASETS:
-        raise DataError(f"dataset_name {written!r}: pairs of answers are for DPO; GRPO and SFT cannot use them")
-    if name not in (None, "SlidingPuzzle") and setting(entry, "dataset_kwargs"):
+        raise DataError(f"dataset_name {written!r}: pairs of answers are for DPO and Bradley-Terry reward models")
+    if name not in (None, "SlidingPuzzle", "Verifiers") and setting(entry, "dataset_kwargs"):
         raise DataError(f"dataset_name {written!r}: dataset_kwargs have no effect; they are for datasets made in code")
     return _find(written, name, DATASET_CLASSES)(entry, default_processor)
 
@@ -197,6 +195,7 @@ ResponseDataset = FileDataset  # questions and answers under `input_key` and `ou
 DATASET_CLASSES: dict[str, DatasetClass] = {
     **{name: partial(FileDataset, name=name) for name in FILE_DATASETS if name not in PREFERENCE_DATASETS},
     **{name: partial(PublishedDataset, name=name, published=published) for name, published in PUBLISHED.items()},
+    "Verifiers": VerifiersDataset,
 }
 PREFERENCE_CLASSES: dict[str, DatasetClass] = {
     **{name: partial(FileDataset, name=name) for name in PREFERENCE_DATASETS if name in FILE_DATASETS},

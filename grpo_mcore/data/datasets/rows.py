@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,7 +60,6 @@ class Rows(Sequence[dict[str, Any]]):
             Rows(self._source, self._to_row, indices[with_repeated]),
         )
 
-
     def _prompt_hash(self, index: int) -> int:
         """Return a hash of a row's messages before the answer; of the index where it has none, or cannot be read."""
         try:
@@ -68,8 +68,10 @@ class Rows(Sequence[dict[str, Any]]):
             messages = None
         if not isinstance(messages, list):
             return hash((index,))
-        asked = [message for message in messages if not isinstance(message, dict) or message.get("role") != "assistant"]
-        return hash(repr(asked))
+        prompt = [
+            message for message in messages if not isinstance(message, dict) or message.get("role") != "assistant"
+        ]
+        return hash(json.dumps(prompt, default=lambda value: hash(value) if isinstance(value, bytes) else repr(value)))
 
 
 class Repeated(Sequence[dict[str, Any]]):

@@ -4,12 +4,10 @@ Tables are read with the `datasets` library: from the Hugging Face hub, a folder
 disk until they are read.
 """
 
-from __future__ import annotations
-
 import csv
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from glob import glob, has_magic
@@ -85,6 +83,10 @@ def open_source(
             raise DataError(f"{path}: split {split!r} is a part of one table, and the pattern is for several files")
         parts = [open_source(file, split=split, download_dir=download_dir, separator=separator) for file in files]
         return joined(parts)
+    if (split is None or split.isidentifier()) and (by_split := _text_files_by_split(Path(path))):
+        files = _choose_split(by_split, split, path)
+        source = joined([open_source(file, download_dir=download_dir, separator=separator) for file in files])
+        return replace(source, numbers=range(len(source.rows)))
     if is_json(name) and is_local(file):
         if split is not None and not split.isidentifier():
             raise DataError(f"{path}: split {split!r} is for tables; a JSON file is read whole")
@@ -102,7 +104,9 @@ class Table(Sequence[dict[str, Any]]):
     """The rows of a `datasets.Dataset` as plain values."""
 
     def __init__(self, table: Any) -> None:
-        self.table = table
+        features = table.features
+        whole = {name: _undecoded(feature) for name, feature in features.items()}
+        self.table = table if whole == dict(features) else table.cast(type(features)(whole))
         self._is_single = any(f"'float{bits}'" in str(table.features) for bits in (16, 32))
 
     def __len__(self) -> int:
@@ -113,6 +117,15 @@ class Table(Sequence[dict[str, Any]]):
         if self._is_single:
             row = _shortest(row, self.table.features)
         return {name: plain(value) for name, value in row.items()}
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return the type of a column whose images stay the bytes of their files."""
+    if isinstance(feature, Mapping):
+        return {name: _undecoded(part) for name, part in feature.items()}
+    if hasattr(feature, "feature"):
+        return replace(feature, feature=_undecoded(feature.feature))
+    return replace(feature, decode=False) if type(feature).__name__ == "Image" else feature
 
 
 def _shortest(value: Any, feature: Any) -> Any:
@@ -191,7 +204,7 @@ def _fetched(address: str, folder: str | None) -> str:
     """Return the copy of a file on the net: in a folder (None: the cache of `datasets`), or in the cache of the hub, by
     the name hf://datasets/ORGANISATION/NAME[@REVISION]/FILE. It is downloaded once. Raises DataError."""
     from datasets import DownloadConfig, DownloadManager
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
     if address.startswith(_HUB) and (has_magic(address) or address.count("/") < 5):
         raise DataError(f"{address}: name one file, {_HUB}ORGANISATION/NAME/FILE, or ORGANISATION/NAME without {_HUB}")
@@ -201,7 +214,12 @@ def _fetched(address: str, folder: str | None) -> str:
             return str(DownloadManager(download_config=options).download(address))
         organisation, name, file = address.removeprefix(_HUB).split("/", 2)
         name, _, revision = name.partition("@")
-        return hf_hub_download(f"{organisation}/{name}", file, repo_type="dataset", revision=revision or None)
+        home = f"{organisation}/{name}"
+        # For a snapshot the hub is asked once; for one file, again and again.
+        copy = Path(snapshot_download(home, repo_type="dataset", revision=revision or None, allow_patterns=file), file)
+        if not copy.is_file():
+            raise FileNotFoundError(f"{home} has no {file}")
+        return str(copy)
     except Exception as error:  # of the hub, of the net, or of a name that is none
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON]
         raise DataError(f"cannot download {address} ({reason}); give a copy of it as data_path") from error
@@ -220,6 +238,22 @@ def is_local(path: str) -> bool:
         or path.startswith((".", "/", "~"))
         or path.count("/") > 1
     )
+
+
+def _text_files_by_split(folder: Path) -> dict[str, list[str]]:
+    """Return the files of a folder that has JSON or CSV files alone, by the splits that `datasets` sees in their names.
+    It would guess types: 073 would become 73, NA a null, a date a timestamp. Other folders are left to it: {}."""
+    if not folder.is_dir() or (folder / "README.md").exists() or (folder / "dataset_dict.json").exists():
+        return {}
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    try:
+        files = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    except FileNotFoundError:  # it has no file of data
+        return {}
+    names = [name.lower() for of_split in files.values() for name in of_split]
+    by_split = {str(split): list(of_split) for split, of_split in files.items()}
+    return by_split if all(name.endswith((*SUFFIXES, ".csv", ".tsv")) for name in names) else {}
 
 
 def _load(path: str, suffix: str, subset: str | None, download_dir: str | None, separator: str | None) -> Any:

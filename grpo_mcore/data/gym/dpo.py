@@ -3,8 +3,6 @@
 Both answers of a pair are to the same prompt: the same whole input and, where the rollouts name one, the same task.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -58,12 +56,7 @@ def gym_to_dpo(
     choose: Chooser = partial(best_and_worst, min_gap=min_gap)
     if strategy == "stratified":
         choose = partial(
-            stratified,
-            min_gap=min_gap,
-            high=high_threshold,
-            low=low_threshold,
-            most=max_pairs_per_prompt,
-            seed=seed,
+            stratified, min_gap=min_gap, high=high_threshold, low=low_threshold, most=max_pairs_per_prompt, seed=seed
         )
     with (
         transformation(source, target, unit="pairs", strict=strict) as run,

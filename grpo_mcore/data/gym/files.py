@@ -1,8 +1,6 @@
 """The input and output of the transformations: numbered lines of a file of any size, plain or gzip, with one line in
 memory at a time; and a file that appears whole or not at all."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

@@ -1,7 +1,5 @@
 """Conversion of rollouts to prompts for GRPO: {"input", "output", "ground_truth"}."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

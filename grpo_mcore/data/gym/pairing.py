@@ -1,8 +1,6 @@
 """The answers to each prompt in a temporary SQLite database, so that memory does not grow with the file, and the choice
 of pairs among the answers to one prompt."""
 
-from __future__ import annotations
-
 import random
 import sqlite3
 import tempfile

@@ -1,8 +1,6 @@
 """The parser of a rollouts file's lines, as NeMo Gym writes them (`response.output`) or with `output` at the top. It
 reads the fields that are needed and ignores all others."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

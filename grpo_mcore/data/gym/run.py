@@ -1,7 +1,5 @@
 """One pass over a rollouts file. Every line is handled and counted; an unusable one is reported with its number."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Conversion of rollouts to demonstrations for SFT: {"messages", "tools"} or {"input", "output"}."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

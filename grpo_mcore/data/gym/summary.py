@@ -1,7 +1,5 @@
 """The summary of a transformation: the fate of every line, and a histogram of the rewards."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass, field

@@ -15,8 +15,6 @@ at the top level of a test, or in a function that the test's last line calls, su
 assertion runs as it is, in the program's process.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import math

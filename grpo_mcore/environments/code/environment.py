@@ -4,8 +4,6 @@ A program that fails or exceeds a limit fails its test. If the sandbox itself br
 read, the sample has no reward: it is excluded and counted.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping, Sequence

@@ -1,32 +1,21 @@
 """The HTTP client of a NeMo Gym: finds its agents and requests rollouts from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import yaml
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from grpo_mcore.base.addresses import with_port
-from grpo_mcore.environments.gym.gym_result import GymFailure
+from grpo_mcore.environments.agents.environment import PolicyEndpoint
+from grpo_mcore.environments.agents.samples import AgentFailure
 from grpo_mcore.environments.http_retries import RetryPolicy, is_transient, retry_after_s
 
 SHORT_TIMEOUT_S = 60.0
 """Time limit of requests other than rollouts."""
 _ENDPOINT_RETRIES = RetryPolicy(retries=2, backoff_s=0.2)
-
-
-class PolicyEndpoint(Protocol):
-    """The address of the policy's own chat endpoint. `url` ends before the API's `/v1`."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def token(self) -> str: ...
 
 
 class GymError(RuntimeError):
@@ -37,14 +26,11 @@ class GymClient:
     """A connection to one Gym, used within one event loop.
 
     `agents`: name -> URL of agents that are known already. `head_server_url`: the server that knows the others; it may
-    take `start_timeout_s` to come up. `timeout_s`: limit of one rollout.
+    take `start_timeout_s` to come up.
     """
 
-    def __init__(
-        self, head_server_url: str | None, agents: Mapping[str, str], *, start_timeout_s: float, timeout_s: float
-    ) -> None:
+    def __init__(self, head_server_url: str | None, agents: Mapping[str, str], *, start_timeout_s: float) -> None:
         self._head, self._agents, self._start_timeout_s = head_server_url, dict(agents), start_timeout_s
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=SHORT_TIMEOUT_S)
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -74,28 +60,30 @@ class GymClient:
         assert self._session is not None
         url = f"{str(self._head).rstrip('/')}/global_config_dict_yaml"
         try:
-            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=SHORT_TIMEOUT_S)) as reply:
+            limit = aiohttp.ClientTimeout(total=min(SHORT_TIMEOUT_S, max(self._start_timeout_s, 1.0)))
+            async with self._session.get(url, timeout=limit) as reply:
                 reply.raise_for_status()
                 text = await reply.text()
             config = yaml.safe_load(text)
             return yaml.safe_load(config) if isinstance(config, str) else config  # JSON of the YAML's text
         except (aiohttp.ClientError, TimeoutError, yaml.YAMLError) as error:
-            raise GymError(f"the Gym's head server does not answer at {url}: {_describe(error)}") from error
+            raise GymError(
+                f"set-up: the Gym's head server does not answer at {url} within env.nemo_gym.start_timeout_s, "
+                f"{self._start_timeout_s:g} s: {_describe(error)}"
+            ) from error
 
-    async def run(self, agent: str, row: Mapping[str, Any]) -> Any:
-        """Return the reply to a rollout. Raises GymFailure: a broken connection, 5xx, 408, 425, 429 and a page
-        that is no JSON may be tried again, other 4xx not."""
-        url = await self.agent_url(agent)
+    async def run(self, agent: str, url: str, row: Mapping[str, Any]) -> Any:
+        """Return the reply of the agent at `url` to a rollout, however long it takes. Raises AgentFailure: a broken
+        connection, 5xx, 408, 425, 429 and a page that is no JSON may be tried again, other 4xx not."""
         assert self._session is not None
+        limits = aiohttp.ClientTimeout(total=None, connect=SHORT_TIMEOUT_S)
         try:
-            async with self._session.post(f"{url.rstrip('/')}/run", json=row, timeout=self._timeout) as reply:
+            async with self._session.post(f"{url.rstrip('/')}/run", json=row, timeout=limits) as reply:
                 content = await reply.read()
-        except TimeoutError as error:
-            raise GymFailure(f"no result of the agent {agent} within {self._timeout.total:g} s") from error
-        except aiohttp.ClientError as error:
-            raise GymFailure(f"the agent {agent} at {url}: {_describe(error)}", again=True) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise AgentFailure(f"the agent {agent} at {url}: {_describe(error)}", again=True) from error
         if reply.status >= 400:
-            raise GymFailure(
+            raise AgentFailure(
                 f"the agent {agent} answers {reply.status}: {content[:300].decode(errors='replace')}",
                 again=is_transient(reply.status),
                 wait_s=retry_after_s(reply.headers),
@@ -103,11 +91,11 @@ class GymClient:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise GymFailure(f"the agent {agent} answers with no JSON: {content[:80]!r}", again=True) from error
+            raise AgentFailure(f"the agent {agent} answers with no JSON: {content[:80]!r}", again=True) from error
 
     async def weight_versions(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
         """Return for each call which weights read and generated its tokens, as the endpoint has recorded them. Raises
-        GymFailure for tokens that the endpoint has not generated."""
+        AgentFailure for tokens that the endpoint has not generated."""
 
         async def ask() -> list[Any]:
             assert self._session is not None
@@ -123,9 +111,9 @@ class GymClient:
         try:
             known = await _ENDPOINT_RETRIES.run(ask)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise GymFailure(f"the policy's endpoint at {endpoint.url}: {_describe(error)}") from error
+            raise AgentFailure(f"the policy's endpoint at {endpoint.url}: {_describe(error)}") from error
         if None in known:
-            raise GymFailure(
+            raise AgentFailure(
                 f"the policy's endpoint has not generated these tokens (turn {known.index(None) + 1}): the Gym's model "
                 f"server must ask {endpoint.url}/v1"
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
+from grpo_mcore.rollout.messages import content_text, read_content
 from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING
 
 TOOL_CALL_MARKS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
@@ -105,11 +106,8 @@ def flag_of(messages: Sequence[str], tool_marks: Sequence[str], thought_marks: S
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, which is a string or a list of parts."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    """Return the text of an item's content, read as at every entrance. Raises MessageError if it is malformed."""
+    return content_text(read_content(content, "an item of the output", keeps_media=True).value)
 
 
 def _message(item: Mapping[str, Any]) -> str:

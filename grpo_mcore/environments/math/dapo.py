@@ -5,8 +5,6 @@ Both are normalised before they are compared: no dollar signs, 1/2 for \dfrac12,
 writes its ground truths), and no unit, unless both have one: then it must be the same.
 """
 
-from __future__ import annotations
-
 import re
 
 from grpo_mcore.environments.math.spellings import plain_characters

@@ -1,7 +1,5 @@
 """Ground truths verified against themselves: where its own verifier does not accept one, no answer can be right."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -2,8 +2,6 @@ r"""math-verify as a verifier, behind a reader of the final statement (`statemen
 calls equal and is not. Importing this module takes seconds, because it also loads what sympy would load with the first
 polynomial, the first matrix and so on: the workers' fork server does that once, ahead of all time limits."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re
@@ -17,6 +15,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from grpo_mcore.environments.math.spellings import normalized, plain_characters
 from grpo_mcore.environments.math.statement import (
+    ORDINAL,
     Statement,
     alternatives,
     is_doubtful,
@@ -39,10 +38,13 @@ _SMALL, _VERY_SMALL = -3, -5  # decimal exponents below which more places are co
 _MOST_PLACES = 10_000
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
 _EQUALS = re.compile(r"(?<![\\<>!:])=(?![=>])")
-_OPTION = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])(?=$))(?:[~:\s]|\\[ ,;:]|\\q?quad(?![a-zA-Z]))*(.*)", re.DOTALL)
+_OPTION = re.compile(
+    r"(?:\(\s*([A-J])\s*\)|([A-J])(?=$|[).:]))[).:]?(?:[~:\s]|\\[ ,;:]|\\q?quad(?![a-zA-Z]))*(.*)", re.DOTALL
+)
 _LETTERS = re.compile(r"(?:\\\{)?\s*([A-J](?:(?:\s*,\s*(?:and\s)?|\s+and\s+|\s+)[A-J])+)\s*(?:\\\})?")
 _WORDS = re.compile(r"(?=.*(?:[a-zA-Z]{2}|[^\x00-\x7f]))[^\W\d_]+(?:(?:, (?:and )?|[ -])[^\W\d_]+)*")
-_PRIMED = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]'+(?![a-zA-Z])")
+_PRIMED = re.compile(r"(?:(?<![a-zA-Z\\])[a-zA-Z]|\d)'+(?![a-zA-Z])")
+_CLOCK = re.compile(r"\d{1,2}:\d\d(?: [ap]m)?")
 _BASED = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?\s*_\{(\d+)\}")
 _RESIDUE = re.compile(r"(?:.*\\equiv\s*)?([^\\=]+?)\s*(?:\\[,;: ]|\\q?quad|~|\s)*\\mod (\d+)")
 _LABEL_OR_WORD = re.compile(r"(?=.*[a-zA-Z].*[a-zA-Z])[a-zA-Z0-9]+")
@@ -51,7 +53,7 @@ _TUPLE_EQUATION = re.compile(r"\(([a-zA-Z,\s]+)\)\s*=\s*\(([^()=]+)\)")
 _ASSIGNMENT = re.compile(r"([a-zA-Z])\s*=\s*([^=()\[\]<>]+)")
 _NEXT = re.compile(r"(?:[,;\s]|\\[ ,;:]|\\q?quad(?![a-zA-Z])|\band\b)+(?=[a-zA-Z]\s*=)")
 _IN_ONE_UNKNOWN = re.compile(r"(?=.*\d)[\d\s+*/^{}().-]*([a-z])(?:[\d\s+*/^{}().-]|\1)*")
-_NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*")
+_NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*$|\\(?:sum|prod|int|lim)(?![a-z])")
 
 
 def hf_math_verify(response: str, ground_truth: str) -> tuple[bool, str | None]:
@@ -65,8 +67,9 @@ def hf_math_verify(response: str, ground_truth: str) -> tuple[bool, str | None]:
         raise ValueError(f"the ground truth {ground_truth!r} is not a mathematical expression")
     statement = last_statement(plain_characters(response))
     answer = stated_formula(statement)
-    if _compact(normalized(statement.text)) == _compact(gold):  # "at least 5" is right where it is the ground truth
-        answer = gold
+    is_same_text = _compact(normalized(statement.text)) == _compact(gold)
+    if is_same_text and not (ORDINAL.search(statement.text) and statement.kind != "box"):
+        answer = gold  # "at least 5" is right where it is the ground truth
     elif statement.kind == "text" and not re.search(r"[\d\\]", answer or ""):
         answer = None
     shown = statement.text if statement.kind == "box" else answer
@@ -79,8 +82,10 @@ def hf_math_verify(response: str, ground_truth: str) -> tuple[bool, str | None]:
 def _options(answer: str, gold: str) -> bool | None:
     """Compare options by their letters where one has no text, "C" and "(C) 5", and by their texts otherwise."""
     options = [_OPTION.fullmatch(text) for text in (answer, gold)]
-    if options[0] and options[1] and not (options[0][3] and options[1][3]):
-        return (options[0][1] or options[0][2]) == (options[1][1] or options[1][2])
+    if options[0] and options[1]:
+        letters = [option[1] or option[2] for option in options if option]
+        if letters[0] != letters[1] or not (options[0][3] and options[1][3]):
+            return letters[0] == letters[1]
     texts = [option[3] if option and option[3] else text for option, text in zip(options, (answer, gold), strict=True)]
     return None if texts == [answer, gold] else is_right(*texts)
 
@@ -100,6 +105,8 @@ def _conditions(answer: str, gold: str) -> bool | None:
     condition, gold_condition = _set_of(answer), _set_of(gold)
     if condition is None or gold_condition is None:
         return None
+    if isinstance(condition[1], sympy.FiniteSet) != isinstance(gold_condition[1], sympy.FiniteSet):
+        return False
     names = {condition[0], gold_condition[0]} - {None}
     return len(names) < 2 and _equal([gold_condition[1]], [condition[1]])
 
@@ -120,7 +127,8 @@ def _assignments(answer: str, gold: str) -> bool | None:
 def _alternatives(answer: str, gold: str) -> bool | None:
     """Compare lists with "or" as sets; where the ground truth is one answer, each of those offered must equal it."""
     offered, gold_parts = alternatives(answer), alternatives(gold)
-    if len(offered) > 1 and len(gold_parts) == 1 and not re.search(r",|;|\\pm|\\cup|\\\{", gold):
+    are_words = any(map(_WORDS.fullmatch, offered))
+    if len(offered) > 1 and len(gold_parts) == 1 and (are_words or not re.search(r",|;|\\pm|\\cup|\\\{", gold)):
         return all(is_right(part, gold) for part in offered)
     if len(offered) > 1 or len(gold_parts) > 1:
         return _equal(_parsed(", ".join(gold_parts)), _parsed(", ".join(offered)))
@@ -132,7 +140,9 @@ def _bases(answer: str, gold: str) -> bool | None:
     based, gold_based = _in_base(answer), _in_base(gold)
     if gold_based:
         return based == gold_based if based else answer.lstrip("0") == gold_based[0]
-    return based[1] == "10" and is_right(based[0], gold) if based else None
+    if based:
+        return based[1] == "10" and is_right(based[0], gold)
+    return False if re.fullmatch(r"[\d\s]+_\{\d+\}", answer) else None
 
 
 def _residues(answer: str, gold: str) -> bool | None:
@@ -155,9 +165,13 @@ def _texts(answer: str, gold: str) -> bool | None:
     if _letters(answer) is not None and _letters(answer) == _letters(gold):
         return True
     last, gold_last = _EQUALS.split(answer)[-1].strip(), _EQUALS.split(gold)[-1].strip()
+    if re.fullmatch(r"\([^()]*\)", gold_last) and last.startswith("\\{"):  # no set is a point
+        return False
     if set(_PRIMED.findall(last)) != set(_PRIMED.findall(gold_last)) or answer.count(":") != gold.count(":"):
         return False
-    if answer.endswith((" am", " pm")) and gold.endswith((" am", " pm")):
+    if _CLOCK.fullmatch(gold):
+        return False
+    if re.search(r"\d", gold) and _compact(answer).casefold() == _compact(gold).casefold():  # X is no x
         return False
     plain = [re.sub(r"[ -]", "", text) for text in (last, gold_last)]
     is_anagram = sorted(plain[0].casefold()) == sorted(plain[1].casefold())
@@ -183,7 +197,7 @@ def _formulas(answer: str, gold: str) -> bool | None:
         sides = sides[::-1]
     if len(sides) == 1 or _EQUALS.search(gold) or "," in answer or not _sides_agree(answer):
         return False
-    are_names_or_numbers = all(_NAME.fullmatch(side) or _value(side) is not None for side in sides[:-1])
+    are_names_or_numbers = all(_NAME.match(side) or _value(side) is not None for side in sides[:-1])
     return are_names_or_numbers and is_right(sides[-1], gold)
 
 
@@ -244,7 +258,8 @@ def _letters(text: str) -> str | None:
 
 def _compact(text: str) -> str:
     """Return a text without spaces; words in one case, too, and without the comma before "and"."""
-    return re.sub(r"\s", "", text.casefold().replace(", and ", ", ") if _WORDS.fullmatch(text) else text)
+    text = text.casefold().replace(", and ", ", ") if _WORDS.fullmatch(text) else text
+    return re.sub(r"\s|(?<=\d),(?=\d{3}(?!\d))", "", text)
 
 
 def _parsed(text: str) -> list[Any]:

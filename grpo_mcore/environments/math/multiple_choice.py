@@ -7,51 +7,16 @@ A letter stands alone: "Answer: a better look", "Answer: A or B" and "Answer: E 
 a capital. The multilingual verifier knows the word for answer in the languages below, and letters in their scripts.
 """
 
-from __future__ import annotations
-
 import re
+from pathlib import Path
 from typing import NamedTuple
 
-from grpo_mcore.environments.math.spellings import INVISIBLE
-from grpo_mcore.environments.math.statement import BETWEEN_BOXES, boxes, without_boxes
+import yaml
 
-_WORDS = {
-    "en": "answer answers ans correct_option correct_options correct_choice correct_choices",
-    "ar": "الإجابة الاجابة الجواب إجابة",
-    "bg": "отговор",
-    "bn": "উত্তর",
-    "cs": "odpověď",
-    "de": "antwort lösung",
-    "el": "απάντηση",
-    "es": "respuesta opción_correcta",
-    "fa": "پاسخ",
-    "fi": "vastaus",
-    "fr": "réponse",
-    "he": "תשובה",
-    "hi": "उत्तर",
-    "hr": "odgovor",
-    "hu": "válasz",
-    "id": "jawaban jawabannya",
-    "it": "risposta",
-    "ja": "答え 回答 解答 答案 正解",
-    "ko": "정답 답변 답",
-    "nl": "antwoord",
-    "pl": "odpowiedź",
-    "pt": "resposta alternativa_correta",
-    "ro": "răspuns răspunsul",
-    "ru": "ответ",
-    "sv": "svar svaret",
-    "sw": "jibu",
-    "ta": "பதில்",
-    "te": "సమాధానం",
-    "th": "คำตอบ",
-    "tr": "cevap yanıt",
-    "uk": "відповідь",
-    "ur": "جواب",
-    "vi": "đáp_án trả_lời",
-    "yo": "ìdáhùn",
-    "zh": "答案 答 选 选择 正确选项",
-}
+from grpo_mcore.environments.math.spellings import INVISIBLE, as_said
+from grpo_mcore.environments.math.statement import BETWEEN_BOXES, boxes, is_asserted, without_boxes
+
+_WORDS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("answer_words.yaml").read_text(encoding="utf-8"))
 _LATIN = "ABCDEFGHIJ"
 _SCRIPTS = (_LATIN, "ＡＢＣＤＥＦＧＨＩＪ", "أبجد", "কখগঘ")  # Latin, full width, Arabic, Bengali
 _LETTER = {letter: latin for script in _SCRIPTS for latin, letter in zip(_LATIN, script, strict=False)}
@@ -60,7 +25,8 @@ _OPENING = (
     r"(?:\s|[*_$\"'`“‘„«<(（\[【{]|\\[(\[]|\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf|it)|mbox|bm|boldsymbol)\s*\{|"
     r"(?:option|choice|letter|opción|opção|réponse)\s)*"
 )
-_CLOSING = r"(?:[*_$\"'`”’“»>)）\]】}]|\\[)\]])*"
+_CLOSING = r"(?:[*_$\"'`”’“»>)）\]】}]|\\[)\]])*+"
+_OPENED_BY = {"*": "*", "'": "'", "’": "‘"}
 # Chinese, Japanese and Korean write what follows a letter without a space: there it stands alone.
 _CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 # What follows a letter that is a variable, a function, a programming language or a genus, instead of an option.
@@ -74,7 +40,7 @@ _OR = (
     "or and oder und ou et o u y e eller och of en или и або та lub nebo veya ve atau dan hoặc và hoặc ή "
     "또는 또 または 或 或者 和 と یا و أو או या और"
 )
-_OR_HERE = "或者|[或和とか와과및]|または|이나|또는"
+_OR_HERE = "还是|或者|[或和とか와과및]|または|이나|또는"
 _OTHER = (
     rf"[\s.(]*(?:[,;/&+|、،→⇒]|-+>|=+>|\b(?:{'|'.join(_OR.split())})\b(?:\s+(?:maybe|perhaps|possibly))?|{_OR_HERE}|"
     r"\\text\s*\{\s*(?:and|or)\s*\}|\s(?=[(\[<]\w))\s*"
@@ -84,16 +50,17 @@ _NOT = "ではな ではあり じゃな でない 아니 아닙 不对 不正�
 _DENIED = rf"[{_CJK}\s]{{0,6}}?(?:{'|'.join(_NOT.split())}|[{_CJK}]{{0,5}}\s*[?\uff1f])"
 _BECAUSE = "because since as which that due for given rather instead not"
 _IS = "is are be ist es est è é är er jest este je on to adalah ni là هي هو lautet"
-_IS_RIGHT = r"is(?!\s+(?:not|wrong|incorrect|false)\b)"
+_IS_RIGHT = r"is\s+(?:(?:the|my)\s+)?(?:correct|right|best|true|answer|final)\b"
 _SO = "therefore thus hence clearly indeed simply probably likely most definitely certainly"
 _LABELS = (
-    rf"(?:\s+(?:{'|'.join(f'{_IS} {_SO}'.split())}|are|the|choice|option|letter|would|should|must|here|key|final|"
-    r"answer|correct|correcta|correcte|correta|corretta|giusta|yang benar|الصحيحة|corect|juste|richtig|đúng)\b|"
+    rf"(?:['’]s\b|\s+(?:{'|'.join(f'{_IS} {_SO}'.split())}|are|the|only|choice|option|letter|would|should|must|here|"
+    r"key|final|answer|correct|correcta|correcte|correta|corretta|giusta|yang benar|الصحيحة|corect|juste|"
+    r"richtig|đúng)\b|"
     r"[是为為は은는选選擇择应應])*"
 )
-_SIGN = r"(?:\W{0,3}[:：](?:\s*\})?|\s*=|\s+[-–—])"
+_SIGN = r"(?:\W{0,3}[:：](?:\s*\})?|\s*(?:=|→|⇒)|\s+[-–—])"
 _ARTICLE = r"(?:(?<=\s)(?:la|le|el|die|das|a|o|la letra|la lettre|a letra)\s)?"
-_AFTER_WORD = "|".join(rf"(?<= {word})" for word in f"{_IS} {_SO}".split())
+_AFTER_WORD = "|".join(rf"(?<= {word})" for word in f"{_IS} {_SO}".split()) + "|(?<=['’]s)"
 _AFTER_IS = rf"(?:(?:{_AFTER_WORD})\W{{0,3}}(?<=\W)|(?<=[是为為は은는选選择擇])\W{{0,3}})"
 _HEADING = r"(?:^[^\w\n]*(?:final )?answer[^\w\n]*\n|####\s)"
 
@@ -118,8 +85,8 @@ def _patterns(words: str, letters: str, article: str = "") -> _Patterns:
     letter = (
         rf"(?:(?:{names}{_LABELS}{_SIGN}|{_HEADING}){_OPENING}(?P<letter>[{letters}])|"
         rf"{names}{_LABELS}{_AFTER_IS}{article}{_OPENING}(?P<capital>{lone}))"
-        rf"{_ALONE}{_CLOSING}"
-        rf"(?:(?P<several>{_OTHER}[{letters}]{_ALONE}{_CLOSING}(?!\s+\w)|\s*[?？]|{_DENIED}|{lines}|"
+        rf"{_ALONE}{_CLOSING}(?![^\W{_CJK}])"
+        rf"(?:(?P<several>{_OTHER}[{letters}]{_ALONE}{_CLOSING}(?!\s+\w)|[\s!]*[?？]|{_DENIED}|{lines}|"
         rf"(?:\.[ \t]*{lone}{_ALONE})+\.?[ \t]*(?:\n|\Z))|"
         rf"(?P<word>(?<![)\]）】}}>*])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|{_IS_RIGHT}|and not)\b)[^\W{_CJK}]))?"
     )
@@ -134,15 +101,20 @@ _AT_END = rf"(?!\w|['’]\w|-\w){_CLOSING}\s*(?:$|[,;:!]|\.(?![\w.])|\b(?:{'|'.j
 _PICKED = re.compile(
     rf"(?:\b(?i:answer|ans\.?|option|choice|letter)\s*[:：]?\s+|\b(?i:choose|pick|select|say|go(?:ing)? with|it['’]?s|"
     rf"it is|must be|should be|leaves|so|therefore|thus|hence)[\s,:]+|"
-    rf"\b(?i:option|choice|answer|solution|statement|response|pick|one)\b[^.\n]{{0,30}}\bis\s+)"
+    rf"\b(?i:option|choice|letter|answer|solution|statement|response|pick|one)\b[^.\n]{{0,30}}\bis\s+)"
     rf"(?i:(?:the )?(?:option|choice|letter)\s+)?{_OPENING}(?P<letter>[{_LATIN}]){_AT_END}"
     rf"|(?<!\w)\((?P<labelled>[{_LATIN}])\){_CLOSING}\s+{_CORRECT}"
-    rf"|(?:^|,\s)(?P<first>[{_LATIN}])[).]?\s+(?:(?i:{'|'.join(_BECAUSE.split())})\b|{_CORRECT})"
+    rf"|(?:^|(?<=,\s))(?:[oO]nly\s)?(?P<first>[{_LATIN}])[).]?\s+(?:(?i:{'|'.join(_BECAUSE.split())})\b|{_CORRECT})"
 )
 _UNSURE = re.compile(
-    r"\b(?:not|never|neither|nor|either|both|all|or|and|incorrect|wrong|maybe|perhaps|possibly|might|could|see|mistake|trap|eliminated?|excluded?|ruled?)\b|n['’]t\b|\?",
+    r"\b(?:not|never|neither|nor|either|both|all|or|and|incorrect|wrong|maybe|perhaps|possibly|might|could|though|better|see|mistake|trap|eliminated?|excluded?|ruled?)\b|n['’]t\b|\?",
     re.IGNORECASE,
 )
+_REASON = re.compile(r"[,;]?\s(?:because|since|as)\s")
+_ALL_RIGHT = re.compile(
+    r"(?:(?:so|thus|hence|therefore),?\s)?(?:both\s)?(.*?)(?:,\s|\s)(?:are|is)\s(?:(?:the|all|both)\s)?"
+    r"(?:correct|right|true)(?:\s(?:answers?|options?|choices?|ones?|statements?))?\W*", re.IGNORECASE
+)  # fmt: skip
 _OPTION = re.compile(
     rf"(?:\*\*|__)?\(?(?P<letter>[{_LATIN}])\)[ \t]+\S.*|"
     rf"(?:\*\*|__)(?P<bold>[{_LATIN}])[.:)](?:\*\*|__)?[ \t]+\S.*"
@@ -150,7 +122,7 @@ _OPTION = re.compile(
 _ONLY_OPTION = re.compile(rf"(?P<letter>[{_LATIN}]){_ALONE}[.:)][ \t]+\S.*(?P<bold>)")
 _LISTED = re.compile(rf"[-*_\s]*\(?[{_LATIN}][).:]")
 _MOST_OF_AN_OPTION = 200  # characters
-_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+|,\s+(?=so\b|hence\b|therefore\b|thus\b)")
+_SENTENCE = re.compile(r"(?<=[.!?])(?<!\b[Aa]ns\.)\s+|\n+|,\s+(?=so\b|hence\b|therefore\b|thus\b)")
 _ONLY_LETTER = re.compile(rf"{_OPENING}([{''.join(_LETTER)}])[^\w+#=?？'’]*", re.IGNORECASE)
 _DECORATION = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf|it)|mbox)|[\s*_$\"'`(){}\[\].\\]")
 _SEVERAL = re.compile(rf"(?:[{_LATIN}](?:[,;&+、和]|and)*)+")
@@ -174,21 +146,29 @@ def multilingual_choice(response: str, ground_truth: str) -> tuple[bool, str | N
 def _choice(patterns: _Patterns, response: str, ground_truth: str) -> tuple[bool, str | None]:
     right = [_ONLY_LETTER.fullmatch(part.strip()) for part in ground_truth.split(",")]
     if not all(right):
-        raise ValueError(f"the ground truth of a multiple choice is a letter from A to J, got {ground_truth!r}")
+        raise ValueError(
+            f"the ground truth of a multiple choice is a letter from A to J, got {ground_truth!r}; "
+            "verifier_type: math compares numbers"
+        )
     letters = sorted({_latin(match[1]) for match in right if match is not None})
-    text = response.translate(INVISIBLE)
+    text = as_said(response).translate(INVISIBLE)
     letter = _last_letter(patterns.letter, text) if len(letters) == 1 else _last_letters(patterns.several, text)
     return letter == ", ".join(letters), letter
 
 
 def _last_letters(pattern: re.Pattern[str], text: str) -> str | None:
     """Return the letters that the last statement lists, and nothing else, as "A, C"; None where it lists none."""
-    lists = [match["rest"] for match in pattern.finditer(text)]
+    stated = list(pattern.finditer(text))
+    if stated and not is_asserted(text, "", stated[-1].start(), stated[-1].end()):
+        return None
+    lists = [match["rest"] for match in stated]
     if not lists:
         boxed = boxes(text)
         while len(boxed) > 1 and not BETWEEN_BOXES.fullmatch(text, boxed[0].end, boxed[1].start):
             boxed = boxed[1:]
         lists = [text[boxed[0].start : boxed[-1].end] if boxed else text]
+        if (asserted := _ALL_RIGHT.fullmatch(_SENTENCE.split(text.strip())[-1])) is not None:
+            lists = [asserted[1]]
     listed = _DECORATION.sub("", lists[-1])
     return ", ".join(sorted({*re.findall(f"[{_LATIN}]", listed)})) if _SEVERAL.fullmatch(listed) else None
 
@@ -196,7 +176,13 @@ def _last_letters(pattern: re.Pattern[str], text: str) -> str | None:
 def _last_letter(pattern: re.Pattern[str], text: str) -> str | None:
     stated = [match for match in pattern.finditer(text) if match["word"] is None]
     if stated:
-        return None if stated[-1]["several"] else _latin(stated[-1]["letter"] or stated[-1]["capital"])
+        kind = "letter" if stated[-1]["letter"] else "capital"
+        before, (mark, *_) = text[: stated[-1].start(kind)].rpartition("\n")[2], (*text[stated[-1].end(kind) :], "")
+        is_whole = mark not in _OPENED_BY or _OPENED_BY[mark] in before  # A* and C' are names of something else
+        is_certain = (
+            is_whole and not stated[-1]["several"] and is_asserted(text, "", stated[-1].start(), stated[-1].end(kind))
+        )
+        return _latin(stated[-1][kind]) if is_certain else None
     if boxed := _boxed_letters(text):
         return boxed.pop() if len(boxed) == 1 else None
     if (alone := _ONLY_LETTER.fullmatch(text.strip())) is not None:
@@ -211,6 +197,8 @@ def _boxed_letters(text: str) -> set[str]:
         if letters and not BETWEEN_BOXES.fullmatch(text, box.end, next_start):
             break
         content = without_boxes(box.content or "").strip()
+        if not is_asserted(text, None, box.start, box.end):
+            return set()
         if (letter := _ONLY_LETTER.fullmatch(content) or _LABEL.match(content)) is not None:
             letters.add(_latin(next(filter(None, letter.groups()))))
         next_start = box.start
@@ -228,7 +216,7 @@ def _option_alone(text: str) -> str | None:
         return None
     if option is None or len(line) > _MOST_OF_AN_OPTION:
         return None
-    if _UNSURE.search(line) or re.search(rf"[( ][{_LATIN}]\)", line[2:]):
+    if _UNSURE.search(line) or re.search(rf"[( ][{_LATIN}][).:]", line[2:]):
         return None
     return option["letter"] or option["bold"]
 
@@ -237,9 +225,11 @@ def _picked(text: str) -> str | None:
     """Return the letter that the last sentence settles on in its own words, as "so I pick (B)": the only one, neither
     denied nor in doubt."""
     sentences = [sentence for sentence in _SENTENCE.split(text) if sentence.strip()]
-    if not sentences or _UNSURE.search(sentences[-1]):
+    if not sentences or _UNSURE.search(_REASON.split(sentences[-1])[0]):
         return None
-    letters = {next(filter(None, match.groups())) for match in _PICKED.finditer(sentences[-1].strip())}
+    sentence = sentences[-1].strip()
+    picked = [match for match in _PICKED.finditer(sentence) if is_asserted(sentence, "", match.start(), match.end())]
+    letters = {next(filter(None, match.groups())) for match in picked}
     return letters.pop() if len(letters) == 1 else None
 
 

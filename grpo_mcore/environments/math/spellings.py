@@ -4,8 +4,7 @@ Each row has an example, which the tests check. The rows of CHARACTERS hold anyw
 hold in one answer, in their order: a row sees what the rows above it made.
 """
 
-from __future__ import annotations
-
+import json
 import re
 import unicodedata
 from collections.abc import Callable
@@ -30,6 +29,14 @@ INVISIBLE = dict.fromkeys(
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _LOST = {"\x08": r"\b", "\x0c": r"\f", "\t": r"\t"}  # the escapes of LaTeX in JSON or Python with single backslashes
+
+_STRUCK_OUT = re.compile(
+    r"~~.+?~~|<(s|del|strike)>.*?</\1>|\\(?:[bx]?cancel|sout|st)\s*\{[^{}]*\}|(?<=[\w)}$])\s\[\d{1,2}\](?=[.\s]*$)|"
+    r"\$?\\(?:blacksquare|qed)(?![a-zA-Z])\$?|\$\\[sS]quare\$|[∎■]|\bQ\.?E\.?D\.?(?=\s*$)|"
+    r"\bnot \$?(?:-?[\d.]+|\(?[A-J]\)?)\$?,? but (?=rather |\$?[\dA-J(-])",
+    re.DOTALL | re.MULTILINE,
+)
+_EMOJI = re.compile("[\u2600-\u2668\u2670-\u2794\u2798-\u27bf\U0001f000-\U0001faff\ufe0f\u20e3]")
 
 _SPACE = r"(?:\\[,;:! ]|\\(?:thinspace|q?quad)(?![a-zA-Z])|~|\s|\{\s*\})"
 _INSIDE = r"((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)"  # of a pair of braces
@@ -66,7 +73,7 @@ def _root(match: Match) -> str:
 
 def _one_character_fraction(match: Match) -> str:
     above, _, below = unicodedata.normalize("NFKC", match[2]).partition("\u2044")
-    return rf"{match[1]}\frac{{{above}}}{{{below}}}"
+    return rf"{match[1] or ''}\frac{{{above}}}{{{below}}}"
 
 
 def _spelled_number(match: Match) -> str:
@@ -110,7 +117,8 @@ def _scientific(match: Match) -> str:
 
 
 def _system(match: Match) -> str:
-    return re.sub(r"\s*\\\\\s*", ", ", match[2].replace("&", "").strip().removesuffix(r"\\").strip())
+    lines = match[2].replace("&", "").strip().removesuffix(r"\\").strip()
+    return re.sub(r"\s*\\\\\s*", ", ", re.sub(r"\s*\\\\\s*(?==)", " ", lines))
 
 
 CHARACTERS: list[Spelling] = [
@@ -119,7 +127,7 @@ CHARACTERS: list[Spelling] = [
     (r"([\x08\x0c\t])(?=(?:rac|inom|frac|ext|imes|heta|ar|oxed)(?:\s*\{|\s*[\d\\]))",
      lambda match: _LOST[match[1]], "\x0crac{1}{2}", r"\frac{1}{2}"),
     (r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[a-zA-Z]))", _root, "√(x+1)", r"\sqrt{x+1}"),
-    (r"(\d*)\s?([¼½¾⅐-⅞])", _one_character_fraction, "1½", r"1\frac{1}{2}"),
+    (r"(?:(\d+)\s?)?([¼½¾⅐-⅞])", _one_character_fraction, "1½", r"1\frac{1}{2}"),
     ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda match: "^{" + match[0].translate(_RAISED) + "}", "x⁻¹", "x^{-1}"),
     ("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: "_{" + match[0].translate(_LOWERED) + "}", "a₁", "a_{1}"),
     (r"(?<![\w)}\]])[–—](?=\s?[\d.\\])", "-", "–5", "-5"),
@@ -127,7 +135,6 @@ CHARACTERS: list[Spelling] = [
 
 FORMULAS: list[Spelling] = [
     # What surrounds a formula.
-    (r"(?<!\\)\\[()\[\]]", " ", r"\(5\)", "5"),
     (r"(?<!\\)\$\$?([^$]*[^$\\])\$\$?", r"\1", "$5$ cm", "5 cm"),
     (r"(?<![\w)}])(\*\*|__|`)(.+?)\1(?![\w(-])", r"\2", "**5**", "5"),
     (_TEXT, _flat, r"\textbf{\text{5}}", "5"),
@@ -171,9 +178,9 @@ FORMULAS: list[Spelling] = [
     (r"(?<![\d.^_}a-zA-Z/)*+-])(-?)(\d+)(?:\sand)?\s(\d+)\s*/\s*(\d+)(?![\d.^a-zA-Z(/])",
      _mixed, "3 1/2", r"\frac{7}{2}"),
     (r"(?<=\d)\s*(?:\^\s*)?\{?\s*(?:st|nd|rd|th)\s*\}?$", "", r"5^{\text{th}}", "5"),
+    (r"(?<=\d)(?:\\!|\{)?:(?:\\!|\})?(?=\d)|(?<=\d) to (?=\d+$)", ":", "15{:}00", "15:00"),
     (r"(\d{1,2}:\d\d)\s*([apAP])\.?\s?[mM]\b\.?", lambda match: f"{match[1]} {match[2].lower()}m",
      "9:30 P.M.", "9:30 pm"),
-    (r"(?<=\d)\{:\}(?=\d)", ":", "15{:}00", "15:00"),
     (r"(?<!\S)(\S+) \(\1\)$", r"\1", "fifteen (15)", "15"),
     # Operators and names as calculators and programs write them.
     (r"(?<=[\w)}])\*\*(?=[\w(-])", "^", "x**2", "x^2"),
@@ -193,6 +200,8 @@ FORMULAS: list[Spelling] = [
     (r"_\s*\{\s*(\d+)\s*\}$|_(\d+)$|[\s(]*(?:in\s)?base[\s-]*(\d+)\)?$", r"_{\1\2\3}", "101 base two", "101_{2}"),
     # Sets, intervals and vectors.
     (r"\\varnothing", r"\\emptyset", r"\varnothing", r"\emptyset"),
+    (r"\\\\\s*\[\d*\.?\d+(?:pt|em|ex|mm)\]", r"\\\\", r"1\\[2pt]2", r"1\\2"),
+    (r"\\log\s*_\s*\{?\s*e\b\s*\}?", r"\\ln ", r"\log_e x", r"\ln x"),
     (r"\\langle(.*?)\\rangle", r"(\1)", r"\langle 1,2\rangle", "( 1,2)"),
     (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup ", "(0,1) U (2,3)", r"(0,1) \cup (2,3)"),
     (rf"([(\[\]])({_BOUND});({_BOUND})(?=[)\[\]])", r"\1\2,\3", "(0;1]", "(0,1]"),
@@ -202,6 +211,7 @@ FORMULAS: list[Spelling] = [
      r"\{x \mid x>2\}", "x>2"),
     (rf"^(?!.*(?:[<>]|\\[lgn]e(?![a-zA-Z])))(.*[^\s~,(\\])(?:{_SPACE}|,)*\(?\s*{_INTEGER}\s*\)?$", r"\1",
      r"2k\pi\ (k\in\mathbb{Z})", r"2k\pi"),
+    (r"(?:,|\s)*(?:for (?:all|every)\s|\\forall).*$", "", "f(x) = x for all real x", "f(x) = x"),
     (r"^([-+]?\d+(?:\.\d+)?(?:\s\d+(?:\.\d+)?)+)$", lambda match: match[1].replace(" ", ", "), "1 2 3", "1, 2, 3"),
 ]  # fmt: skip
 
@@ -211,8 +221,27 @@ _CHARACTERS, _FORMULAS = (
 )
 
 
+def as_said(text: str) -> str:
+    """Return what a response says: of a JSON object its answer, and no text that is struck out, footnotes or emoji. A
+    cross is a word, since it takes back what it stands beside."""
+    try:
+        record = json.loads(re.sub(r"^\s*```\w*\n|```\s*$", "", text)) if "{" in text else None
+    except ValueError:
+        record = None
+    if isinstance(record, dict):
+        value = record.get("answer", record.get("final_answer"))
+        values = value if isinstance(value, list) else [value]
+        is_answer = all(isinstance(part, str | int | float) and not isinstance(part, bool) for part in values)
+        text = f"Answer: {', '.join(map(str, values))}" if is_answer else ""
+    text = _STRUCK_OUT.sub("", text)
+    if text.isascii():
+        return text
+    return _EMOJI.sub("", re.sub("[❌❎✗✘✖🚫]", " wrong ", re.sub("[❓❔🤔🤷]", "?", text)))
+
+
 def plain_characters(text: str) -> str:
     """Return a text without invisible characters, and with ASCII digits, signs and spaces, and LaTeX for the rest."""
+    text = as_said(text)
     for pattern, normal in _CHARACTERS:
         text = pattern.sub(normal, text)
     if text.isascii():

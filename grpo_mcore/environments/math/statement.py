@@ -3,8 +3,6 @@ r"""The statement of a response that is its answer, and the formula in it: "so t
 Only what is certain is read: a number in words that the lists below do not know is no answer.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import NamedTuple
@@ -22,55 +20,131 @@ BETWEEN_BOXES = re.compile(
     r"(?<![a-zA-Z])[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
 )
 _BEHIND_A_BOX = re.compile(r"[\s$]*(?:\\\)|\\\])?(\s*(?:_\{?\d+\}?|\\?%|percent\b))?([^\n]*)")
+_LIMITED = re.compile(r"[^.,;!?]*\b(?:if|unless|otherwise|bound|at (?:least|most)|or (?:more|less|fewer))\b")
 _OR = re.compile(
     r"(?:\s*\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:or|oder|ou)\s*\}|,?(?<![a-zA-Z\\])\s*\b(?:or|oder|ou)\b|"
     r"\\(?:lor|vee)(?![a-zA-Z])|或者?)\s*"
 )
 _ANSWER_WORD = re.compile(
-    r"(?:(?P<other>\b(?:wrong|incorrect|thought|assume|suppose|whether|if|of|twice|than)\b[^\n.:=]{0,20}?)?\banswers?\b[^\n.:=\\$]{0,60}?(?:\b(?:is|are|equals|be)\b|[:=])|"
+    r"(?:\b(?:answers?|antwort|réponse|respuesta)\b[^\n.:=\\$]{0,60}?(?:\b(?:is|are|equals|be|ist|lautet|est|es)\b|[:=→⇒])|"
     r"^[^\w\n]*(?:final )?answer[^\w\n]*$|####|(?:答案|答え|正解|정답|답)[\s*]*(?:就?是|[为為]|は|은|는)?)[\s:*_=]*",
     re.IGNORECASE | re.MULTILINE,
 )
-_SENTENCE_END = re.compile(r"([.;!?])(?=[*_]*(?:\s|$))|\n")
+_SENTENCE_END = re.compile(r"([.!?])(?=[*_]*(?:\s|$))(?!(?<=\d!)\s*[-=+*/\\^<>)])|[\n。！？；]")
+
+# The words with which a response states an answer in its own name: "So our final answer", "Die richtige Antwort".
+_OF_AN_ASSERTION = set(
+    "so then thus hence therefore and but however now finally overall ultimately consequently in conclusion summary "
+    "short as expected required claimed computed shown above before indeed "
+    "total the our my this a final correct right best required desired requested needed exact numerical "
+    "simplified complete that is means gives we i it get have find found see conclude obtain say think believe "
+    "only clearly obviously definitely d ll s am m confident sure certain convinced follows know can must answer "
+    "option choice letter key to question problem exercise task puzzle be are equals would should will been het il o "
+    "der die das lautet also daher somit deshalb damit ist richtige korrekte endgültige "
+    "la le les el los donc ainsi alors bonne correcte correcta bonnes finale réponse est por lo tanto así que "
+    "entonces respuesta es resposta correta risposta corretta".split()
+)
+_CONDITION = re.compile(
+    r"\b(?:if|unless|suppose|assum\w+|let|were|when|whether|provided|according|"
+    r"imagine|pretend|for (?:instance|example|\$?[a-z] ?=)|wenn|falls|angenommen|"
+    r"si|supposons|supongamos)\b",
+    re.IGNORECASE,
+)
+_HAN_OF_AN_ASSERTION = set(
+    "所以因此故则综上述最终后正确的是我们得到可知这道题本问应該该选择为结论从而那么答案最終結論正確但"
+)
+# With one of these a word of Chinese, Japanese or Korean states the number behind it; 接近 and 约 do not.
+_BEFORE_A_NUMBER = set("是为為有于於共计計得到即成案值はがも은는이가")
+_ANSWER = set("answer answers antwort réponse respuesta resposta risposta antwoord".split())
+_NO_ANSWER = re.compile(
+    r"\b(?:no answer|give up|(?:don't|do not|cannot|can't|not) (?:know|say|sure|determine|be determined|solve|find|"
+    r"tell|compute))\b",
+    re.IGNORECASE,
+)
+_DISPLAYED = re.compile(r"\\begin\s*\{(\w+\*?)\}.*?\\end\s*\{\1\}|\$\$.*?\$\$|\\\[.*?\\\]", re.DOTALL)
+_LIST_ITEM = re.compile(r"\n\s*\d+[.)]\s+\S+\s*\Z")  # one of several candidates, or of the steps
+_CONCLUSION = re.compile(r"[,:;]\s|\b(?:so|hence|thus|therefore|and)\s", re.IGNORECASE)
+_DENIED = (
+    r"(?:not|wrong|incorrect|false|mistaken|impossible|invalid|(?:a|an|my|the) (?:mistake|error)|"
+    r"falsch|fausse?|falsa|falso)\b"
+)
+# What a response says behind its answer where it takes it back: "No, that fails.", "Wait ...", "which is false".
+_TAKEN_BACK = re.compile(
+    rf"(?:^|[.!?:;,(\n—–-])[\W_]*(?:wait|hold on|edit\b|though|nope|hmm+|oops|sorry|correction|actually|scratch that|"
+    rf"on second thought|just kidding|or rather|i disagree|i (?:made|was)|let me (?:re|correct|fix|try)|"
+    rf"but (?:that|this|it|i|the|he|she|they)\b|"
+    rf"(?:no|nein|non)(?=\s*[,.;:!—–]))|"
+    rf"(?:^\W*|\b(?:this|that|which|it|he|she|they|book|answer|result|value)\s+)(?:is|are|was|were|ist|est|es)\s+{_DENIED}|"
+    rf"\((?!\W*[A-J]\b)[^()]{{0,20}}\b(?:wrong|incorrect|false|not)\b|"
+    rf"\b(?:this|that|it|which|check\w*)(?:: this)? fails\b|"
+    r"[不错錯]对?",
+    re.IGNORECASE,
+)
 
 # A denial or a doubt: no answer is read from a clause with one of these.
 _DOUBT = re.compile(
     r"\b(?i:not|no|never|neither|nor|cannot|can be|impossible|fails?|failed|without|maybe|perhaps|possibly|might|could|"
-    r"doubt|wrong|incorrect|assume|suppose|whether|if|unless|unknown|unclear|otherwise|except|give or take|note|recall|"
-    r"want|prove|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|n't\b|\?|"
+    r"guess|estimates?|bound|depends?|doubt|wrong|incorrect|assume|suppose|whether|if|unless|unknown|unclear|otherwise|except|"
+    r"give or take|note|recall|want|prove|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|n't\b|\?|"
     r"\\(?:ne|not|[lc]?dots)(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|大于|小于|"
     r"多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
 )
 _CLAUSE = re.compile(
-    r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\snot\b))(?=[^\W\d_A-Z]{2})|"
+    r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\snot\b))(?=i\.e|[^\W\d_A-Z]{2})|"
     r"\s(?=(?:because|since|so|but|and not|rather than|instead of|which)\b)"
 )
 _ASIDE = re.compile(r"(?:because|since|as|which|where|not|and not|rather than|instead of)\b")
+# How a clause begins that explains the answer before it. Any other may change it: "5, plus a constant".
+_EXPLAINS = re.compile(
+    r"(?:so|hence|thus|therefore|by|from|using|given|due|after|and|but|while|i\.?e|that is|namely|meaning|making|"
+    r"giving|counting|including|in (?:all|total)|the (?:one|number|value|sum|answer)|it|this|they|we)\b"
+)
 _REMARK = re.compile(r"\s\((?=[^()]*[^\W\d_]{3})([^()]*)\)")
-_ARTICLE = re.compile(r"\b(?:[aA]n?|total of) (?!and\b|or\b)(?=[^\W\d_]{2}|\d)")
+_ARTICLE = re.compile(r"\b[aA]n? (?!and\b|or\b)(?=[^\W\d_]{2}|\d)")
+_TOTAL = re.compile(r"\b(?:(?:an?|the) )?(?:grand )?total of\b")
 _PRONOUN = re.compile(r"\bI (?!and\b|or\b)(?=[a-z]{2})")
-_ORDINAL = re.compile(r"\d(?:\W|text)*(?:st|nd|rd|th)\b")
+_OPENING = re.compile(
+    r"^(?:in (?:conclusion|summary|short|total|all)|finally|overall|to (?:summarize|conclude)),?\s", re.I
+)
+ORDINAL = re.compile(r"\d(?:\W|text)*(?:st|nd|rd|th)\b")
 _ABOUT_THE_ANSWER = re.compile(r"\banswers?\b.*\d|^(?:If|Unless)\b")
 
 # Words by what they do to the number behind or before them.
-_VERBS = set(
-    "is are was were be been ist est es è é equals has have had gives give gave get gets got obtain makes make made "
-    "leaves left remain remains need needs pay pays paid cost costs yields yield found that it's that's there's he's "
-    "she's takes took buys bought sells sold earns earned spends spent saves saved receives received eats ate uses "
-    "used collected scored weighs walked ran drove traveled attended".split()
+_VERB = re.compile(
+    r"(?:is|are|was|were|be|been|ist|est|es|è|é|equals|has|have|had|gives?|gave|gets?|got|obtain|makes?|made|leaves|left|"
+    r"remains?|needs?|pays?|paid|costs?|yields?|found|that|(?:it|that|there|s?he)'s|takes?|took|will|would|arrives|owns|starts|"
+    r"ends|begins|finishes|buys|bought|sells|sold|earns|spends|spent|saves|receives|travels|drives|walks|runs|reads?|"
+    r"produces|sums|totals|amounts|comes|adds|eats|ate|uses|weighs|ran|drove|measures|holds|contains|"
+    r"(?!capp|exceed|round|approach|guess|reduc|exclud|shift|increas|decreas|rais|divid|multipli|add)[a-z]{3,}ed)"
 )
 _FILLERS = set(
     "the a an exactly precisely simply just only now then thus therefore hence so clearly indeed equal to number value "
     "integer answer final result total of in all about approximately roughly around also still finally definitely "
-    "certainly actually either both that we it there us him her them you me he she they".split()
+    "consequently accordingly certainly actually either both that we it there us him her them you me he she "
+    "they at as".split()
 )
 _OPERATIONS = set(
     "plus minus times over divided multiplied added subtracted increased decreased raised doubled tripled halved "
-    "squared cubed factorial modulo".split()
+    "squared cubed factorial modulo spelled written read reversed inverted appended backwards upwards downwards".split()
 )
-_QUALIFIERS = set("off too consider out of dozen dozens most least best or and point up than".split())
+_QUALIFIERS = set(
+    "gross score percentile first off too consider out of dozen dozens most least best or and point up than".split()
+)
+_TAIL = set(
+    "in all total altogether together overall combined left remaining away long wide high tall old more exactly "
+    "respectively now today is the answer correct required as well per a an of for square cubic us each to do "
+    "so such".split()
+)
+_BEFORE_CIRCUMSTANCES = set("of at on for every each per this with during to".split())
+_ABOUT = re.compile(r"\b(?:about|approximately|roughly|around)\b|[约約]|大概|接近")
+_COUNTS = re.compile(
+    r"(?:half|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten)ths?|hundredths?|thousandths?|zeros|zeroes|ones|"
+    r"twos|threes|fours|fives|sixes|sevens|eights|nines|tens|dozens?|digits|times|least|most|less|more|fewer|"
+    rf"{'|'.join(sorted(_OPERATIONS | _QUALIFIERS))})"
+)
+_PLURAL = re.compile(r"(?:s|people|children|men|women|feet|mice|teeth|fish|sheep|percent|money)$")
 _STATES_SOMETHING_ELSE = re.compile(r"\b(?:is|are|was|were)\b(?!.*\b(?:answer|result|solution|left|remaining)\b)")
-_PARTITIVE = re.compile(r"\bof (?:them|these|those|us|it)\b|\bin (?:all|total)\b|\bper\b")
+_PARTITIVE = re.compile(r"\bof (?:them|these|those|us|it)\b|\bin (?:all|total)\b")
 _SHORT_WORDS = set("of to or is it we so he no if as at be us my by in on an up do".split())
 _FORMULA_WORDS = set("gcd lcm max min".split())
 _LISTED = {"and": ",", "和": ",", "と": ",", "와": ",", "과": ","}
@@ -135,15 +209,31 @@ def last_statement(text: str) -> Statement:
         if match.end() < end or behind.lstrip("$\\([ ").startswith(("boxed", "fbox")):
             break
         content, mark, *_ = _SENTENCE_END.split(behind, maxsplit=1) + [None]
-        content = content.strip().strip("*_ ")
+        content = content.strip() if content.count("**") == 2 else content.strip().strip("*_ ")
         if not content or mark == "?" or _DOUBT.search(match[0]):  # "the answer is 5? No, ..." states nothing
             continue
-        if match["other"] or _OPERATIONS & set(match[0].lower().split()):  # "half of the answer is 5"
-            continue
+        if not is_asserted(text, match[0], match.start(), match.end()):
+            return Statement("", "answer")
         if boxed and (not re.search(r"[\d\\]", content) or _words(normalized(content))):
             continue  # "this answer is 100% correct" is no other answer than the box
         return Statement(content, "answer")
     return _last_boxes(text, boxed) if boxed else Statement(_last_sentence(text), "text")
+
+
+def is_asserted(text: str, introduction: str | None, start: int, end: int) -> bool:
+    """Return whether a response states an answer in its own name, without a condition, and does not take it back.
+    text[start:end] states it. The words of its `introduction` ("answer is") and those before it in its clause must be
+    of the closed list above. A box needs no introduction (None): then nothing may deny it in its clause."""
+    sentence = _SENTENCE_END.split(text[:start])[-1]
+    clause = re.sub(r"\\[a-zA-Z]+", "", _CONCLUSION.split(sentence)[-1])
+    if introduction is not None:
+        words = set(re.findall(r"[a-zà-ÿ]+", (clause + introduction).lower())) - _ANSWER
+        words |= set(re.findall(r"[\u4e00-\u9fff]", sentence)) - _HAN_OF_AN_ASSERTION
+        if words - _OF_AN_ASSERTION or _CONDITION.search(sentence) or re.search('["“”„«»]', clause):
+            return False
+    elif _DOUBT.search(clause):
+        return False
+    return _TAKEN_BACK.search(text[end:]) is None
 
 
 def _last_boxes(text: str, boxed: list[Box]) -> Statement:
@@ -159,14 +249,23 @@ def _last_boxes(text: str, boxed: list[Box]) -> Statement:
         is_choice = _OR.search(text[before.end : box.start]) is not None
         if content != previous or is_choice:
             joined += (" or " if is_choice else ", ") + content
+    if not is_asserted(text, None, chosen[0].start, chosen[-1].end):
+        return Statement("", "box")
     behind = _BEHIND_A_BOX.match(text, chosen[-1].end)
+    if behind and _LIMITED.match(behind[2]):
+        return Statement("", "box")
     sign, unit = (behind[1] or "", behind[2].strip(" $.")) if behind else ("", "")
     return Statement(joined + (sign.strip() or (f" {unit}" if split_unit(f"1 {unit}")[1] else "")), "box")
 
 
 def _last_sentence(text: str) -> str:
     """Return the last sentence with a formula, or the last of all where one behind it takes it back."""
+    if _LIST_ITEM.search(text):
+        return ""
+    text = _DISPLAYED.sub(lambda match: match[0].replace("\n", " "), text)
     sentences = [part.strip() for part in re.split(r"(?<=[.!?])\s+|\n", text) if part.strip()]
+    if any(_NO_ANSWER.search(sentence) for sentence in sentences):
+        return ""
     for sentence in reversed(sentences):
         if sentence.endswith("?") and len(sentences) > 1:
             continue
@@ -180,26 +279,33 @@ def stated_formula(statement: Statement) -> str | None:
     """Return the formula that a statement gives, with its unit, or its words where it has no formula; None where it
     gives none, or not for certain."""
     text = normalized(re.sub(r"^#+ |(?<!\\right)(?<!\.)\.$|[,;]+$", "", statement.text.strip()))
-    text = _ARTICLE.sub("the ", _PRONOUN.sub("we ", text))
+    text = _OPENING.sub("", text)
+    text = _ARTICLE.sub("the ", _PRONOUN.sub("we ", _TOTAL.sub("is", text)))
     if text.endswith("?") or not text:
+        return None
+    if statement.kind != "box" and ORDINAL.search(statement.text):
         return None
     if not _words(text):
         return text
     if not any(_is_formula(token) for token in text.split()):
         return text
-    if _ORDINAL.search(statement.text) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
+    if ORDINAL.search(statement.text) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
         return None
     remarks = _REMARK.findall(text)
     if any(_OR.search(remark) or _DOUBT.search(remark) for remark in remarks):
         return None
     clauses = [clause.strip() for clause in _CLAUSE.split(_REMARK.sub("", text)) if clause.strip()]
     clauses = [clause for clause in clauses if not _ASIDE.match(clause)]
-    clauses = [clause for clause in clauses if _DOUBT.search(clause) or any(map(_is_formula, clause.split()))]
-    if statement.kind == "text":
-        clauses = clauses[-1:]
-    if not clauses or any(_DOUBT.search(clause) for clause in clauses):
+    if statement.kind == "text":  # what is said last counts, and nothing may follow it
+        clauses = [clause for clause in clauses if " " in clause or _is_formula(clause)][-1:]
+        if _DOUBT.search(re.split(r"[,;]\s", text)[-1]):  # "Let me guess: 12"
+            return None
+    stating = [clause for clause in clauses if any(map(_is_formula, clause.split()))]
+    if len(stating) != 1 or any(_DOUBT.search(clause) for clause in clauses):
         return None
-    formula = _formula_of_a_clause(clauses[0].split())
+    if not all(map(_EXPLAINS.match, clauses[clauses.index(stating[0]) + 1 :])):
+        return None
+    formula = _formula_of_a_clause(stating[0].split())
     return None if formula is None else normalized(formula)
 
 
@@ -211,11 +317,11 @@ def _formula_of_a_clause(tokens: list[str]) -> str | None:
     end = len(tokens) - is_formula[::-1].index(True)
     start = 0
     for index in range(end - 1):
-        if words[index] in _VERBS or tokens[index] in ("=", ":") and index and not is_formula[index - 1]:
+        if _VERB.fullmatch(words[index]) or tokens[index] in ("=", ":") and index and not is_formula[index - 1]:
             start = index + 1
     first = is_formula.index(True, start)
-    before = {word for word in words[start:first] if word.isascii()}
-    if before - _FILLERS:
+    before = {word for word in words[start:first] if re.search(r"[^\W\d_]", word)}
+    if not all(word[-1] in _BEFORE_A_NUMBER for word in before - _FILLERS):
         return None
     if not all(is_formula[index] or words[index] in _LISTED for index in range(first, end)):
         return None
@@ -223,12 +329,24 @@ def _formula_of_a_clause(tokens: list[str]) -> str | None:
     for index in range(first + 1, end):
         formula = f"{formula} {tokens[index]}" if is_formula[index] else formula.rstrip(",") + _LISTED[words[index]]
     formula, behind = formula.rstrip(".,;:"), " ".join(words[end:])
+    if re.fullmatch(r"-?\d+", formula) and _ABOUT.search(" ".join(words[:first])):
+        return None  # a decimal may be rounded as the question asks; about 5 is a guess
     if _STATES_SOMETHING_ELSE.search(behind):
         return None
-    if (_OPERATIONS | _QUALIFIERS) & set(_PARTITIVE.sub("", behind).split()) and behind != "times":
+    if not _is_tail(_PARTITIVE.sub("", behind).split(), formula) and behind != "times":
         return None
     with_nouns = [*itertools.accumulate([formula, *(token.strip(".,;:!") for token in tokens[end:])], "{} {}".format)]
     return next((text for text in reversed(with_nouns) if split_unit(text)[1] and not _words(text)), formula)
+
+
+def _is_tail(words: list[str], formula: str) -> bool:
+    """Return whether words behind a formula leave its value as it is: what is counted ("red apples"), a unit, and words
+    of a closed list; "every day at the market" does, too. A word that counts ("zeros", "tenths") does not."""
+    if any(_COUNTS.fullmatch(word) and word not in _TAIL for word in words):
+        return False
+    counted = itertools.takewhile(lambda word: word not in _BEFORE_CIRCUMSTANCES, words)
+    nouns = [word for word in counted if word and word.isascii() and word not in _TAIL]
+    return len(nouns) <= 2 and (not nouns or formula in ("1", "-1") or _PLURAL.search(nouns[-1]) is not None)
 
 
 def _word(token: str) -> str:

@@ -6,8 +6,6 @@ microseconds instead of milliseconds, and only where math-verify would take the 
 compare the two): a response that is nothing but a number, or that ends with its only \boxed{number}.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

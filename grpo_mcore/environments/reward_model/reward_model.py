@@ -4,8 +4,6 @@ The model runs in worker processes, which score in batches. A batch that fails o
 one by one, so that only the sample that caused it is lost; that one is excluded and counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """The worker process of a reward model: it loads a sequence classifier and scores batches of conversations."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 
 from grpo_mcore.rollout.chat_form import chat_form
+from grpo_mcore.rollout.messages import content_text
 from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
 
 Conversation = Sequence[dict[str, Any]]
@@ -19,7 +18,7 @@ Conversation = Sequence[dict[str, Any]]
 def _as_text(message: dict[str, Any]) -> str:
     """Return a message's content and its tool calls."""
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls") or ()]
-    return "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
+    return "\n".join(filter(None, [content_text(message.get("content")), *calls]))
 
 
 class Classifier:
@@ -79,7 +78,7 @@ class Classifier:
             text = self.tokenizer.apply_chat_template(shown, tokenize=False)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         prompt = "\n\n".join(map(_as_text, conversation[:-1]))
-        parts = {"{prompt}": prompt, "{response}": conversation[-1]["content"]}
+        parts = {"{prompt}": prompt, "{response}": content_text(conversation[-1]["content"])}
         text = re.sub("{prompt}|{response}", lambda mark: parts[mark[0]], self.text_template)  # in one pass
         return list(self.tokenizer(text)["input_ids"])
 

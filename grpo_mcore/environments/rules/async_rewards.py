@@ -9,8 +9,6 @@ that blocks the event loop is interrupted after its time limit, and costs its ow
 run starts another one, and asks again about the samples that were under way.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -6,8 +6,6 @@ read are rows as IFEval publishes them, with `instruction_id_list` and `kwargs`,
 in `ground_truth` (see tulu_instructions.py).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

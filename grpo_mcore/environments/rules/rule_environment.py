@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grpo_mcore.base.text import shorten
 from grpo_mcore.environments.config import AnswerConfig
@@ -37,7 +37,11 @@ class RuleEnvConfig(AnswerConfig):
     section: ClassVar[str] = "env.rules"
 
     components: dict[str, Component] = Field(min_length=1)
-    """Name -> {type: regex | length | contains | verifier | function, weight, and the keys of that type}."""
+    """Name -> {type: regex | length | contains | verifier | format | exact_alnum | math_expr | bbox_giou | geo3k |
+    function, weight, and the keys of that type}."""
+    reward_functions: list[dict[str, Any]] = Field(default_factory=list)
+    """In place of components, as recipes of NeMo RL write them: {name, weight, kwargs} each. Their weights are shares:
+    they are divided by their sum."""
     num_workers: int = Field(4, ge=1)
     """Number of worker processes."""
     timeout_s: float = Field(5.0, gt=0)
@@ -49,6 +53,27 @@ class RuleEnvConfig(AnswerConfig):
     """GiB that one process may use."""
     stop_strings: list[str] | None = None
     """Strings that end a generation for this environment."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_functions(cls, section: dict[str, Any]) -> dict[str, Any]:
+        functions = section.get("reward_functions")
+        if not functions or not all(isinstance(part, dict) and "name" in part for part in functions):
+            return section
+        if section.get("components"):
+            raise ValueError("give components or reward_functions, not both")
+        if twice := [name for name, count in Counter(part["name"] for part in functions).items() if count > 1]:
+            raise ValueError(f"reward_functions has a name twice: {twice[0]}; in components each has a name of its own")
+        weights = [part.get("weight", 1.0) for part in functions]
+        if not all(isinstance(weight, int | float) and weight >= 0 for weight in weights) or not sum(weights):
+            raise ValueError(f"the weights of reward_functions must be shares from 0, got {weights}")
+        components = {
+            part["name"]: {**part, "type": part["name"], "weight": weight / sum(weights)}
+            for part, weight in zip(functions, weights, strict=True)
+        }
+        for part in components.values():
+            del part["name"]
+        return {**section, "components": components}
 
 
 class RuleEnvironment(EnvironmentInterface):

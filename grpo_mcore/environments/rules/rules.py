@@ -18,15 +18,17 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator,
 
 from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.http_retries import RetryPolicy
-from grpo_mcore.environments.math.verifiers import ground_truths, make_verifier, verifier_module, verifier_modules
-from grpo_mcore.environments.registry import import_by_path
-from grpo_mcore.environments.rules.async_rewards import AsyncReward, gathered
-from grpo_mcore.environments.rules.reward_functions import (
-    Sample,
-    failed_rule,
-    reward_arguments,
-    reward_call,
+from grpo_mcore.environments.math.verifiers import (
+    HF_MATH_VERIFY,
+    ground_truths,
+    make_verifier,
+    verifier_module,
+    verifier_modules,
 )
+from grpo_mcore.environments.registry import import_by_path
+from grpo_mcore.environments.rules.answer_rewards import REWARDS
+from grpo_mcore.environments.rules.async_rewards import AsyncReward, gathered
+from grpo_mcore.environments.rules.reward_functions import Sample, failed_rule, reward_arguments, reward_call
 from grpo_mcore.environments.user_code import imported_when_called
 
 _ATTEMPT_S = 60.0
@@ -187,6 +189,39 @@ class VerifierComponent(_Component):
         return verified
 
 
+class AnswerComponent(_Component):
+    """One of NeMo RL's rewards for an answer in tags: `format` (reasoning and answer in their tags), `exact_alnum` (the
+    letters and digits of the truth), `math_expr` (the same expression), `bbox_giou` (a box, by generalised IoU),
+    `geo3k` (an expression in a box behind the reasoning)."""
+
+    type: Literal["format", "exact_alnum", "math_expr", "bbox_giou", "geo3k"]
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of the reward, such as giou_penalty_thres."""
+
+    @model_validator(mode="after")
+    def _takes_options(self) -> AnswerComponent:
+        known = [name for name in inspect.signature(REWARDS[self.type]).parameters if name not in ("response", "truth")]
+        if unknown := sorted(set(self.kwargs) - set(known)):
+            raise ValueError(f"{self.type} has no option {unknown[0]}, only {', '.join(known)}")
+        return self
+
+    def modules(self) -> tuple[str, ...]:
+        return verifier_modules(HF_MATH_VERIFY) if self.type in ("math_expr", "geo3k") else ()
+
+    def check_row(self, info: Mapping[str, Any]) -> None:
+        if self.type != "format" and info.get("ground_truth") is None:
+            raise EnvironmentConfigError(f"the reward {self.type} needs 'ground_truth', and a row has {sorted(info)}")
+
+    def rule(self) -> Rule:
+        reward = REWARDS[self.type]
+
+        def rewarded(sample: Sample) -> float:
+            truths = [""] if self.type == "format" else ground_truths(sample.info, "rules")
+            return max(reward(sample.response, truth, **self.kwargs) for truth in truths)
+
+        return rewarded
+
+
 class FunctionComponent(_Component):
     """The value of a user's function. The keys from `concurrency` on are for `async` functions: their calls for all
     samples wait together in one process."""
@@ -265,7 +300,7 @@ class FunctionComponent(_Component):
 
 
 Component = Annotated[
-    RegexComponent | LengthComponent | ContainsComponent | VerifierComponent | FunctionComponent,
+    RegexComponent | LengthComponent | ContainsComponent | VerifierComponent | AnswerComponent | FunctionComponent,
     Field(discriminator="type"),
 ]
 

@@ -4,8 +4,6 @@ Their rules differ from those of IFEval in details, so each is written here. The
 out.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Conversion of a generated sample to a chat completion: its tokens, and the text, tool calls and reasoning that vLLM's
 parsers find in them."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from typing import Any
@@ -75,7 +73,7 @@ class AnswerReader:
         generated = trajectory.turns[-1]
         assert generated.logprobs is not None
         ids, logprobs = generated.token_ids.tolist(), generated.logprobs.tolist()
-        all_ids = trajectory.token_ids().tolist()
+        all_ids = trajectory.content_ids().tolist()
         prompt = all_ids[: len(all_ids) - len(ids)]
         reason = {"length": "length", "abort": "abort"}.get(trajectory.finish_reason, "stop")
         by_text = reason == "stop" and trajectory.stop_token is None

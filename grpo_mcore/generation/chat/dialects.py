@@ -4,8 +4,6 @@ A request becomes one for a chat completion, which the engines answer as any oth
 was asked for. Nothing is kept between requests. With `stream` the events come together, after the whole answer.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +14,7 @@ import msgspec
 
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
 from grpo_mcore.generation.chat.request import NEUTRAL
+from grpo_mcore.rollout.images import data_url
 from grpo_mcore.rollout.messages import (
     Item,
     ItemReader,
@@ -105,7 +104,7 @@ def of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
         raise DialectError(f"tools: {_kind(other[0])} is not served, only function")
     try:
         messages = ItemReader().read(msgspec.convert(items, list[Item]))
-        messages = read_messages(with_instructions(messages, body.get("instructions")), "input")
+        messages = read_messages(with_instructions(messages, body.get("instructions")), "input", data_url)
         tools = read_tools(tools, "tools")
     except (MessageError, UnknownItem, msgspec.ValidationError) as error:
         raise DialectError(f"input: {error}") from error
@@ -236,7 +235,8 @@ def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
     if other := [tool for tool in tools if not isinstance(tool, dict) or "input_schema" not in tool]:
         raise DialectError(f"tools: {_kind(other[0])} is not served, only tools with an input_schema")
     try:
-        messages = read_messages([m for m in messages if m["role"] != "system" or m["content"]], "messages")
+        spoken = [message for message in messages if message["role"] != "system" or message["content"]]
+        messages = read_messages(spoken, "messages", data_url)
         tools = read_tools(tools, "tools")
     except MessageError as error:
         raise DialectError(str(error)) from error

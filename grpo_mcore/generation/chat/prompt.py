@@ -5,18 +5,21 @@ begins with exactly these tokens; the chat template only renders what follows. S
 again, and reasoning that a template would strip from earlier turns stays in the prompt.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.chat_form import chat_form
+from grpo_mcore.rollout.images import ImageReader, take_images
 from grpo_mcore.rollout.messages import REASONING_FIELDS, MessageError, join_texts, refuse_unknown_roles
 from grpo_mcore.rollout.text_tokens import tokens_behind
+from grpo_mcore.rollout.trajectory import FIRST_CONTENT, Turn
 from grpo_mcore.rollout.turn_end import marks_of, said_already
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
@@ -26,10 +29,10 @@ _LONGEST_VALUE = 10_000
 
 class ChatPrompts:
     """Builds prompts for one tokenizer. `vocab_size`: number of the model's tokens, which may exceed the
-    tokenizer's."""
+    tokenizer's. `images`: what prompts need of the model's images; None: they have none."""
 
-    def __init__(self, tokenizer: Any, config: ChatConfig, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer: Any, config: ChatConfig, vocab_size: int, images: ImageReader | None = None) -> None:
+        self._tokenizer, self._vocab_size, self._images = tokenizer, vocab_size, images
         self._options = dict(config.chat_template_kwargs)
         if config.chat_template:
             self._options["chat_template"] = config.chat_template
@@ -39,8 +42,26 @@ class ChatPrompts:
         self._marks = marks_of(tokenizer)
         self._stop_token_ids = {*self._marks, *config.samplings[0].stop_token_ids}
 
-    def tokens(self, request: ChatRequest) -> list[int]:
-        """Return the prompt's tokens. Raises RequestError if messages or token ids cannot be used."""
+    def turn(self, request: ChatRequest) -> tuple[Turn, dict[str, bytes]]:
+        """Return the prompt, and its images by digest. Raises RequestError if messages, token ids or images cannot be
+        used."""
+        try:
+            messages, images = take_images(request.messages)
+            before, after = self.tokens(request.model_copy(update={"messages": messages}))
+            if not images and min(before, default=0) >= 0:
+                return Turn("user", torch.tensor([*before, *after], dtype=torch.int64)), {}
+            if self._images is None:
+                raise RequestError("messages: there are images, and this policy reads none")
+            before, spans = self._images.recorded(before, images)
+            [(after, new)] = self._images.expand([after], images[len(spans) :])
+        except ValueError as error:
+            raise error if isinstance(error, RequestError) else RequestError(f"messages: {error}") from error
+        spans += tuple(replace(span, offset=span.offset + len(before)) for span in new)
+        return Turn("user", torch.tensor([*before, *after]), images=spans), self._images.by_digest(images)
+
+    def tokens(self, request: ChatRequest) -> tuple[list[int], list[int]]:
+        """Return the recorded tokens with which a prompt begins, and those after them, with a mark for each image.
+        Raises RequestError if messages or token ids cannot be used."""
         try:
             refuse_unknown_roles(request.messages, self._template)
         except MessageError as error:
@@ -62,8 +83,8 @@ class ChatPrompts:
                 if not (text and self._render(calls, request).endswith(text)):
                     after = self._after_calls(calls, position, before[-1], request) or after
             if after is not None:
-                return [*before, *after]
-        return self._ids(self._render(messages, request))
+                return before, after
+        return [], self._ids(self._render(messages, request))
 
     def _recorded(self, request: ChatRequest) -> tuple[int | None, list[int] | None]:
         """Return (index of the last message with recorded tokens, the tokens of its prompt and of itself)."""
@@ -82,7 +103,12 @@ class ChatPrompts:
         return (answers[-1], required) if answers else (None, None)
 
     def _check(self, name: str, ids: Any) -> None:
-        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < self._vocab_size for i in ids):
+        least = 0 if self._images is None or name.endswith("generation_token_ids") else FIRST_CONTENT
+        if (
+            not isinstance(ids, list)
+            or not ids
+            or not all(type(i) is int and least <= i < self._vocab_size for i in ids)
+        ):
             raise RequestError(f"{name}: must be a list of token ids from 0 to {self._vocab_size - 1}")
 
     def _after(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.rollout.images import inline_image
 from grpo_mcore.rollout.messages import MessageError, read_messages, read_tools
 from grpo_mcore.rollout.trajectory import Sampling
 
@@ -81,7 +82,7 @@ class ChatRequest(BaseModel):
             if body.get(name) is not None and body[name] not in neutral:
                 raise RequestError(f"{name}: {body[name]!r} is not served, leave it at {neutral[-1]!r}")
         try:
-            request.messages = read_messages(request.messages, "messages")
+            request.messages = read_messages(request.messages, "messages", inline_image)
             request.tools = read_tools(request.tools, "tools")
         except MessageError as error:
             raise RequestError(str(error)) from error

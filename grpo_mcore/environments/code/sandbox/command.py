@@ -4,8 +4,6 @@ That is a Python interpreter with its standard library and the system's shared l
 similar devices, and a scratch folder. No network, no other process, no user, no capability.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import random

@@ -1,8 +1,6 @@
 """A program's process in the sandbox: sets the limits, runs the program and its test, and ends. worker.py, in the
 same folder, loads it; it uses nothing of this package, only Python's standard library."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -4,8 +4,6 @@ Namespaces already hide the machine. The filter refuses what they do not cover, 
 namespaces and memory that no limit counts, and the calls through which kernels get attacked.
 """
 
-from __future__ import annotations
-
 import errno
 import platform
 import struct

@@ -11,8 +11,6 @@ of length, then JSON): a program with its input and limits, and the test that ru
 each pair. program.py, in the same folder, is what a program's process does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib.util
