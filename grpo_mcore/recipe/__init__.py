@@ -27,6 +27,7 @@ from grpo_mcore.recipe.derived import (
     engine_pool,
     environment_class,
     exports_model,
+    has_greedy_baseline,
     layout_findings,
     model_parallel_size,
     needs_prev,
@@ -36,6 +37,7 @@ from grpo_mcore.recipe.derived import (
     policy_layout,
     policy_pool,
     prompts_per_generation_batch,
+    reads_whole_samples,
     samples_per_step,
     samples_together,
     scoring_settings,
@@ -49,6 +51,7 @@ from grpo_mcore.recipe.derived import (
     teacher_settings,
     teacher_weight,
     trains_on_rewards,
+    uses_images,
     world_size,
 )
 from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, nearest, nearest_hint
@@ -59,6 +62,8 @@ from grpo_mcore.recipe.schema.cluster import ClusterConfig, KubernetesConfig, La
 from grpo_mcore.recipe.schema.data import (
     DATASETS,
     FILE_DATASETS,
+    IMAGE_DATASETS,
+    IMAGE_PROCESSOR,
     PREFERENCE_DATASETS,
     UNSET_KEYS,
     DataConfig,
@@ -85,11 +90,22 @@ from grpo_mcore.recipe.schema.grpo import (
     KLType,
     RewardScalingConfig,
     RewardShapingConfig,
+    TurnCreditConfig,
+    policy_term_options,
 )
-from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of, only_evaluates, runs_grpo
+from grpo_mcore.recipe.schema.master import (
+    FINE_TUNING,
+    Algorithm,
+    RecipeSections,
+    algorithm_of,
+    only_evaluates,
+    runs_grpo,
+    sections_of_others,
+)
 from grpo_mcore.recipe.schema.megatron import MegatronConfig, OptimizerConfig, PeftConfig, SchedulerConfig
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig
+from grpo_mcore.recipe.schema.ppo import GAEConfig, PPOConfig, ValueLossConfig
 from grpo_mcore.recipe.schema.section import CustomCode, Section
 from grpo_mcore.recipe.validation.run import VALIDATION_METRICS, unknown_validation_metric
 from grpo_mcore.recipe.validation.validate import MasterConfig, checked_loss

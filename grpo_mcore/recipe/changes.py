@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.recipe.errors import in_yaml, joined
 from grpo_mcore.recipe.schema.keys import field_at, fixed_on_resume, section_of
-from grpo_mcore.recipe.schema.master import RecipeSections
+from grpo_mcore.recipe.schema.master import NULL_MEANS, RecipeSections
 
 _MISSING = object()
 
@@ -27,16 +28,31 @@ def changes(saved: Mapping[str, Any], config: RecipeSections) -> list[Change]:
     """Return the values of `config` that differ from those of a checkpoint's recipe, in the order of the schema.
 
     `saved` is the resolved recipe as `model_dump` returned it. Keys that only one version of the schema has are left
-    out: nobody changed them.
+    out, and those that follow from others (`follows`): nobody changed them.
     """
     before, after = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
     changed = []
     for key in after | before:
         old, new = before.get(key, _MISSING), after.get(key, _MISSING)
-        if old == new or (_MISSING in (old, new) and not _free(key)):
+        if (
+            old == new
+            or (not old and not new and isinstance(old, list | dict))
+            or (_MISSING in (old, new) and not _free(key))
+        ):
+            continue
+        if not fixed_on_resume(key) and follows(key, before) and follows(key, after):
             continue
         changed.append(Change(key, _text(old), _text(new), fixed_on_resume(key)))
     return changed
+
+
+def follows(key: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a key has the value that a recipe which leaves it null gives it. `values`: of all full keys."""
+    meaning = NULL_MEANS.get(key)
+    sources: list[Any] = [values.get(source) for source in meaning] if isinstance(meaning, tuple) else [meaning]
+    if meaning is None or any(value is None for value in sources):
+        return False
+    return bool(values.get(key) == (math.prod(sources) if len(sources) > 1 else sources[0]))
 
 
 def _leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,6 @@
 """Numbers that follow from a configuration: devices and ranks, engines, batch sizes, and the log-prob passes of a
 step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -12,9 +10,10 @@ from pydantic import ValidationError
 
 from grpo_mcore.families import ModelShape
 from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, Finding, PolicyLayout, fits
+from grpo_mcore.recipe.schema.data import IMAGE_DATASETS, IMAGE_PROCESSOR, dataset_by_name
 from grpo_mcore.recipe.schema.distillation import TeacherConfig
 from grpo_mcore.recipe.schema.generation import GenerationConfig
-from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of
+from grpo_mcore.recipe.schema.master import VERIFIERS, Algorithm, RecipeSections, algorithm_of
 from grpo_mcore.recipe.schema.megatron import MegatronConfig, PeftConfig
 from grpo_mcore.recipe.schema.policy import (
     DynamicBatchingConfig,
@@ -70,6 +69,20 @@ def num_engines(config: RecipeSections, *, gpu: bool) -> int:
     if pool is None and not gpu:
         return 1
     return (pool or policy_pool(config)).ranks // generation.vllm_cfg.ranks
+
+
+def uses_images(config: RecipeSections) -> bool:
+    """Return whether prompts may have images: where a dataset has them by its name, or its processor takes them; for
+    those of agents policy.is_vlm says so."""
+    entries = [*config.data.train, *config.data.validation]
+    return algorithm_of(config) not in ("dpo", "rm") and (
+        config.policy.is_vlm
+        or any(
+            entry.processor == IMAGE_PROCESSOR
+            or (entry.processor is None and dataset_by_name(entry.dataset_name) in IMAGE_DATASETS)
+            for entry in entries
+        )
+    )
 
 
 def engine_nodes(config: RecipeSections) -> int:
@@ -174,7 +187,7 @@ def prompts_per_generation_batch(config: RecipeSections) -> int:
 
 
 def exports_model(config: RecipeSections) -> bool:
-    """Return whether SFT or DPO writes its model, as `hf` in checkpointing.checkpoint_dir, when it ends."""
+    """Return whether a run of FINE_TUNING writes its model, as `hf` in checkpointing.checkpoint_dir, when it ends."""
     return config.checkpointing.enabled or config.checkpointing.save_hf != "none"
 
 
@@ -196,8 +209,22 @@ def needs_prev(config: RecipeSections) -> bool:
     rewards or masks depend on these log-probs."""
     grpo, loss = config.grpo, config.loss_fn
     changes = samples_per_step(config) > config.policy.train_global_batch_size and not compares_distributions(config)
+    changes = (changes or (config.ppo.enabled and config.ppo.ppo_epochs > 1)) and not loss.ratio_to_engine
     measured = loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
     return changes or measured or teacher_weight(config) > 0
+
+
+def reads_whole_samples(config: RecipeSections) -> bool:
+    """Return whether the loss or the advantages read all tokens of a sample at once, which must then be in one bin."""
+    loss, estimator = config.loss_fn, config.grpo.adv_estimator
+    by_sequence = loss.sequence_level_importance_ratios or loss.policy_term in ("gmpo", "vespo", "flash_reinforce")
+    by_sequence |= loss.truncated_importance_sampling_type == "seq-mask-tis"
+    return by_sequence or config.ppo.enabled or (loss.use_kl_in_reward and estimator.name == "reinforce_plus_plus")
+
+
+def has_greedy_baseline(config: RecipeSections) -> bool:
+    """Return whether the first sample of each group is decoded greedily, and only a baseline for the others."""
+    return config.grpo.adv_estimator.name == "remax" and config.grpo.adv_estimator.path is None
 
 
 def trains_on_rewards(config: RecipeSections) -> bool:
@@ -376,16 +403,18 @@ _TEACHER_SIZES = (
 )
 
 
-def samples_together(algorithm: Algorithm) -> int:
-    """Return how many samples stay in one micro-batch: 2 for DPO, whose loss compares the answers of a pair."""
-    return 2 if algorithm == "dpo" else 1
+def samples_together(config: RecipeSections, algorithm: Algorithm) -> int:
+    """Return how many samples stay in one micro-batch: 2 where the loss compares the answers of a pair, as DPO's and
+    that of a Bradley-Terry model do."""
+    of_rm = algorithm == "rm" and config.rm.reward_model_type == "bradley_terry"
+    return 2 if algorithm == "dpo" or of_rm else 1
 
 
 def bin_tokens(config: RecipeSections, algorithm: Algorithm) -> int | None:
     """Return the tokens of a micro-batch in training: train_mb_tokens, and twice as many for pairs of answers, since
     policy.train_micro_batch_size counts pairs. None if micro-batches are not bounded by tokens."""
     bounded = token_budget(config.policy)
-    return samples_together(algorithm) * bounded.train_mb_tokens if bounded else None
+    return samples_together(config, algorithm) * bounded.train_mb_tokens if bounded else None
 
 
 def batch_equation(config: RecipeSections, algorithm: Algorithm | None = None) -> str:
@@ -393,7 +422,7 @@ def batch_equation(config: RecipeSections, algorithm: Algorithm | None = None) -
     samples, packed into bins of at most 2,048 tokens". `algorithm` is the recipe's by default."""
     policy, dp, algorithm = config.policy, data_parallel_size(config), algorithm or algorithm_of(config)
     per_rank = policy.train_global_batch_size // dp
-    noun = "pair" if algorithm == "dpo" else "sample"
+    noun = "pair" if samples_together(config, algorithm) == 2 else "sample"
     if algorithm != "grpo":
         head, factor = _count(policy.train_global_batch_size, noun), ""
     else:
@@ -430,11 +459,12 @@ def scoring_settings(env: Mapping[str, Any]) -> dict[str, Any]:
 
 def environment_class(name: str, section: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name or import path of the class of the environment `env.<name>`, and the section that the class
-    reads. A custom class reads its `options` together with the other keys of the section."""
+    reads. A custom class reads its `options` together with the other keys of the section. A section with the key
+    `verifiers` is an environment of that package."""
     rest = dict(section)
     if "environment" in rest:
         return str(rest.pop("environment")), rest
     if "path" in rest:
         path, options = rest.pop("path"), rest.pop("options", None)
         return str(path), {**(options or {}), **rest}
-    return name, rest
+    return (VERIFIERS if VERIFIERS in rest else name), rest

@@ -1,7 +1,5 @@
 """Errors of a recipe: a `Problem` for each thing that is wrong, and one `RecipeError` that reports all of them."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -63,9 +61,9 @@ def joined(path: str, name: str) -> str:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known word most like `word`, or None if none is similar enough. `cutoff` is the least similarity, from
-    0 (any word) to 1 (equal)."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+    0 (any word) to 1 (equal). Of words that are equally like it, one with the same letters (dpao: dapo) comes first."""
+    matches = difflib.get_close_matches(word, list(known), n=3, cutoff=cutoff)
+    return next((match for match in matches if sorted(match) == sorted(word)), matches[0] if matches else None)
 
 
 def nearest_hint(word: str, known: Iterable[str]) -> str:

@@ -1,8 +1,6 @@
 """Interpolation by OmegaConf: `${a.b}`, `${.b}` and `${..b}` (relative to the section, or the one around it), and
 `${mul:a,b}` with the functions of FUNCTIONS. Their arguments are numbers, full keys or other interpolations."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

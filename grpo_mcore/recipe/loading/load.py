@@ -1,11 +1,10 @@
 """Reads a recipe: the chain of `defaults:`, then overrides, interpolation and validation."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +18,7 @@ from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
 from grpo_mcore.recipe.nemo_rl.dtensor_policy import READ_AS, aliases
 from grpo_mcore.recipe.schema.keys import nearest_key, plain_defaults
-from grpo_mcore.recipe.schema.master import NULL_MEANS, null_means
+from grpo_mcore.recipe.schema.master import NULL_MEANS, fast_precision, null_means
 from grpo_mcore.recipe.validation.validate import MasterConfig, validated
 from grpo_mcore.recipe.yaml_tree import Node, parse_file, parse_text
 
@@ -31,14 +30,7 @@ _UNSUPPORTED = {"rm": "training a reward model"}
 _SHELL_VARIABLE = re.compile(r"\$([A-Z_][A-Z0-9_]*)/")
 # Keys that name a file. A file that does not exist relative to the working directory is taken from the folder of the
 # recipe that names it.
-_FILE_KEYS = {
-    "data_path",
-    "train_data_path",
-    "val_data_path",
-    "prompt_file",
-    "system_prompt_file",
-    "chat_template",
-}
+_FILE_KEYS = {"data_path", "train_data_path", "val_data_path", "prompt_file", "system_prompt_file", "chat_template"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         del tree.value[variable]
     _expand_home(tree, problems)
     config, tree = validated(MasterConfig, tree, name, problems, notes)
-    for note in (note for note in notes if note.message.startswith(READ_AS)):
+    for note in (note for note in notes if note.message.startswith((READ_AS, "used as cluster.env_vars"))):
         _say_once(str(note))
     provenance = {
         ".".join(parts): node.source if (node := tree.at(parts)) is not None else DEFAULT
@@ -157,6 +149,10 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a recipe completed by defaults, so that an interpolation may name any key. A key that is
     null and derived from others gets the interpolation that null stands for."""
     complete = _filled(values, deepcopy(plain_defaults()))
+    with suppress(KeyError, TypeError):  # of sections that are none: the checks say so
+        if complete["policy"]["precision"] == "auto":
+            on_cpu = complete["cluster"]["platform"] == "cpu"
+            complete["policy"]["precision"] = fast_precision(complete, on_cpu=on_cpu)
     for key in NULL_MEANS:
         *sections, name = key.split(".")
         section: Any = complete
@@ -204,11 +200,7 @@ def _load(file: Path, files: list[Path], chain: tuple[Path, ...]) -> Node:
             layer, self_merged = tree, True
         else:
             parent = _find(
-                entry.value,
-                [file.parent, *recipe_folders()],
-                (entry.source, "defaults"),
-                name,
-                other_than=file,
+                entry.value, [file.parent, *recipe_folders()], (entry.source, "defaults"), name, other_than=file
             )
             if parent in (*chain, file):
                 circle = " -> ".join(shown(step) for step in (*chain, file, parent))

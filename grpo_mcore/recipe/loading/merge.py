@@ -1,7 +1,5 @@
 """Inheritance (one tree merged into another) and overrides (`a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`)."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -75,6 +73,8 @@ def _apply(tree: Node, text: str) -> Node:
     if value_text.count("#") != str(value.plain()).count("#"):
         message = f"{value_text!r} holds a comment, which YAML leaves out; to keep it, quote the text: '\"...\"'"
         raise _error(path, message)
+    if value.is_mapping and not value.value:
+        value = Node({}, value.source, value.key, True)  # key={} empties a mapping; {a: 1} is merged into it
     return _with(tree, path, value)
 
 

@@ -1,7 +1,5 @@
 """Writes the reference of all keys as Markdown, from the types, defaults and docstrings of the schema."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap
@@ -36,7 +34,7 @@ _BY_TOPIC = {
     "model and optimizer": "policy policy.tokenizer policy.megatron_cfg.optimizer policy.megatron_cfg.scheduler",
     "adapters instead of the whole model": "policy.megatron_cfg.peft",
     "data": "data data.train.* data.sampler",
-    "the algorithm": "grpo grpo.adv_estimator grpo.reward_shaping loss_fn on_policy_distillation sft dpo",
+    "the algorithm": "grpo grpo.adv_estimator grpo.reward_shaping loss_fn on_policy_distillation sft dpo rm",
     "how the policy is laid out, and its memory": "policy.megatron_cfg policy.sequence_packing cluster",
     "how engines generate": "policy.generation policy.generation.vllm_cfg policy.generation.colocated.resources",
     "generation ahead of training": "grpo.async_grpo",

@@ -7,8 +7,6 @@ ones; a nested file is merged into the converted flat one. A dataset from a file
 Older Gym recipes of NeMo RL name their files by `train_jsonl_fpath` and `validation_jsonl_fpath`. They are read as the
 nested layout."""
 
-from __future__ import annotations
-
 from grpo_mcore.recipe.errors import Problem, in_yaml
 from grpo_mcore.recipe.schema.data import FILE_DATASETS, DatasetEntry
 from grpo_mcore.recipe.yaml_tree import Node

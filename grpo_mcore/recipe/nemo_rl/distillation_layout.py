@@ -1,8 +1,6 @@
 """Converts a distillation in NeMo RL's form to a recipe. `distillation` becomes `grpo`, or with `on_policy: false`
 `sft`; `teacher`, a whole policy section, and the divergence in `loss_fn` become `on_policy_distillation`."""
 
-from __future__ import annotations
-
 from grpo_mcore.recipe.errors import Problem, in_yaml, joined, nearest_hint
 from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import without_nemo_rl_keys
 from grpo_mcore.recipe.schema.distillation import DivergenceConfig, TeacherConfig
@@ -45,11 +43,11 @@ def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem
             node = settings.pop(name)
             notes.append(node.problem("dropped: the answers are those of the data"))
         notes += [_used(node, f"sft.{name}") for name, node in settings.items()]
-        _into(value, "sft", settings, section, problems)
+        into_section(value, "sft", settings, section, problems)
     else:
         notes += [_used(node, f"grpo.{name}") for name, node in settings.items()]
         settings.setdefault("adv_estimator", Node.of({"name": "opd"}, section.source, "distillation"))
-        _into(value, "grpo", settings, section, problems)
+        into_section(value, "grpo", settings, section, problems)
     teaching = {
         "enabled": Node(True, section.source, "distillation"),
         "divergence": Node(divergence, section.source, "distillation"),
@@ -58,7 +56,7 @@ def distillation_layout(tree: Node, problems: list[Problem], notes: list[Problem
         if (switch := tree.find("policy.dtensor_as_megatron")) is not None:
             teacher = teacher.having({"dtensor_as_megatron": switch} | teacher.value)
         teaching |= _teacher(teacher, problems, notes)
-    _into(value, "on_policy_distillation", teaching, section, problems)
+    into_section(value, "on_policy_distillation", teaching, section, problems)
     return tree.having(value)
 
 
@@ -66,7 +64,7 @@ def _used(node: Node, key: str) -> Problem:
     return node.problem(f"used as {key}")
 
 
-def _into(
+def into_section(
     sections: dict[str, Node], name: str, values: dict[str, Node], written: Node, problems: list[Problem]
 ) -> None:
     """Add values to a section of the recipe, which may hold some of them already."""

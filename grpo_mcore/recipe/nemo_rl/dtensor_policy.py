@@ -5,8 +5,6 @@
 tunes the DTensor policy is dropped. `policy.dtensor_as_megatron: false` forbids it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -16,7 +14,7 @@ from grpo_mcore.recipe.schema.megatron import OptimizerConfig
 from grpo_mcore.recipe.yaml_tree import Node
 
 SECTIONS = ("dtensor_cfg", "automodel_cfg")
-POLICIES = ("policy", "teacher")
+POLICIES = ("policy", "teacher", "value")
 """Sections that hold a policy."""
 MEGATRON = "policy.megatron_cfg"
 READ_AS = f"read as {MEGATRON}"
@@ -52,6 +50,12 @@ _OPTIMIZER_TUNING = {
     *("master_weights", "master_weight_dtype", "store_param_remainders", "exp_avg_dtype", "exp_avg_sq_dtype"),
 }
 _ADAMW = ("AdamW", "FusedAdam")
+_FROZEN: dict[str, tuple[bool | None, str]] = {
+    "freeze_vision_tower": (True, "the tower of a vision model is always frozen; set true"),
+    "freeze_language_model": (False, "the text part is what is trained; set false"),
+    "freeze_audio_tower": (None, ""),  # no model here has one
+}
+"""Keys of freeze_config, what their value must be (None: any), and why."""
 _LAYERS = {
     "linear_qkv": r"[qkv]_proj|qkv_proj",
     "linear_proj": r"o_proj",
@@ -211,8 +215,10 @@ def _use_section(section: dict[str, Node], megatron: _Megatron, problems: list[P
             hint = nearest_hint(name, [*SAME, *_TUNING])
             problems.append(node.problem(f"unknown key of the DTensor policy{hint}"))
     frozen = Node(section, "", "").find("automodel_kwargs.freeze_config")
-    if frozen is not None and any(child.value for _, child in frozen.children()):
-        problems.append(frozen.problem("freezing of parameters is not supported yet; remove the key"))
+    for name, node in frozen.children() if frozen is not None else ():
+        needed, reason = _FROZEN.get(name, (False, "freezing of other parameters is not supported; remove the key"))
+        if needed is not None and bool(node.value) is not needed:
+            problems.append(node.problem(reason))
     lora = section.get("lora_cfg")
     if lora is None or not lora.is_mapping:
         if lora is not None and lora.value is not None:

@@ -1,8 +1,6 @@
 """Converts an evaluation in NeMo RL's form to a recipe: `generation` and `tokenizer` stand at its top, and
 `data.dataset_name` names one or several datasets, whose other keys are in `eval.sets`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_mcore.recipe.errors import Problem, in_yaml

@@ -2,8 +2,6 @@
 is moved there, and a key that changes nothing is dropped; each leaves a note for `grpo-mcore config --imported`. Any
 other is an error that says what to use instead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,7 +12,9 @@ import yaml
 from grpo_mcore.recipe.errors import Problem, in_yaml
 from grpo_mcore.recipe.nemo_rl.dtensor_policy import dtensor_as_megatron
 from grpo_mcore.recipe.nemo_rl.eval_layout import SAME_KEYS
+from grpo_mcore.recipe.schema.grpo import GRPOConfig
 from grpo_mcore.recipe.schema.master import GYM
+from grpo_mcore.recipe.schema.ppo import PPOConfig
 from grpo_mcore.recipe.schema.section import is_path
 from grpo_mcore.recipe.yaml_tree import Node
 
@@ -33,6 +33,9 @@ def renamed_keys() -> Iterator[tuple[str, str]]:
     yield from ((path, entry["to"]) for path, entry in key_tables()["mapped"].items())
     yield CLIP
     yield from SAME_KEYS
+    yield from (
+        (f"ppo.{name}", f"grpo.{name}") for name in GRPOConfig.model_fields if name not in PPOConfig.model_fields
+    )
 
 
 def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
@@ -86,13 +89,16 @@ def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem],
     *sections, name = entry["to"].split(".")
     for section, old in _places(tree, path):
         node, present = section.value.pop(old), tree.find(entry["to"])
+        if present is not None and present.is_list and node.is_mapping:  # names of variables, without their values
+            names = [child for child in present.value if isinstance(child.value, str)]
+            present = present.having({child.value: child.having(None) for child in names})
         if present is not None and present.is_mapping and node.is_mapping:
             present_keys = present.value
             if all(
-                name not in present_keys or present_keys[name].plain() == child.plain()
+                name not in present_keys or present_keys[name].plain() in (None, child.plain())
                 for name, child in node.value.items()
             ):
-                node = node.having(node.value | present_keys)
+                node = node.having(present_keys | node.value)
                 present = None
         if present is not None and present.value is not None and present.plain() != node.plain():
             message = f"contradicts {present.key} = {in_yaml(present.plain())} ({present.source})"

@@ -1,11 +1,9 @@
 """`cluster`: nodes, deadlines and environment variables of the workers. `launch`: the cluster job of a run. Values of
 one site belong on the command line, or in a recipe that inherits."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from grpo_mcore.recipe.schema.section import (
     NonNegative,
@@ -15,6 +13,11 @@ from grpo_mcore.recipe.schema.section import (
     Section,
     VariableText,
 )
+
+
+def _by_name(value: Any) -> Any:
+    """Return a list of names of variables as a mapping."""
+    return dict.fromkeys(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
 
 
 class ClusterConfig(Section):
@@ -42,9 +45,10 @@ class ClusterConfig(Section):
     retry_wait_s: NonNegativeFloat = 1.0
     """Seconds before the first retry after such a loss. Each further retry in a row waits twice as long, at most a
     minute."""
-    env_vars: list[str] = Field(default_factory=list)
-    """Names of environment variables that are copied to the workers, besides those that they need. No others are
-    copied."""
+    env_vars: Annotated[dict[str, VariableText | None], BeforeValidator(_by_name)] = Field(default_factory=dict)
+    """Environment variables of the driver, its workers and the job that launches them, by name: the text, or null for
+    the value that the driver was started with. A list of names is a mapping of nulls. No other variables are copied to
+    the workers, besides those that they need. Not for secrets: name those, with launch.k8s.secrets on Kubernetes."""
 
 
 class SlurmConfig(Section):
@@ -99,6 +103,12 @@ class KubernetesConfig(Section):
     """Units of rdma_resource for each pod."""
     host_network: bool = False
     """Give pods the node's own network, which some RDMA installations need."""
+    network_policy: bool = True
+    """Render a NetworkPolicy: the job's pods take connections from each other, and from the whole cluster those to
+    Ray's dashboard, which the KubeRay operator asks, and to the metrics of logger.prometheus_enabled. Has no effect
+    with host_network."""
+    pod_monitor: bool = False
+    """Render a PodMonitor for logger.prometheus_enabled. It needs the Prometheus operator."""
     shm_gb: Positive = 64
     """Size of /dev/shm in GiB. It counts towards the pod's memory."""
     gcs_redis_address: str | None = None
@@ -137,9 +147,6 @@ class LaunchConfig(Section):
     stage_to: Annotated[str, Field(pattern=r"^/[^\s:,']*$")] | None = None
     """Folder on each node's own disk, to which every node copies the models from the hub's cache before Ray starts
     (`grpo-mcore prefetch --stage`): they are read from there. On Kubernetes it lies on one of launch.k8s.volumes."""
-    env: dict[str, VariableText] = Field(default_factory=dict)
-    """Environment variables of the job. Not for secrets: use launch.k8s.secrets; Slurm takes them by name from the
-    environment of the submitter."""
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)
     """Settings for Slurm only."""
     k8s: KubernetesConfig = Field(default_factory=KubernetesConfig)

@@ -28,10 +28,14 @@ from grpo_mcore.recipe.schema.section import (
 FILE_DATASETS = ("ResponseDataset", "openai_format", "BinaryPreferenceDataset", "NemoGymDataset")
 # Datasets with a better and a worse answer to each prompt, which neither GRPO nor SFT can use.
 PREFERENCE_DATASETS = ("BinaryPreferenceDataset", "Tulu3Preference")
+# Datasets of questions about images.
+IMAGE_PROCESSOR = "vlm_hf_data_processor"
+IMAGE_DATASETS = ("clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny")
 # All names of datasets. data/datasets/ loads them.
 DATASETS = (
     *FILE_DATASETS,
     "SlidingPuzzle",
+    "Verifiers",
     "OpenMathInstruct-2",
     "DeepScaler",
     "DAPOMath17K",
@@ -56,6 +60,7 @@ DATASETS = (
     "Tulu3SftMixture",
     "Tulu3Preference",
     "HelpSteer3",
+    *IMAGE_DATASETS,
 )
 _ALIASES = {"preference": "BinaryPreferenceDataset"}  # NeMo RL's name for rows with ranked completions
 UNSET_KEYS = ("input", "output")  # input_key and output_key of an entry that sets neither
@@ -146,7 +151,8 @@ class DatasetEntry(Section):
     seed: NonNegative = 42
     """Seed of the split by split_validation_size and of a generated dataset."""
     dataset_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Options of a generated dataset, such as SlidingPuzzle, or of a dataset class."""
+    """Options of a generated dataset, such as SlidingPuzzle, or of a dataset class. Of Verifiers: `taskset`, options
+    that differ from env.NAME.verifiers.taskset, and `select` (limit, skip, shuffle, seed, include, exclude)."""
     repeat: Positive = 1
     """Number of times that each row occurs."""
 

@@ -1,7 +1,5 @@
 """`on_policy_distillation`: teachers that score the student's own samples. Keys are those of NeMo RL."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

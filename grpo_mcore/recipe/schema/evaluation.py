@@ -1,8 +1,6 @@
 """`eval`: what `grpo-mcore eval` measures, on the data of data.validation. `rehearse`: what `grpo-mcore rehearse`
 assumes of the run; no other command reads it."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
-"""`sft` and `dpo`: fine-tuning on examples. Batch sizes are those of `policy` (policy.train_global_batch_size, ...),
-counted in samples by `sft` and in pairs by `dpo`."""
-
-from __future__ import annotations
+"""`sft`, `dpo` and `rm`: training on given examples. Batch sizes are those of `policy` (policy.train_global_batch_size,
+...), counted in samples by `sft` and a regression, and in pairs by `dpo` and a Bradley-Terry model."""
 
 from typing import Literal
 
@@ -20,7 +18,7 @@ PreferenceLoss = Literal["dpo", "ipo", "simpo"]
 
 
 class FineTuningConfig(Section):
-    """Keys that `sft` and `dpo` share."""
+    """Keys that `sft`, `dpo` and `rm` share."""
 
     max_num_epochs: Positive = 1
     """Maximum number of passes over the training data."""
@@ -69,3 +67,14 @@ class DPOConfig(FineTuningConfig):
     """Weight of the chosen answer's negative log-prob, which keeps that answer likely."""
     sft_average_log_probs: Derived[bool] = NULL
     """Divide the log-prob by the tokens in that term. null: dpo.preference_average_log_probs."""
+
+
+class RMConfig(FineTuningConfig):
+    """`rm`: a reward model, which is the policy with a head of one output, read at the last token of a conversation. A
+    step is one optimizer step on policy.train_global_batch_size pairs, or samples."""
+
+    val_period: NonNegative = 16
+    """Steps between two validations. 0: never."""
+    reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
+    """bradley_terry: -log sigmoid(r of the chosen answer - r of the rejected one - m), where m is the row's `margin`, 0
+    where it has none (arXiv 2307.09288, equation 2). regression: (r - s)^2 / 2, where s is the `score` of an answer."""

@@ -1,7 +1,5 @@
 """`policy.generation`: sampling and the vLLM engines."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -9,6 +7,7 @@ from pydantic import Field
 from grpo_mcore.recipe.schema.section import (
     NULL,
     Derived,
+    NonNegative,
     NonNegativeFloat,
     OffWhenNull,
     Positive,
@@ -50,6 +49,17 @@ class ServingChatConfig(Section):
     """vLLM's name of the reasoning parser, such as deepseek_r1. null: reasoning stays text."""
 
 
+class ImageLimits(Section):
+    """`policy.generation.vllm_cfg.limit_mm_per_prompt`."""
+
+    image: Positive = 8
+    """Maximum number of images of a prompt, and of an answer of the environment."""
+    video: Literal[0] = 0
+    """Videos are not supported."""
+    audio: Literal[0] = 0
+    """Audio is not supported."""
+
+
 class VllmConfig(Section):
     """`policy.generation.vllm_cfg`: one vLLM engine."""
 
@@ -65,10 +75,31 @@ class VllmConfig(Section):
     """Share of a GPU's memory that an engine may take. No effect on CPU."""
     kv_cache_memory_gb: PositiveFloat | None = None
     """Size of one engine rank's KV cache in GiB. null: what gpu_memory_utilization leaves; on CPU 1 GiB."""
+    max_num_seqs: Positive | None = None
+    """Maximum number of requests that an engine runs together. vLLM keeps state for so many on each GPU. null: 256."""
     max_model_len: Derived[Positive] = NULL
     """Maximum length of a sequence in an engine, in tokens. null: policy.max_total_sequence_length."""
-    precision: Derived[Literal["bfloat16", "float32"]] = NULL
-    """Number format of the engine's weights and activations. null: policy.precision."""
+    precision: Derived[Literal["bfloat16", "float32", "fp8"]] = NULL
+    """Number format of the engine's weights and activations. fp8: linear layers and experts are quantised to e4m3 with
+    a scale for each 128 x 128 weights, at the start and in every refit; the rest is bfloat16, and so is what chooses
+    experts, kv_b_proj and what the keys below name. null: policy.precision."""
+    is_mx: bool = False
+    """With precision fp8: MXFP8, a power of two for each 32 weights, in place of blocks."""
+    fp8_per_channel: bool = False
+    """With precision fp8: a scale for each row of a weight (output channel) in place of blocks. vLLM needs GPUs of
+    compute capability 8.9 for it."""
+    num_first_layers_in_bf16: NonNegative = 0
+    """With precision fp8: number of layers at the start of the model that stay in bfloat16."""
+    num_last_layers_in_bf16: NonNegative = 0
+    """With precision fp8: number of layers at the end of the model that stay in bfloat16."""
+    quantization_ignored_layer_kws: list[str] = Field(default_factory=list)
+    """With precision fp8: parts of the names of weights that stay in bfloat16, such as o_proj. One that no weight of
+    the model has is an error."""
+    quantization_ignore_patterns: list[str] = Field(default_factory=list)
+    """With precision fp8: patterns of the full names of layers that stay in bfloat16, such as
+    model.layers.*.self_attn.*. One that matches no layer of the model is an error, unless it is of MTP layers."""
+    use_deep_gemm: bool = False
+    """With precision fp8, on GPUs: let vLLM multiply blocks by DeepGEMM (VLLM_USE_DEEP_GEMM). No effect on CPU."""
     kv_cache_dtype: str = "auto"
     """Number format of the KV cache. Only auto is supported yet."""
     enforce_eager: bool = False
@@ -93,6 +124,8 @@ class VllmConfig(Section):
     """Python file that registers more tool parsers with vLLM. null: none."""
     reasoning_parser_plugin: str | None = None
     """Python file that registers more reasoning parsers with vLLM. null: none."""
+    limit_mm_per_prompt: Annotated[ImageLimits, OffWhenNull] = Field(default_factory=ImageLimits)
+    """Maximum number of images of a prompt, all its turns together."""
     env_vars: Annotated[dict[str, VariableText], OffWhenNull] = Field(default_factory=dict)
     """Environment variables of the engines, with their values."""
     enable_return_routed_experts: bool = False
@@ -102,6 +135,23 @@ class VllmConfig(Section):
     def ranks(self) -> int:
         """Number of ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def sequences(self) -> int:
+        """Number of requests that an engine runs together."""
+        return self.max_num_seqs or 256
+
+    @property
+    def quantization(self) -> Literal["fp8_per_block", "fp8_per_channel", "mxfp8"] | None:
+        """vLLM's name of the format of quantised layers; None without."""
+        if self.precision != "fp8":
+            return None
+        return "mxfp8" if self.is_mx else "fp8_per_channel" if self.fp8_per_channel else "fp8_per_block"
+
+    @property
+    def activations(self) -> str:
+        """Number format of the activations, and of what is not quantised."""
+        return "bfloat16" if self.precision == "fp8" else self.precision
 
 
 class GenerationConfig(Section):
@@ -114,7 +164,7 @@ class GenerationConfig(Section):
     max_running: Positive | None = None
     """Maximum number of samples that an engine is given at a time, with `grpo.turns: free`. The others wait in the
     driver: next turns go first, then samples of prompts whose answers have been long so far. null:
-    vllm_kwargs.max_num_seqs; without that all samples are sent, and wait in vLLM in the order of their arrival."""
+    vllm_cfg.max_num_seqs; without that all samples are sent, and wait in vLLM in the order of their arrival."""
     max_new_tokens: Derived[Positive] = NULL
     """Maximum length of an answer, in tokens. null: policy.max_total_sequence_length."""
     temperature: PositiveFloat = 1.0
@@ -140,4 +190,4 @@ class GenerationConfig(Section):
     vllm_cfg: VllmConfig = Field(default_factory=VllmConfig)
     """Settings of each engine."""
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further engine arguments, passed to vLLM unchanged. What other keys set, or a run decides, is refused."""
+    """Further engine arguments, passed on unchanged: those that leave weights, sampling and placement as they are."""

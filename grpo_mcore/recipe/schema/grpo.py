@@ -1,8 +1,6 @@
 """`grpo`: the RL loop. `loss_fn`: the clipped policy-gradient loss. The formulas are in objective/, which reads every
 key of `loss_fn`; docs/objective.md explains them. validation/objective.py checks which keys go together."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Literal
 
@@ -22,6 +20,20 @@ from grpo_mcore.recipe.schema.section import (
     Section,
 )
 
+PolicyTermName = Literal[
+    "clip", "masked", "flash_reinforce", "sapo", "dppo_tv", "dppo_kl", "gmpo", "vespo", "dro", "clip_cov", "kl_cov"
+]
+POLICY_TERM_OPTIONS: dict[str, dict[str, float]] = {
+    "flash_reinforce": {"max_kl": 0.005},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "dppo_tv": {"max_ratio": 20.0},
+    "dppo_kl": {"max_ratio": 20.0},
+    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+    "dro": {"beta": 1.0},
+    "clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0},
+    "kl_cov": {"share": 2e-4, "beta": 1.0},
+}
+"""Names and defaults of loss_fn.policy_term_options by policy term; a term without a row has none."""
 KLType = Annotated[str | CustomCode, NameOrCode(("k1", "k2", "k3"))]
 
 
@@ -47,6 +59,17 @@ class ClippedPGLossConfig(Section):
     sequence_length_normalizer: Positive | None = None
     """Dr. GRPO: divide the sum over a sequence's tokens by this constant, such as max_new_tokens, then take the mean
     over sequences. null: divide by the number of the sequence's own tokens. Needs token_level_loss: false."""
+    policy_term: PolicyTermName = "clip"
+    """Term of each token. clip: the clipped ratio and its variants below. masked: tokens outside of the clip's bounds
+    are dropped. flash_reinforce: sequences that the policy has left behind are dropped. sapo: a soft gate. dppo_tv,
+    dppo_kl: dropped where the token's probability has moved too far. gmpo: geometric mean of clipped ratios, needs
+    token_level_loss: false. vespo: a smooth weight by sequence. dro: a quadratic penalty. clip_cov, kl_cov: a share of
+    the tokens, of high covariance of log-prob and advantage, is dropped or held. Formulas and papers:
+    docs/objective.md."""
+    policy_term_options: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Options of policy_term that differ from their defaults. flash_reinforce: max_kl 0.005. sapo: tau_pos 1, tau_neg
+    1.05. dppo_tv, dppo_kl: max_ratio 20. vespo: k_pos 2, lambda_pos 3, k_neg 3, lambda_neg 2. dro: beta 1. clip_cov:
+    share 2e-4, low 1, high 5. kl_cov: share 2e-4, beta 1."""
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Lower clip: the ratio is at least 1 - ratio_clip_min. 1: no lower clip."""
     ratio_clip_max: NonNegativeFloat = 0.2
@@ -78,6 +101,9 @@ class ClippedPGLossConfig(Section):
     last entry for all older ages. A sequence has the age of its oldest token."""
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
     """Lower bound of the importance weight. null: 0 with tis; icepop and seq-mask-tis need a value."""
+    ratio_to_engine: bool = False
+    """The ratio of a token is its probability under the policy over that under the engine that drew it, which saves the
+    log-prob pass before the first update. Such a ratio is its own correction for older weights."""
     force_on_policy_ratio: bool = False
     """Use the current policy, without gradient, as the previous one: the ratio is 1 and keeps its gradient. Requires
     exactly one optimizer step per RL step and saves a log-prob pass."""
@@ -92,6 +118,11 @@ class ClippedPGLossConfig(Section):
     entropy_coeff: NonNegativeFloat | None = None
     """Weight of the entropy bonus. 0: the exact entropy is computed and logged as entropy, but not rewarded. null: only
     an estimate from the sampled tokens is logged, as approx_entropy, at no cost."""
+
+
+def policy_term_options(loss: ClippedPGLossConfig) -> dict[str, float]:
+    """Return all options of the loss's policy term: its defaults, and what the recipe says."""
+    return POLICY_TERM_OPTIONS.get(loss.policy_term, {}) | loss.policy_term_options
 
 
 def _weights(value: Any) -> Any:
@@ -147,10 +178,16 @@ class RewardShapingConfig(Section):
 class AdvEstimatorConfig(Section):
     """`grpo.adv_estimator`: how rewards become advantages."""
 
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "opd"] = "grpo"
+    name: Literal[
+        "grpo", "dr_grpo", "rloo", "remax", "maxrl", "opo", "gfpo", "reinforce_plus_plus", "flash_reinforce", "gdpo",
+        "opd",
+    ] = "grpo"  # fmt: skip
     """Estimator. grpo: relative to the group. dr_grpo: reward minus the group's mean. rloo: reward minus the mean of
-    the others. reinforce_plus_plus: standardised over all trained tokens of the step. gdpo: each named reward by
-    itself, then summed. opd: log-prob of the teacher minus the policy's, token by token (on_policy_distillation)."""
+    the others. remax: reward minus that of the group's first sample, which is decoded greedily and not trained on.
+    maxrl: reward minus the group's mean, divided by this mean. opo: reward minus the group's mean weighted by length.
+    gfpo: grpo within `keep` samples of each group. reinforce_plus_plus: standardised over all trained tokens of the
+    step. flash_reinforce: reward minus the mean of the step, for groups of 1. gdpo: each named reward by itself, then
+    summed. opd: log-prob of the teacher minus the policy's, token by token (on_policy_distillation)."""
     path: ImportPath | None = None
     """Import path of a custom estimator, in place of the one that is named: docs/extending.md."""
     opd_weight: NonNegativeFloat = 0.0
@@ -165,11 +202,28 @@ class AdvEstimatorConfig(Section):
     std_of_others: bool = False
     """With use_leave_one_out_baseline, divide by the standard deviation of the other samples of the group, as NeMo RL
     does; where these are equal, do not divide. false: that of the whole group. Only for grpo and gdpo."""
+    keep: Annotated[int, Field(ge=2)] | None = None
+    """Number of samples of each group that are trained on. Only for gfpo, which needs it."""
+    keep_by: Literal["length", "token_efficiency"] = "length"
+    """Which samples gfpo keeps: the shortest, or those with the highest reward per token."""
     minus_baseline: bool = True
     """Subtract the group's mean before standardising. false: use the rewards as they are, only for
     reinforce_plus_plus."""
     reward_weights: Annotated[dict[str, float] | list[float] | None, _WEIGHTS] = None
     """Weights of the named rewards, for gdpo only: by name, or in the order of the sorted names. null: all 1."""
+
+
+class TurnCreditConfig(Section):
+    """`grpo.turn_credit`: credit of single turns, added to the advantages of their tokens."""
+
+    weight: NonNegativeFloat = 0.0
+    """Weight of a turn's credit in the advantage of its tokens. 0: no credit by turn."""
+    gamma: Probability = 0.95
+    """Discount for each turn: with difference, of the share that a turn has in a later increase; with gigpo, of later
+    rewards."""
+    mode: Literal["difference", "gigpo"] = "difference"
+    """difference: what the environment's turn_rewards, scores of the state after each turn, increase by. gigpo: turns
+    of a group that were taken in the same state are compared by the rewards that follow."""
 
 
 class AsyncGRPOConfig(Section):
@@ -297,5 +351,7 @@ class GRPOConfig(Section):
     """Penalties for long answers."""
     adv_estimator: Annotated[AdvEstimatorConfig, OffWhenNull] = Field(default_factory=AdvEstimatorConfig)
     """How rewards become advantages."""
+    turn_credit: Annotated[TurnCreditConfig, OffWhenNull] = Field(default_factory=TurnCreditConfig)
+    """Credit by turn, for samples of several turns."""
     async_grpo: Annotated[AsyncGRPOConfig, OffWhenNull] = Field(default_factory=AsyncGRPOConfig)
     """Generation ahead of training."""

@@ -1,9 +1,8 @@
 """The schema as data: every key with its type, default and docstring."""
 
-from __future__ import annotations
-
 import ast
 import inspect
+import re
 import types
 from collections.abc import Iterator
 from functools import cache
@@ -59,8 +58,8 @@ def plain_defaults(section: type[Section] = RecipeSections) -> dict[str, Any]:
 
 
 def fixed_on_resume(key: str) -> bool:
-    """Return whether a run keeps the value of this key when it resumes."""
-    field = field_at(key)
+    """Return whether a run keeps the value of this key when it resumes. A critic's keys are as those of the policy."""
+    field = field_at(re.sub(r"^value\.", "policy.", key))
     return field is not None and FIXED in field.metadata
 
 

@@ -1,25 +1,28 @@
 """All sections of a recipe in one object, and the values of keys that a recipe leaves null."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from grpo_mcore.base.processor import lacks_bfloat16
 from grpo_mcore.recipe.schema.cluster import ClusterConfig, LaunchConfig
-from grpo_mcore.recipe.schema.data import DataConfig
+from grpo_mcore.recipe.schema.data import DataConfig, dataset_by_name
 from grpo_mcore.recipe.schema.distillation import OnPolicyDistillationConfig
 from grpo_mcore.recipe.schema.evaluation import EvalConfig, RehearseConfig
-from grpo_mcore.recipe.schema.fine_tuning import DPOConfig, SFTConfig
+from grpo_mcore.recipe.schema.fine_tuning import DPOConfig, RMConfig, SFTConfig
 from grpo_mcore.recipe.schema.grpo import ClippedPGLossConfig, GRPOConfig
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig
+from grpo_mcore.recipe.schema.ppo import PPOConfig, ValueLossConfig
 from grpo_mcore.recipe.schema.section import OffWhenNull, Section
 
-GYM = "nemo_gym"
-"""Name of the environment class, and usually of the section of `env`, through which agents of a NeMo Gym train."""
+Precision = Literal["auto", "bfloat16", "float32"]
+"""Values of policy.precision. No configuration has auto: `fill_nulls` replaces it."""
+
+GYM, VERIFIERS = "nemo_gym", "verifiers"
+"""Names of the environment classes whose agents generate whole samples: those of a NeMo Gym, and of verifiers."""
 
 
 class RecipeSections(Section):
@@ -33,6 +36,12 @@ class RecipeSections(Section):
     """The policy loss."""
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)
     """The RL loop."""
+    ppo: Annotated[PPOConfig, OffWhenNull] = Field(default_factory=PPOConfig)
+    """Training with a critic."""
+    value: PolicyConfig | None = None
+    """The critic, with the keys of `policy`. What it does not say is as in `policy`. null: there is none."""
+    value_loss_fn: ValueLossConfig = Field(default_factory=ValueLossConfig)
+    """The critic's loss."""
     on_policy_distillation: Annotated[OnPolicyDistillationConfig, OffWhenNull] = Field(
         default_factory=OnPolicyDistillationConfig
     )
@@ -41,6 +50,8 @@ class RecipeSections(Section):
     """Supervised fine-tuning."""
     dpo: DPOConfig = Field(default_factory=DPOConfig)
     """Preference training."""
+    rm: RMConfig = Field(default_factory=RMConfig)
+    """Training of a reward model."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Evaluation."""
     env: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -62,14 +73,29 @@ class RecipeSections(Section):
         return self
 
 
-Algorithm = Literal["grpo", "sft", "dpo", "eval"]
+NEED_BFLOAT16 = {
+    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": True,
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": True,
+    "policy.generation.vllm_cfg.precision": "fp8",
+}
+"""Values of keys that need policy.precision bfloat16: recipe/validation/rules.yaml."""
+
+Algorithm = Literal["grpo", "sft", "dpo", "rm", "eval"]
+
+FINE_TUNING: tuple[Algorithm, ...] = ("dpo", "rm", "sft")
+"""Algorithms that learn from given examples, without engines."""
 
 
 def algorithm_of(config: RecipeSections) -> Algorithm:
     """Return what the recipe describes: the first algorithm that it has a section of, training before evaluation; GRPO
     where it has none."""
-    algorithms: tuple[Algorithm, ...] = ("grpo", "dpo", "sft", "eval")
+    algorithms: tuple[Algorithm, ...] = ("grpo", *FINE_TUNING, "eval")
     return next((name for name in algorithms if name in config.model_fields_set), "grpo")
+
+
+def sections_of_others(recipe: Mapping[str, Any], algorithm: str) -> set[str]:
+    """Return the sections of a recorded recipe, which has all, that would make it one of another algorithm."""
+    return recipe.keys() & {"grpo", *FINE_TUNING} - {algorithm}
 
 
 def runs_grpo(config: RecipeSections) -> bool:
@@ -111,10 +137,7 @@ NULL_MEANS: dict[str, tuple[str, ...] | int] = {
     "policy.tokenizer.name": ("policy.model_name",),
     "policy.logprob_batch_size": ("policy.train_micro_batch_size",),
     "policy.logprob_chunk_size": 1024,
-    "policy.sequence_packing.train_mb_tokens": (
-        "policy.max_total_sequence_length",
-        "policy.train_micro_batch_size",
-    ),
+    "policy.sequence_packing.train_mb_tokens": ("policy.max_total_sequence_length", "policy.train_micro_batch_size"),
     "policy.sequence_packing.logprob_mb_tokens": ("policy.max_total_sequence_length", "policy.logprob_batch_size"),
     "policy.dynamic_batching.train_mb_tokens": ("policy.max_total_sequence_length", "policy.train_micro_batch_size"),
     "policy.dynamic_batching.logprob_mb_tokens": ("policy.max_total_sequence_length", "policy.logprob_batch_size"),
@@ -132,6 +155,7 @@ NULL_MEANS: dict[str, tuple[str, ...] | int] = {
     "grpo.reward_shaping.max_response_length": ("policy.max_total_sequence_length",),
     "sft.val_global_batch_size": ("policy.train_global_batch_size",),
     "dpo.val_global_batch_size": ("policy.train_global_batch_size",),
+    "rm.val_global_batch_size": ("policy.train_global_batch_size",),
     "dpo.sft_average_log_probs": ("dpo.preference_average_log_probs",),
 }
 """Values of keys that a recipe leaves null: a number, the key whose value they take, or the keys whose product they
@@ -150,21 +174,53 @@ def null_means(key: str) -> str | int | None:
 
 def fill_nulls(config: RecipeSections) -> None:
     """Give keys that are null the values that follow from other keys, and each dataset the only environment."""
+    if config.policy.precision == "auto":
+        config.policy.precision = fast_precision(config, on_cpu=config.cluster.platform == "cpu")
+        config.policy.model_fields_set.discard("precision")  # nobody chose it: `settle_precision`
     for key, meaning in NULL_MEANS.items():
         parent, _, name = key.rpartition(".")
         section = value_at(config, parent)
         if section[name] is None:
             values = [value_at(config, source) for source in meaning] if isinstance(meaning, tuple) else [meaning]
             section[name] = math.prod(values) if len(values) > 1 else values[0]
+    if config.value is not None:
+        fill_nulls(config.model_copy(update={"policy": config.value, "value": None}))
     policy = config.policy
     scheduler = policy.megatron_cfg.scheduler
     if scheduler.lr_decay_iters is None:
-        training = {"grpo": config.grpo, "dpo": config.dpo}.get(algorithm_of(config), config.sft)
-        steps = training.max_num_steps
+        steps = config["sft" if only_evaluates(config) else algorithm_of(config)].max_num_steps
         scheduler.lr_decay_iters = max(steps, scheduler.lr_warmup_iters + 1)
     if policy.megatron_cfg.optimizer.bf16 is None:
         policy.megatron_cfg.optimizer.bf16 = policy.precision == "bfloat16"
-    if len(config.env) == 1:
-        for entry in [*config.data.train, *config.data.validation]:
-            if entry.env_name is None:
-                entry.env_name = next(iter(config.env))
+    for entry in [*config.data.train, *config.data.validation]:
+        if entry.env_name is None and len(config.env) == 1:
+            entry.env_name = next(iter(config.env))
+        elif entry.env_name is None and entry.dataset_name in config.env:  # as recipes of NeMo RL for images have it
+            entry.env_name = entry.dataset_name
+    for entry in [*config.data.train, *config.data.validation]:
+        settings = config.env.get(entry.env_name or "", {}).get(VERIFIERS)
+        if dataset_by_name(entry.dataset_name) == "Verifiers" and isinstance(settings, dict):
+            kwargs = {"environment": settings.get("environment"), **entry.dataset_kwargs}
+            taskset = {**(settings.get("taskset") or {}), **(kwargs.get("taskset") or {})}
+            entry.dataset_kwargs = kwargs | {"taskset": taskset}
+
+
+def fast_precision(config: RecipeSections | dict[str, Any], *, on_cpu: bool) -> Precision:
+    """Return what policy.precision auto stands for: float32 on a CPU like this process's if that has no instructions
+    for bfloat16, and nothing in the recipe (or its plain values, completed by defaults) needs bfloat16."""
+    needed = any(value_at(config, key) == value for key, value in NEED_BFLOAT16.items())
+    return "float32" if on_cpu and not needed and lacks_bfloat16() else "bfloat16"
+
+
+def settle_precision(config: RecipeSections, saved: Precision | None, *, on_cpu: bool) -> bool:
+    """Where the recipe leaves policy.precision to the processor, take that of the checkpoint that is resumed (`saved`),
+    or for a new run the one for the platform that was found. Return whether this changes it, and what follows it."""
+    policy = config.policy
+    before, precision = policy.precision, saved or fast_precision(config, on_cpu=on_cpu)
+    if "precision" in policy.model_fields_set or precision == before:
+        return False
+    for key in (key for key, meaning in NULL_MEANS.items() if meaning == ("policy.precision",)):
+        if value_at(config, key) == before:
+            set_value_at(config, key.split("."), precision)
+    policy.precision, policy.megatron_cfg.optimizer.bf16 = precision, precision == "bfloat16"
+    return True

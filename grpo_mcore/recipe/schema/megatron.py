@@ -1,7 +1,5 @@
 """`policy.megatron_cfg`: layout, memory, optimizer and learning rate of the Megatron-Core policy."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -26,8 +24,8 @@ RecomputedPart = Literal["core_attn", "mlp", "moe", "shared_experts"]
 class OptimizerConfig(Section):
     """`policy.megatron_cfg.optimizer`."""
 
-    optimizer: Fixed[Literal["adam", "sgd"]] = "adam"
-    """Optimizer. adam with weight_decay above 0 is AdamW. sgd: not supported yet."""
+    optimizer: Fixed[Literal["adam"]] = "adam"
+    """Optimizer. With weight_decay above 0 it is AdamW."""
     lr: Annotated[float, Field(gt=0, le=1e5)] = 5.0e-6
     """Maximum learning rate, reached at the end of the warm-up."""
     min_lr: Derived[NonNegativeFloat] = NULL
@@ -166,13 +164,17 @@ class MegatronConfig(Section):
     in a fixed order), batch_p2p_sync (false: do not wait for the device after messages between pipeline stages). Any
     other field is an error."""
     apply_rope_fusion: bool = True
-    """Fuse the rotary embedding. Only with TransformerEngine on a GPU; elsewhere no effect."""
+    """Fuse the rotary embedding. Only with TransformerEngine on a GPU, and not for YaRN or latent attention, which its
+    kernel does not compute; elsewhere no effect."""
     bias_activation_fusion: bool = True
     """Fuse bias and activation. Only with TransformerEngine on a GPU; elsewhere no effect."""
-    gradient_accumulation_fusion: bool = False
-    """Fuse the accumulation of weight gradients. Only with TransformerEngine and APEX on a GPU; elsewhere no effect."""
+    gradient_accumulation_fusion: bool = True
+    """Add a weight's gradient to its buffer in the product that computes it. Only with TransformerEngine on a GPU;
+    elsewhere no effect."""
     freeze_moe_router: bool = True
     """Do not train the expert router. No effect on a dense model."""
+    freeze_attention: bool = False
+    """Do not train attention, and what takes its place in other layers. For a critic that begins as the policy."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"
     """Number format of the expert router's scores. No effect on a dense model."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = "none"
@@ -181,8 +183,8 @@ class MegatronConfig(Section):
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """Update rate of the router's balancing bias. No effect on a dense model."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens are sent to their experts. allgather pads rows to the longest of all ranks and does not go with PP. No
-    effect on a dense model."""
+    """How tokens are sent to their experts. allgather pads rows to the longest of all ranks; with PP it is
+    read as alltoall, whose results are the same. No effect on a dense model."""
     moe_permute_fusion: bool = True
     """Fuse the reordering of tokens by expert, with TransformerEngine on GPUs. No effect on a dense model."""
     moe_grouped_gemm: bool = True
@@ -216,3 +218,8 @@ class MegatronConfig(Section):
         if self.scheduler.lr_warmup_init is None:
             self.scheduler.lr_warmup_init = tenth
         return self
+
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether experts get their tokens by allgather, which needs rows of one length: pipeline stages have none."""
+        return self.moe_token_dispatcher_type == "allgather" and self.pipeline_model_parallel_size == 1

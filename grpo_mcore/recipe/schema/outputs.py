@@ -1,7 +1,5 @@
 """`logger` and `checkpointing`: what a run writes."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -78,6 +76,9 @@ class AlarmsConfig(Section):
     webhook: str | None = None
     """Address that gets each alarm as a POST of JSON, with `text`, `run`, `step` and `kind`, such as a Slack webhook.
     null: the console and the summary alone."""
+    band: str | None = None
+    """File of the band that `grpo-mcore sweep --band` made of this recipe, or its path in a folder of recipes, such as
+    bands/grpo-arithmetic-cpu.json: an alarm says early when the run goes otherwise. null: none."""
     stop_after: Positive | None = None
     """Number of steps in a row with the same alarm after which the run saves and stops (exit code 75). null: never."""
 

@@ -1,7 +1,5 @@
 """`policy`: the model that is trained, its batch sizes and how its batches are packed."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -20,11 +18,7 @@ from grpo_mcore.recipe.schema.section import (
 )
 
 PackingAlgorithm = Literal[
-    "concatenative",
-    "first_fit_decreasing",
-    "first_fit_shuffle",
-    "modified_first_fit_decreasing",
-    "balanced",
+    "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing", "balanced"
 ]
 
 
@@ -95,6 +89,11 @@ class PolicyConfig(Section):
 
     model_name: str
     """Hugging Face name or folder of the model."""
+    is_vlm: bool = False
+    """Whether prompts of agents (NeMo Gym, verifiers) may have images. Other datasets say so by their processor."""
+    head: Literal["tokens", "value"] = "tokens"
+    """Output of the model's last layer. tokens: a logit for each token. value: one number, for a critic or a reward
+    model, whose sections set it."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """The tokenizer and its chat template."""
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
@@ -109,13 +108,17 @@ class PolicyConfig(Section):
     joins whole micro-batches of training, at least one. null: train_micro_batch_size."""
     max_total_sequence_length: Positive = 512
     """Maximum length of prompt plus answer, in tokens."""
-    precision: Fixed[Literal["bfloat16", "float32"]] = "bfloat16"
-    """Number format of weights and activations."""
+    precision: Fixed[Literal["auto", "bfloat16", "float32"]] = "auto"
+    """Number format of weights and activations. auto: bfloat16, but float32 on CPUs without instructions for bfloat16,
+    where that takes many times as long. A run has what its start chose: a resumed one keeps it on any machine."""
     logprob_chunk_size: Positive | None = 1024
     """Number of tokens whose logits exist at one time when log-probs are computed. null: 1024."""
     offload_optimizer_for_logprob: bool = False
-    """Keep gradients and optimizer state on the host during the log-prob passes too. Colocated engines free them while
-    they generate in any case. No effect on CPU."""
+    """Keep gradients and optimizer state on the host during the log-prob passes too. No effect on CPU."""
+    offload_optimizer_for_generation: bool = True
+    """Move the optimizer state to the host while colocated engines generate. false: it stays on the device, which saves
+    the way there and back where memory suffices (`grpo-mcore plan`). Gradients are freed in any case. No effect on
+    CPU."""
     refit_buffer_size_gb: PositiveFloat = 0.5
     """Size of the refit buffer in GiB."""
     refit_verify: Literal["off", "sample", "full"] = "sample"

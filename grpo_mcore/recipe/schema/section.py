@@ -1,7 +1,5 @@
 """The base class of all sections, and the number types that they share."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -72,11 +70,7 @@ class Section(BaseModel):
     dict, `cfg["key"]`, `cfg["key"] = value`, `cfg.get("key", default)` and `"key" in cfg` work too."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        defer_build=True,
-        protected_namespaces=(),
+        extra="forbid", strict=True, allow_inf_nan=False, defer_build=True, protected_namespaces=()
     )
 
     def __getitem__(self, key: str) -> Any:

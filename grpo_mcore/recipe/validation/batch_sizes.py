@@ -1,13 +1,12 @@
 """Batch sizes must divide into optimizer steps, ranks and micro-batches, and token limits must fit each other."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
 from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.derived import (
     data_parallel_size,
+    has_greedy_baseline,
     model_parallel_size,
     samples_per_step,
     token_budget,
@@ -22,6 +21,7 @@ def check_batches(config: RecipeSections) -> Iterator[Finding]:
     gbs_key, cluster_keys = "policy.train_global_batch_size", ("cluster.gpus_per_node", "cluster.num_nodes")
     gbs, dp = policy.train_global_batch_size, max(data_parallel_size(config), 1)
     samples = samples_per_step(config) if runs_grpo(config) else gbs
+    trained = samples - grpo.num_prompts_per_step  # with remax
     product = f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} generations = {samples}"
     if samples % gbs:
         yield Finding(
@@ -32,8 +32,13 @@ def check_batches(config: RecipeSections) -> Iterator[Finding]:
         equation = f"{product} samples = {samples // gbs} x {gbs}" if runs_grpo(config) else f"{gbs} samples"
         ranks = f"{world_size(config)} ranks / {model_parallel_size(config)} per copy"
         yield Finding(
-            (gbs_key, *cluster_keys),
-            f"{equation} do not divide over DP {dp} = {ranks}; {_advice(config, dp)}",
+            (gbs_key, *cluster_keys), f"{equation} do not divide over DP {dp} = {ranks}; {_advice(config, dp)}"
+        )
+    elif runs_grpo(config) and has_greedy_baseline(config) and trained < samples // gbs * dp:
+        yield Finding(
+            ("grpo.adv_estimator.name", "grpo.num_generations_per_prompt", gbs_key, *cluster_keys),
+            f"{product} samples, of which remax trains on {trained}: fewer than {samples // gbs} optimizer steps x "
+            f"DP {dp}",
         )
     elif not token_budget(policy) and (gbs // dp) % policy.train_micro_batch_size:
         sizes = _around(policy.train_micro_batch_size, _divisors(gbs // dp))
@@ -68,11 +73,6 @@ def check_lengths(config: RecipeSections) -> Iterator[Finding]:
     policy, longest = config.policy, config.policy.max_total_sequence_length
     limit_key = "policy.max_total_sequence_length"
     packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    if packing.enabled and dynamic.enabled:
-        yield Finding(
-            ("policy.dynamic_batching.enabled", "policy.sequence_packing.enabled"),
-            "samples are either packed or batched by length: set one of the two to false; packed rows are fuller",
-        )
     for section, bounded in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
             if bounded.enabled and bounded[name] is not None and bounded[name] < longest:

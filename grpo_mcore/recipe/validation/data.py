@@ -1,10 +1,9 @@
 """Rules of `data`: datasets and environments must exist, and data loaders must fill a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.derived import samples_together, uses_images
 from grpo_mcore.recipe.errors import in_yaml, nearest_hint
 from grpo_mcore.recipe.schema.data import (
     FILE_DATASETS,
@@ -13,7 +12,7 @@ from grpo_mcore.recipe.schema.data import (
     dataset_by_name,
     unknown_dataset,
 )
-from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of, only_evaluates, runs_grpo
+from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of, only_evaluates, runs_grpo
 
 
 def check_data(config: RecipeSections) -> Iterator[Finding]:
@@ -22,8 +21,7 @@ def check_data(config: RecipeSections) -> Iterator[Finding]:
         yield Finding(("data.validation",), "no data to evaluate on; give data.dataset_name, or data.validation")
     if not config.data.train and not only_evaluates(config):
         yield Finding(
-            ("data.train",),
-            "no training dataset; give data.train, or data.dataset_name and data.train_data_path",
+            ("data.train",), "no training dataset; give data.train, or data.dataset_name and data.train_data_path"
         )
     for part, entries in (("train", config.data.train), ("validation", config.data.validation)):
         for position, entry in enumerate(entries):
@@ -35,11 +33,12 @@ def check_data(config: RecipeSections) -> Iterator[Finding]:
                     "rows have input and output",
                 )
                 continue
-            yield from _check_dataset(entry, prefix, algorithm_of(config))
+            yield from _check_dataset(entry, prefix, config)
             if entry.env_name is None and (runs_grpo(config) or only_evaluates(config)) and len(config.env) > 1:
                 yield Finding(
                     (prefix + "env_name", f"data.{part}"),
-                    f"{entry.dataset_name}: name the environment that scores it with env_name: {', '.join(config.env)}",
+                    f"{entry.dataset_name}: name the environment that scores it with env_name: {', '.join(config.env)} "
+                    "(_override_: true in env leaves out those that a recipe inherits)",
                 )
             if entry.env_name is not None and entry.env_name not in config.env:
                 hint = nearest_hint(entry.env_name, config.env)
@@ -49,17 +48,36 @@ def check_data(config: RecipeSections) -> Iterator[Finding]:
                 )
 
 
-def _check_dataset(entry: DatasetEntry, prefix: str, algorithm: Algorithm) -> Iterator[Finding]:
+def _check_dataset(entry: DatasetEntry, prefix: str, config: RecipeSections) -> Iterator[Finding]:
+    algorithm = algorithm_of(config)
     name = dataset_by_name(entry.dataset_name)
     if name is None and not {".", ":"} & set(entry.dataset_name):
         yield Finding((prefix + "dataset_name",), unknown_dataset(entry.dataset_name))
-    elif name in PREFERENCE_DATASETS and algorithm != "dpo":
+    elif name in PREFERENCE_DATASETS and samples_together(config, algorithm) == 1:
         yield Finding(
             (prefix + "dataset_name",),
-            f"{name} holds pairs of answers for DPO; GRPO and SFT cannot use them. A recipe for DPO has a section dpo",
+            f"{name} holds pairs of answers for DPO and Bradley-Terry reward models; a recipe for them has a section "
+            "dpo or rm",
         )
+    elif algorithm == "rm" and entry.processor not in (None, "reward_model_processor"):
+        yield Finding((prefix + "processor",), "a reward model reads whole conversations; remove the key")
     elif name in FILE_DATASETS and not entry.data_path:
         yield Finding((prefix + "data_path", prefix + "dataset_name"), f"{entry.dataset_name} needs a data_path")
+
+
+def check_images(config: RecipeSections) -> Iterator[Finding]:
+    """Prompts with images go with a tower that engines read from the model's files, and with no teachers."""
+    if not uses_images(config):
+        return
+    vllm, cause = config.policy.generation.vllm_cfg, "the data has images"
+    if config.on_policy_distillation.enabled:
+        yield Finding(("on_policy_distillation.enabled",), f"{cause}, which teachers do not get yet; leave it false")
+    if vllm.quantization is not None and algorithm_of(config) != "sft":
+        key = "policy.generation.vllm_cfg.precision"
+        yield Finding((key,), f"{cause}, and the tower of an engine is not quantised apart yet; set bfloat16")
+    if vllm.load_format == "dummy":
+        key = "policy.generation.vllm_cfg.load_format"
+        yield Finding((key,), f"{cause}, and a refit brings no tower; leave it null")
 
 
 def check_sampler(config: RecipeSections) -> Iterator[Finding]:

@@ -1,7 +1,5 @@
 """Rules of distillation: which teachers there are, their layouts, and the options that fit their advantage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pydantic import ValidationError
@@ -18,22 +16,10 @@ from grpo_mcore.recipe.errors import nearest_hint
 from grpo_mcore.recipe.schema.keys import nearest_key
 from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
 from grpo_mcore.recipe.schema.megatron import MegatronConfig
-from grpo_mcore.recipe.validation.layout import OF_EVERY_ENGINE
+from grpo_mcore.recipe.validation.rules import engine_argument_findings, tables
 
 _AT = "on_policy_distillation."
 _ESTIMATOR = "grpo.adv_estimator."
-_HAVE_KEYS = {
-    "model": _AT + "teacher_model_by_agent_name",
-    "hf_overrides": "the config.json of the teacher's folder",
-    "hf_config_path": "the config.json of the teacher's folder",
-    "dtype": "the teacher's precision",
-    "tensor_parallel_size": "the teacher's tensor_model_parallel_size",
-    "pipeline_parallel_size": "the teacher's pipeline_model_parallel_size",
-    "enable_expert_parallel": "the teacher's expert_model_parallel_size",
-    "data_parallel_size": "the teacher's devices",
-    "gpu_memory_utilization": "the teacher's gpu_memory_utilization",
-}
-"""Arguments of a teacher's engines that a recipe sets by other keys."""
 
 
 def check_teachers(config: RecipeSections) -> Iterator[Finding]:
@@ -42,9 +28,6 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
     names = section.teacher_model_by_agent_name
     given_answers = algorithm_of(config) == "sft"
     needed = estimator.name == "opd" or estimator.opd_weight > 0 or given_answers
-    if estimator.name == "opd" and estimator.opd_weight > 0:
-        message = "the weight of the estimator opd is 1; remove it"
-        yield Finding((_ESTIMATOR + "opd_weight", _ESTIMATOR + "name"), message)
     if needed and not section.enabled and not given_answers:
         key = "name" if estimator.name == "opd" else "opd_weight"
         yield Finding(
@@ -90,8 +73,6 @@ def check_teachers(config: RecipeSections) -> Iterator[Finding]:
                 f"{alias!r} is not a teacher{nearest_hint(alias, list(names))}",
             )
     yield from _layouts(config)
-    if not given_answers:
-        yield from _pure(config)
 
 
 def _layouts(config: RecipeSections) -> Iterator[Finding]:
@@ -173,34 +154,10 @@ def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
         if experts not in (1, tensor):
             message = f"{experts} is neither 1 nor the {tensor} tensor-parallel ranks that share an engine's experts"
             yield (_place(config, alias, "expert_model_parallel_size"), backend), message
-        for name in settings.vllm_kwargs:
-            if (setter := _HAVE_KEYS.get(name)) is not None:
-                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"is set by {setter}; change it there"
-            elif (reason := OF_EVERY_ENGINE.get(name)) is not None:
-                yield (_place(config, alias, "vllm_kwargs") + f".{name}",), f"cannot be chosen: {reason}; remove it"
+        section, decided = _place(config, alias, "vllm_kwargs"), tables()["decided"]
+        for finding in engine_argument_findings(settings.vllm_kwargs, section, tables()["teacher_set_by"], decided):
+            yield finding.keys, finding.message
         hinted = [number for number, entry in enumerate(config.data.train) if entry.hint_key is not None]
         if hinted and "max_model_len" not in settings.vllm_kwargs:
             message = "with a hint an engine must know the longest prompt with its answer: {max_model_len: TOKENS}"
             yield (_place(config, alias, "vllm_kwargs"), f"data.train.{hinted[0]}.hint_key"), message
-
-
-def _pure(config: RecipeSections) -> Iterator[Finding]:
-    """Options that read rewards or groups must be off if only the teacher's log-probs count."""
-    section, grpo = config.on_policy_distillation, config.grpo
-    if grpo.adv_estimator.name != "opd":
-        if section.use_orm_advantage:
-            yield Finding(
-                (_AT + "use_orm_advantage", _ESTIMATOR + "name"),
-                "is for the estimator opd; another estimator takes opd_weight",
-            )
-        return
-    if config.loss_fn.use_kl_in_reward:
-        yield Finding(
-            ("loss_fn.use_kl_in_reward", _ESTIMATOR + "name"),
-            "the estimator opd has no reward to subtract the KL from; keep it in the loss",
-        )
-    if grpo.use_dynamic_sampling and not section.use_orm_advantage:
-        yield Finding(
-            ("grpo.use_dynamic_sampling", _ESTIMATOR + "name"),
-            "chooses prompts by their rewards, which the estimator opd does not read without use_orm_advantage",
-        )

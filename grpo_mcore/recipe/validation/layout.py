@@ -1,74 +1,24 @@
 """Layouts of policy and engines on their devices, and arguments and endpoint of the engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from grpo_mcore.layout import Finding
-from grpo_mcore.recipe.derived import engine_pool, environment_class, layout_findings, policy_pool
+from grpo_mcore.recipe.derived import (
+    engine_pool,
+    environment_class,
+    has_greedy_baseline,
+    layout_findings,
+    policy_pool,
+)
 from grpo_mcore.recipe.errors import in_yaml
-from grpo_mcore.recipe.schema.master import GYM, RecipeSections
+from grpo_mcore.recipe.schema.master import GYM, VERIFIERS, RecipeSections
+from grpo_mcore.recipe.validation.rules import engine_argument_findings, tables
 
-_ANY_INTERFACE = ("0.0.0.0", "::", "*", "")
 _COLOCATED = "policy.generation.colocated."
 _NODES, _GPUS = _COLOCATED + "resources.num_nodes", _COLOCATED + "resources.gpus_per_node"
 _VLLM = "policy.generation.vllm_cfg."
 _CHAT = _VLLM + "http_server_serving_chat_kwargs."
 _KWARGS = "policy.generation.vllm_kwargs"
-_MEGATRON = "policy.megatron_cfg."
-HAVE_KEYS = {
-    "model": "policy.model_name",
-    "tokenizer": "policy.tokenizer.name",
-    "revision": "policy.model_name",
-    "code_revision": "policy.model_name",
-    "tokenizer_revision": "policy.tokenizer.name",
-    "hf_overrides": "policy.hf_config_overrides",
-    "hf_config_path": "policy.hf_config_overrides",
-    "generation_config": "policy.generation.stop_token_ids",
-    "override_generation_config": "policy.generation.stop_token_ids",
-    "dtype": _VLLM + "precision",
-    "tensor_parallel_size": _VLLM + "tensor_parallel_size",
-    "pipeline_parallel_size": _VLLM + "pipeline_parallel_size",
-    "data_parallel_size": "policy.generation.num_engines",
-    "enable_expert_parallel": _VLLM + "expert_parallel_size",
-    "max_model_len": _VLLM + "max_model_len",
-    "load_format": _VLLM + "load_format",
-    "gpu_memory_utilization": _VLLM + "gpu_memory_utilization",
-    "kv_cache_dtype": _VLLM + "kv_cache_dtype",
-    "kv_cache_memory_bytes": _VLLM + "kv_cache_memory_gb",
-    "enforce_eager": _VLLM + "enforce_eager",
-    "enable_return_routed_experts": _VLLM + "enable_return_routed_experts",
-    "enable_lora": "policy.megatron_cfg.peft.refit",
-    "max_lora_rank": "policy.megatron_cfg.peft.dim",
-}
-"""Engine arguments that a recipe sets by other keys."""
-OF_EVERY_ENGINE = {
-    "logprobs_mode": "training needs log-probs of the distribution that samples are drawn from",
-    "enable_sleep_mode": "engines sleep when they share their devices with the policy",
-    "distributed_executor_backend": "the run starts the engine's ranks",
-    "prefill_context_parallel_size": "the run starts the engine's ranks",
-    "device_ids": "the run gives engines their devices",
-    "nnodes": "the run places engines on nodes",
-    "node_rank": "the run places engines on nodes",
-    "master_addr": "the run places engines on nodes",
-    "master_port": "the run places engines on nodes",
-}
-"""Engine arguments that a run decides, and why, for engines of the policy and of teachers alike."""
-DECIDED = OF_EVERY_ENGINE | {
-    "watermark_config": "training needs samples of the policy's own distribution",
-    "quantization": "a refit brings weights that are not quantized",
-    "quantization_config": "a refit brings weights that are not quantized",
-    "model_impl": "a refit fills vLLM's own classes of models",
-    "model_class_overrides": "a refit fills vLLM's own classes of models",
-    "expert_placement_strategy": "a refit fills the experts in their order",
-    "enable_eplb": "a refit fills the experts in their order",
-    "eplb_config": "a refit fills the experts in their order",
-    "enable_elastic_ep": "a refit fills the experts in their order",
-    "kv_transfer_config": "a refit clears the engine's own cache; keys and values of old weights would stay in another",
-    "weight_transfer_config": "refits have one of their own",
-    "max_loras": "an engine has the policy's adapter, and no other",
-}
-"""Engine arguments that a run decides, and why, for the policy's engines."""
 
 
 def check_layout(config: RecipeSections) -> Iterator[Finding]:
@@ -82,21 +32,6 @@ def check_layout(config: RecipeSections) -> Iterator[Finding]:
             ("cluster.backend", "cluster.gpus_per_node", "cluster.num_nodes"),
             f"the local backend runs one rank in this process, but the cluster has num_nodes {pool.nodes} x "
             f"gpus_per_node {pool.per_node} = {pool.ranks}",
-        )
-
-
-def check_router_replay(config: RecipeSections) -> Iterator[Finding]:
-    """Router replay and recomputation exclude each other with pipeline stages: a stage runs the forward pass of one
-    micro-batch between those of another, so recomputation would use the wrong micro-batch's routes."""
-    replay, megatron = config.policy.router_replay, config.policy.megatron_cfg
-    if replay.enabled and megatron.activation_checkpointing and megatron.pipeline_model_parallel_size > 1:
-        yield Finding(
-            (
-                "policy.router_replay.enabled",
-                _MEGATRON + "activation_checkpointing",
-                _MEGATRON + "pipeline_model_parallel_size",
-            ),
-            "cannot be combined with both activation_checkpointing and pipeline stages; switch one of them off",
         )
 
 
@@ -124,11 +59,8 @@ def check_pools(config: RecipeSections) -> Iterator[Finding]:
 
 def check_engine_arguments(config: RecipeSections) -> Iterator[Finding]:
     """vllm_kwargs must not contradict other keys or what a run needs: vLLM would accept it silently."""
-    for name in config.policy.generation.vllm_kwargs:
-        if (key := HAVE_KEYS.get(name)) is not None:
-            yield Finding((f"{_KWARGS}.{name}",), f"is set by {key}; set it there")
-        elif (reason := DECIDED.get(name)) is not None:
-            yield Finding((f"{_KWARGS}.{name}",), f"cannot be chosen: {reason}; remove it")
+    decided = tables()["decided"] | tables()["decided_of_policy"]
+    yield from engine_argument_findings(config.policy.generation.vllm_kwargs, _KWARGS, tables()["set_by"], decided)
 
 
 def check_engine_experts(config: RecipeSections) -> Iterator[Finding]:
@@ -142,50 +74,32 @@ def check_engine_experts(config: RecipeSections) -> Iterator[Finding]:
         )
 
 
-def check_engine_stages(config: RecipeSections) -> Iterator[Finding]:
-    """Adapters and recorded routes come from one stage of an engine, so it may have only one."""
-    vllm, key = config.policy.generation.vllm_cfg, _VLLM + "pipeline_parallel_size"
-    if vllm.pipeline_parallel_size == 1:
-        return
-    if config.policy.megatron_cfg.peft.refit == "adapters":
-        yield Finding(
-            (key, "policy.megatron_cfg.peft.refit"),
-            "an engine of several stages takes merged weights: set peft.refit: merged",
-        )
-    for name, enabled in (
-        (_VLLM + "enable_return_routed_experts", vllm.enable_return_routed_experts),
-        ("policy.router_replay.enabled", config.policy.router_replay.enabled),
-    ):
-        if enabled:
-            yield Finding((key, name), "the experts chosen for a token are recorded on one stage alone; use 1")
-
-
 def check_endpoint(config: RecipeSections) -> Iterator[Finding]:
     """The endpoint's keys must fit each other, and NeMo Gym needs an endpoint that samples as training does."""
     generation = config.policy.generation
     vllm = generation.vllm_cfg
     chat = vllm.http_server_serving_chat_kwargs
-    if vllm.http_server_host in _ANY_INTERFACE:
-        yield Finding(
-            (_VLLM + "http_server_host",),
-            "the endpoint listens on one interface; give its address, or null for the cluster's",
-        )
     if chat.enable_auto_tools != (chat.tool_parser is not None):
         yield Finding(
             (_CHAT + "tool_parser", _CHAT + "enable_auto_tools"),
             "tool calls are parsed only if both are set: enable_auto_tools: true and a tool_parser, such as hermes",
         )
-    gyms = [name for name, section in config.env.items() if environment_class(name, section)[0] == GYM]
-    if not gyms:
+    classes = {name: environment_class(name, section)[0] for name, section in config.env.items()}
+    agents = [name for name, kind in classes.items() if kind in (GYM, VERIFIERS)]
+    if not agents:
         return
-    gym_key = f"env.{gyms[0]}"
+    agents_key = f"env.{agents[0]}"
     if not vllm.expose_http_server:
         yield Finding(
-            (_VLLM + "expose_http_server", gym_key), "agents of NeMo Gym query the policy's endpoint: set it to true"
+            (_VLLM + "expose_http_server", agents_key), "its agents query the policy's endpoint: set it to true"
+        )
+    if has_greedy_baseline(config):
+        yield Finding(
+            ("grpo.adv_estimator.name", agents_key), "remax decodes greedily what agents cannot request so; use rloo"
         )
     for name in ("stop_strings", "val_top_k"):
         if generation[name] is not None:
             yield Finding(
-                (f"policy.generation.{name}", gym_key),
-                f"{in_yaml(generation[name])} cannot be requested through NeMo Gym; leave it null",
+                (f"policy.generation.{name}", agents_key),
+                f"{in_yaml(generation[name])} cannot be requested by agents; leave it null",
             )

@@ -1,133 +1,66 @@
-"""Rules of the objective: the loss by itself (`loss_findings`), and with rewards, advantages and dynamic sampling."""
+"""Rules of the objective: the loss by itself (`loss_findings`), and with rewards and advantages."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from grpo_mcore.layout import Finding
-from grpo_mcore.recipe.derived import trains_on_rewards
+from grpo_mcore.recipe.derived import trains_on_rewards, uses_images
 from grpo_mcore.recipe.errors import in_yaml
-from grpo_mcore.recipe.schema.grpo import ClippedPGLossConfig
-from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
+from grpo_mcore.recipe.schema.grpo import (
+    POLICY_TERM_OPTIONS,
+    AdvEstimatorConfig,
+    ClippedPGLossConfig,
+    policy_term_options,
+)
+from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of, runs_grpo, value_at
+from grpo_mcore.recipe.schema.section import Section
+from grpo_mcore.recipe.validation.rules import check_rules, check_rules_of_loss
 
 _ESTIMATOR = "grpo.adv_estimator."
 _LOSS = "loss_fn."
 _TRUNCATION = "loss_fn.truncated_importance_sampling_"
-# Keys of the loss that exclude each other, and why.
-_EXCLUSIVE = (
-    ("use_cispo", "disable_ppo_ratio", "CISPO weights tokens by the clipped ratio"),
-    ("use_cispo", "force_on_policy_ratio", "with a ratio of 1 there is nothing to clip"),
-    ("use_cispo", "sequence_level_importance_ratios", "CISPO clips token ratios"),
-    ("use_cispo", "ratio_clip_c", "CISPO has no surrogate to clip twice"),
-    ("ratio_clip_c", "disable_ppo_ratio", "it leaves no ratio to bound"),
-    ("sequence_length_normalizer", "token_level_loss", "it divides the sum over each sequence"),
-    ("sequence_length_normalizer", "sequence_level_importance_ratios", "it has one term per sequence"),
-)
 # Estimators with fixed options: their (normalize_rewards, use_leave_one_out_baseline, what they compute).
 _FIXED: dict[str, tuple[bool, bool, str]] = {
     "dr_grpo": (False, False, "takes the reward minus the group's mean"),
+    "maxrl": (False, False, "divides by the group's mean"),
+    "opo": (False, False, "takes the reward minus the mean weighted by length"),
+    "remax": (False, False, "takes the reward minus that of the group's first sample, decoded greedily"),
     "rloo": (False, True, "takes the reward minus the mean of the others"),
+    "flash_reinforce": (False, False, "takes the reward minus the mean of the step"),
     "reinforce_plus_plus": (True, False, "takes the reward, minus the group's mean if any, and standardises"),
 }
 
 
 def loss_findings(loss: ClippedPGLossConfig) -> list[Finding]:
     """Return what is wrong with the section `loss_fn` by itself, whatever the rest of the recipe."""
-    return [*_custom_loss(loss), *_policy_term(loss), *_importance_weights(loss), *_kl_in_loss(loss)]
+    return [*check_rules_of_loss(loss), *_term_options(loss), *_bounds(loss)]
 
 
-def _custom_loss(loss: ClippedPGLossConfig) -> Iterator[Finding]:
-    """Options are only read by a custom loss."""
-    if loss.options and loss.path is None:
-        yield Finding((_LOSS + "options", _LOSS + "path"), "are for a loss of your own: set loss_fn.path")
-
-
-def _policy_term(loss: ClippedPGLossConfig) -> Iterator[Finding]:
-    """Terms of the loss that exclude or need each other."""
-    for name, other, reason in _EXCLUSIVE:
-        if loss[name] not in (None, False) and loss[other] not in (None, False):
-            message = f"cannot be combined with {other}: {in_yaml(loss[other])}; {reason}"
-            yield Finding((_LOSS + name, _LOSS + other), message)
-    if loss.positive_example_nll_divisor != "all" and not loss.positive_example_nll_weight:
-        keys = (_LOSS + "positive_example_nll_divisor", _LOSS + "positive_example_nll_weight")
-        yield Finding(keys, "has no effect without positive_example_nll_weight above 0")
-    if loss.use_cispo and not loss.token_level_loss:
-        message = "cannot be combined with token_level_loss: false; CISPO is a token-level loss"
-        yield Finding((_LOSS + "use_cispo", _LOSS + "token_level_loss"), message)
-    if loss.sequence_level_importance_ratios and loss.token_level_loss:
+def _term_options(loss: ClippedPGLossConfig) -> Iterator[Finding]:
+    known = POLICY_TERM_OPTIONS.get(loss.policy_term, {})
+    for name in sorted(set(loss.policy_term_options) - set(known)):
+        message = f"{loss.policy_term} has no option {name!r}; it has {', '.join(known) or 'none'}"
+        yield Finding((_LOSS + "policy_term_options", _LOSS + "policy_term"), message)
+    if loss.policy_term_options.get("share", 0) > 1:
+        yield Finding((_LOSS + "policy_term_options",), "share is that of all tokens, so at most 1")
+    options = policy_term_options(loss)
+    if options.get("low", 0) >= options.get("high", math.inf):
         yield Finding(
-            (_LOSS + "sequence_level_importance_ratios", _LOSS + "token_level_loss"),
-            "needs token_level_loss: false, because one ratio per sequence goes with a mean over sequences",
+            (_LOSS + "policy_term_options",), "no covariance lies between low and high; low must be below high"
         )
 
 
-def _importance_weights(loss: ClippedPGLossConfig) -> Iterator[Finding]:
-    """Importance weights of the loss and their bounds."""
-    if loss.sequence_importance_weight == "product":
-        for name in ("sequence_level_importance_ratios", "use_importance_sampling_correction"):
-            if not loss[name]:
-                yield Finding((_LOSS + "sequence_importance_weight", _LOSS + name), f"product needs {name}: true")
-    kind, kind_key = loss.truncated_importance_sampling_type, _TRUNCATION + "type"
-    high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
-    by_age = loss.truncated_importance_sampling_ratio_by_age
-    if kind is None:
-        for suffix, value in (("", high), ("_by_age", by_age), ("_min", low)):
-            if value is not None:
-                yield Finding(
-                    (_TRUNCATION + "ratio" + suffix, kind_key),
-                    "has no effect without truncated_importance_sampling_type (such as tis)",
-                )
-                return
-        return
-    if not loss.use_importance_sampling_correction:
-        yield Finding(
-            (kind_key, _LOSS + "use_importance_sampling_correction"),
-            f"{kind} needs use_importance_sampling_correction: true",
-        )
-    if high is None and by_age is None:
-        yield Finding((kind_key,), f"{kind} needs an upper bound: truncated_importance_sampling_ratio, or ..._by_age")
-    if high is not None and by_age is not None:
-        yield Finding(
-            (_TRUNCATION + "ratio_by_age", _TRUNCATION + "ratio"),
-            "replaces truncated_importance_sampling_ratio; set only one of the two",
-        )
-    if by_age == []:
-        yield Finding((_TRUNCATION + "ratio_by_age",), "the list is empty; give the bounds for age 0, 1, ...")
-    if low is None and kind != "tis":
-        yield Finding((kind_key,), f"{kind} needs a lower bound: truncated_importance_sampling_ratio_min")
-    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-        yield Finding(
-            (kind_key, _LOSS + "sequence_level_importance_ratios"),
-            "seq-mask-tis keeps token weights, which sequence_level_importance_ratios does not have; use icepop",
-        )
-    bounds = {"ratio": high, "ratio_by_age": min(by_age, default=None) if by_age is not None else None}
+def _bounds(loss: ClippedPGLossConfig) -> Iterator[Finding]:
+    """The lower bound of an importance weight must not be above its upper bounds."""
+    low, by_age = loss.truncated_importance_sampling_ratio_min, loss.truncated_importance_sampling_ratio_by_age
+    bounds = {"ratio": loss.truncated_importance_sampling_ratio, "ratio_by_age": min(by_age or (), default=None)}
     for name, bound in bounds.items():
-        if bound is not None and low is not None and low > bound:
+        if loss.truncated_importance_sampling_type and bound is not None and low is not None and low > bound:
             yield Finding(
                 (_TRUNCATION + "ratio_min", _TRUNCATION + name),
                 f"the lower bound {low:g} is above the upper bound {bound:g}",
             )
-
-
-def _kl_in_loss(loss: ClippedPGLossConfig) -> Iterator[Finding]:
-    """Options of the KL need its weight, and the KL is in the loss or in the reward, not in both."""
-    if loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty == 0:
-        yield Finding(
-            ("loss_fn.use_on_policy_kl_approximation", "loss_fn.reference_policy_kl_penalty"),
-            "weights the KL term of the loss, which reference_policy_kl_penalty: 0 switches off",
-        )
-    if not loss.use_kl_in_reward:
-        return
-    if loss.reference_policy_kl_penalty == 0:
-        yield Finding(
-            ("loss_fn.use_kl_in_reward", "loss_fn.reference_policy_kl_penalty"),
-            "needs its weight: reference_policy_kl_penalty above 0",
-        )
-    if loss.use_on_policy_kl_approximation:
-        yield Finding(
-            ("loss_fn.use_on_policy_kl_approximation", "loss_fn.use_kl_in_reward"),
-            "weights the KL term of the loss, which use_kl_in_reward: true removes",
-        )
 
 
 def check_loss(config: RecipeSections) -> Iterator[Finding]:
@@ -136,18 +69,12 @@ def check_loss(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_kl(config: RecipeSections) -> Iterator[Finding]:
-    """The KL needs a reference, and in the reward an estimator that does not divide by the group's deviation."""
-    loss = config.loss_fn
-    if config.grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty > 0:
-        yield Finding(
-            ("grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"),
-            "the KL penalty needs reference log-probs: set loss_fn.reference_policy_kl_penalty to 0",
-        )
-    if not loss.use_kl_in_reward:
+    """The KL in the reward needs an estimator that does not divide by the group's deviation."""
+    if not config.loss_fn.use_kl_in_reward or config.ppo.enabled:
         return
     estimator = config.grpo.adv_estimator
     normalizes = config.grpo.normalize_rewards if estimator.normalize_rewards is None else estimator.normalize_rewards
-    if estimator.name == "grpo" and normalizes:
+    if estimator.name in ("grpo", "gfpo") and normalizes:
         yield Finding(
             ("loss_fn.use_kl_in_reward", "grpo.normalize_rewards", "grpo.adv_estimator.normalize_rewards"),
             "with normalize_rewards the differences in KL of a group with equal rewards would become advantages of 1, "
@@ -198,13 +125,6 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
     """Options of the advantage estimator must be options that it reads."""
     grpo, estimator = config.grpo, config.grpo.adv_estimator
     name: str = estimator.path or estimator.name
-    if estimator.path is not None:
-        for key in ("normalize_rewards", "use_leave_one_out_baseline", "reward_weights"):
-            if estimator[key] is not None:
-                yield Finding(
-                    (_ESTIMATOR + key, _ESTIMATOR + "path"),
-                    f"has no effect on the custom estimator {estimator.path}; pass it in options",
-                )
     if name in _FIXED:
         *values, reason = _FIXED[name]
         for key, fixed in zip(("normalize_rewards", "use_leave_one_out_baseline"), values, strict=True):
@@ -232,18 +152,17 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
             (_ESTIMATOR + "reward_weights", _ESTIMATOR + "name"),
             f"only the estimator gdpo reads rewards by name, not {name}",
         )
-    if name == "gdpo" and config.loss_fn.use_kl_in_reward:
+    if (name == "gfpo") != (estimator.keep is not None):
+        message = "gfpo needs the number of samples that it keeps of each group" if name == "gfpo" else "is for gfpo"
+        yield Finding((_ESTIMATOR + "keep", _ESTIMATOR + "name"), message)
+    if estimator.keep is not None and estimator.keep > grpo.num_generations_per_prompt:
         yield Finding(
-            ("loss_fn.use_kl_in_reward", _ESTIMATOR + "name"),
-            "the estimator gdpo has no single reward to subtract the KL from; keep it in the loss",
+            (_ESTIMATOR + "keep", "grpo.num_generations_per_prompt"),
+            f"keeps {estimator.keep} samples of groups of {grpo.num_generations_per_prompt}",
         )
-    if name == "gdpo" and grpo.reward_shaping.enabled:
-        yield Finding(
-            ("grpo.reward_shaping.enabled", _ESTIMATOR + "name"),
-            "the estimator gdpo reads the named rewards, which shaping does not change",
-        )
-    no_group = estimator.path is not None or (name == "reinforce_plus_plus" and not estimator.minus_baseline)
-    no_group = no_group or not trains_on_rewards(config)
+    no_group = estimator.path is not None or name == "flash_reinforce"
+    no_group = no_group or (name == "reinforce_plus_plus" and not estimator.minus_baseline)
+    no_group = no_group or not trains_on_rewards(config) or config.ppo.enabled
     if runs_grpo(config) and grpo.num_generations_per_prompt == 1 and not no_group:
         yield Finding(
             ("grpo.num_generations_per_prompt",),
@@ -251,10 +170,59 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
         )
 
 
-def check_dynamic_sampling(config: RecipeSections) -> Iterator[Finding]:
-    """Dynamic sampling needs groups, and only it generates more prompts than a step trains on."""
-    grpo, use_key = config.grpo, "grpo.use_dynamic_sampling"
-    if grpo.use_dynamic_sampling and grpo.num_generations_per_prompt == 1:
-        yield Finding((use_key, "grpo.num_generations_per_prompt"), "the rewards of a group of 1 never differ")
-    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
-        yield Finding(("grpo.batch_multiplier", use_key), "has no effect without use_dynamic_sampling: true")
+_SAME = (
+    *("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size", "max_total_sequence_length"),
+    *("make_sequence_length_divisible_by", "sequence_packing", "dynamic_batching", "deterministic"),
+    *(f"megatron_cfg.{size}_model_parallel_size" for size in ("tensor", "pipeline", "expert", "virtual_pipeline")),
+    *("megatron_cfg.context_parallel_size", "megatron_cfg.expert_tensor_parallel_size"),
+    *("megatron_cfg.sequence_parallel", "megatron_cfg.num_layers_in_first_pipeline_stage"),
+    *("megatron_cfg.num_layers_in_last_pipeline_stage",),
+)
+"""Keys that a critic shares with the policy: it trains in the same ranks, on the same bins."""
+
+
+def check_critic(config: RecipeSections) -> Iterator[Finding]:
+    """A critic trains beside the policy, on its ranks, and takes the place of the estimator."""
+    critic, policy, ppo = config.value, config.policy, config.ppo
+    if policy.head != "tokens" and algorithm_of(config) != "rm":
+        yield Finding(("policy.head",), "a policy needs logits; a critic is the section value, a reward model rm")
+    if not ppo.enabled:
+        if critic is not None and not ppo.model_fields_set:
+            yield Finding(("value",), "is for a run with a critic: add the section ppo, or remove this one")
+        return
+    if critic is None:
+        return
+    if not runs_grpo(config):
+        yield Finding(("ppo.enabled",), "a critic is for a run with rewards, not for sft or dpo; remove the section")
+    known, alone = set(check_rules(config)), config.model_copy(update={"policy": critic, "value": None})
+    for finding in check_rules(alone):
+        if finding not in known and not any(".generation." in key for key in finding.keys):
+            keys = tuple(key.replace("policy.", "value.", 1) for key in finding.keys)
+            yield Finding(keys, finding.message.replace("policy.", "value."))
+    for key in _SAME:
+        if (own := value_at(critic, key)) != (other := value_at(policy, key)):
+            shown = "" if isinstance(own, Section) else f": {in_yaml(own)} is not {in_yaml(other)}"
+            yield Finding(
+                (f"value.{key}", f"policy.{key}"),
+                f"the critic trains in the policy's ranks, on its bins, so this is policy.{key}{shown}; remove it",
+            )
+    if config.grpo.adv_estimator != AdvEstimatorConfig():
+        key = next(key for key in AdvEstimatorConfig.model_fields if config.grpo.adv_estimator[key] != _default(key))
+        message = "has no effect with a critic, whose advantages are those of ppo.adv_estimator; remove it"
+        yield Finding((_ESTIMATOR + key,), message)
+    if config.on_policy_distillation.enabled:
+        yield Finding(
+            ("on_policy_distillation.enabled", "ppo.enabled"), "teachers and a critic together are not supported"
+        )
+    if config.loss_fn.force_on_policy_ratio and ppo.ppo_epochs > 1:
+        message = "requires exactly one optimizer step per RL step: set ppo.ppo_epochs: 1"
+        yield Finding(("loss_fn.force_on_policy_ratio", "ppo.ppo_epochs"), message)
+    if ppo.policy_training_start_step >= (steps := config.grpo.max_num_steps):
+        message = f"the run ends after {steps} steps, so the policy would never train"
+        yield Finding(("ppo.policy_training_start_step", "grpo.max_num_steps"), message)
+    if uses_images(config):
+        yield Finding(("ppo.enabled",), "a critic reads no images: train on them without one")
+
+
+def _default(key: str) -> Any:
+    return AdvEstimatorConfig()[key]

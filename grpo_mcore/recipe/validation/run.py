@@ -1,13 +1,12 @@
 """Rules of a run over time: generation ahead of training, early stop, restarts, optimizer and learning rate."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 
 from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.derived import trains_on_rewards
 from grpo_mcore.recipe.errors import in_yaml, nearest_hint
-from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
+from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
 
 VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")
 """Metrics of every validation, over all its data and per task (`TASK/accuracy`). With several samples a prompt there is
@@ -46,16 +45,33 @@ def check_webhook(config: RecipeSections) -> Iterator[Finding]:
 
 
 VARIABLE = re.compile(r"[A-Za-z_*][A-Za-z0-9_*?]*")
+SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_KEY)", re.IGNORECASE)
+"""Names of variables whose values are not for a recipe."""
 
 
 def check_variables(config: RecipeSections) -> Iterator[Finding]:
-    """cluster.env_vars must hold names only: their values come from the shell that starts the run."""
-    for name in config.cluster.env_vars:
+    """cluster.env_vars must hold names, and texts that are no secrets."""
+    for name, text in config.cluster.env_vars.items():
+        if text is not None and (SECRET.search(name) or {"*", "?"} & set(name)):
+            problem = "a secret does not belong in a recipe" if SECRET.search(name) else "a pattern has no value"
+            yield Finding((f"cluster.env_vars.{name}",), f"{problem}; null takes the value of the shell")
         if not VARIABLE.fullmatch(name):
             yield Finding(
                 ("cluster.env_vars",),
                 f"expected names of environment variables, whose values come from the shell that starts the run, got "
                 f"{in_yaml(name.partition('=')[0] + ('=...' if '=' in name else ''))}",  # it may be a secret
+            )
+
+
+def check_quantized_engines(config: RecipeSections) -> Iterator[Finding]:
+    """Samples of quantised weights need importance weights: they are those of another policy."""
+    key = "policy.generation.vllm_cfg.precision"
+    if runs_grpo(config) and config.policy.generation.vllm_cfg.quantization and trains_on_rewards(config):
+        if not (config.loss_fn.use_importance_sampling_correction or config.loss_fn.ratio_to_engine):
+            yield Finding(
+                (key, "loss_fn.use_importance_sampling_correction"),
+                "engines with quantised weights sample from another policy than the one that is trained: set "
+                "loss_fn.use_importance_sampling_correction: true",
             )
 
 
@@ -65,7 +81,7 @@ def check_ages(config: RecipeSections) -> Iterator[Finding]:
     prefix, enabled, age_key = "grpo.async_grpo.", "grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"
     if not ahead.max_age:
         return
-    if not config.loss_fn.use_importance_sampling_correction:
+    if not (config.loss_fn.use_importance_sampling_correction or config.loss_fn.ratio_to_engine):
         yield Finding(
             (enabled, age_key, "loss_fn.use_importance_sampling_correction"),
             f"training on trajectories of age {ahead.max_age} (in weight versions) needs "
@@ -75,11 +91,6 @@ def check_ages(config: RecipeSections) -> Iterator[Finding]:
         yield Finding(
             (prefix + "max_groups_in_flight", "grpo.num_prompts_per_step"),
             f"{ahead.max_groups_in_flight} groups are fewer than the {prompts} of a step",
-        )
-    if ahead.recompute_kv_cache_after_weight_updates and not ahead.in_flight_weight_updates:
-        yield Finding(
-            (prefix + "recompute_kv_cache_after_weight_updates", prefix + "in_flight_weight_updates"),
-            "has no effect without in_flight_weight_updates: true: no sample is unfinished at a refit",
         )
     if ahead.min_samples_per_group is not None:
         samples = config.grpo.num_generations_per_prompt
@@ -94,16 +105,6 @@ def check_ages(config: RecipeSections) -> Iterator[Finding]:
                 (prefix + "min_samples_per_group", "grpo.max_rollout_turns"),
                 "works with samples of several turns only if they do not wait for each other: set grpo.turns to free",
             )
-    if ahead.partial_rollouts and not ahead.in_flight_weight_updates:
-        yield Finding(
-            (prefix + "partial_rollouts", prefix + "in_flight_weight_updates"),
-            "needs in_flight_weight_updates: true: without it a refit waits for every unfinished sample",
-        )
-    if ahead.partial_rollouts and not config.policy.generation.colocated.enabled:
-        yield Finding(
-            (prefix + "partial_rollouts", "policy.generation.colocated.enabled"),
-            "engines with their own devices need not pause while the policy trains; switch it off",
-        )
 
 
 def unknown_validation_metric(name: str, samples_per_prompt: int) -> str | None:
@@ -115,25 +116,6 @@ def unknown_validation_metric(name: str, samples_per_prompt: int) -> str | None:
     return f"there is no validation metric {in_yaml(name)}; known: {known}{nearest_hint(short, VALIDATION_METRICS)}"
 
 
-def check_deterministic(config: RecipeSections) -> Iterator[Finding]:
-    """Nothing may be on that changes the order of sums under policy.deterministic."""
-    policy, megatron, key = config.policy, config.policy.megatron_cfg, "policy.deterministic"
-    if not policy.deterministic:
-        return
-    if policy.precision != "float32":
-        yield Finding((key, "policy.precision"), f"needs policy.precision float32, got {policy.precision}")
-    if config.cluster.platform == "gpu":
-        yield Finding((key, "cluster.platform"), "its order of sums is that of CPU kernels; set cluster.platform: cpu")
-    for name in ("expert_model_parallel_size", "context_parallel_size"):
-        if megatron[name] > 1:
-            size_key = f"policy.megatron_cfg.{name}"
-            yield Finding(
-                (key, size_key), f"{size_key} = {megatron[name]} adds up samples of several ranks; set it to 1"
-            )
-    if megatron.peft.enabled and megatron.peft.dropout:
-        yield Finding((key, "policy.megatron_cfg.peft.dropout"), "dropout depends on the row; set it to 0")
-
-
 def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
     """Early stop needs a metric that validations report, and validations."""
     grpo, metric_key = config.grpo, "grpo.stop_at_validation_metric"
@@ -142,27 +124,8 @@ def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
     name = grpo.stop_at_validation_metric.removeprefix("val:")
     if reason := unknown_validation_metric(name, grpo.val_num_generations_per_prompt):
         yield Finding((metric_key,), reason)
-    if not grpo.val_period and not grpo.val_at_start:
-        yield Finding((metric_key, "grpo.val_period"), "there is no validation before the end: set val_period above 0")
     if not config.data.validation and not any(entry.split_validation_size for entry in config.data.train):
         yield Finding((metric_key, "data.validation"), "there is nothing to validate on: set data.validation")
-
-
-def check_exports(config: RecipeSections) -> Iterator[Finding]:
-    """Exporting at the end of a GRPO run needs a checkpoint to export; SFT and DPO export the weights themselves."""
-    saving = config.checkpointing
-    if saving.save_hf == "none":
-        return
-    if not saving.enabled and algorithm_of(config) not in ("sft", "dpo"):
-        yield Finding(
-            ("checkpointing.save_hf", "checkpointing.enabled"),
-            "exports a checkpoint: set checkpointing.enabled: true, or save_hf: none",
-        )
-    if saving.save_hf == "best" and saving.metric_name is None:
-        yield Finding(
-            ("checkpointing.save_hf", "checkpointing.metric_name"),
-            "needs checkpointing.metric_name (such as val:accuracy) to know the best; or set save_hf: last",
-        )
 
 
 def check_eval(config: RecipeSections) -> Iterator[Finding]:
@@ -185,15 +148,6 @@ def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
     """Requirements of Megatron-Core on optimizer and learning rate."""
     policy, optimizer = config.policy, config.policy.megatron_cfg.optimizer
     scheduler, prefix = config.policy.megatron_cfg.scheduler, "policy.megatron_cfg.optimizer."
-    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if optimizer[name] and policy.precision != "bfloat16":
-            message = f"needs policy.precision bfloat16, got {policy.precision}"
-            yield Finding((prefix + name, "policy.precision"), message)
-    if optimizer.optimizer_cpu_offload and not optimizer.optimizer_offload_fraction:
-        yield Finding(
-            (prefix + "optimizer_offload_fraction", prefix + "optimizer_cpu_offload"),
-            "0 moves nothing to the host; set it above 0, or optimizer_cpu_offload: false",
-        )
     if scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
         yield Finding(
             ("policy.megatron_cfg.scheduler.lr_warmup_iters", "policy.megatron_cfg.scheduler.lr_decay_iters"),

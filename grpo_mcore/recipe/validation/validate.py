@@ -1,7 +1,5 @@
 """Turns a resolved tree into a typed configuration. Every problem names the place where its value was written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Self, TypeVar
 
@@ -9,23 +7,23 @@ from pydantic import ValidationError
 
 from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
+from grpo_mcore.recipe.nemo_rl.critic_layout import ppo_layout, rm_layout, value_layout
 from grpo_mcore.recipe.nemo_rl.data_layouts import nested_layout
 from grpo_mcore.recipe.nemo_rl.distillation_layout import distillation_layout
 from grpo_mcore.recipe.nemo_rl.eval_layout import eval_layout
 from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import apply_gym_switches, without_nemo_rl_keys
+from grpo_mcore.recipe.other_trainers import meaning_here
 from grpo_mcore.recipe.schema.grpo import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
 from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 from grpo_mcore.recipe.schema.section import Section
-from grpo_mcore.recipe.validation import batch_sizes, data, distillation, layout, objective, pairs, run
+from grpo_mcore.recipe.validation import batch_sizes, data, distillation, layout, objective, rules, run
 from grpo_mcore.recipe.yaml_tree import Node
 
 ConfigT = TypeVar("ConfigT", bound=RecipeSections)
 SectionT = TypeVar("SectionT", bound=Section)
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    # Megatron-Core's distributed optimizer saves Adam's state only.
-    "policy.megatron_cfg.optimizer.optimizer": ("adam", "SGD"),
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "other number formats of the KV cache"),
 }
 """Keys whose feature does not exist yet: (neutral value, missing feature). Delete a line when you add its feature."""
@@ -43,13 +41,11 @@ def check_unsupported(config: RecipeSections) -> Iterator[Finding]:
 
 CHECKS = (
     check_unsupported,
-    pairs.check_pairs,
+    rules.check_rules,
     layout.check_pools,
     layout.check_layout,
     layout.check_engine_experts,
     layout.check_engine_arguments,
-    layout.check_engine_stages,
-    layout.check_router_replay,
     batch_sizes.check_batches,
     batch_sizes.check_lengths,
     objective.check_loss,
@@ -57,18 +53,18 @@ CHECKS = (
     objective.check_rewards,
     objective.check_shaping_acts,
     objective.check_advantages,
-    objective.check_dynamic_sampling,
+    objective.check_critic,
     distillation.check_teachers,
+    run.check_quantized_engines,
     run.check_ages,
     run.check_mirror,
     run.check_variables,
     run.check_webhook,
-    run.check_deterministic,
     run.check_early_stop,
-    run.check_exports,
     run.check_eval,
     run.check_optimizer,
     data.check_data,
+    data.check_images,
     data.check_loaders,
     data.check_sampler,
     layout.check_endpoint,
@@ -124,7 +120,8 @@ def validated(
     tree = eval_layout(tree, problems)
     tree = nested_layout(tree, problems)
     tree = distillation_layout(tree, problems, notes)
-    tree = without_nemo_rl_keys(tree, problems, notes)
+    tree = rm_layout(ppo_layout(tree, problems, notes), problems, notes)
+    tree = value_layout(without_nemo_rl_keys(tree, problems, notes), problems, notes)
     config, faulty = _typed(kind, "", tree, recipe, problems)
     if config is not None:
         for finding in (finding for check in CHECKS for finding in check(config)):
@@ -225,6 +222,8 @@ def _message(error: Any, key: str, written: str) -> str:
             return f"unknown key: in a file, sections are nested; write {nested}"
         if near and near.rpartition(".")[0] == key.rpartition(".")[0]:  # in this section: name it as it is written
             near = joined(written.rpartition(".")[0], near.rpartition(".")[2])
+        if (elsewhere := meaning_here(key, value)) is not None:
+            return f"unknown key; {elsewhere} (docs/from_elsewhere.md; `grpo-mcore config --imported FILE`)"
         return "unknown key" + (f"; nearest known key: {near}" if near else "")
     if kind == "missing":
         return "this key is required"
