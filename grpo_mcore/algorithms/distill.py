@@ -13,8 +13,6 @@ Not here: the divergences (parallel/divergence.py, the loss in objective/distill
 (driver/policy/teachers.py), what is logged and when a checkpoint is due (driver/record/tuning_record.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,6 @@
 """Direct preference optimization: make the chosen answer of a pair likelier than the rejected one, measured against the
-model that training starts from. The same policy, batches and packing as GRPO; no engine generates.
+model that training starts from. Reward models: make its score the higher one, or that of an answer the given one. The
+same policy, batches and packing as GRPO; no engine generates.
 
 One step: the next pairs of the data -> reference log-probs of pairs that are new -> one pass over both answers of each
 pair -> update. The two answers of a pair lie in one packed row (a micro-batch counts pairs), so that the loss compares
@@ -12,13 +13,11 @@ Not here: what is logged and when a validation or a checkpoint is due (driver/re
 (objective/preference.py), the network (parallel/).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,14 +28,21 @@ from grpo_mcore.driver.interfaces import PolicyInterface
 from grpo_mcore.driver.record.tuning_record import Metrics, TuningRecord
 from grpo_mcore.driver.run.run import Run
 from grpo_mcore.parallel.policy import LossFn
-from grpo_mcore.recipe import MasterConfig, needs_reference
+from grpo_mcore.recipe import Algorithm, MasterConfig, algorithm_of, needs_reference, samples_together
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.step.examples import as_group, as_trajectory, filled_up, prefixes_of
 from grpo_mcore.step.step_batch import RankStep, TrainTargets, rank_steps
 
 NEMO_RL_LOSS = "validation-default_loss"
-"""NeMo RL's name of the validation loss, for recipes that choose checkpoints by it."""
+"""NeMo RL's name of DPO's validation loss, for recipes that choose checkpoints by it; that of a reward model is
+val_loss."""
+
+ANSWERS: tuple[tuple[str, Literal["message_log", "rejected_log"]], ...] = (
+    ("chosen", "message_log"),
+    ("rejected", "rejected_log"),
+)
+"""Name and field of each answer of a pair. A reward model that learns from scores has the first alone."""
 
 References = dict[str, tuple[float, float]]
 """Digest of a pair, see `_digest` -> log-probs of its chosen and its rejected answer under the reference. Computed when
@@ -47,6 +53,15 @@ starts from another model."""
 def dpo_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
     """Train until dpo.max_num_steps or the end of the data, or until `stop` asks for the end: the step under way is
     then finished and saved. Go on from the checkpoint, if the run resumes one. Return the summary."""
+    return _train("dpo", run, stop)
+
+
+def rm_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
+    """Do the same for a reward model: until rm.max_num_steps."""
+    return _train("rm", run, stop)
+
+
+def _train(algorithm: Algorithm, run: Run, stop: StopRequest | None) -> dict[str, Any]:
     policy, config, loss = run.policy, run.master_config, run.loss_fn
 
     def train(record: TuningRecord, batch: Sequence[DatumSpec]) -> TunedStep:
@@ -63,7 +78,7 @@ def dpo_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
     def validate_pairs(record: TuningRecord) -> Metrics:
         return validate(record.validation_batches(), policy, loss, record.extra_state, config)
 
-    return tune("dpo", run, stop, train, validate_pairs)
+    return tune(algorithm, run, stop, train, validate_pairs)
 
 
 def validate(
@@ -73,7 +88,7 @@ def validate(
     references: References,
     config: MasterConfig,
 ) -> Metrics:
-    """Return the means over all pairs."""
+    """Return the means over all pairs, or samples."""
     totals: dict[str, float] = defaultdict(float)
     for batch in batches:
         step = build_step(batch, policy, config)
@@ -83,13 +98,13 @@ def validate(
             totals[name] += value if name.startswith("num_") else value * len(batch)
     pairs = totals["num_valid_samples"]
     means = {name: total if name.startswith("num_") else total / pairs for name, total in totals.items()}
-    return means | {NEMO_RL_LOSS: means["loss"]}
+    return means | {NEMO_RL_LOSS: means["loss"], "val_loss": means["loss"]}
 
 
 @dataclass(frozen=True)
 class DPOStep:
-    """A batch of pairs as the ranks get it. `pairs`: the pairs, with copies if they are fewer than the ranks; `groups`:
-    the two answers of each pair of the batch."""
+    """A batch of pairs, or of scored answers, as the ranks get it. `pairs`: those of the batch, with copies if they are
+    fewer than the ranks; `groups`: the answers of each."""
 
     pairs: list[DatumSpec]
     ranks: tuple[RankStep, ...]
@@ -99,11 +114,13 @@ class DPOStep:
 
 def build_step(batch: Sequence[DatumSpec], policy: PolicyInterface, config: MasterConfig) -> DPOStep:
     """Distribute pairs over data-parallel ranks and bins, as the recipe packs them. The targets lack the references."""
+    algorithm = algorithm_of(config)
     pairs, weights = filled_up(batch, policy.layout.data)
+    of_each = samples_together(config, algorithm)
     answers = [
-        as_trajectory(f"{pair['uid']}/{name}", log, index)
+        as_trajectory(f"{pair['uid']}/{name}", pair[log], index)
         for pair in pairs
-        for index, (name, log) in enumerate((("chosen", pair["message_log"]), ("rejected", pair["rejected_log"])))
+        for index, (name, log) in enumerate(ANSWERS[:of_each])
     ]
     refs = [policy.cluster.store.put(answer) for answer in answers]
     _, ranks = rank_steps(
@@ -112,18 +129,20 @@ def build_step(batch: Sequence[DatumSpec], policy: PolicyInterface, config: Mast
         config,
         policy.layout,
         optimizer_steps=1,
-        algorithm="dpo",
+        algorithm=algorithm,
         prefixes=prefixes_of(answers) if policy.shares_prefixes else None,
     )
     targets = TrainTargets(
-        weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(2),
+        weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(of_each),
         valid_seqs=(len(batch),),
-        valid_toks=(sum(answer.generated_length for answer in answers[: 2 * len(batch)]),),
+        valid_toks=(sum(answer.generated_length for answer in answers[: of_each * len(batch)]),),
+        rewards=torch.tensor([score for pair in pairs for score in (pair["score"], 0.0)[:of_each]], dtype=torch.float64)
+        if algorithm == "rm"
+        else None,
     )
     version = policy.updates + 1
-    groups = [
-        as_group(pair, answers[2 * i : 2 * i + 2], refs[2 * i : 2 * i + 2], version) for i, pair in enumerate(batch)
-    ]
+    parts = [slice(of_each * i, of_each * (i + 1)) for i in range(len(batch))]
+    groups = [as_group(pair, answers[part], refs[part], version) for pair, part in zip(batch, parts, strict=True)]
     return DPOStep(pairs, ranks, targets, groups)
 
 

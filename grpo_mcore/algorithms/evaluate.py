@@ -7,8 +7,6 @@ from these lines alone, so an evaluation that was interrupted goes on where it s
 Not here: exporting checkpoints, and the report (tools/evaluation.py).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import defaultdict

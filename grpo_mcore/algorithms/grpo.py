@@ -13,8 +13,6 @@ Not here: the loss (objective/loss.py), the network (parallel/), the transfer of
 NeMo RL's other entry points (algorithms/nemo_rl_api.py; importable from here).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,9 +22,9 @@ from grpo_mcore.algorithms.nemo_rl_api import (
     TokenizerType,
     _default_grpo_save_state,
     _should_use_async_rollouts,
+    check_processor,
     dynamic_sampling,
     refit_policy_generation,
-    refuse_processor,
     scale_rewards,
     setup,
     validate,
@@ -41,6 +39,7 @@ from grpo_mcore.driver.record.sample_writer import SampleSink
 from grpo_mcore.driver.run.loop_parts import open_parts
 from grpo_mcore.driver.run.run import Run
 from grpo_mcore.environments.interfaces import EnvironmentInterface
+from grpo_mcore.objective import ValueLossFn
 from grpo_mcore.observe import Logger, Timeline
 from grpo_mcore.recipe import (
     AsyncGRPOConfig,
@@ -53,7 +52,7 @@ from grpo_mcore.recipe import (
 )
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.step.advantages import compute_targets
+from grpo_mcore.step.advantages import compute_targets, shaped_rewards
 from grpo_mcore.step.step_batch import build_step_batch
 
 __all__ = [
@@ -89,7 +88,8 @@ def grpo_train(
     is an object of this process (`create_env`), which scores between two waits of this loop, or an actor beside it
     (`MathEnvironment.remote(...)`). `follow`: take the samples from this run, in its order; there are no engines then.
     """
-    refuse_processor(processor)
+    if processor is not None:
+        check_processor(processor, policy.shape, policy.model_folder)
     config, engines, stop = master_config, policy_generation, stop or StopRequest()
     run = Run(
         policy, engines, dataloader, val_dataloader, tokenizer, loss_fn, task_to_env, val_task_to_env, logger,
@@ -167,13 +167,25 @@ def train_on_groups(
             stats = policy.infer_logprobs(
                 len(batch.samples), prev=prev, reference=reference, kl_kind=kl_kind, dropout=True
             )
+    ppo, loss = config.ppo, config.loss_fn
     with clock.phase("train"), policy.ready_for("training"):
-        targets, metrics = compute_targets(batch, stats, config)
-        if not any(targets.valid_toks):  # all samples failed or were filtered
+        rewards = shaped_rewards(batch.rewards, batch, config)
+        if ppo.enabled and batch.ranks:
+            with clock.phase("critic"):
+                kl = loss.reference_policy_kl_type if loss.use_kl_in_reward else None
+                stats |= policy.infer_values(
+                    rewards.nan_to_num(), ppo.adv_estimator, kl, loss.reference_policy_kl_penalty
+                )
+        targets, metrics = compute_targets(batch, stats, config, rewards)
+        counts = any(targets.valid_toks)  # else all samples failed or were filtered
+        if ppo.enabled and counts:
+            with clock.phase("critic"):
+                metrics |= policy.train_critic(ValueLossFn(config.value_loss_fn), targets)
+        if not counts or (ppo.enabled and policy.updates < ppo.policy_training_start_step):  # the critic learns first
             policy.skip()
             if samples is not None:
                 samples.trained(policy.updates, batch.groups, targets, [])
-            return metrics | {"tokens": 0.0}
+            return metrics | (batch.plan_metrics | {"tokens": float(batch.tokens)} if counts else {"tokens": 0.0})
         metrics |= batch.plan_metrics | policy.train(loss_fn, targets)
     if samples is not None and samples.wants_logprobs:
         samples.trained(policy.updates, batch.groups, targets, policy.token_logprobs())

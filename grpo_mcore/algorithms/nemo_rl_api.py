@@ -4,10 +4,9 @@ A script that was written against `nemo_rl.algorithms.grpo` runs with the packag
 importable from `grpo_mcore.algorithms.grpo`. Our own command line uses `driver/run/run.py` instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,10 +23,13 @@ from grpo_mcore.driver.rollouts.validation import run_validation
 from grpo_mcore.driver.run.run import prepare, start_run
 from grpo_mcore.driver.run.setup import start_cluster
 from grpo_mcore.environments.interfaces import EnvironmentInterface
+from grpo_mcore.families import ModelShape
+from grpo_mcore.families.images import image_settings, settings_of
 from grpo_mcore.objective import scale_reward_values
 from grpo_mcore.observe import Logger
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, RewardScalingConfig
 from grpo_mcore.refit.refit import RefitReport, Timer
+from grpo_mcore.rollout.images import ImageReader
 
 TokenizerType = TypeVar("TokenizerType")
 """A tokenizer of transformers."""
@@ -60,12 +62,13 @@ def setup(
     config.
 
     `dataset`: several by task name for data.use_multiple_dataloader. Raises RecipeError, SetupError, FamilyError,
-    DataError, ResumeError; ValueError for a `processor`.
+    DataError, ResumeError; ValueError for a `processor` that is not the one of the model's folder.
     """
-    refuse_processor(processor)
     config = MasterConfig.model_validate(master_config)
     data = TaskData(dataset, val_dataset, env_names={}, val_env_names={})  # the caller starts the environments
     prepared = prepare(config, resume, tokenizer=tokenizer, data=data)
+    if processor is not None:
+        check_processor(processor, prepared.model.shape, prepared.model.folder)
     checkpointer = prepared.checkpointer
     checkpointer.fetch_log(Path(config.logger.log_dir))
     logger = logger or Logger(config.logger, run=checkpointer.log_run())
@@ -90,11 +93,16 @@ def validate(
     val_task_to_env: Mapping[str, EnvironmentInterface] | None,
     step: int,
     master_config: MasterConfig,
+    *,
+    processor: object = None,
 ) -> tuple[dict[str, float | None], dict[str, float]]:
     """Generate on the validation prompts and score them. Return (metrics, timing in seconds).
 
-    The samples do not depend on `step`. Raises ValueError where there is nothing to validate on.
+    The samples do not depend on `step`. Raises ValueError where there is nothing to validate on, and for a `processor`
+    that is not the one of the model's folder.
     """
+    if processor is not None:
+        _compare_processor(processor, policy_generation.images)
     environments = as_workers(val_task_to_env or {}, policy_generation.cluster, master_config.cluster.platform)
     validation = run_validation(policy_generation, val_dataloader, environments, master_config, tokenizer=tokenizer)
     return validation.metrics, {"validate": validation.seconds, "total": validation.seconds}
@@ -222,9 +230,21 @@ def _should_use_async_rollouts(master_config: MasterConfig | Mapping[str, Any]) 
     return generation["backend"] == "vllm" and bool(generation["vllm_cfg"].get("async_engine", True))
 
 
-def refuse_processor(processor: object) -> None:
-    """Raise ValueError for a processor of images or audio, rather than ignore it."""
-    if processor is not None:
-        raise ValueError(
-            "processor: models with images or audio are not supported, so a processor has no use here; pass None"
-        )
+def check_processor(processor: Any, shape: ModelShape, folder: str) -> None:
+    """Raise ValueError for the processor of a vision model that makes other pixels than the one of the model's folder,
+    which policy and engines use; and for any with a model that reads no images."""
+    vision = shape.vision
+    _compare_processor(processor, None if vision is None else ImageReader(vision, image_settings(folder, vision)))
+
+
+def _compare_processor(processor: Any, images: ImageReader | None) -> None:
+    if images is None:
+        raise ValueError("processor: this run has no images, so a processor has no use here; pass None")
+    image_processor = getattr(processor, "image_processor", processor)
+    if not hasattr(image_processor, "to_dict"):
+        raise ValueError(f"processor: {type(processor).__name__} has no image processor of transformers")
+    theirs, ours = settings_of(image_processor.to_dict(), images.vision, "processor"), images.settings
+    if theirs != ours:
+        odd = [key for key, value in asdict(theirs).items() if value != getattr(ours, key)]
+        values = ", ".join(f"{key} {getattr(theirs, key)} (the model's folder: {getattr(ours, key)})" for key in odd)
+        raise ValueError(f"processor: it makes other pixels than policy and engines do: {values}; load it from there")

@@ -65,7 +65,7 @@ def tune(
     record = TuningRecord(
         algorithm, run.logger, run.master_config, run.policy, run.policy_generation, run.tokenizer,
         checkpointer=run.checkpointer, state=run.grpo_save_state, dataloader=run.dataloader,
-        val_dataloader=run.val_dataloader, stop=stop or StopRequest(),
+        val_dataloader=run.val_dataloader, stop=stop or StopRequest(), rows=run.rows(),
     )  # fmt: skip
     checkpoints = BackgroundCheckpoints(run.checkpointer, run.policy, run.master_config, on_failure=record.not_saved)
 
@@ -124,6 +124,10 @@ def build_step(batch: Sequence[DatumSpec], policy: ColocatablePolicyInterface, c
     examples, weights = filled_up(batch, policy.layout.data)
     trajectories = [as_trajectory(datum["uid"], datum["message_log"]) for datum in examples]
     refs = [policy.cluster.store.put(trajectory) for trajectory in trajectories]
+    images = [
+        {digest: policy.cluster.store.put(file) for digest, file in datum.get("images", {}).items()}
+        for datum in examples
+    ]
     _, ranks = rank_steps(
         dict(enumerate(refs)),
         [trajectory.length for trajectory in trajectories],
@@ -131,12 +135,13 @@ def build_step(batch: Sequence[DatumSpec], policy: ColocatablePolicyInterface, c
         policy.layout,
         optimizer_steps=1,
         prefixes=prefixes_of(trajectories) if policy.shares_prefixes else None,
+        images=images,
     )
     trained = sum(trajectory.generated_length for trajectory in trajectories[: len(batch)])
     targets = TrainTargets(torch.tensor(weights, dtype=torch.float64), valid_seqs=(len(batch),), valid_toks=(trained,))
     version = policy.updates + 1
     groups = [
-        as_group(datum, [trajectory], [ref], version)
-        for datum, trajectory, ref in zip(examples, trajectories, refs, strict=True)
+        as_group(datum, [trajectory], [ref], version, files)
+        for datum, trajectory, ref, files in zip(examples, trajectories, refs, images, strict=True)
     ]
     return SFTStep(ranks, targets, groups[: len(batch)], [group.samples[0] for group in groups], examples)

@@ -15,9 +15,10 @@ from grpo_mcore.families import ModelShape
 from grpo_mcore.generation.endpoint import Endpoint
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.parallel.policy import LossFn
-from grpo_mcore.recipe import KLType
+from grpo_mcore.recipe import GAEConfig, KLType
 from grpo_mcore.refit.refit import EngineNodes
 from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.images import ImageReader
 from grpo_mcore.rollout.trajectory import TrajectoryRef
 from grpo_mcore.step.step_batch import RankStep, StepBatch, TrainTargets
 
@@ -70,6 +71,8 @@ class PolicyInterface(Protocol):
     @property
     def shape(self) -> ModelShape: ...
     @property
+    def model_folder(self) -> str: ...
+    @property
     def precision(self) -> str: ...
     @property
     def shares_prefixes(self) -> bool:
@@ -86,6 +89,15 @@ class PolicyInterface(Protocol):
     ) -> dict[str, Tensor]:
         """Compute log-probs of the step received; the ranks keep them. Return the objective.sample_stats of the step's
         `samples`: float64 [samples] each."""
+
+    def infer_values(
+        self, rewards: Tensor, cfg: GAEConfig, kl_kind: KLType | None, kl_penalty: float
+    ) -> dict[str, Tensor]:
+        """Compute values, advantages and returns of the step received; the ranks keep them. Return the
+        objective.gae_stats of the samples: float64 [samples] each."""
+
+    def train_critic(self, loss_fn: LossFunction, targets: TrainTargets) -> dict[str, float]:
+        """Run the critic's optimizer steps on the step received, and return its metrics."""
 
     def train(
         self, loss_fn: LossFunction, targets: TrainTargets, meanwhile: Callable[[], None] = lambda: None
@@ -151,6 +163,8 @@ class GenerationInterface(Protocol):
     """Engines that generate, each known by its number: `driver/engines/engine_group.py` says what each member does."""
 
     endpoint: Endpoint | None
+    images: ImageReader | None
+    """Reads images for prompts; None if the run has no images."""
     lost: dict[int, str]
     deaths: dict[int, Any]
 
@@ -174,6 +188,7 @@ class GenerationInterface(Protocol):
     def paused(self) -> bool: ...
     @property
     def weight_version(self) -> int: ...
+    def all_hosts(self) -> list[Worker]: ...
     def nodes(self) -> EngineNodes: ...
     def prepare(self) -> None: ...
     def resume(self) -> None: ...

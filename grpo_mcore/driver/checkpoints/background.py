@@ -1,7 +1,5 @@
 """Checkpoints written in the background while training goes on, one at a time."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,12 +10,7 @@ from typing import Self
 
 from grpo_mcore.base.files import Digest
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
-from grpo_mcore.driver.checkpoints.checkpoint_files import (
-    RunSnapshot,
-    policy_folder,
-    recipe_text,
-    write_driver_files,
-)
+from grpo_mcore.driver.checkpoints.checkpoint_files import RunSnapshot, policy_folder, recipe_text, write_driver_files
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager, NotWritten
 from grpo_mcore.driver.interfaces import PolicyInterface
 from grpo_mcore.recipe import MasterConfig

@@ -1,7 +1,5 @@
 """The files of one checkpoint: what they hold, how they are written, and whether they are intact."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -16,6 +14,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from grpo_mcore.base.files import (
+    CRITIC,
     DIGESTS,
     FORMATS,
     Digest,
@@ -59,7 +58,7 @@ class GRPOSaveState(TypedDict, total=False):
     val_reward: float
     val_metrics: dict[str, float | None]  # of the validation after current_step, if there was one
     log_run: str  # the run's folder in logger.log_dir, which a resumed run continues
-    algorithm: str  # "sft" or "dpo"
+    algorithm: str  # one of FINE_TUNING
 
 
 def first_save_state() -> GRPOSaveState:
@@ -176,7 +175,8 @@ def write_digests(folder: Path, written: Mapping[str, Digest]) -> None:
     `written`: known digests, by path inside the folder. The policy's ranks have left the digests of their files beside
     them; a file without a known digest is read."""
     digests = dict(written)
-    digests |= {f"{POLICY}/{name}": digest for name, digest in collect_digests(folder / POLICY).items()}
+    for part in (POLICY, f"{POLICY}/{CRITIC}"):
+        digests |= {f"{part}/{name}": digest for name, digest in collect_digests(folder / part).items()}
     names = _names(folder)
     digests |= {name: digest_file(folder / name, sync=True) for name in names if name not in digests}
     files = {name: {"bytes": digests[name][0], "sha256": digests[name][1]} for name in names}

@@ -1,7 +1,5 @@
 """Checkpoints of a run: each is a folder `step_N` that appears complete or not at all; the best are kept."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import logging
@@ -322,7 +320,7 @@ class CheckpointManager:
         state = read_info(self.resumed_from)["save_state"]
         wrote = "grpo" if "consumed_samples" in state else state.get("algorithm")
         if algorithm != wrote and (wrote is not None or algorithm == "grpo"):
-            name = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
+            name = {"grpo": "GRPO", "sft": "SFT", "dpo": "DPO", "rm": "a reward model"}
             raise ResumeError(
                 f"--resume: {self.resumed_from} is of a run of {name.get(wrote or '', 'SFT or DPO')}, which "
                 f"{name[algorithm]} cannot resume. To start from its weights: grpo-mcore export {self.resumed_from} "

@@ -9,8 +9,6 @@ folder, or from a checkpoint older than its newest copy, takes the next number. 
 the run with the highest number that has a whole checkpoint. Versions up to 0.2 wrote right below the URL: number 0.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

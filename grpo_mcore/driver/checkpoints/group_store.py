@@ -5,8 +5,6 @@ Each group is a file of its own, written and read one by one, so that the driver
 group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +14,11 @@ from grpo_mcore.base.files import Digest
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn, turn_of_bytes
+from grpo_mcore.rollout.trajectory import ImageSpan, Score, Trajectory, TrajectoryRef, Turn, turn_of_bytes
 
 FOLDER = "groups"
 
-TYPES = (TrajectoryRef, Trajectory, Turn, turn_of_bytes, Score)
+TYPES = (TrajectoryRef, Trajectory, Turn, turn_of_bytes, ImageSpan, Score)
 """Classes, and the function that makes turns, in the files of groups."""
 
 
@@ -30,10 +28,12 @@ def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> dic
     for number, group in enumerate(groups):
         (folder / FOLDER).mkdir(exist_ok=True)
         samples = [
-            (replace(sample, ref=None), None if sample.ref is None else cluster.store.fetch(sample.ref))
+            (replace(sample, ref=None, images={}), None if sample.ref is None else cluster.store.fetch(sample.ref))
             for sample in group.samples
         ]  # an agent that failed has left no trajectory
-        contents = {"uid": group.uid, "samples": samples, "scores": group.scores}
+        images = {digest: ref for sample in group.samples for digest, ref in sample.images.items()}
+        of_images = {digest: cluster.store.fetch(ref) for digest, ref in images.items()}
+        contents = {"uid": group.uid, "samples": samples, "scores": group.scores, "images": of_images}
         name = f"{FOLDER}/{number:05d}.pt"
         digests[name] = tensor_files.save(contents, folder / name, TYPES)
     return digests
@@ -49,8 +49,9 @@ def read_groups(
     for path in sorted((folder / FOLDER).glob("*.pt")):
         saved = tensor_files.load(path, TYPES)
         if saved["uid"] in uids and len(saved["samples"]) in sizes:
+            images = {digest: cluster.store.put(data) for digest, data in saved.get("images", {}).items()}
             samples = tuple(
-                sample if trajectory is None else replace(sample, ref=cluster.store.put(trajectory))
+                replace(sample, ref=None if trajectory is None else cluster.store.put(trajectory), images=images)
                 for sample, trajectory in saved["samples"]
             )
             groups[saved["uid"]] = Group(by_uid[saved["uid"]], samples, saved["scores"])

@@ -28,6 +28,7 @@ from grpo_mcore.generation.endpoint import ChatEngine, Endpoint
 from grpo_mcore.layout import EngineLayout
 from grpo_mcore.refit.engine_side.receiver import RefitReceiver
 from grpo_mcore.refit.refit import EngineNodes, RefitEngine
+from grpo_mcore.rollout.images import ImageReader
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 
 P = ParamSpec("P")
@@ -112,9 +113,13 @@ def node_of_engine(
 
 
 def with_trajectories(requests: Sequence[GenerationRequest], store: ObjectStore) -> list[GenerationRequest]:
-    """Return the requests with the trajectories that they continue, in place of the references."""
+    """Return the requests with the trajectories that they continue and the files of their images, in place of the
+    references."""
     references = [request.continues for request in requests if request.continues is not None]
     trajectories = iter(store.fetch_many(references))
+    images = {digest: reference for request in requests for digest, reference in request.images.items()}
+    files = dict(zip(images, store.fetch_many(list(images.values())), strict=True))
+    requests = [replace(r, images={name: files[name] for name in r.images}) if r.images else r for r in requests]
     return [r if r.continues is None else replace(r, continues=next(trajectories)) for r in requests]
 
 
@@ -149,6 +154,7 @@ class EngineGroup:
     layout: EngineLayout = EngineLayout()  # of one engine
     colocated: bool = True  # on the policy's devices; otherwise weights come over the network
     pauses: bool = False  # generation stands still while the policy trains
+    images: ImageReader | None = None  # what prompts need of the model's images; None where they have none
     endpoint: Endpoint | None = None  # in front of the engines, if the recipe asks for one
     start: Callable[[int], Sequence[Worker]] | None = None  # spawns an engine and its followers; None: not replaceable
     start_timeout_s: float = 600.0

@@ -1,7 +1,5 @@
 """The policy's OpenAI-compatible endpoint, as the recipe configures it."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """How many consecutive failures are tolerated, and how long to wait before each retry."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from grpo_mcore.base.clock import REAL, Clock

@@ -1,10 +1,8 @@
 """The recipe's sampling parameters and length limits."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from grpo_mcore.recipe import GenerationConfig, MasterConfig, bin_tokens
+from grpo_mcore.recipe import GenerationConfig, MasterConfig
 from grpo_mcore.rollout.life import TurnLimits
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.rollout.turn_end import turn_ends
@@ -12,9 +10,8 @@ from grpo_mcore.rollout.turn_end import turn_ends
 
 def turn_limits(config: MasterConfig) -> TurnLimits:
     """Return the limits of a sample's turns."""
-    room = bin_tokens(config, "grpo")
     together = (config.grpo.turns or ("together" if config.cluster.backend == "local" else "free")) == "together"
-    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len, room, together)
+    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len, together)
 
 
 def sampling_of(generation: GenerationConfig, tokenizer: Any, *, validation: bool = False) -> Sampling:

@@ -1,7 +1,5 @@
 """The policy's ranks as the driver sees them: each call goes to all of them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from grpo_mcore.base.files import Digest
@@ -19,9 +18,9 @@ from grpo_mcore.driver.policy.policy_worker import PolicyWorker
 from grpo_mcore.driver.policy.refit_settings import RefitSettings
 from grpo_mcore.families import ModelShape
 from grpo_mcore.layout import PolicyLayout
-from grpo_mcore.objective import combine_metrics, step_metrics
+from grpo_mcore.objective import combine_metrics, critic_metrics, stats_by_sample, step_metrics
 from grpo_mcore.parallel.policy import LossFn, TrainReport
-from grpo_mcore.recipe import KLType
+from grpo_mcore.recipe import GAEConfig, KLType
 from grpo_mcore.rollout.workers import Ref
 from grpo_mcore.step.step_batch import RankStep, TrainTargets
 
@@ -29,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+OF_ENGINE = ("token_mult_prob_error", "sequence_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence")
+"""Beginnings of the metrics that compare the engine's log-probs with those before the step's first update."""
 
 
 @dataclass
@@ -97,13 +99,27 @@ class PolicyGroup:
     ) -> dict[str, Tensor]:
         """Compute log-probs of the step received; the ranks keep them. `dropout`: the current weights act as they do in
         training. Return the objective.sample_stats of the step's `samples`: float64 [samples] each, 0 for samples that
-        no rank has."""
+        no rank has. Raises RuntimeError if ranks report different statistics."""
         parts = self._all(PolicyWorker.infer_logprobs, "log-probs")(prev, reference, kl_kind, dropout)
-        stats: dict[str, Tensor] = {}
-        for index, stats_of_rank in filter(None, parts):
-            for name, values in stats_of_rank.items():
-                stats.setdefault(name, values.new_zeros(samples))[index] = values
-        return stats
+        return self._by_sample(parts, samples)
+
+    def infer_values(
+        self, rewards: Tensor, cfg: GAEConfig, kl_kind: KLType | None, kl_penalty: float
+    ) -> dict[str, Tensor]:
+        """Compute the critic's values of the step received, and advantages and returns by token; the ranks keep them.
+        `rewards`: float64 [samples]; the others as in `critic_columns`. Return the objective.gae_stats of the samples,
+        float64 [samples] each."""
+        parts = self._all(PolicyWorker.infer_values, "the critic's values")(rewards, cfg, kl_kind, kl_penalty)
+        return self._by_sample(parts, len(rewards))
+
+    def _by_sample(self, parts: Sequence[tuple[Tensor, dict[str, Tensor]] | None], samples: int) -> dict[str, Tensor]:
+        reported = list(filter(None, parts))
+        if len({frozenset(values) for _, values in reported}) > 1:
+            found = "; ".join(", ".join(sorted(values)) for _, values in reported)
+            raise RuntimeError(f"data-parallel ranks report different statistics of the step's samples: {found}")
+        index = torch.cat([of_rank for of_rank, _ in reported])
+        stats = {name: torch.cat([values[name] for _, values in reported]) for name in reported[0][1]}
+        return stats_by_sample(index, stats, samples)
 
     def train(
         self, loss_fn: LossFn, targets: TrainTargets, meanwhile: Callable[[], None] = lambda: None
@@ -116,10 +132,21 @@ class PolicyGroup:
         reports = self._wait(calls)
         self.updates += 1
         self.train_times = [[report.times for report in of_rank] for of_rank in reports]
-        return self._combined(reports) | {
+        metrics = self._combined(reports)
+        if len(reports[0]) > 1 and getattr(getattr(loss_fn, "cfg", None), "ratio_to_engine", False):
+            first = self._combined([of_rank[:1] for of_rank in reports])  # no pass came before: later ones have moved
+            metrics |= {name: value for name, value in first.items() if name.startswith(OF_ENGINE)}
+        return metrics | {
             "grad_norm": sum(report.grad_norm for report in reports[0]) / len(reports[0]),
             "lr": reports[0][-1].learning_rate,
         }
+
+    def train_critic(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
+        """Do the same for the critic, before the policy trains on the step. Return its metrics, as `critic/NAME`."""
+        sent = self.cluster.store.put(replace(targets, estimate=None))
+        reports = self._all(PolicyWorker.train_critic, "training of the critic")(loss_fn, sent)
+        of_step = {"grad_norm": sum(report.grad_norm for report in reports[0]) / len(reports[0])}
+        return critic_metrics(self._combined(reports) | of_step | {"lr": reports[0][-1].learning_rate})
 
     def compare_losses(
         self, losses: Sequence[LossFn], parts: Sequence[LossFn], targets: TrainTargets, kinds: Tensor
@@ -149,11 +176,15 @@ class PolicyGroup:
     def trace_layers(self) -> dict[int, dict[int, Tensor]]:
         """Return what comes out of each layer, as parallel/probes.py describes it, for the samples
         received: sample index -> layer -> float64 [2, length]."""
-        traces: dict[int, dict[int, Tensor]] = {}
+        traces: dict[int, dict[int, dict[int, Tensor]]] = {}  # the last key: first token of a part of the sample
         for part in self._all(PolicyWorker.trace_layers, "the layers' outputs")():
-            for index, layers in part.items():
-                traces.setdefault(index, {}).update(layers)
-        return traces
+            for (index, start), layers in part.items():
+                for number, rows in layers.items():
+                    traces.setdefault(index, {}).setdefault(number, {})[start] = rows
+        return {
+            index: {number: torch.cat([rows[start] for start in sorted(rows)], 1) for number, rows in layers.items()}
+            for index, layers in traces.items()
+        }
 
     def skip(self) -> None:
         """Count a step that trains nothing: the weights stay."""
@@ -262,12 +293,18 @@ class PolicyGroup:
 
 def logprobs_by_sample(answers: Sequence[Future]) -> dict[int, dict[str, np.ndarray]]:
     """Wait for what `token_logprobs` asked for. Return it by index in the step: name -> float32 [length]."""
-    by_sample: dict[int, dict[str, np.ndarray]] = {}
+    by_sample: dict[int, dict[int, dict[str, np.ndarray]]] = {}  # the inner key: first token of a part of the sample
     for answer in answers:
         for bin in answer.result():
-            parts = {name: np.split(row, np.cumsum(bin.lengths)) for name, row in bin.rows.items()}
-            by_sample |= {index: {name: parts[name][i] for name in parts} for i, index in enumerate(bin.samples)}
-    return by_sample
+            rows = {name: np.split(row, np.cumsum(bin.lengths)) for name, row in bin.rows.items()}
+            for i, (index, start) in enumerate(zip(bin.samples, bin.starts, strict=True)):
+                by_sample.setdefault(index, {})[start] = {name: rows[name][i] for name in rows}
+    return {
+        index: {name: np.concatenate([parts[start][name] for start in sorted(parts)]) for name in parts[0]}
+        if len(parts) > 1
+        else parts[0]
+        for index, parts in by_sample.items()
+    }
 
 
 def _processes(workers: Sequence[Worker]) -> tuple[tuple[str, int], ...]:

@@ -2,8 +2,6 @@
 log-probs. Unlike the checksums of a refit this also covers the model's code on both sides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How the policy's weights reach the engines: the recipe's settings of a refit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grpo_mcore.families import AdapterShape, adapter_shape

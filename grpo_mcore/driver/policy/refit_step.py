@@ -1,10 +1,9 @@
 """Refit: make the engines' weights equal the policy's, and go on if engines die meanwhile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
+from grpo_mcore.base.stopping import StopNow
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from grpo_mcore.driver.interfaces import ColocatablePolicyInterface, GenerationInterface
 from grpo_mcore.driver.policy.refit_parity import SampledParity, measure_parity
@@ -13,6 +12,8 @@ from grpo_mcore.refit.plan.plan import RefitError, plan_model_refit
 from grpo_mcore.refit.refit import RefitReport, Timer, refit
 
 GIB = 2**30
+GRACE_S = 3.0
+"""Seconds in which a refit may still end after an urgent request to stop; batch systems kill after 30 s."""
 
 OnRestart = Callable[[str, str], None]
 """Called with the name of each worker that is restarted, and the reason."""
@@ -31,18 +32,23 @@ def refit_engines(
     """Refit all engines, as the training loop does; with `lost_only` those that are lost. Return None if there are no
     engines. Engines that die in it are restarted. Engines may be generating if
     grpo.async_grpo.in_flight_weight_updates allows it. `sampled`: compares the log-probs after some refits of all
-    engines."""
+    engines. An urgent request to stop ends the engines if the refit does not end within GRACE_S."""
     if not engines.slots:
         return None
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
     compared = None if lost_only else sampled
 
     def once(group: GenerationInterface) -> RefitReport:
-        with policy.cluster.uninterrupted():
-            return refit_once(policy, group, timeline=timeline, recompute_kv=recompute_kv, sampled=compared)
+        try:
+            with policy.cluster.uninterrupted(GRACE_S):
+                return refit_once(policy, group, timeline=timeline, recompute_kv=recompute_kv, sampled=compared)
+        except StopNow:  # a policy rank that waits for an engine leaves the refit when that ends, and can save
+            policy.background = None
+            policy.cluster.stop(group.all_hosts())
+            raise
 
     if any(slot.waits for slot in engines.slots):
-        with policy.cluster.uninterrupted():
+        with policy.cluster.uninterrupted(GRACE_S):
             policy.offload()  # the successors of lost engines take its memory
     return refit_until_done(engines, once, on_restart, lost_only=lost_only)
 

@@ -1,8 +1,6 @@
 """A teacher as vLLM engines, which score sampled tokens as they read them. They start, sleep and wake as the policy's
 engines do; no refit brings them weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ devices in turns: its weights are then on the device only while it scores. It ho
 started again and scores the same samples.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ same; only its groups come from `RecordedRollouts`, and each entry of the new le
 where they part for the first time, the run ends with a message.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

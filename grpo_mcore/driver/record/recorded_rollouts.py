@@ -1,7 +1,5 @@
 """Groups that come from the files of a recorded run, in its order: no engine generates, no environment scores."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from typing import NoReturn
 

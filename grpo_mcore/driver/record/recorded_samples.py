@@ -1,11 +1,8 @@
 """Make groups from the rows that `sample_writer` has written: what a step was trained on, as it was."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +12,7 @@ from torch import Tensor
 from grpo_mcore.cluster import ObjectStore
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
+from grpo_mcore.rollout.trajectory import ImageSpan, Score, Trajectory, TrajectoryRef, Turn
 
 Row = Mapping[str, Any]
 """A sample: columns of observe/samples.py's SCHEMA."""
@@ -38,7 +35,8 @@ def recorded_groups(rows: Sequence[Row], store: ObjectStore) -> list[Group]:
 def recorded_group(prompt: DatumSpec, rows: Sequence[Row], store: ObjectStore) -> Group:
     """Return the group of a prompt, whose trajectories are put into the store. `rows`: the group's samples, in their
     order."""
-    return Group(prompt, tuple(_reference(row, store) for row in rows), tuple(map(_score, rows)))
+    images = {file["digest"]: store.put(file["bytes"]) for row in rows for file in row.get("images") or ()}
+    return Group(prompt, tuple(_reference(row, store, images) for row in rows), tuple(map(_score, rows)))
 
 
 def sample_name(row: Row) -> str:
@@ -46,17 +44,19 @@ def sample_name(row: Row) -> str:
     return f"{row['uid']}#{row['generation']}"
 
 
-def _reference(row: Row, store: ObjectStore) -> TrajectoryRef:
+def _reference(row: Row, store: ObjectStore, images: Mapping[str, Any]) -> TrajectoryRef:
     if row["turns"] is None:  # its rollout failed and left no tokens
         (version,) = [span["version"] for span in row["versions"] or [{"version": 0}]]
         return TrajectoryRef(
             row["uid"], row["generation"], 0, 0, 0, version, row["truncated"], row["finish_reason"], None, turns=0
         )
-    trajectory = _trajectory(row)
-    return replace(TrajectoryRef.of(trajectory, store.put(trajectory)), cut_turns=row["cut_turns"])
+    trajectory = trajectory_of(row)
+    files = {image.digest: images[image.digest] for image in trajectory.images()}
+    return TrajectoryRef.of(trajectory, store.put(trajectory), files)
 
 
-def _trajectory(row: Row) -> Trajectory:
+def trajectory_of(row: Row) -> Trajectory:
+    """Return a recorded sample with its turns."""
     tokens = torch.tensor(row["token_ids"], dtype=torch.int64)
     of_engine = row.get("engine_logprobs")  # None: nothing was generated
     logprobs = torch.zeros(len(tokens)) if of_engine is None else torch.tensor(of_engine, dtype=torch.float32)
@@ -64,13 +64,16 @@ def _trajectory(row: Row) -> Trajectory:
     for turn in row["turns"]:
         span = slice(start, start + turn["tokens"])
         turn_logprobs = logprobs[span] if turn["generated"] else None
-        turns.append(
-            Turn(turn["role"], tokens[span], turn_logprobs, turn["generated"], turn["text"], turn.get("flag") or "")
-        )
+        images = tuple(ImageSpan(**image | {"grid": tuple(image["grid"])}) for image in turn.get("images") or ())
+        about = turn["generated"], turn["text"], turn.get("flag") or "", images
+        turns.append(Turn(turn["role"], tokens[span], turn_logprobs, *about))
         start += turn["tokens"]
     versions = tuple((span["version"], span["first"], span["end"]) for span in row["versions"])
     end, branches = (row["finish_reason"], row["truncated"], row["stop_token"]), tuple(row.get("branches") or ())
-    return Trajectory(row["uid"], row["generation"], tuple(turns), versions, *end, branches, _routes(row.get("routes")))
+    return Trajectory(
+        row["uid"], row["generation"], tuple(turns), versions, *end, branches, _routes(row.get("routes")),
+        tuple(row.get("turn_numbers") or ()),
+    )  # fmt: skip
 
 
 def _routes(column: Mapping[str, Any] | None) -> Tensor | None:
@@ -92,4 +95,7 @@ def _score(row: Row) -> Score:
         row["terminated"],
         row.get("solved_at"),
         tuple(row.get("failures") or ()),
+        tuple(row.get("turn_rewards") or ()),
+        tuple(row.get("turn_states") or ()),
+        tuple(row.get("step_rewards") or ()),
     )

@@ -1,7 +1,5 @@
 """Console, events, alarms, throughput and summary of a run, the same for all algorithms."""
 
-from __future__ import annotations
-
 import logging
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +10,13 @@ from typing import Any
 from grpo_mcore.driver.interfaces import GenerationInterface, PolicyInterface
 from grpo_mcore.driver.record.sample_writer import SampleWriter
 from grpo_mcore.families import forward_flops, parameter_count
-from grpo_mcore.observe import Logger, RunConsole, StepRow, write_summary
+from grpo_mcore.observe import Logger, RunConsole, StepRow, read_metrics, write_summary
 from grpo_mcore.observe.alarms import StepAlarms
+from grpo_mcore.observe.band import band_of
 from grpo_mcore.observe.console.console import WIDTH
+from grpo_mcore.observe.console.heartbeat import expect
 from grpo_mcore.observe.exit_codes import RunEnd
+from grpo_mcore.observe.logger import METRICS_FILE
 from grpo_mcore.observe.machine import throughput
 from grpo_mcore.observe.spans import SpanFile
 from grpo_mcore.recipe import Algorithm, MasterConfig, world_size
@@ -46,8 +47,14 @@ class RunOutput:
         self.samples = SampleWriter(config.logger, logger.log_dir, policy.cluster, tokenizer, decodes=decodes)
         self.spans = SpanFile(logger.log_dir, step=lambda: step() + 1, clock=time)
         self.spans.begin(devices_of(policy, engines), engines.colocated, algorithm)
-        self.alarms = StepAlarms(config.logger.alarms.stop_after)
-        self._first_step = step() + 1
+        band, reason = band_of(config.model_dump(mode="json"))
+        if reason is not None:
+            log.warning("%s", reason)
+        self.alarms, self._first_step = StepAlarms(config.logger.alarms.stop_after, band), step() + 1
+        if self.alarms.band is not None:  # also of the steps before a run was resumed
+            for row in read_metrics(logger.log_dir / METRICS_FILE, "train"):
+                if row["step"] < self._first_step:
+                    self.alarms.band.sign(row["step"], row)
         self._tokens = 0  # of the samples of all steps
         self._began = time.now()
         self._phases = {"start": self._began - logger.opened}  # seconds
@@ -61,6 +68,7 @@ class RunOutput:
 
     def close(self) -> None:
         """Write the samples that are left, and close the files of samples and events."""
+        expect(0.0)
         self.samples.close()
         self.spans.close()
 
@@ -99,6 +107,7 @@ class RunOutput:
             for times in optimizer_steps:
                 self.spans.optimizer_step(worker.name, times)
         self.spans.flush()
+        expect(2 * metrics.get("timing/total", 0.0))
         self.logger.restore()
         self.logger.log_metrics(metrics, step, "train")
         self.logger.log_surroundings(step)
@@ -122,13 +131,20 @@ class RunOutput:
         }
 
     def trouble(self) -> dict[str, Any]:
-        """Return the alarms and outages of a summary, if there were any."""
+        """Return the alarms and outages of a summary, if there were any, and whether the run is inside its band."""
         lists = {"alarms": [asdict(alarm) for alarm in self.alarms.raised], "outages": self.logger.outages()}
-        return {name: entries for name, entries in lists.items() if entries}
+        return self._band() | {name: entries for name, entries in lists.items() if entries}
 
     def trouble_facts(self) -> dict[str, str]:
         """Return the same as lines for the console."""
-        return {f"ALARM, step {alarm.step}": alarm.text for alarm in self.alarms.raised} | self.logger.outages()
+        alarms = {f"ALARM, step {alarm.step}": alarm.text for alarm in self.alarms.raised}
+        return self._band() | alarms | self.logger.outages()
+
+    def _band(self) -> dict[str, str]:
+        test = self.alarms.band
+        if test is None or not test.evidence:  # it has not looked yet
+            return {}
+        return {"band": f"{'outside' if test.text else 'inside'} the {test.band.name}"}
 
     def write_summary(self, summary: Mapping[str, Any], steps: int) -> None:
         """Write summary.json of a run with so many steps done. A resumed run that had none left to do keeps that of the

@@ -1,7 +1,5 @@
 """One event, one call: each event of a run is recorded here once, for all who keep account of it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
 from grpo_mcore.driver.rollouts.validation import Validation, stop_reason
 from grpo_mcore.observe import LEDGER_FILE, Ledger, Timeline
 from grpo_mcore.observe.exit_codes import RunEnd
-from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
+from grpo_mcore.recipe import MasterConfig, has_greedy_baseline, prompts_per_generation_batch
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
@@ -133,7 +131,7 @@ class RunRecord:
             self.ledger.write("failed", uid=uid, why=group.failure)
             self.schedule.record(s.GroupFailed(uid, group.failure))
             return
-        rate = self.prompts.rates.add(group)
+        rate = self.prompts.rates.add(self._drawn(group))
         self.ledger.write("finished", uid=uid, version=group.weight_version, scored=group.scored, rate=rate)
         if not informative:
             self._consumed += 1
@@ -141,6 +139,9 @@ class RunRecord:
             self.report.group_filtered(group, reason := "its rewards are equal")
             self.ledger.write("filtered", uid=uid, why=reason)
         self.schedule.record(s.GroupFinished(uid, informative, group.nbytes))
+
+    def _drawn(self, group: Group) -> Group:
+        return group.without_first() if has_greedy_baseline(self._config) else group
 
     def retried(self, uid: str, reason: str) -> None:
         """Record that a prompt's samples are thrown away and generated again."""
@@ -169,7 +170,8 @@ class RunRecord:
         if self.schedule.config.max_trajectory_age:
             ahead = len(self.schedule.in_flight) - len(command.groups) - len(command.surplus)
             metrics = metrics | {"num_groups_ahead": float(ahead)}
-        metrics = metrics | rewards_by_column(groups, self._config.logger.metrics_by) | self.prompts.step_metrics()
+        drawn = [self._drawn(group) for group in groups]
+        metrics = metrics | rewards_by_column(drawn, self._config.logger.metrics_by) | self.prompts.step_metrics()
         self.prompts.mark_done(command.groups)
         self.prompts.put_back(command.surplus)
         self.ledger.write("trained", uids=command.groups, step=command.step, version=self.schedule.policy_version)

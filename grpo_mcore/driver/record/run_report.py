@@ -1,7 +1,5 @@
 """Report a run to its user: banner, one line a step, metrics files, and the summary with the reward curve."""
 
-from __future__ import annotations
-
 import logging
 import math
 import textwrap
@@ -25,6 +23,7 @@ from grpo_mcore.recipe import (
     samples_per_step,
     trains_on_rewards,
 )
+from grpo_mcore.recipe.headline import headline
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.schedule import Schedule
@@ -73,9 +72,10 @@ class RunReport(RunOutput):
         engines: GenerationInterface,
         tokenizer: Any,
         compare: Compare | None = None,
+        rows: Sequence[int | None] = (),
     ) -> None:
         """`schedule`: knows the step. `compare`: sets what `plan` predicted against what the run measured, for its
-        summary."""
+        summary. `rows`: of the training and the validation data, for the banner."""
         super().__init__("grpo", logger, config, policy, engines, tokenizer, step=lambda: schedule.step)
         self._schedule, self._compare = schedule, compare
         self._timers: list[dict[str, float]] = []
@@ -90,7 +90,7 @@ class RunReport(RunOutput):
         self._refit: RefitReport | None = None
         self._checkpoint: Path | None = None
         self._recall()
-        self._banner(policy, engines)
+        self._banner(policy, engines, rows)
 
     @property
     def run_name(self) -> str:
@@ -112,7 +112,7 @@ class RunReport(RunOutput):
                 self._validations[row["step"]] = _results(row)
                 self._graded |= _has_graded(row)
 
-    def _banner(self, policy: PolicyInterface, engines: GenerationInterface) -> None:
+    def _banner(self, policy: PolicyInterface, engines: GenerationInterface, rows: Sequence[int | None]) -> None:
         config, vllm = self.config, self.config.policy.generation.vllm_cfg
         where = "colocated" if engines.colocated else "with devices of their own"
         start = self._schedule.step
@@ -123,7 +123,8 @@ class RunReport(RunOutput):
         )
         self.console.banner(
             _title(config),
-            {
+            headline(config, rows=rows)
+            | {
                 "batch": batch_equation(config),
                 **({"sampling": sampling} if config.grpo.use_dynamic_sampling else {}),
                 **({"ahead": _ahead(config)} if config.grpo.async_grpo.max_age else {}),
@@ -189,7 +190,7 @@ class RunReport(RunOutput):
         self._failed_prompts = 0
         if "token_mult_prob_error" in metrics:
             self._mult_errors[step] = metrics["token_mult_prob_error"]
-        metrics |= scoring_metrics(groups)
+        metrics |= scoring_metrics(groups) | prompt_metrics(groups)
         self._rewards[step] = metrics["reward"]
         self._graded |= _has_graded(metrics)
         if self._graded:  # all may happen to be 0 in one step: that is no accuracy
@@ -213,19 +214,13 @@ class RunReport(RunOutput):
                 notes=[*scoring_notes(groups), *_queued_note(metrics)],
             ),
         )
-        if "loss" not in metrics:
+        if "loss" not in metrics and "critic/loss" not in metrics:
             self.console.note(f"step {step} changed nothing: {_left_out(metrics)}")
-        elif metrics["zero_advantage_rate"] == 1 and not self._noted_equal_rewards:
+        elif metrics["zero_advantage_rate"] == 1 and metrics.get("accuracy") != 1 and not self._noted_equal_rewards:
             self._noted_equal_rewards = True
             self.console.note(
                 f"step {step}: every advantage is 0, because the rewards compared are equal. If that goes on,\n"
                 "the task is too hard or too easy for the model, or the environment finds no answers (said only once)"
-            )
-        if cut := [sample for group in groups for sample in group.samples if sample.cut_turns]:
-            first = f"{cut[0].uid}#{cut[0].generation_index} after turn {cut[0].turns}"
-            self.console.note(
-                f"samples whose later turns were cut off, since a bin has no room for more branches: {len(cut)}; the "
-                f"first, {first}"
             )
         if failed := _failed(groups):
             kinds = Counter(
@@ -449,6 +444,19 @@ def scoring_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "scoring/failed_attempts": float(failed.total()),
         **{f"scoring/failed_attempts/{name}": float(count) for name, count in failed.items()},
     }
+
+
+def prompt_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the share of a step's prompts that are not the same, text and images, as one before them."""
+    shown = [
+        tuple(
+            (str(it["content"]), *(image.digest for image in it.get("images", ())))
+            for it in group.prompt["message_log"]
+        )
+        for group in groups
+        if group.prompt.get("message_log")
+    ]
+    return {"distinct_prompts": len(set(shown)) / len(shown)} if shown else {}
 
 
 def scoring_notes(groups: Sequence[Group]) -> list[str]:

@@ -1,7 +1,5 @@
 """Write the samples of a run to their files (observe/samples.py): what was generated, rewarded and trained on."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,6 +80,8 @@ class SampleWriter:
             columns["advantage"] = advantages.tolist()
         if targets.estimate is not None:
             columns |= advantage_columns(targets.estimate, targets.clip)
+        if targets.turn_credits is not None:
+            columns["turn_credits"] = targets.turn_credits.tolist()
         if targets.teacher_gaps is not None:
             columns["teacher_part"] = (targets.teacher_weight * targets.teacher_gaps).tolist()
         rows = partial(self._trained_rows, groups, step, columns, logprobs)
@@ -122,9 +122,14 @@ class SampleWriter:
         chosen = [group for position, group in enumerate(groups) if self._chosen(position, len(groups))]
         for group in chosen:
             fetched = iter(self._cluster.store.fetch_many([s.ref for s in group.samples if s.ref is not None]))
+            unwritten = {digest: ref for sample in group.samples for digest, ref in sample.images.items()}
             for sample, score in zip(group.samples, group.scores, strict=True):
                 trajectory = None if sample.ref is None else next(fetched)
-                yield sample_row(group, sample, score, trajectory, self._decode_turn) | {"left_out": left_out}
+                row = sample_row(group, sample, score, trajectory, self._decode_turn) | {"left_out": left_out}
+                if new := {digest: unwritten.pop(digest) for digest in sample.images if digest in unwritten}:
+                    files = zip(new, self._cluster.store.fetch_many(list(new.values())), strict=True)
+                    row["images"] = [{"digest": digest, "bytes": file} for digest, file in files]
+                yield row
 
     def _chosen(self, position: int, count: int) -> bool:
         """Return whether the group at this position is one of SAMPLED_PROMPTS, evenly spaced."""
@@ -201,7 +206,9 @@ def sample_row(
         "finish_reason": sample.finish_reason,
         "truncated": sample.truncated,
         "stop_token": sample.stop_token,
-        "cut_turns": sample.cut_turns,
+        "turn_rewards": score.turn_rewards or None,
+        "turn_states": score.turn_states or None,
+        "step_rewards": score.step_rewards or None,
         "token_ids": [],
         "columns": json.dumps({name: _cut(value) for name, value in info.items() if name not in _NO_COLUMNS}),
     }
@@ -224,10 +231,12 @@ def sample_row(
                     "tokens": ids.size,
                     "generated": turn.loss_mask,
                     "flag": turn.flag or None,
+                    "images": [vars(image) for image in turn.images] or None,
                 }
                 for turn, ids in zip(trajectory.turns, tokens, strict=True)
             ],
             "branches": trajectory.branches,
+            "turn_numbers": trajectory.turn_numbers or None,
             "token_ids": np.concatenate(tokens),
         }
         if any(turn.logprobs is not None for turn in trajectory.turns):

@@ -1,7 +1,5 @@
 """The record of a run on examples (SFT, DPO, distillation): batches, files, console, content of its checkpoints."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -19,13 +17,15 @@ from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
 from grpo_mcore.observe import Logger, Timeline
 from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.recipe import Algorithm, FineTuningConfig, MasterConfig, batch_equation, exports_model
+from grpo_mcore.recipe.headline import headline
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.step.step_batch import TrainTargets
 
 logger = logging.getLogger(__name__)
 
-SHOW_EVERY = 50  # steps
+SHOW_S = 5.0
+"""Seconds between two lines of steps; the first and the last step always have one."""
 SHOWN = ("loss", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
 Metrics = dict[str, float]
 
@@ -51,8 +51,10 @@ class TuningRecord(RunOutput):
         dataloader: Any,
         val_dataloader: Any,
         stop: StopRequest,
+        rows: Sequence[int | None] = (),
     ) -> None:
-        """`state`: save state of the checkpoint that the run resumes, or `first_save_state()`."""
+        """`rows`: of the training and the validation data, for the banner. `state`: save state of the checkpoint that
+        the run resumes, or `first_save_state()`."""
         self._algorithm, self._checkpointer, self._stop = algorithm, checkpointer, stop
         self._val_dataloader = val_dataloader
         self.step = state["current_step"]
@@ -68,14 +70,12 @@ class TuningRecord(RunOutput):
         self._asked: str | None = None  # why the run stops early
         self._val_metrics = state.get("val_metrics")  # of a validation after the last step
         self._metrics: Metrics = {}  # of the last step and the validation after it: checkpoints are ranked by them
+        self._shown_at = float("-inf")
         self._open = ExitStack()
         self.console.banner(
             f"{self._name} of {config.policy.model_name}",
-            {
-                "batch": batch_equation(config, algorithm),
-                "policy": self.describe_policy(),
-                "logs": logger.log_dir,
-            },
+            headline(config, algorithm, rows)
+            | {"batch": batch_equation(config, algorithm), "policy": self.describe_policy(), "logs": logger.log_dir},
         )
 
     def __enter__(self) -> Self:
@@ -123,8 +123,10 @@ class TuningRecord(RunOutput):
         metrics = metrics | {"tokens": tokens} | self.speed(tokens, lengths, seconds)
         shown = {name: metrics[name] for name in SHOWN if name in metrics}
         line = f"step {self.step:>5} of {self._settings.max_num_steps}  {_listed(shown)}  {seconds['total']:.3f} s"
-        seldom = self.step % SHOW_EVERY == 0 or self._is_over or self._stop.reason is not None
-        self.show_step(self.step, metrics, line if seldom else None)
+        now, is_end = self.time.now(), self._is_over or self._stop.reason is not None
+        is_due = is_end or self.step == self._first_step or now - self._shown_at >= SHOW_S
+        self._shown_at = now if is_due else self._shown_at
+        self.show_step(self.step, metrics, line if is_due else None)
         if (alarm_reason := self.alarms.stop_reason) is not None:
             self._stop.ask(alarm_reason)
         self._asked = None if self._is_over else self._stop.reason
@@ -172,10 +174,7 @@ class TuningRecord(RunOutput):
     def snapshot(self) -> RunSnapshot:
         """Return what a checkpoint must hold for a resumed run to go on from here."""
         state = GRPOSaveState(
-            current_step=self.step,
-            total_steps=self.step,
-            log_run=self.logger.log_dir.name,
-            algorithm=self._algorithm,
+            current_step=self.step, total_steps=self.step, log_run=self.logger.log_dir.name, algorithm=self._algorithm
         )
         if self._val_metrics is not None:
             state["val_metrics"] = self._val_metrics
@@ -203,11 +202,9 @@ class TuningRecord(RunOutput):
             lost = trained
         reason = "all steps are done" if self.step >= self._settings.max_num_steps else "the data has ended"
         end = RunEnd.in_order(self._asked or reason, early=early, at_once=self._stop.at_once, unsaved=lost)
-        summary: dict[str, Any] = {
-            "steps": self.step,
-            **self.times(),
-            **end.plain(),
-        } | ({} if target is None else {"exported": str(target)})
+        summary: dict[str, Any] = {"steps": self.step, **self.times(), **end.plain()} | (
+            {} if target is None else {"exported": str(target)}
+        )
         summary |= self.trouble()
         self.write_summary(summary, self.step)
         if early:

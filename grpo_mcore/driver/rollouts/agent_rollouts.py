@@ -1,7 +1,5 @@
 """Samples that an environment generates itself by running agents, as a NeMo Gym does."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,9 +9,9 @@ from typing import Any
 from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerFailed, remote_stream
 from grpo_mcore.driver.interfaces import GenerationInterface
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.environments.gym.nemo_gym import GymOutcome, GymRequest
-from grpo_mcore.rollout.life import OpenSample, RunAgent
-from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef
+from grpo_mcore.environments.agents.samples import AgentOutcome
+from grpo_mcore.rollout.life import OpenGroup, OpenSample
+from grpo_mcore.rollout.trajectory import AgentRequest, Sampling, Score, TrajectoryRef
 
 _MAX_FAILURES = 3
 """Consecutive failures of an environment that are tolerated; the next one ends the run."""
@@ -26,15 +24,15 @@ class AgentWorker:
         self._environment = cls(section)
 
     def run_agents(
-        self, samples: Sequence[GymRequest], sampling: Sampling, endpoint: Any, keep_results: bool
-    ) -> Iterator[Parcel | GymOutcome]:
-        """Yield one item a sample: Parcel((TrajectoryRef without its ref, GymOutcome without its trajectory),
-        trajectory), or the GymOutcome if there is no trajectory."""
+        self, samples: Sequence[AgentRequest], sampling: Sampling, endpoint: Any, keep_results: bool
+    ) -> Iterator[Parcel | AgentOutcome]:
+        """Yield one item a sample: Parcel((TrajectoryRef without its ref, AgentOutcome without its trajectory),
+        trajectory), or the AgentOutcome if there is no trajectory."""
         for outcome in self._environment.play(samples, sampling, endpoint, keep_results):
             if outcome.trajectory is None:
                 yield outcome
             else:
-                sample = replace(TrajectoryRef.of(outcome.trajectory, None), cut_turns=outcome.cut_turns)
+                sample = TrajectoryRef.of(outcome.trajectory, None)
                 yield Parcel((sample, replace(outcome, trajectory=None)), outcome.trajectory)
 
     def shutdown(self) -> None:
@@ -50,7 +48,7 @@ class AgentRollouts:
         worker: EnvironmentWorker,
         engines: GenerationInterface,
         resume: Callable[[OpenSample, tuple[TrajectoryRef, Score]], None],
-        on_outcome: Callable[[GymOutcome], None] | None = None,
+        on_outcome: Callable[[AgentOutcome], None] | None = None,
     ) -> None:
         """`resume`: gets every sample with its trajectory and score. `on_outcome`: gets every outcome; if given, the
         environment is asked to send the agents' results with it. Raises ValueError without an endpoint."""
@@ -66,13 +64,13 @@ class AgentRollouts:
         self._failures = 0
 
     def add(self, samples: Sequence[OpenSample]) -> None:
-        """Let samples wait. Raises ValueError for one without a task of the Gym."""
+        """Let samples wait. Raises ValueError for one without a task for agents."""
         for sample in samples:
             prompt = sample.group.prompt
-            if prompt["extra_env_info"].get("gym_task") is None:
+            if isinstance(wait := sample.wait, AgentRequest) and wait.task is None:
                 raise ValueError(
-                    f"{prompt['uid']}: the environment of task {prompt['task_name']!r} runs agents on the tasks of a "
-                    "Gym, which dataset_name: NemoGymDataset reads"
+                    f"{prompt['uid']}: the environment of task {prompt['task_name']!r} runs agents on their own "
+                    "tasks, which dataset_name NemoGymDataset or Verifiers reads"
                 )
             self._waiting.setdefault(sample.group.sampling, []).append(sample)
 
@@ -80,9 +78,8 @@ class AgentRollouts:
         for sampling, samples in self._waiting.items():
             purpose = f"{len(samples)} samples of the agents of {self._worker.name}"
             run = remote_stream(self._worker, AgentWorker.run_agents, timeout_s=self._worker.timeout_s, purpose=purpose)
-            stream = run(
-                list(map(_gym_request, samples)), sampling, self._endpoint.address, self._on_outcome is not None
-            )
+            requests: list[Any] = [sample.wait for sample in samples]
+            stream = run(requests, sampling, self._endpoint.address, self._on_outcome is not None)
             self._running[stream] = {sample.key: sample for sample in samples}
         self._waiting.clear()
 
@@ -110,22 +107,38 @@ class AgentRollouts:
             self._restart()
             return True
         self._failures = 0
-        if isinstance(item, Parcel):
-            label, outcome = item.label
-            trajectory = replace(label, ref=item.content)
-        else:  # a sample without a trajectory
-            outcome, version = item, self._engines.weight_version
-            trajectory = TrajectoryRef(item.uid, item.generation_index, 0, 0, 0, version, False, "abort", None, turns=0)
+        label, outcome = item.label if isinstance(item, Parcel) else (None, item)
         sample = expected.pop((outcome.uid, outcome.generation_index), None)
         if not expected:
             del self._running[ready]
             with suppress(WorkerFailed, DeadlineExceeded):  # nothing is missing; the next call finds out
                 next(ready, None)  # its end
         if sample is not None and sample.wait is not None:
+            trajectory = None
+            if label is not None:
+                try:
+                    trajectory = self._with_images(replace(label, ref=item.content), sample.group)
+                except KeyError:
+                    reason = "the policy's endpoint does not know an image of it any more"
+                    outcome = replace(outcome, score=Score(None, None, reason, outcome.score.seconds))
+            if trajectory is None:
+                name, version = (outcome.uid, outcome.generation_index), self._engines.weight_version
+                trajectory = TrajectoryRef(*name, 0, 0, 0, version, False, "abort", None, turns=0)
             if self._on_outcome is not None:
                 self._on_outcome(outcome)
             self._resume(sample, (trajectory, outcome.score))
         return True
+
+    def _with_images(self, sample: TrajectoryRef, group: OpenGroup) -> TrajectoryRef:
+        """Return a sample with the images that its agent has sent to the endpoint, each stored once a group."""
+        if self._engines.images is None:
+            return sample
+        store, token = self._engines.cluster.store, self._engines.images.vision.image_token
+        trajectory, files = self._endpoint.record.with_images(store.fetch(sample.ref), token)
+        if not files:
+            return sample
+        group.images |= {digest: store.put(file) for digest, file in files.items() if digest not in group.images}
+        return TrajectoryRef.of(trajectory, store.put(trajectory), {digest: group.images[digest] for digest in files})
 
     def _restart(self) -> None:
         """Restart the environment, and ask again for the samples that did not come."""
@@ -134,10 +147,3 @@ class AgentRollouts:
         self._worker.restart()
         self.add([sample for sample in unfinished if sample.wait is not None])
         self.send()
-
-
-def _gym_request(sample: OpenSample) -> GymRequest:
-    prompt, wait, limits = sample.group.prompt, sample.wait, sample.group.rules.limits
-    assert isinstance(wait, RunAgent)
-    task = prompt["extra_env_info"]["gym_task"]
-    return GymRequest(prompt["uid"], sample.index, task, prompt["idx"], wait.seed, limits.max_tokens)

@@ -10,8 +10,6 @@ An engine has timed out when none of its calls has returned anything for the clu
 the time for which it was paused while the policy trained.
 """
 
-from __future__ import annotations
-
 import heapq
 import secrets
 import sys

@@ -1,12 +1,10 @@
 """Functions by which `Rollouts` reports while it samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from grpo_mcore.environments.gym.nemo_gym import GymOutcome
+from grpo_mcore.environments.agents.samples import AgentOutcome
 
 
 @dataclass(frozen=True)
@@ -19,7 +17,7 @@ class RolloutHooks:
     """Gets the uid of each prompt of which something is generated again, and the reason."""
     on_restart: Callable[[str, str], None] = lambda worker, reason: None
     """Gets the name of each worker that is restarted, and the reason."""
-    on_outcome: Callable[[GymOutcome], None] | None = None
+    on_outcome: Callable[[AgentOutcome], None] | None = None
     """Gets every outcome of environments that run agents."""
     on_span: Callable[[str, str, float, float], None] = lambda worker, action, start, end: None
     """Gets (worker, what it did, start, end) of each call that has ended, by the cluster's clock."""

@@ -5,8 +5,6 @@ is offered again in the next pass over the data. The draw depends on the seed an
 resumed run takes the prompts that it would have taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from grpo_mcore.base.imports import import_by_path, no_exit

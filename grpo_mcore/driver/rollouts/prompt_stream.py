@@ -1,7 +1,5 @@
 """The prompts of all epochs, one after another, with a state for checkpoints."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast

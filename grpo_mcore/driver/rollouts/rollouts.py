@@ -11,11 +11,9 @@ has `add` and `send`, `awaited` and `take`, `drop`, and `seconds_left` until `se
 late.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, Stream, Worker
 from grpo_mcore.data import DatumSpec, TurnTemplate
@@ -26,8 +24,9 @@ from grpo_mcore.driver.rollouts.engine_queues import EngineQueues
 from grpo_mcore.driver.rollouts.hooks import NO_HOOKS, RolloutHooks
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker, EnvQueue
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.images import take_images
 from grpo_mcore.rollout.life import OpenGroup, OpenSample, Rules, ScoreTurn, TurnLimits
-from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Score, TrajectoryRef
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Score, TrajectoryRef, Turn
 
 
 class _TurnBarrier:
@@ -105,8 +104,8 @@ class Rollouts:
         self.engines, self.environments, self.limits = engines, environments, limits
         self.cluster: Cluster = engines.cluster
         self._hooks, self._enough_samples = hooks, enough_samples
-        template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
-        self._rules = Rules(limits, seed, template.turn if template else None)
+        self._template = TurnTemplate(tokenizer, engines.images) if limits.max_turns > 1 else None
+        self._rules = Rules(limits, seed, self._as_turn if self._template else None)
         self._barrier = _TurnBarrier() if limits.together else None
         self._engine_queues = EngineQueues(
             engines, retries or Retries(0, 0.0), hooks, self._resume, together=limits.together, max_running=max_running
@@ -135,15 +134,30 @@ class Rollouts:
                     f"{prompt['uid']}: no environment for task {prompt['task_name']!r}. Environments are given by the "
                     f"datasets' task names; known are {', '.join(map(repr, self.environments)) or 'none'}"
                 )
-        groups = [OpenGroup(prompt, step, sampling, self._rules, generations) for prompt in prompts]
-        for group in groups:
-            group.has_agents = self._queue_of_task[group.prompt["task_name"]] in self._agents
+        groups = [self._open_group(prompt, sampling, generations, step) for prompt in prompts]
         self._engine_queues.assign(group for group in groups if not group.has_agents)
         for group in groups:
             samples = self._open[group.uid] = [OpenSample(group, index) for index in range(generations)]
             for sample in samples:
                 self._let_wait(sample)
         self._send()
+
+    def _open_group(self, prompt: DatumSpec, sampling: Sampling, generations: int, step: int) -> OpenGroup:
+        """Return a prompt's group. Its images go into the object store, once, and no further with the prompt."""
+        files = prompt.get("images", {})
+        images = {digest: self.cluster.store.put(file) for digest, file in files.items()}
+        kept = cast(DatumSpec, {key: value for key, value in prompt.items() if key != "images"})
+        group = OpenGroup(kept if images else prompt, step, sampling, self._rules, generations, images)
+        group.has_agents = self._queue_of_task[prompt["task_name"]] in self._agents
+        return group
+
+    def _as_turn(self, content: Any, role: str, stop_token: int | None) -> tuple[Turn, dict[str, Any]]:
+        """Return an environment's message as a turn, with references to its images by digest."""
+        assert self._template is not None
+        turn, files = self._template.turn(content, role, stop_token), dict[str, bytes]()
+        if turn.images and self.engines.images is not None:
+            files = self.engines.images.by_digest(take_images([{"role": role, "content": content}])[1])
+        return turn, {digest: self.cluster.store.put(file) for digest, file in files.items()}
 
     def _let_wait(self, sample: OpenSample) -> None:
         """Give what a sample waits for to the queue that brings it."""

@@ -6,8 +6,6 @@ but a reason; the others have their rewards. An environment that raises for ever
 schedule tolerates few prompts without any reward.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import OrderedDict, deque

@@ -1,7 +1,5 @@
 """Validation: generate on held-out prompts, score, average, and keep some samples to show."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shlex
 import warnings
 from collections.abc import Mapping
@@ -17,26 +18,34 @@ from typing import Any
 
 import torch
 
+from grpo_mcore.base.processor import SLOW_BFLOAT16, lacks_bfloat16
+from grpo_mcore.driver.checkpoints.checkpoint_files import saved_recipe
 from grpo_mcore.families import (
     FamilyError,
     ModelShape,
+    adapter_shape,
     check_attention,
     check_context_parallel,
+    check_fused_attention,
     check_length,
     check_settings,
     engine_overrides,
+    is_adapted,
     missing_on_cpu,
     needs_output_layer,
+    params_of,
     read_hf_config,
     shape_of,
+    unquantized_layers,
     with_overrides,
 )
-from grpo_mcore.generation.config import drop_addresses, engine_argument_names
-from grpo_mcore.layout import LayoutError, PolicyLayout
+from grpo_mcore.families.images import image_settings
+from grpo_mcore.generation.config import drop_addresses
+from grpo_mcore.layout import LayoutError, PolicyLayout, fits
 from grpo_mcore.objective import LOSS_INPUTS, CustomPart, check_custom_objective
 from grpo_mcore.observe import check_custom_logger
 from grpo_mcore.parallel.platform import Platform, check_optimizer
-from grpo_mcore.parallel.weights.hf_folder import check_weights
+from grpo_mcore.parallel.weights.hf_folder import WeightsError, check_weights, classifier_name
 from grpo_mcore.recipe import (
     Algorithm,
     MasterConfig,
@@ -44,15 +53,18 @@ from grpo_mcore.recipe import (
     layout_findings,
     own_attention,
     policy_layout,
+    policy_pool,
     teacher_copies,
     teacher_engines,
     teacher_findings,
     teacher_policies,
     teacher_ranks,
     unknown_validation_metric,
+    uses_images,
     world_size,
 )
-from grpo_mcore.recipe.errors import nearest_hint
+from grpo_mcore.recipe.schema.master import settle_precision
+from grpo_mcore.rollout.images import ImageReader
 
 ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 OTHER_FORMS = ["consolidated*", "original/*", "metal/*", "onnx/*", "*/*.safetensors", "*/*.py"]
@@ -100,6 +112,19 @@ def model_folder(name: str, key: str = "policy.model_name") -> str:
         ) from None  # with its cause it would pass for a loss, and be tried again
 
 
+def image_reader(config: MasterConfig, model: Model, limit: int | None = None) -> ImageReader | None:
+    """Return what prompts need of the model's images; None where the data has none. Raises SetupError for a model that
+    reads none, FamilyError for one without a processor."""
+    if not uses_images(config):
+        return None
+    if (vision := model.shape.vision) is None:
+        raise SetupError(
+            f"policy.model_name: the data has images, and {config.policy.model_name!r} reads none here; models that do "
+            "are Qwen2.5-VL, Qwen3-VL and Qwen3.5"
+        )
+    return ImageReader(vision, image_settings(model.folder, vision), limit)
+
+
 @dataclass(frozen=True)
 class Model:
     """The policy's model: its local folder, its shape and its layout, the platform of its ranks, its teachers by alias,
@@ -111,6 +136,7 @@ class Model:
     platform: Platform
     teachers: Mapping[str, Model] = field(default_factory=dict)
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    critic: Model | None = None
 
     @property
     def gpu(self) -> bool:
@@ -126,7 +152,12 @@ def check_model(config: MasterConfig) -> Model:
     """
     folder = model_folder(config.policy.model_name)
     written, overrides = read_hf_config(folder), config.policy.hf_config_overrides
-    shape = shape_of(with_overrides(written, overrides))
+    shape = shape_of(with_overrides(written, overrides), config.policy.head)
+    if config.policy.head == "value":
+        try:
+            classifier_name(written)
+        except WeightsError as error:
+            raise SetupError(f"policy.model_name: {error}") from error
     platform = Platform.detect(config.cluster.platform)
     if findings := layout_findings(config, shape, gpu=platform.on_gpu):
         raise LayoutError(*findings)
@@ -141,7 +172,50 @@ def check_model(config: MasterConfig) -> Model:
             torch.__version__,
         )
     teachers = check_teachers(config, platform)
-    return Model(folder, shape, layout, platform, teachers, engine_overrides(written, overrides))
+    critic = check_critic(config, shape, layout, platform)
+    return Model(folder, shape, layout, platform, teachers, engine_overrides(written, overrides), critic)
+
+
+def check_critic(config: MasterConfig, policy: ModelShape, layout: PolicyLayout, platform: Platform) -> Model | None:
+    """Find the critic's model, and check that it fits the policy's layout, tokens and ranks. Raises SetupError."""
+    if (critic := config.value) is None or not config.ppo.enabled:
+        return None
+    folder, key = model_folder(critic.model_name, "value.model_name"), "value.model_name"
+    try:
+        shape = shape_of(read_hf_config(folder, critic.hf_config_overrides), critic.head)
+        if shape.vocab_size != policy.vocab_size:
+            raise SetupError(
+                f"{key}: {critic.model_name} has {shape.vocab_size} tokens, the policy {policy.vocab_size}: a critic "
+                "reads the policy's tokens; give a model with its tokenizer"
+            )
+        if findings := fits(layout, layout.world_size, shape):
+            raise LayoutError(*findings)
+        check_weights(Path(folder), shape)
+        _check_ranks(critic, shape, layout, platform)
+        check_optimizer(critic, platform)
+    except (FamilyError, LayoutError, WeightsError) as error:
+        raise SetupError(f"{key} ({critic.model_name}): {error}") from error
+    return Model(folder, shape, layout, platform)
+
+
+def choose_precision(config: MasterConfig, platform: Platform, resumed_from: Path | None) -> None:
+    """Settle the precision of a recipe that leaves it open: that of the checkpoint which is resumed, or what this
+    processor computes fast. Warn where the run computes in bfloat16 without instructions for it."""
+    written = {} if resumed_from is None else saved_recipe(resumed_from)
+    saved = written["policy"]["precision"] if written else None
+    if config.value is not None:
+        critic, of_critic = config.model_copy(update={"policy": config.value}), written.get("value") or {}
+        settle_precision(critic, of_critic.get("precision"), on_cpu=not platform.on_gpu)
+    is_open = "precision" not in config.policy.model_fields_set
+    if settle_precision(config, saved, on_cpu=not platform.on_gpu) or is_open and config.policy.precision == "float32":
+        reason = f"as {resumed_from} was written" if saved else SLOW_BFLOAT16
+        logger.info("policy.precision: auto is %s here: %s", config.policy.precision, reason)
+    precisions = {config.policy.precision, config.policy.generation.vllm_cfg.activations}
+    if not platform.on_gpu and "bfloat16" in precisions and lacks_bfloat16():
+        logger.warning(
+            "policy.precision: %s; policy.precision=float32, or auto in a new run, avoids it, for the engines too",
+            SLOW_BFLOAT16,
+        )
 
 
 def _check_ranks(policy: PolicyConfig, shape: ModelShape, layout: PolicyLayout, platform: Platform) -> None:
@@ -152,7 +226,12 @@ def _check_ranks(policy: PolicyConfig, shape: ModelShape, layout: PolicyLayout, 
     fused = platform.transformer_engine and not own_attention(policy.sequence_packing)
     check_context_parallel(shape, layout.context, fused_attention=fused)
     check_attention(shape, policy.precision, on_gpu=platform.on_gpu, fused_attention=fused)
-    if not (overrides := policy.megatron_cfg.model_overrides):
+    overrides, variables = policy.megatron_cfg.model_overrides, os.environ | policy.megatron_cfg.env_vars
+    deterministic = variables.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+    if fused and overrides.get("attention_backend") != "unfused":
+        longest = policy.max_total_sequence_length
+        check_fused_attention(shape, layout.tensor, longest, cudnn=platform.cudnn, deterministic=deterministic)
+    if not overrides:
         return
     from grpo_mcore.parallel.settings import transformer_config  # imports Megatron-Core, which takes seconds
 
@@ -237,7 +316,8 @@ def check_run(config: MasterConfig) -> Model:
     drop_addresses(os.environ)
     model = check_model(config)
     check_vllm_build(gpu=model.gpu)
-    check_engine_arguments(config)
+    if model.gpu:
+        check_allocator(config, os.environ)
     shape = model.shape
     vllm = config.policy.generation.vllm_cfg
     positions = _positions(read_hf_config(model.folder, config.policy.hf_config_overrides))
@@ -258,7 +338,37 @@ def check_run(config: MasterConfig) -> Model:
         raise SetupError(f"policy.model_name: {_UNTIED}")
     if not model.gpu and (missing := missing_on_cpu(shape, vllm.expert_parallel_size > 1)):
         raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
+    layers_in_bf16(config, model)
     return model
+
+
+def layers_in_bf16(config: MasterConfig, model: Model) -> tuple[str, ...]:
+    """Return vLLM's patterns for the layers of quantised engines that stay in bfloat16; none for other engines. Raises
+    SetupError if a key of the recipe names no weight, or if vLLM cannot divide the model into blocks."""
+    vllm = config.policy.generation.vllm_cfg
+    if vllm.quantization is None:
+        return ()
+    shape, block = model.shape, 32 if vllm.is_mx else 1 if vllm.fp8_per_channel else 128
+    if shape.experts is not None:
+        inner = shape.experts.ffn_hidden_size * vllm.expert_parallel_size // vllm.tensor_parallel_size
+        sizes = {"model's hidden size": shape.hidden_size} | ({"experts' size on a rank": inner} if vllm.is_mx else {})
+        for name, size in sizes.items():
+            if size % block:
+                raise SetupError(
+                    f"policy.generation.vllm_cfg.precision fp8: experts are quantised in blocks of {block}, which do "
+                    f"not divide the {name}, {size}; fp8_per_channel takes any size"
+                )
+    peft = config.policy.megatron_cfg.peft
+    adapters = adapter_shape(peft) if peft.refit == "adapters" else None
+    if adapters is not None and any(param.expert and is_adapted(param, adapters) for param in params_of(shape)):
+        raise SetupError(
+            "policy.generation.vllm_cfg.precision fp8: engines with experts in FP8 take no adapters of them; set "
+            "policy.megatron_cfg.peft.refit to merged, or exclude_modules: ['*.local_experts.*']"
+        )
+    try:
+        return unquantized_layers(shape, vllm)
+    except ValueError as error:
+        raise SetupError(f"policy.generation.vllm_cfg: {error}") from error
 
 
 def check_vllm_build(*, gpu: bool) -> None:
@@ -273,17 +383,18 @@ def check_vllm_build(*, gpu: bool) -> None:
         )
 
 
-def check_engine_arguments(config: MasterConfig) -> None:
-    """Raise SetupError for an argument in vllm_kwargs that the installed vLLM does not have."""
-    section = "on_policy_distillation.non_colocated_teachers"
-    arguments = {f"policy.generation.vllm_kwargs.{name}": name for name in config.policy.generation.vllm_kwargs}
-    for alias, policy in teacher_policies(config).items():
-        arguments |= {f"{section}: teacher {alias}: vllm_kwargs.{name}": name for name in policy.generation.vllm_kwargs}
-    if not arguments or not (known := engine_argument_names()):
+def check_allocator(config: MasterConfig, environ: Mapping[str, str]) -> None:
+    """Raise SetupError if the refit buffer would lie in expandable segments of torch's allocator: another process opens
+    these with pidfd_getfd, which containers refuse. One policy rank alone has its buffer on its GPU."""
+    if policy_pool(config).ranks > 1 or not config.policy.generation.colocated.enabled:
         return
-    for key, name in arguments.items():
-        if name not in known:
-            raise SetupError(f"{key}: vLLM's EngineArgs has no argument of this name{nearest_hint(name, known)}")
+    variables = {**environ, **config.policy.megatron_cfg.env_vars}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if re.search(r"expandable_segments:\s*true", variables.get(name, ""), flags=re.I):
+            raise SetupError(
+                f"{name}={variables[name]}: a policy on one GPU shares its refit buffer with the engine, which works "
+                "without expandable segments only; remove them from the shell, or from policy.megatron_cfg.env_vars"
+            )
 
 
 def _is_installed(package: str) -> bool:

@@ -1,7 +1,5 @@
 """Check a recipe's environments before anything is started: their sections, and what they make of the first prompts."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ from grpo_mcore.driver.run.checks import SetupError
 from grpo_mcore.environments import create_env_class
 from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentBase
-from grpo_mcore.recipe import MasterConfig, environment_class
+from grpo_mcore.recipe import FINE_TUNING, MasterConfig, environment_class
 from grpo_mcore.rollout.datum import DatumSpec, field_of
 from grpo_mcore.rollout.pass_rates import TASK
 
@@ -102,9 +100,13 @@ def environment_of(
 ) -> tuple[type[EnvironmentBase], dict[str, Any], float]:
     """Return the class of a task's environment, its section and its deadline."""
     if name is None:
+        others = [verb for verb in FINE_TUNING if verb in config.model_fields_set]
+        instead = (
+            f"; the recipe has a section {others[0]}: `grpo-mcore {others[0]} RECIPE` trains that" if others else ""
+        )
         raise SetupError(
             f"dataset {task!r} has no env_name and `env` holds {sorted(config.env) or 'nothing'}; "
-            "name one under data.train / data.validation / data.default"
+            f"name one under data.train / data.validation / data.default{instead}"
         )
     section = dict(config.env.get(name, {}))
     step_timeout_s = config.cluster.step_timeout_s

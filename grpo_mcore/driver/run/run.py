@@ -5,8 +5,6 @@ checkpoint folder, their log, their cluster and their workers in one block, `wit
 samples a model has engines and environments, `with open_sampler(prepared, logs) as sampler`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -45,7 +43,16 @@ from grpo_mcore.driver.record.sample_writer import SampleWriter
 from grpo_mcore.driver.rollouts.prompt_stream import check_same_data
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.driver.rollouts.validation import run_validation
-from grpo_mcore.driver.run.checks import Model, check_checkpointing, check_model, check_run, check_writable
+from grpo_mcore.driver.run.checks import (
+    Model,
+    SetupError,
+    check_checkpointing,
+    check_model,
+    check_run,
+    check_writable,
+    choose_precision,
+    image_reader,
+)
 from grpo_mcore.driver.run.environment_checks import CHECKED_ROWS, check_columns, check_environments
 from grpo_mcore.driver.run.setup import (
     make_loss,
@@ -62,7 +69,16 @@ from grpo_mcore.observe import Logger, RunConsole, messages_kept, write_summary
 from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.observe.run_folder import read_object
 from grpo_mcore.parallel.policy import LossFn
-from grpo_mcore.recipe import Algorithm, Change, FineTuningConfig, MasterConfig, exports_model
+from grpo_mcore.recipe import (
+    FINE_TUNING,
+    Algorithm,
+    Change,
+    FineTuningConfig,
+    MasterConfig,
+    exports_model,
+    samples_together,
+)
+from grpo_mcore.rollout.images import ImageReader
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +134,13 @@ def prepare(
     may train in the checkpoints' folder. `tokenizer`, `data`: those of the caller, in place of the recipe's. `follow`:
     the run that this one follows. `starts`: a run follows; without it, damaged checkpoints keep their names.
     """
-    fine_tunes = algorithm in ("sft", "dpo")
+    fine_tunes = algorithm in FINE_TUNING
     checkpointer, changes = CheckpointManager(config.checkpointing), list[Change]()
+    if (algorithm == "rm") != (config.policy.head == "value"):
+        raise SetupError(
+            "policy.head: a recipe with a section rm, and none for grpo or dpo, trains a reward model, by `grpo-mcore "
+            "rm` alone; all else needs the logits of tokens"
+        )
     if algorithm != "eval":
         check_checkpointing(config, algorithm)
     if follow is not None:
@@ -130,6 +151,8 @@ def prepare(
         checkpointer.open(resume, trains=trains, models=models, renames=trains and starts)
         if trains:
             checkpointer.check_algorithm(algorithm)
+    choose_precision(config, model.platform, checkpointer.resumed_from)
+    if algorithm != "eval":
         changes = checkpointer.changes(config)
         check_writable(config, checkpointer.log_run() if trains else None, keep=starts)
     if tokenizer is None:
@@ -139,7 +162,9 @@ def prepare(
     say_other_ends(tokenizer, Path(model.folder))
     for teacher in model.teachers.values():
         check_same_tokens(tokenizer, load_tokenizer(teacher.folder, tokenizer.chat_template), teacher.folder)
-    data = data or _load_data(config, algorithm, tokenizer)
+    limit = None if algorithm in FINE_TUNING else config.policy.generation.vllm_cfg.limit_mm_per_prompt.image
+    images = image_reader(config, model, limit)
+    data = data or _load_data(config, algorithm, tokenizer, images)
     prepared = Prepared(config, algorithm, model, checkpointer, tokenizer, data, changes, trains=trains, follow=follow)
     if algorithm == "grpo" and model.teachers:
         check_aliases(config.on_policy_distillation, data.first_rows(CHECKED_ROWS, validation=False))
@@ -151,32 +176,36 @@ def prepare(
         if (position := checkpointer.position()) is not None:
             check_same_data(position.stream, prepared.dataloader)
     if algorithm == "grpo" and config.grpo.max_rollout_turns > 1:
-        TurnTemplate(tokenizer)  # raises where the chat template cannot hold several turns
+        TurnTemplate(tokenizer, images)  # raises where the chat template cannot hold several turns
     return prepared
 
 
 def _models_written(config: MasterConfig, algorithm: Algorithm) -> Sequence[str]:
     """Return the names (patterns) of the models that the run writes beside its checkpoints when it ends."""
-    if algorithm in ("sft", "dpo"):
+    if algorithm in FINE_TUNING:
         return ("hf",) if exports_model(config) else ()
     return () if config.checkpointing.save_hf == "none" else ("hf_step_*",)
 
 
-def _load_data(config: MasterConfig, algorithm: Algorithm, tokenizer: Any) -> TaskData:
+def _load_data(
+    config: MasterConfig, algorithm: Algorithm, tokenizer: Any, images: ImageReader | None = None
+) -> TaskData:
     """Return the recipe's data, read as the algorithm needs it."""
-    fine_tunes = algorithm in ("sft", "dpo")
+    fine_tunes = algorithm in FINE_TUNING
     longest = config.policy.max_total_sequence_length if fine_tunes else longest_prompt(config)
     share = config.data.max_unusable_share
     build = partial(
-        build_task_data, config.data.train, config.data.validation, tokenizer, longest, max_unusable_share=share
-    )
+        build_task_data, config.data.train, config.data.validation, tokenizer, longest,
+        max_unusable_share=share, images=images,
+    )  # fmt: skip
     if algorithm == "grpo":
         return build(separate=config.data.use_multiple_dataloader)
     if algorithm == "eval":
         return build()
-    if algorithm == "dpo":
-        return build("preference_processor", load=load_preference_dataset)
-    return build("sft_processor")
+    default = "reward_model_processor" if algorithm == "rm" else "preference_processor"
+    if samples_together(config, algorithm) == 2:
+        return build(default, load=load_preference_dataset)
+    return build(default if algorithm == "rm" else "sft_processor")
 
 
 def _build_loaders(config: MasterConfig, algorithm: Algorithm, data: TaskData) -> tuple[Any, Any]:
@@ -196,8 +225,8 @@ def _build_loaders(config: MasterConfig, algorithm: Algorithm, data: TaskData) -
 
 @dataclass
 class Run:
-    """A run that is started: the arguments of `grpo_train`, under their names. SFT and DPO have no engine, and no
-    environments."""
+    """A run that is started: the arguments of `grpo_train`, under their names. Those of FINE_TUNING have no engine, and
+    no environments."""
 
     policy: ColocatablePolicyInterface
     policy_generation: GenerationInterface
@@ -211,6 +240,11 @@ class Run:
     checkpointer: CheckpointManager
     grpo_save_state: GRPOSaveState
     master_config: MasterConfig
+
+    def rows(self) -> list[int | None]:
+        """Return the number of rows of training and validation data; None where there are none, or several loaders."""
+        datasets = [getattr(loader, "dataset", None) for loader in (self.dataloader, self.val_dataloader)]
+        return [None if dataset is None else len(dataset) for dataset in datasets]
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Run a recipe once: check it, start it, run its loop under the signals that ask it to stop, and end it."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +8,9 @@ from typing import Any
 from grpo_mcore.base.clock import REAL
 from grpo_mcore.base.stopping import StopRequest, Terminated, on_signal, on_sigterm
 from grpo_mcore.driver.record.followed_run import FollowedRun
+from grpo_mcore.driver.run.environment_checks import CHECKED_ROWS
 from grpo_mcore.driver.run.run import Run, open_run, prepare
+from grpo_mcore.driver.run.trial_calls import try_environments, try_loss
 from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.observe.logger import check_loggers
 from grpo_mcore.recipe import Algorithm, Change, MasterConfig
@@ -59,6 +59,10 @@ def check(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None)
     prepared = prepare(config, resume, algorithm=algorithm, starts=False)
     if (folder := prepared.checkpointer.resumed_from) is not None:
         print(resumed(folder, prepared.changes))
+    if algorithm == "grpo":
+        rows = prepared.data.first_rows(CHECKED_ROWS)
+        tried = try_loss(config) + try_environments(config, prepared.env_names, rows, prepared.tokenizer)
+        print("".join(f"{line}\n" for line in tried), end="")
     print(f"all checks passed; {prepared.steps_left()} steps are left, nothing was started")
     return 0
 

@@ -1,7 +1,5 @@
 """Start the workers of a run: the only place where engines, environments, policy and refit meet."""
 
-from __future__ import annotations
-
 import logging
 import re
 import secrets
@@ -21,18 +19,19 @@ from grpo_mcore.driver.policy.teacher_engines import TeacherEngines, TeacherEngi
 from grpo_mcore.driver.policy.teachers import Teacher, Teachers, teacher_name
 from grpo_mcore.driver.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.driver.run.checks import Model
+from grpo_mcore.driver.run.checks import Model, image_reader, layers_in_bf16
 from grpo_mcore.driver.run.environment_checks import calls_of, environment_of
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import engine_options
 from grpo_mcore.generation import EngineConfig, LoadFormat, engine_environment
 from grpo_mcore.layout import DevicePool, EngineDevices
-from grpo_mcore.objective import DistillationLossFn, NLLLossFn, PreferenceLossFn, build_loss
+from grpo_mcore.objective import DistillationLossFn, NLLLossFn, PreferenceLossFn, RewardLossFn, build_loss
 from grpo_mcore.observe import Logger
 from grpo_mcore.observe.machine import MachineMonitor, peak_flops
 from grpo_mcore.parallel.platform import Platform, cpu_threads
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
+    FINE_TUNING,
     Algorithm,
     MasterConfig,
     PolicyConfig,
@@ -44,16 +43,18 @@ from grpo_mcore.recipe import (
     needs_reference,
     num_engines,
     policy_pool,
+    samples_together,
     shares_prefixes,
     teacher_copies,
     teacher_engines,
     teacher_policies,
     teacher_pools,
+    uses_images,
 )
 
 log = logging.getLogger(__name__)
 
-START_NOTE_S = 20.0
+START_NOTE_S = 9.0
 """Seconds between two messages about workers that are still starting."""
 MONITOR_S = 30.0
 """Deadline of asking the monitors for their metrics, in seconds."""
@@ -98,7 +99,7 @@ def start_policy(
     changes: dict[str, Any] = {"model_name": model.folder}
     if config.policy.tokenizer.name == config.policy.model_name:  # the model's own, also where that is on the hub
         changes["tokenizer"] = config.policy.tokenizer.model_copy(update={"name": model.folder})
-    if algorithm in ("sft", "dpo"):  # the data's log-probs: of the whole distribution, at temperature 1
+    if algorithm in FINE_TUNING:  # the data's log-probs: of the whole distribution, at temperature 1
         changes["generation"] = config.policy.generation.model_copy(
             update={"temperature": 1.0, "top_p": 1.0, "top_k": None}
         )
@@ -110,6 +111,7 @@ def start_policy(
         model,
         reference=algorithm != "sft" and needs_reference(config),
         build_later=build_later,
+        images=uses_images(config),
     )
 
 
@@ -124,18 +126,22 @@ def _spawn_ranks(
     trains: bool = True,
     beside: Sequence[Worker] = (),
     own: DevicePool | None = None,
+    images: bool = False,
 ) -> PolicyGroup:
     """Spawn the ranks of config.policy, whose folder is the model's. `beside`: the ranks on whose devices they are.
-    `own`: nodes that they have to themselves; None: the policy's."""
+    `own`: nodes that they have to themselves; None: the policy's. `images`: samples may have images."""
+    critic = None
+    if trains and config.ppo.enabled and model.critic is not None and config.value is not None:
+        critic = config.value.model_copy(update={"model_name": model.critic.folder})
     layout, policy, gpu, pool = model.layout, config.policy, model.gpu, own or policy_pool(config)
     arguments: tuple[Any, ...] = (
         policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference, config.cluster.platform,
-        build_later,
+        build_later, trains, images,
     )  # fmt: skip
     workers = cluster.spawn_group(
         name,
         PolicyWorker,
-        [arguments if trains else (*arguments, trains)] * layout.world_size,
+        [(*arguments, critic) if critic else arguments] * layout.world_size,
         cpus=1.0 if gpu else 0.1,
         gpus=1.0 if gpu and not beside else 0.0,
         env=rank_environment(config, layout.world_size, gpu=gpu),
@@ -219,7 +225,7 @@ def _start_teacher_engines(
             model=model.folder,
             name=f"{teacher_name(alias)}-{index}",
             platform="gpu" if gpu else "cpu",
-            dtype=vllm.precision,
+            dtype=vllm.activations,
             tensor_parallel_size=devices.layout.tensor,
             pipeline_parallel_size=devices.layout.pipeline,
             expert_parallel=devices.layout.expert_parallel,
@@ -311,6 +317,10 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     chat = chat_config(config)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
     vllm_kwargs = _vllm_kwargs(config.policy, model)
+    images = image_reader(config, model)
+    limit = vllm.limit_mm_per_prompt.image if images else 0
+    if images:  # a refit brings no tower
+        first_weights = "auto"
 
     def start(index: int) -> Sequence[Worker]:
         """Spawn an engine, and its followers on further nodes if it has several."""
@@ -319,7 +329,10 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             name=f"engine-{index}",
             tokenizer=None if own_tokenizer else config.policy.tokenizer.name,
             platform="gpu" if gpu else "cpu",
-            dtype=vllm.precision,
+            dtype=vllm.activations,
+            quantization=vllm.quantization,
+            unquantized=layers_in_bf16(config, model),
+            deep_gemm=vllm.use_deep_gemm,
             tensor_parallel_size=vllm.tensor_parallel_size,
             pipeline_parallel_size=vllm.pipeline_parallel_size,
             expert_parallel=vllm.expert_parallel_size > 1,
@@ -330,11 +343,12 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
+            max_num_seqs=vllm.sequences,
             sleep_between_phases=sleeps,
             threads=rank_threads(config, count * vllm.ranks, gpu=gpu),
             vllm_kwargs=vllm_kwargs,
             chat=chat,
-            **engine_options(model.shape, gpu=gpu),
+            **engine_options(model.shape, gpu=gpu, images=limit),
         )
         places = (
             [policy.workers[ranks] for ranks in engine_ranks(index, config, gpu=gpu)]
@@ -364,6 +378,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
         engine_layout(config),
         colocated=colocated,
         pauses=pauses,
+        images=images,
         start=start,
         start_timeout_s=config.cluster.start_timeout_s,
         restarts=_engine_restarts(config, cluster),
@@ -401,8 +416,8 @@ def _start_environment(
 ) -> EnvironmentWorker:
     needs, gpu = cls.resources(section), Platform.detect(config.cluster.platform).on_gpu
     calls, batch = calls_of(name, cls, section, config)
-    play_timeout_s = cls.play_timeout_s(section)
-    runs_agents = play_timeout_s is not None
+    sample_timeout_s = cls.sample_timeout_s(section)
+    runs_agents = sample_timeout_s is not None
     built = (AgentWorker, cls, section) if runs_agents else (cls, section)
 
     def start() -> Worker:
@@ -415,8 +430,8 @@ def _start_environment(
             streams=REQUESTS if runs_agents else 0,
         )
 
-    if play_timeout_s is not None:
-        timeout_s = play_timeout_s
+    if sample_timeout_s is not None:
+        timeout_s = sample_timeout_s
     return EnvironmentWorker(cluster, start, calls=calls, timeout_s=timeout_s, runs_agents=runs_agents, batch=batch)
 
 
@@ -469,11 +484,9 @@ def make_loss(config: MasterConfig, algorithm: Algorithm = "grpo") -> LossFn:
         return NLLLossFn()
     if algorithm == "dpo":
         return PreferenceLossFn(config.dpo)
-    return build_loss(
-        config.loss_fn,
-        prev_equals_curr=not needs_prev(config),
-        max_age=config.grpo.async_grpo.max_age,
-    )
+    if algorithm == "rm":
+        return RewardLossFn(pairs=samples_together(config, algorithm) == 2)
+    return build_loss(config.loss_fn, prev_equals_curr=not needs_prev(config), max_age=config.grpo.async_grpo.max_age)
 
 
 def watch_machines(config: MasterConfig, cluster: Cluster, logger: Logger) -> None:

@@ -3,8 +3,6 @@
 The run has a process of its own, because Ray ends its driver when it ends, and because a driver may be killed.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
@@ -21,12 +19,12 @@ from typing import Any
 
 import psutil
 
-from grpo_mcore.base import processes
+from grpo_mcore.base import orphan_reaper, processes
 from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.base.stopping import StopNow, handled, is_ignored
-from grpo_mcore.cluster import orphan_reaper
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from grpo_mcore.driver.engines.retries import Retries
+from grpo_mcore.observe.console.heartbeat import expect
 from grpo_mcore.recipe import MasterConfig
 
 logger = logging.getLogger(__name__)
@@ -69,6 +67,7 @@ def supervise(
     have brought no new checkpoint. Return the exit code of the last attempt. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are
     forwarded to it. `verb`: the command, for the messages."""
     processes.adopt_orphans()
+    expect(float("inf"))  # the process of the run prints
     child = _Child()
     with _forward_signals(child):
         once = partial(_run, child, attempt, config, began)
@@ -166,12 +165,7 @@ def _cleans_up(process: psutil.Process) -> bool:
 
 
 def _serve(
-    parent: int,
-    pipe: Connection,
-    attempt: Attempt,
-    config: MasterConfig,
-    resume: str | bool | None,
-    began: float,
+    parent: int, pipe: Connection, attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float
 ) -> None:
     """Run one attempt, in its own process."""
     processes.die_with_parent(parent, signal.SIGTERM)
