@@ -1,7 +1,5 @@
 """Completion in the shell: verbs, options, recipes and recipe keys. `grpo-mcore --install-completion` sets it up."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
@@ -40,6 +38,14 @@ def recipes_and_keys(prefix: str, **_: Any) -> list[str]:
         if "*" not in key and key.count(".") == prefix.count("."):
             words.add(f"{key}." if section_of(field.annotation)[0] else f"{key}=")
     return sorted(word for word in words if word.startswith(prefix) and word != prefix)
+
+
+def presets(prefix: str, **_: Any) -> list[str]:
+    """Return the presets whose names begin with `prefix`."""
+    from grpo_mcore.recipe.loading.load import recipe_folders
+
+    names = {path.stem for folder in recipe_folders() for path in folder.glob("presets/*.yaml")}
+    return sorted(name for name in names if name.startswith(prefix))
 
 
 class Install(argparse.Action):

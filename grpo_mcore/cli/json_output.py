@@ -1,7 +1,5 @@
 """Standard output with `--json`: one value of JSON and nothing else, whatever else a command prints."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,10 +1,8 @@
 """The `grpo-mcore` command.
 
-Each verb is a file of a folder beside this one with `run(args) -> int`, imported only when it is used. It may have
+Each verb is a file of a folder beside this one with `run(args) -> int`, imported only when it is used. It has
 `add_arguments(parser)` for options of its own, or `parse(words)` for commands of its own.
 """
-
-from __future__ import annotations
 
 import argparse
 import io
@@ -23,12 +21,14 @@ from typing import Any
 import grpo_mcore
 from grpo_mcore.base.processes import collect_rarely
 from grpo_mcore.base.text import escaped
-from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words_so_far
+from grpo_mcore.cli.completion import Install, complete, presets, recipes_and_keys, words_so_far
 from grpo_mcore.cli.json_output import only_json
 from grpo_mcore.observe.console.colors import painted
 from grpo_mcore.observe.console.console_stream import UnfailingStream, unfailing_console
+from grpo_mcore.observe.console.heartbeat import heartbeat
 from grpo_mcore.observe.exit_codes import LOST
 from grpo_mcore.recipe import RecipeError, is_override
+from grpo_mcore.recipe.errors import nearest_hint
 
 GROUPS = {
     "train": "train and measure models",
@@ -39,32 +39,34 @@ GROUPS = {
 """Folder of a group's verbs: its heading in the help."""
 
 VERBS = {
-    "train": ("train", "train a model as the recipe says: GRPO, SFT, DPO or distillation", True),
+    "train": ("train", "train a model as the recipe says: GRPO, SFT, DPO, a reward model (rm) or distillation", True),
     "eval": ("train", "measure how well models or checkpoints solve tasks", False),
     "sweep": ("train", "train a recipe with each combination of some values and seeds", True),
     "demo": ("train", "make a small model and train it with GRPO on this machine, in minutes", False),
-    "watch": ("look", "show a run's progress in the terminal", False),
-    "runs": ("look", "list the runs below a folder: state, step, score, and which settings differ", False),
-    "report": ("look", "write a page that shows a run: curves, device-seconds, timeline, samples", False),
-    "ledger": ("look", "audit a run: was every prompt trained on exactly once", False),
-    "fetch": ("look", "bring a run that checkpointing.mirror has copied into a folder", False),
-    "inspect": ("look", "show what every process of a run is doing, and which process the others wait for", False),
-    "replay": ("look", "compute a recorded step again, on any layout, and show where it differs", False),
-    "verdict": ("look", "name why policy and engine disagree, on a recorded step or for a model", False),
-    "export": ("look", "write a checkpoint as a model in Hugging Face's format", False),
+    "watch": ("look", "show a run's progress in the terminal", None),
+    "runs": ("look", "list the runs below a folder: state, step, score, and which settings differ", None),
+    "report": ("look", "write a page that shows a run: curves, device-seconds, timeline, samples", None),
+    "ledger": ("look", "audit a run: was every prompt trained on exactly once", None),
+    "fetch": ("look", "bring a run that checkpointing.mirror has copied into a folder", None),
+    "inspect": ("look", "show what every process of a run is doing, and which process the others wait for", None),
+    "replay": ("look", "compute a recorded step again, on any layout, and show where it differs", None),
+    "verdict": ("look", "name why policy and engine disagree, on a recorded step or for a model", None),
+    "diagnose": ("look", "name what makes a run go otherwise than it should: recipe, data, rewards, loss", None),
+    "export": ("look", "write a checkpoint as a model in Hugging Face's format", None),
     "config": ("check", "print the whole recipe, with the source of every value", True),
     "data": ("check", "check training data, or make it of NeMo Gym rollouts", False),
     "plan": ("check", "predict memory, time and refit of a recipe before anything is started", True),
     "rehearse": ("check", "simulate a recipe at full scale in virtual time, with faults if wanted", True),
     "doctor": ("check", "find what is wrong with this machine, or with the nodes of a cluster", False),
-    "parity": ("check", "compare the policy on several layouts, and an engine, with transformers", False),
+    "parity": ("check", "compare the policy on several layouts, and an engine, with transformers", None),
     "refit": ("check", "show how weights move from policy to engines, or verify it", False),
     "launch": ("launch", "submit a recipe to Slurm or Kubernetes", True),
     "prefetch": ("launch", "download the models and data of a recipe, for nodes without internet", True),
 }
-"""Verb: (group, what it does, whether it takes a recipe). The verb is the file of its name in the group's folder."""
+"""Verb: (group, what it does, whether it takes a recipe; None: nor overrides). The verb is the file of its name in the
+group's folder."""
 
-ALIASES = {"sft": "train", "dpo": "train", "distill": "train"}
+ALIASES = {"sft": "train", "dpo": "train", "rm": "train", "distill": "train"}
 """Other names of a verb. Each runs its own algorithm, whichever the recipe describes."""
 
 RUNS = {"train", *ALIASES, "eval", "demo", "sweep"}
@@ -128,18 +130,23 @@ def _run(argv: Sequence[str] | None) -> int:
     canonical = ALIASES.get(verb, verb) if verb else None
     module = import_module(f"grpo_mcore.cli.{VERBS[canonical][0]}.{canonical}") if canonical else None
     parser, verb_parser = _parsers(canonical)
+    if verb is None and words and not words[0].startswith("-"):
+        parser.error(f"there is no command {words[0]!r}{nearest_hint(words[0], [*VERBS, *ALIASES])}; --help lists them")
     if module is not None and hasattr(module, "add_arguments"):
         module.add_arguments(verb_parser)
     if to_complete is not None:
         complete(parser)
+    takes_recipe = VERBS[canonical][2] if canonical else False
     if module is not None and hasattr(module, "parse"):
         args = module.parse(words[1:])
+    elif takes_recipe is None:
+        args = parser.parse_args(words)
     else:
         args, rest = parser.parse_known_args(words)  # overrides may stand between options
         if unknown := [word for word in rest if word.startswith("-")]:
             verb_parser.error(f"unknown option: {' '.join(unknown)}")
         args.words += rest
-        _sort_words(args, verb_parser, takes_recipe=VERBS[str(canonical)][2])
+        _sort_words(args, verb_parser, takes_recipe=takes_recipe)
     assert module is not None and verb is not None
     chosen, arguments = module, args
     with only_json() if getattr(args, "json", False) else nullcontext():
@@ -149,10 +156,21 @@ def _run(argv: Sequence[str] | None) -> int:
 def guarded(verb: str, work: Callable[[], int]) -> int:
     """Return the exit code of `work`. An exception becomes one message on standard error, and the exit code that goes
     with it."""
-    if verb in RUNS:
-        with unfailing_console():
+    try:
+        os.getcwd()
+    except OSError:
+        _print_error(verb, "the current folder has been removed; change to another one (cd)")
+        return 2
+    if verb not in RUNS:
+        return _guarded(verb, work)
+    try:
+        with unfailing_console(), heartbeat() if verb != "sweep" else nullcontext():  # its runs print into files
             return _guarded(verb, work)
-    return _guarded(verb, work)
+    except RuntimeError as error:
+        if "new thread" not in str(error):
+            raise
+        _print_error(verb, "no thread can be started: the limit of this user's processes is reached (ulimit -u)")
+        return 1
 
 
 def _guarded(verb: str, work: Callable[[], int]) -> int:
@@ -254,6 +272,11 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
         usage = f"grpo-mcore {name} {'RECIPE ' if takes_recipe else ''}[options] [key=value ...]"
         aliases = [alias for alias, target in ALIASES.items() if target == name]
         sub = verbs.add_parser(name, aliases=aliases, description=f"{purpose}.", usage=usage)
+        if name == verb:
+            chosen = sub
+        if takes_recipe is None:
+            sub.usage = None  # its options and arguments
+            continue
         overrides = "a value that replaces the recipe's; +key=value adds a key, ~key removes one"
         metavar = "RECIPE | key=value" if takes_recipe else "key=value"
         word: Any = sub.add_argument("words", nargs="*", metavar=metavar, help=overrides)
@@ -262,9 +285,8 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
             recipe_help = "the recipe: a YAML file, or the name of one in recipes/"
             sub.add_argument("--config", metavar="RECIPE", help=recipe_help)
             preset_help = "put an algorithm of recipes/presets/ on the recipe (may be given several times)"
-            sub.add_argument("--preset", metavar="NAME", action="append", default=[], help=preset_help)
-        if name == verb:
-            chosen = sub
+            preset: Any = sub.add_argument("--preset", metavar="NAME", action="append", default=[], help=preset_help)
+            preset.completer = presets
     return parser, chosen
 
 

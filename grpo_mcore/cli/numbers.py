@@ -1,7 +1,5 @@
 """Types of options: what is no such number or path is refused with the command's usage."""
 
-from __future__ import annotations
-
 import argparse
 import math
 

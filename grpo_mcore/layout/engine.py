@@ -1,7 +1,5 @@
 """Layout of one engine's ranks in vLLM: what each of them reads in a refit, from the families' declarations alone."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """A problem with values of a recipe, before it is tied to a file and a line, and the error that carries it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

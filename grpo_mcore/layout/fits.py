@@ -5,8 +5,6 @@ Layouts on which Megatron-Core or vLLM would fail an assertion or compute wrong 
 change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

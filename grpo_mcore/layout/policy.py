@@ -1,8 +1,6 @@
 """Sizes of the policy's parallel dimensions, and what follows from them for each rank: its place, its layers and its
 slices of the parameters, without a process group or a model."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
@@ -62,6 +60,19 @@ class PolicyLayout:
     def stage_size(self) -> int:
         """Number of ranks of one pipeline stage."""
         return self.tensor * self.context * self.data
+
+    def optimizer_parts(self) -> dict[str, int | None]:
+        """Return what decides which values a model-parallel rank's optimizer holds, and in which order. A checkpoint
+        with the optimizer in parts (dist_ckpt_optim_fully_reshardable: false) resumes where all of it is the same."""
+        return {
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "virtual": self.virtual,
+            "expert": self.expert,
+            "expert_tensor": self.expert_tensor,
+            "first_stage": self.first_layers,
+            "last_stage": self.last_layers,
+        }
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return a rank's coordinates."""

@@ -1,7 +1,5 @@
 """The outputs of a run for people and programs: metrics, seconds by phase, tables, curves, the summary."""
 
-from __future__ import annotations
-
 from grpo_mcore.observe.console.console import RunConsole, ShownSample
 from grpo_mcore.observe.console.step_table import StepRow
 from grpo_mcore.observe.ledger.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger

@@ -1,24 +1,39 @@
-"""Alarms of a running training: signs in a step's metrics that something spoils it. The page of `report` has more."""
-
-from __future__ import annotations
+"""Alarms of a run: signs in its metrics that something spoils it. alarms.yaml has every kind, its threshold, and what
+to do first."""
 
 import json
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-MISMATCH = 1.05
+import yaml
+
+from grpo_mcore.observe.band import Band, BandTest
+
+
+@dataclass(frozen=True)
+class AlarmKind:
+    """A row of alarms.yaml. `by`: the run raises it itself, or the page of `report`; `when`: the sign, in words;
+    `first`: what to do first; `above`: its threshold; `in_a_row`: steps in a row with the sign; `grave`: the run may be
+    useless."""
+
+    by: Literal["run", "page"]
+    when: str
+    first: str
+    above: float = 0.0
+    in_a_row: int = 1
+    grave: bool = False
+
+
+KINDS: dict[str, AlarmKind] = {
+    name: AlarmKind(**row)
+    for name, row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
+}
+MISMATCH = KINDS["engine_mismatch"].above
 """Largest mean of exp|engine's log-prob - policy's| of a step that raises no alarm. Numerics alone stay below 1.01."""
-
-STALE = 1.5
-"""Largest such mean over tokens of older weights that raises no alarm: training moves the policy away from them."""
-
-AGAIN = 5
-"""Steps in a row after which a sign that is harmless in a single step raises an alarm."""
-
-FAILED = 0.1
-"""Largest share of a step's samples without a reward that raises no alarm."""
 
 WEBHOOK_S = 10.0
 """Seconds that a webhook gets to answer."""
@@ -43,35 +58,45 @@ def _engine_mismatch(metrics: Mapping[str, float]) -> str | None:
     return (
         f"engine and policy disagree: under the same weights their probabilities of a token differ by a factor of "
         f"{current:.4g} on average (1 is equal, up to {MISMATCH} is usual). The policy trains on another model's "
-        "samples. `grpo-mcore refit verify` and policy.refit_parity look for the cause: docs/refit.md."
+        "samples."
     )
 
 
 def _stale_samples(metrics: Mapping[str, float]) -> str | None:
     mismatch = metrics.get("token_mult_prob_error")
-    if mismatch is None or mismatch <= STALE or _engine_mismatch(metrics):
+    if mismatch is None or mismatch <= KINDS["stale_samples"].above or _engine_mismatch(metrics):
         return None
     return (
         f"samples of older weights are far from the policy: their probabilities of a token differ by a factor of "
-        f"{mismatch:.4g} on average, at an age of {metrics.get('trajectory_age_mean', 0.0):.3g}. Lower "
-        "grpo.async_grpo.max_trajectory_age_steps or the learning rate: docs/async.md."
+        f"{mismatch:.4g} on average, at an age of {metrics.get('trajectory_age_mean', 0.0):.3g}."
+    )
+
+
+def _tokens_left_out(metrics: Mapping[str, float]) -> str | None:
+    mismatch = metrics.get("token_mult_prob_error", 1.0)
+    if not 0 < mismatch < 1 - KINDS["tokens_left_out"].above:
+        return None
+    return (
+        f"the mean factor between the probabilities of engine and policy is {mismatch:.4g}, and no factor is below 1: "
+        f"about {1 - mismatch:.0%} of the tokens that are counted are not in the loss."
     )
 
 
 def _refit_mismatch(metrics: Mapping[str, float]) -> str | None:
     after_refit = metrics.get("refit/mult_prob_error")
-    if after_refit is None or after_refit <= MISMATCH:
+    if after_refit is None or after_refit <= KINDS["refit_mismatch"].above:
         return None
     return (
         "after a refit an engine does not compute what the policy does: on random prompts their probabilities of a "
-        f"token differ by a factor of {after_refit:.4g} on average (policy.refit_parity). `grpo-mcore refit "
-        "verify` looks for the cause: docs/refit.md."
+        f"token differ by a factor of {after_refit:.4g} on average (policy.refit_parity)."
     )
 
 
 def _equal_rewards(metrics: Mapping[str, float]) -> str | None:
     if metrics.get("zero_advantage_rate") != 1:
         return None
+    if metrics.get("accuracy") == 1:
+        return "every sample is solved, so nothing is left to learn: harder prompts, or the end of the run."
     return (
         "all advantages are 0, since the rewards compared are equal: the task is too hard or too easy for the "
         "model, or the environment finds no answers."
@@ -88,48 +113,56 @@ def _policy_stands_still(metrics: Mapping[str, float]) -> str | None:
     )
 
 
+def _answers_cut(metrics: Mapping[str, float]) -> str | None:
+    cut = metrics.get("truncation_rate", 0.0)
+    return f"{cut:.0%} of the answers do not come to an end." if cut > KINDS["answers_cut"].above else None
+
+
 def _failed_samples(metrics: Mapping[str, float]) -> str | None:
     failed, count = metrics.get("num_failed_samples", 0.0), metrics.get("num_samples", 0.0)
-    if not count or failed <= FAILED * count:
+    if not count or failed <= KINDS["failed_samples"].above * count:
         return None
-    return (
-        f"{failed:.0f} of {count:.0f} samples have no reward, because their environment failed on them: "
-        "docs/environments.md."
-    )
+    return f"{failed:.0f} of {count:.0f} samples have no reward, because their environment failed on them."
 
 
-ALARMS: dict[str, tuple[Callable[[Mapping[str, float]], str | None], int]] = {
-    "engine_mismatch": (_engine_mismatch, 1),
-    "stale_samples": (_stale_samples, 1),
-    "refit_mismatch": (_refit_mismatch, 1),
-    "equal_rewards": (_equal_rewards, AGAIN),
-    "policy_stands_still": (_policy_stands_still, AGAIN),
-    "failed_samples": (_failed_samples, 1),
+SIGNS: dict[str, Callable[[Mapping[str, float]], str | None]] = {
+    "engine_mismatch": _engine_mismatch,
+    "stale_samples": _stale_samples,
+    "tokens_left_out": _tokens_left_out,
+    "refit_mismatch": _refit_mismatch,
+    "equal_rewards": _equal_rewards,
+    "policy_stands_still": _policy_stands_still,
+    "answers_cut": _answers_cut,
+    "failed_samples": _failed_samples,
 }
-"""Kind of alarm: (function that returns its text for a step's metrics, None without a sign; steps in a row after which
-it is raised)."""
+"""Kind of alarm that a run raises: function that returns its text for a step's metrics, None without a sign."""
 
 
 class StepAlarms:
     """Looks at the metrics of each step, and raises each kind of alarm once.
 
     `stop_after`: number of steps in a row with an alarm of one kind after which the run is to stop; None: never.
+    `band`: how runs of its recipe usually go.
     """
 
-    def __init__(self, stop_after: int | None = None) -> None:
+    def __init__(self, stop_after: int | None = None, band: Band | None = None) -> None:
         self._stop_after = stop_after
+        self.band = None if band is None else BandTest(band)
         self._in_a_row: Counter[str] = Counter()
         self.raised: list[Alarm] = []
 
     def of_step(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
         """Return the alarms that this step raises and no step before it has."""
         new = []
-        for kind, (look, patience) in ALARMS.items():
-            text = look(metrics)
+        texts = {kind: look(metrics) for kind, look in SIGNS.items()}
+        if self.band is not None:
+            texts["left_band"] = self.band.sign(step, metrics)
+        for kind, text in texts.items():
+            patience = KINDS[kind].in_a_row
             self._in_a_row[kind] = 0 if text is None else self._in_a_row[kind] + 1
             if text is not None and self._in_a_row[kind] >= patience and kind not in {a.kind for a in self.raised}:
                 repeated = f" That is so for {patience} steps in a row." if patience > 1 else ""
-                new.append(Alarm(kind, step, text + repeated))
+                new.append(Alarm(kind, step, f"{text}{repeated} First: {KINDS[kind].first}."))
         self.raised += new
         return new
 
@@ -139,14 +172,14 @@ class StepAlarms:
         if self._stop_after is None:
             return None
         for alarm in self.raised:
-            if (steps := self._in_a_row[alarm.kind]) >= max(self._stop_after, ALARMS[alarm.kind][1]):
+            if (steps := self._in_a_row[alarm.kind]) >= max(self._stop_after, KINDS[alarm.kind].in_a_row):
                 return f"the alarm {alarm.kind} for {steps} steps (logger.alarms.stop_after)"
         return None
 
 
-def alarms_of(lines: Iterable[Mapping[str, float | None]]) -> list[Alarm]:
-    """Return the alarms that the recorded metrics of a run's steps raise, one of each kind."""
-    alarms = StepAlarms()
+def alarms_of(lines: Iterable[Mapping[str, float | None]], band: Band | None = None) -> list[Alarm]:
+    """Return the alarms that the recorded metrics of a run's steps raise, one of each kind. `band`: see StepAlarms."""
+    alarms = StepAlarms(band=band)
     for line in lines:
         metrics = {name: value for name, value in line.items() if value is not None}
         alarms.of_step(int(metrics.get("step", 0)), metrics)

@@ -1,7 +1,5 @@
 """A file of lines that only grows, and outlives a kill and a full disk."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """Metrics by step: always as JSONL, and to the backends that the recipe asks for (backends.py)."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging
@@ -20,6 +18,7 @@ from grpo_mcore.base.clock import REAL, Clock
 from grpo_mcore.base.imports import import_by_path
 from grpo_mcore.observe.alarms import Alarm, post_alarm
 from grpo_mcore.observe.append_file import AppendFile
+from grpo_mcore.observe.band import read_band
 from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.observe.trackers.backends import chosen_backends
 from grpo_mcore.observe.trackers.tracker import Tracker
@@ -56,8 +55,10 @@ def check_custom_logger(code: CustomCode) -> Any:
 
 
 def check_loggers(config: GRPOLoggerConfig) -> None:
-    """Raise MissingPackage or CustomLoggerError for a logger that the recipe asks for and that cannot be here."""
+    """Raise MissingPackage, CustomLoggerError or BandError for what the recipe asks for and cannot be here."""
     chosen_backends(config)
+    if config.alarms.band is not None:
+        read_band(config.alarms.band)
     for code in config.custom:
         check_custom_logger(code)
 

@@ -4,8 +4,6 @@ Every tool that looks at a run reads its files through these functions. What is 
 the file and the reason. Values are checked here, so that no tool need check them again.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -33,7 +31,7 @@ LARGEST = 1e100
 LAST_STEP, LAST_TIME = 2**53, 1e12
 Step = Annotated[int, msgspec.Meta(ge=0, le=LAST_STEP)]
 Time = Annotated[float, msgspec.Meta(ge=-LAST_TIME, le=LAST_TIME)]
-Algorithm = Literal["grpo", "sft", "dpo"]
+Algorithm = Literal["grpo", "sft", "dpo", "rm"]
 _FIELDS: dict[str, list[Any]] = {
     "metrics": [("step", Step), ("prefix", str, ""), ("unix_time", Time, 0.0)],
     "event": [("what", str), ("time", Time, 0.0)],

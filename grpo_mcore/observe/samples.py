@@ -4,8 +4,6 @@ A file appears under its name when it is complete, so a run that is killed leave
 stops training: the queue is bounded, what does not fit into it is dropped and counted, and an error is logged once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -40,6 +38,9 @@ WRITTEN_TOGETHER = 64
 CLOSE_S = 60.0
 """Seconds that the end of a run waits for samples that are not written yet."""
 
+_IMAGE = pa.struct(
+    [("offset", pa.int32()), ("length", pa.int32()), ("digest", pa.string()), ("grid", pa.list_(pa.int32()))]
+)
 _TURN = pa.struct(
     [
         ("role", pa.string()),
@@ -47,9 +48,11 @@ _TURN = pa.struct(
         ("tokens", pa.int32()),
         ("generated", pa.bool_()),
         ("flag", pa.string()),  # rollout.trajectory.FLAGS; null: none
+        ("images", pa.list_(_IMAGE)),  # rollout.trajectory.ImageSpan; null: none
     ]
 )
 _ROUTES = pa.struct([("shape", pa.list_(pa.int32())), ("experts", pa.binary())])
+_FILE = pa.struct([("digest", pa.string()), ("bytes", pa.binary())])
 _SPAN = pa.struct([("version", pa.int32()), ("first", pa.int32()), ("end", pa.int32())])
 
 
@@ -76,22 +79,19 @@ SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("truncated", pa.bool_()),
         ("stop_token", pa.int64()),
-        ("cut_turns", pa.int32()),
+        ("turn_rewards", pa.list_(pa.float64())),  # score of the state after each generated turn, or null; null: none
+        ("turn_states", pa.list_(pa.string())),  # key of the state in which each generated turn was taken
+        ("step_rewards", pa.list_(pa.float64())),  # part of the reward that each generated turn got; null: of an agent
+        ("turn_credits", pa.list_(pa.float64())),  # added to the advantage of each generated turn; then zeros
         ("left_out", pa.string()),  # why no step trained on its group; null: one did
         ("weight", pa.float64()),  # 1: counts in the loss, 0: masked; null: not trained on
         ("advantage", pa.float64()),
         ("unclipped_advantage", pa.float64()),  # (shaped_reward - baseline) / scale; null: of several terms, or custom
-        (
-            "shaped_reward",
-            pa.float64(),
-        ),  # as the estimator got it: scaled, shaped, with the KL where it is in the reward
+        ("shaped_reward", pa.float64()),  # as the estimator got it: scaled, shaped, with a KL that is in the reward
         ("baseline", pa.float64()),
         ("scale", pa.float64()),  # standard deviation with its eps; 1: not divided
         ("group_size", pa.int32()),  # samples of its group that have a reward
-        (
-            "terms",
-            pa.string(),
-        ),  # JSON, of several: sum of weight * (reward - baseline) / scale by name, over step_scale
+        ("terms", pa.string()),  # JSON, of several: weight * (reward - baseline) / scale by name, over step_scale
         ("step_scale", pa.float64()),
         ("kl_weight", pa.float64()),  # above 0: of the KL to the end that each token's advantage is less
         ("teacher_part", pa.float64()),  # that teachers add to it, the mean over the sample's tokens; null: no teacher
@@ -102,15 +102,14 @@ SCHEMA = pa.schema(
         ("versions", pa.list_(_SPAN)),  # weight versions that generated its tokens
         ("turns", pa.list_(_TURN)),
         ("branches", pa.list_(pa.int32())),  # tokens of each branch, which stand side by side; empty: one
+        ("turn_numbers", pa.list_(pa.int32())),  # of each generated turn, in time; null: as they stand
         ("token_ids", pa.list_(pa.int32())),
         ("engine_logprobs", pa.list_(pa.float32())),  # 0 where not generated
         ("policy_logprobs", pa.list_(pa.float32())),  # before the update; 0 where not trained on
         ("reference_logprobs", pa.list_(pa.float32())),
         ("teacher_logprobs", pa.list_(pa.float32())),
-        (
-            "routes",
-            _ROUTES,
-        ),  # with policy.router_replay: int8 or int16 [length - 1, layers, top-k]
+        ("images", pa.list_(_FILE)),  # as they were given: those that no earlier sample of its group has; null: none
+        ("routes", _ROUTES),  # with policy.router_replay: int8 or int16 [length - 1, layers, top-k]
     ]
 )
 """Columns of a file. A row is a sample; lists are by token, prompt included."""
@@ -296,6 +295,15 @@ def read_samples(
     except (pa.ArrowException, *DAMAGE) as error:
         cause = reason_of(error)
         raise SamplesError(f"{path} cannot be read: {cause}; it may be cut off: copy it again, or remove it") from error
+
+
+def bytes_and_images(path: Path) -> tuple[int, int]:
+    """Return the size of a file without the images in it, and how many these are. Raises as the reading of a damaged
+    file does."""
+    columns = [column for group in pq.read_metadata(path).to_dict()["row_groups"] for column in group["columns"]]
+    digests = [column for column in columns if column["path_in_schema"] == "images.list.element.digest"]
+    size = sum(c["total_compressed_size"] for c in columns if not c["path_in_schema"].startswith("images."))
+    return size, sum(column["num_values"] - column["statistics"]["null_count"] for column in digests)
 
 
 def _check_columns(table: pa.Table, columns: Sequence[str] | None) -> None:

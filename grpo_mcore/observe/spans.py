@@ -3,8 +3,6 @@
 `report` makes the timeline and the ledger of device-seconds of it, `watch` the line of what goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +20,7 @@ MERGE_S = 0.05
 class SpanFile:
     """Writes events.jsonl. Each line is an object with `what`, and:
 
-    begin      time, devices (name -> processes on it), colocated, algorithm ("grpo", "sft", "dpo"): written when a run
+    begin      time, devices (name -> processes on it), colocated, algorithm ("grpo", "rm", ...): written when a run
                starts, and when it resumes
     restart    time, process, why
     tail       step, samples: the last ones to end, see `step_groups.tail`

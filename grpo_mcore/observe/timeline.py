@@ -1,7 +1,5 @@
 """Where the seconds of a step go."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 

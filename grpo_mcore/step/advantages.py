@@ -1,7 +1,5 @@
 """Turn a step's rewards into advantages, and decide which samples count in the loss. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -10,18 +8,24 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.objective import (
+    EPS,
+    AdvantageEstimate,
     SampleKL,
     StepSamples,
     custom_advantages,
     custom_shaping,
+    difference_credit,
     distillation_metrics,
     estimate_advantages,
+    gae_moments,
+    gigpo_credit,
     group_index,
+    group_stats,
     scale_reward_values,
     shape_rewards,
 )
-from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, teacher_weight
-from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING, accuracy, mean_parts
+from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, has_greedy_baseline, teacher_weight
+from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING, Score, accuracy, mean_parts
 from grpo_mcore.step.step_batch import StepBatch, TrainTargets
 
 Stats = Mapping[str, Tensor]
@@ -32,9 +36,11 @@ class TargetsError(ValueError):
     """Rewards or log-probs that cannot be trained on; the message says what to check."""
 
 
-def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tuple[TrainTargets, dict[str, float]]:
+def compute_targets(
+    batch: StepBatch, stats: Stats, config: MasterConfig, rewards: Tensor | None = None
+) -> tuple[TrainTargets, dict[str, float]]:
     """Return the TrainTargets and the metrics of a step. `stats`: results of the log-prob passes, float64 [samples]
-    each, see objective.sample_stats; empty if no pass was run.
+    each, see objective.sample_stats; empty if no pass was run. `rewards`: `shaped_rewards`, where they are known.
 
     Raises TargetsError if the estimator needs rewards that the environments do not give, and if engine and policy
     disagree on every sample.
@@ -43,14 +49,17 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
     if teacher_weight(config) and batch.ranks and not batch.teachers:
         raise TargetsError("grpo.adv_estimator reads a teacher's log-probs, but the policy has no teachers: start them")
     weights, metrics = _mask_mismatched(batch, stats, grpo.seq_logprob_error_threshold)
-    rewards = shaped_rewards(batch.rewards, batch, config)
-    estimator = grpo.adv_estimator
-    kl_in_reward = loss.use_kl_in_reward and bool(stats)
+    rewards = shaped_rewards(batch.rewards, batch, config) if rewards is None else rewards
+    estimator, first = grpo.adv_estimator, torch.tensor([sample.generation_index == 0 for sample in batch.samples])
+    kl_in_reward = loss.use_kl_in_reward and "kl_sum" in stats
     named_rewards = _named_rewards(batch, config) if estimator.name == "gdpo" else None
     kl = SampleKL(stats["kl_sum"], stats["kl_to_go_sum"], stats["kl_to_go_square"]) if kl_in_reward else None
     penalty = loss.reference_policy_kl_penalty if kl_in_reward else 0.0
     try:
-        if estimator.path is not None:
+        by_token = None
+        if config.ppo.enabled:
+            estimate, by_token = _of_critic(rewards, weights, batch, stats, config)
+        elif estimator.path is not None:
             samples = step_samples(rewards, batch, config, weights > 0, kl, penalty)
             estimate = custom_advantages(estimator.path, samples, estimator.options)
         else:
@@ -66,11 +75,16 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
                 rewards_by_name=named_rewards,
                 reward_weights=estimator.reward_weights,
                 tokens=batch.trained_tokens * (weights > 0),
+                lengths=batch.trained_tokens,
+                keep=estimator.keep or 2,
+                keep_by=estimator.keep_by,
+                first=first,
                 kl=kl,
                 kl_penalty=penalty,
             )
     except ValueError as error:
-        raise TargetsError(f"grpo.adv_estimator {estimator.path or estimator.name}: {error}") from error
+        own = f"grpo.adv_estimator {estimator.path or estimator.name}"
+        raise TargetsError(f"{'ppo.adv_estimator' if config.ppo.enabled else own}: {error}") from error
     if estimator.name == "opd":
         section = config.on_policy_distillation
         weight = section.orm_advantage_weight if section.use_orm_advantage else 0.0
@@ -82,7 +96,11 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
         valid_seqs=tuple(seqs),
         valid_toks=tuple(toks),
         advantages=estimate.advantages,
+        by_token=by_token,
+        epochs=config.ppo.ppo_epochs if config.ppo.enabled else 1,
+        critic_epochs=config.ppo.critic_epochs,
         kl_weight=estimate.kl_weight,
+        turn_credits=turn_credits(batch, config) if grpo.turn_credit.weight else None,
         flag_advantages={
             flag: advantage
             for flag, advantage in (
@@ -99,7 +117,9 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
     )
     advantages = targets.sample_advantages()
     assert advantages is not None
-    metrics |= _rollout_metrics(batch, weights, advantages)
+    metrics |= _rollout_metrics(batch, weights, advantages, first & has_greedy_baseline(config))
+    if targets.turn_credits is not None:
+        metrics |= _turn_metrics(batch, weights, advantages, targets.turn_credits)
     metrics["num_valid_tokens"] = float(sum(toks))
     if grpo.reward_shaping.enabled or grpo.reward_scaling.enabled:
         metrics["shaped_reward"] = _mean(rewards[~rewards.isnan()])
@@ -110,6 +130,65 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
     elif batch.teachers:
         metrics["zero_advantage_rate"] = 0.0  # the loss reads no advantages
     return targets, metrics
+
+
+def _of_critic(
+    rewards: Tensor, weights: Tensor, batch: StepBatch, stats: Stats, config: MasterConfig
+) -> tuple[AdvantageEstimate, tuple[float, float]]:
+    """Return the mean advantage of each sample's tokens, and (mean, scale) by which the ranks normalise their tokens'.
+    Raises TargetsError without a critic's values."""
+    groups, zeros = group_stats(rewards, _group_ids(batch), ~rewards.isnan()), torch.zeros_like(batch.rewards)
+    if not batch.ranks:
+        return AdvantageEstimate(zeros, groups), (0.0, 1.0)
+    if "gae_sum" not in stats:
+        raise TargetsError("it reads a critic's values, and there are none of these samples")
+    tokens, (mean, scale) = batch.trained_tokens * weights, (0.0, 1.0)
+    if config.ppo.adv_estimator.normalize_advantages:
+        mean, std = gae_moments(stats, tokens)
+        scale = 1 / (std + EPS)
+    of_samples = (stats["gae_sum"] / stats["tokens"].clamp(min=1) - mean) * scale
+    return AdvantageEstimate(torch.where(tokens > 0, of_samples, 0.0), groups), (mean, scale)
+
+
+def turn_credits(batch: StepBatch, config: MasterConfig) -> Tensor:
+    """Return the weighted credit of each turn, float64 [samples, turns of the longest]; 0 for turns that a sample does
+    not have, and for samples without a reward."""
+    section, samples = config.grpo.turn_credit, batch.samples
+    found = torch.zeros(len(samples), max(sample.turns for sample in samples), dtype=torch.float64)
+    scored = [index for index, score in enumerate(batch.scores) if score.reward is not None]
+    scores, turns = [batch.scores[index] for index in scored], [samples[index].turns for index in scored]
+    if section.mode == "difference":
+        credits = [difference_credit(score.turn_rewards, section.gamma) for score in scores]
+    else:
+        unknown = [[(index, turn) for turn in range(samples[index].turns)] for index in scored]
+        credits = gigpo_credit(
+            list(map(_rewards_of_turns, scores, turns)),
+            [score.turn_states or nowhere for score, nowhere in zip(scores, unknown, strict=True)],
+            [samples[index].uid for index in scored],
+            section.gamma,
+            normalize=_first(config.grpo.adv_estimator.normalize_rewards, config.grpo.normalize_rewards),
+        )
+    for index, of_sample in zip(scored, credits, strict=True):
+        found[index, : len(of_sample)] = torch.tensor(of_sample, dtype=torch.float64)
+    return section.weight * found
+
+
+def _rewards_of_turns(score: Score, turns: int) -> list[float]:
+    """Return the reward of each turn. An agent's sample has its reward for the last one."""
+    return list(score.step_rewards) or [*[0.0] * (turns - 1), score.reward or 0.0][:turns]
+
+
+def _turn_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor, credits: Tensor) -> dict[str, float]:
+    """Return the metrics of credit by turn, over the turns of the samples that count."""
+    turns = torch.tensor([sample.turns for sample in batch.samples])
+    counted = (torch.arange(credits.shape[1]) < turns[:, None]) & (weights > 0)[:, None]
+    size, of_sample = credits[counted].abs(), advantages[:, None].expand_as(credits)[counted].abs()
+    total = float((size + of_sample).sum())
+    return {
+        "turn_credit/mean_abs": _mean(size),
+        "turn_credit/share": float(size.sum()) / total if total else 0.0,
+        "turn_credit/nonzero_rate": _mean((size > 0).double()),
+    }
 
 
 def _teacher_metrics(batch: StepBatch, stats: Stats, targets: TrainTargets) -> dict[str, float]:
@@ -176,6 +255,7 @@ def step_samples(
         generated_lengths=batch.trained_tokens,
         truncated=torch.tensor([sample.truncated for sample in samples]),
         turns=torch.tensor([sample.turns for sample in samples]),
+        turn_rewards=tuple(score.turn_rewards for score in batch.scores),
         trained=trained,
         kl=kl,
         kl_penalty=kl_penalty,
@@ -242,15 +322,16 @@ def _mask_mismatched(batch: StepBatch, stats: Stats, threshold: float | None) ->
     return torch.where(above, 0.0, batch.weights), metrics
 
 
-def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor) -> dict[str, float]:
-    samples, rewards = batch.samples, batch.rewards
-    scored, used = rewards[~rewards.isnan()], advantages[weights > 0]
+def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor, greedy: Tensor) -> dict[str, float]:
+    """`greedy` [samples]: those whose rewards are only a baseline."""
+    samples, rewards, drawn = batch.samples, batch.rewards, ~batch.rewards.isnan() & ~greedy
+    scored, used = rewards[drawn], advantages[weights > 0]
     generated = batch.trained_tokens.to(torch.float64)
     metrics = {
         "reward": _mean(scored),
         "reward_std": scored.std(correction=0).item() if len(scored) else 0.0,
         "num_samples": float(len(samples)),
-        "num_failed_samples": float(len(samples) - len(scored)),
+        "num_failed_samples": float(rewards.isnan().sum()),
         "num_trained_samples": float((weights > 0).sum()),
         "prompt_length": sum(sample.prompt_length for sample in samples) / len(samples),
         "generated_length": _mean(generated),
@@ -261,7 +342,7 @@ def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor) -> d
         "advantage_min": used.min().item() if len(used) else 0.0,
         "zero_advantage_rate": _mean((used == 0).double()) if len(used) else 1.0,
     }
-    scores = [score for score in batch.scores if score.reward is not None]
+    scores = [score for score, counts in zip(batch.scores, drawn.tolist(), strict=True) if counts]
     if (correct := accuracy(scores)) is not None:
         metrics["accuracy"] = correct
     metrics |= mean_parts(scores)
@@ -272,8 +353,8 @@ def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor) -> d
             "environment_tokens": sum(sample.environment_tokens for sample in samples) / len(samples),
             "natural_termination_rate": sum(score.terminated for score in scores) / max(1, len(scores)),
         }
-    if cut := sum(sample.cut_turns for sample in samples):
-        metrics["num_cut_turns"] = float(cut)
+    if batch.too_long:
+        metrics["num_samples_over_a_bin"] = float(batch.too_long)
     return metrics
 
 

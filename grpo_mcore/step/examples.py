@@ -1,9 +1,9 @@
 """Examples of the data as the policy's ranks and the files of samples take them: as trajectories and groups."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
+from types import MappingProxyType
 
 from grpo_mcore.batching.prefix_trees import Prefixes, prefix_hashes
 from grpo_mcore.rollout.datum import DatumSpec, Message
@@ -35,18 +35,26 @@ def _turns(message: Message) -> Iterator[Turn]:
     start = 0
     for trained, run in groupby(mask, bool):
         stop = start + sum(1 for _ in run)
-        yield Turn(message["role"], tokens[start:stop], loss_mask=trained)
+        images = [image for image in message.get("images", ()) if start <= image.offset < stop]
+        moved = tuple(replace(image, offset=image.offset - start) for image in images)
+        yield Turn(message["role"], tokens[start:stop], loss_mask=trained, images=moved)
         start = stop
 
 
 def prefixes_of(trajectories: Sequence[Trajectory]) -> list[Prefixes]:
     """Return the hashes by which examples that begin alike are found."""
-    return [prefix_hashes(trajectory.token_ids().tolist()) for trajectory in trajectories]
+    return [prefix_hashes(trajectory.content_ids().tolist()) for trajectory in trajectories]
 
 
-def as_group(datum: DatumSpec, trajectories: Sequence[Trajectory], refs: Sequence[Ref], version: int) -> Group:
+def as_group(
+    datum: DatumSpec,
+    trajectories: Sequence[Trajectory],
+    refs: Sequence[Ref],
+    version: int,
+    images: Mapping[str, Ref] = MappingProxyType({}),
+) -> Group:
     """Return an example, or both answers of a pair, as a group without rewards. `version`: version of the weights that
-    train on it."""
+    train on it. `images`: references to the files of its images, by digest."""
     samples = tuple(
         TrajectoryRef(
             uid=datum["uid"],
@@ -58,6 +66,7 @@ def as_group(datum: DatumSpec, trajectories: Sequence[Trajectory], refs: Sequenc
             truncated=False,
             finish_reason="stop",
             ref=ref,
+            images=dict(images),
         )
         for trajectory, ref in zip(trajectories, refs, strict=True)
     )

@@ -4,23 +4,37 @@ The driver first sends the ranks their samples, later the targets of these. Samp
 step, so that each value of all samples travels as one tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.batching.packing import PADDED
-from grpo_mcore.batching.plan import StepPlan, plan_alone, plan_step
+from grpo_mcore.batching.packing import PADDED, bin_room
+from grpo_mcore.batching.plan import StepPlan, branch_runs, plan_alone, plan_step
 from grpo_mcore.batching.prefix_trees import Prefixes, computed_tokens, in_blocks, prefixes_of, saves_enough
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.objective import AdvantageEstimate, clip_advantages, overlong_filter
-from grpo_mcore.recipe import Algorithm, MasterConfig, bin_tokens, samples_together
+from grpo_mcore.recipe import (
+    Algorithm,
+    MasterConfig,
+    bin_tokens,
+    has_greedy_baseline,
+    reads_whole_samples,
+    samples_together,
+)
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
 from grpo_mcore.rollout.workers import Ref
+
+
+@dataclass(frozen=True)
+class SamplePart:
+    """Branches `first` to `end` - 1 of a sample that is longer than a bin."""
+
+    sample: int
+    first: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -28,7 +42,7 @@ class RankStep:
     """The samples of one data-parallel rank."""
 
     batches: tuple[tuple[tuple[int, ...], ...], ...]
-    """Sample indices by optimizer step and bin."""
+    """Sample indices by optimizer step and bin, and numbers of `parts`."""
     trajectories: Mapping[int, Ref]
     """Sample index -> reference to its trajectory in the object store."""
     shares_prefixes: bool = False
@@ -38,6 +52,15 @@ class RankStep:
     hidden states, [trained tokens, hidden size]; empty without teachers."""
     prompts: Mapping[int, Tensor] = field(default_factory=dict)
     """Sample index -> the prompt that takes the place of its own, int64 [n], where a teacher gets a hint."""
+    parts: Mapping[int, SamplePart] = field(default_factory=dict)
+    """The parts of samples longer than a bin, by numbers that are no index of a sample."""
+    images: Mapping[str, Ref] = field(default_factory=dict)
+    """Digest -> reference to the bytes of an image of its samples."""
+
+    def samples_of(self, step: int) -> set[int]:
+        """Return the indices of the samples of an optimizer step of which this rank has at least a part."""
+        numbers = {number for bin in self.batches[step] for number in bin}
+        return {self.parts[number].sample if number in self.parts else number for number in numbers}
 
 
 @dataclass(frozen=True)
@@ -51,6 +74,12 @@ class TrainTargets:
     valid_toks: tuple[int, ...]
     """Trained tokens of these, by optimizer step."""
     advantages: Tensor | None = None
+    epochs: int = 1
+    """Passes of the policy over the optimizer steps."""
+    critic_epochs: int = 1
+    """Passes of the critic."""
+    by_token: tuple[float, float] | None = None
+    """(mean, scale) of a step with a critic: the advantage of a token is (that of its column `gae` - mean) x scale."""
     kl_weight: float = 0.0
     """The advantage of token t is its sample's, minus this weight times the KL from t to the end of the sample."""
     clip: tuple[float | None, float | None] = (None, None)
@@ -63,13 +92,17 @@ class TrainTargets:
     """Rewards of the environment, if a term of the loss needs them."""
     flag_advantages: Mapping[str, float] = field(default_factory=dict)
     """Advantages of the tokens of flagged turns, by flag, in place of their sample's."""
+    turn_credits: Tensor | None = None
+    """[samples, turns]: added to the advantages of the tokens of each generated turn, with its weight. None: nothing
+    is."""
     estimate: AdvantageEstimate | None = None
     """How the advantages came about, for the files of samples. The ranks do without it."""
     reference_sums: Tensor | None = None
     """Log-prob of each sample's trained tokens under the reference, if the loss needs it by sample."""
 
     def sample_advantages(self) -> Tensor | None:
-        """Return the mean advantage of each sample's tokens, within the bounds; None for a loss without advantages."""
+        """Return the mean advantage of each sample's tokens, within the bounds and without the credit by turn; None for
+        a loss without advantages."""
         if self.advantages is None:
             return None
         gaps = 0.0 if self.teacher_gaps is None else self.teacher_weight * self.teacher_gaps
@@ -90,6 +123,8 @@ class StepBatch:
     batches: tuple[tuple[int, ...], ...]
     """Sample indices of each optimizer step, over all ranks."""
     plan_metrics: dict[str, float]
+    too_long: int = 0
+    """Samples that are left out because they are longer than a bin, and the loss reads a sample's tokens at once."""
     teachers: tuple[str, ...] = ()
     """Alias of each sample's teacher; empty without teachers."""
 
@@ -119,32 +154,40 @@ def build_step_batch(
     """Build a step from scored groups, without failed and filtered samples.
 
     If fewer samples are left than the recipe's batches need, there are fewer optimizer steps. `shares_prefixes`: those
-    of `PolicyGroup`. Raises PackingError for a sample that is longer than a bin.
+    of `PolicyGroup`. Raises PackingError for a branch that is longer than a bin.
     """
     samples = [sample for group in groups for sample in group.samples]
     scores = [score for group in groups for score in group.scores]
     rewards = torch.tensor([float("nan") if s.reward is None else s.reward for s in scores], dtype=torch.float64)
     generated = torch.tensor([bool(sample.generated_length) for sample in samples])
+    room = _room_of_bin(config) if reads_whole_samples(config) else None
+    too_long = torch.tensor([room is not None and bool(s.branches) and s.length > room for s in samples])
+    too_long &= generated & ~rewards.isnan()
+    generated &= ~too_long
     weights = (~rewards.isnan() & generated).to(torch.float64)
     if config.grpo.overlong_filtering:
         weights = overlong_filter(weights, torch.tensor([sample.truncated for sample in samples]))
+    if has_greedy_baseline(config):
+        weights *= torch.tensor([float(sample.generation_index > 0) for sample in samples])
     # With the KL in the reward a filtered sample still counts in its group's baseline, which needs its KL.
     processed = ~rewards.isnan() & generated if config.loss_fn.use_kl_in_reward else weights > 0
     used = processed.nonzero().flatten().tolist()
     possible = min(optimizer_steps(config), len(used) // layout.data)
     if not possible:
-        return StepBatch(tuple(groups), rewards, weights, (), (), {})
+        return StepBatch(tuple(groups), rewards, weights, (), (), {}, int(too_long.sum()))
     plan, ranks = rank_steps(
         {i: samples[i].ref for i in used},
         [samples[i].length for i in used],
         config,
         layout,
         optimizer_steps=possible,
+        branches=[samples[i].branches for i in used],
         prefixes=prompt_prefixes([samples[i] for i in used]) if shares_prefixes else None,
+        images=[samples[i].images for i in used],
     )
-    batches = tuple(tuple(used[i] for i in batch.samples) for batch in plan.batches)
+    batches = tuple(tuple(sorted(set().union(*(rank.samples_of(k) for rank in ranks)))) for k in range(possible))
     plan_metrics = {f"plan/{name}": value for name, value in plan.report().items()}
-    return StepBatch(tuple(groups), rewards, weights, ranks, batches, plan_metrics)
+    return StepBatch(tuple(groups), rewards, weights, ranks, batches, plan_metrics, int(too_long.sum()))
 
 
 def prompt_prefixes(samples: Sequence[TrajectoryRef]) -> list[Prefixes]:
@@ -169,16 +212,21 @@ def rank_steps(
     optimizer_steps: int,
     algorithm: Algorithm = "grpo",
     prefixes: Sequence[Prefixes] | None = None,
+    branches: Sequence[Sequence[int]] | None = None,
+    images: Sequence[Mapping[str, Ref]] = (),
 ) -> tuple[StepPlan, tuple[RankStep, ...]]:
     """Distribute samples over optimizer steps, data-parallel ranks and bins, as the recipe packs them.
 
     `trajectories`: sample index -> reference in the object store; `lengths`: tokens of each, in the same order.
-    `algorithm`: DPO's pairs, two samples in a row, are planned as one of their joint length. The plan refers to samples
+    `algorithm`: pairs, two samples in a row, are planned as one of their joint length. The plan refers to samples
     (or pairs) by their position in that order, the rank steps by sample index. `prefixes`: those of each sample, if
-    samples may share them; the answers of a pair then count their prompt once.
+    samples may share them; the answers of a pair then count their prompt once. `branches`: tokens of each branch of
+    each sample, none for a sample that is one: a sample longer than a bin is cut into parts between them, which the
+    plan counts as samples, and which may go to several bins and ranks. `images`: by digest, references to those of each
+    sample; empty if no sample has any.
     """
     packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
-    index, together = list(trajectories), samples_together(algorithm)
+    index, together = list(trajectories), samples_together(config, algorithm)
     capacity, block = bin_tokens(config, algorithm), packing.shared_prefix.min_tokens
     if config.policy.deterministic:
         prefixes = None
@@ -186,15 +234,19 @@ def rank_steps(
         prefixes = [in_blocks(of_sample, block) for of_sample in prefixes]
 
     def samples(positions: Iterable[int]) -> tuple[int, ...]:
-        return tuple(index[i] for first in positions for i in range(together * first, together * (first + 1)))
+        return tuple(number for position in positions for number in numbers[position])
 
     together_at = [slice(i, i + together) for i in range(0, len(lengths), together)]
-    sizes = [sum(lengths[part]) for part in together_at]
+    numbers, sizes = [tuple(index[part]) for part in together_at], [sum(lengths[part]) for part in together_at]
     pairs_share = False
     if together > 1 and prefixes is not None:
         computed = [computed_tokens(lengths[part], prefixes[part], block) for part in together_at]
         pairs_share = saves_enough(sum(computed), sum(sizes))
         sizes, prefixes = computed if pairs_share else sizes, None
+    parts, owners = dict[int, SamplePart](), None
+    if branches is not None and (room := _room_of_bin(config)) is not None:
+        numbers, sizes, hashes, owners = _cut_at_branches(index, sizes, branches, prefixes, room, parts)
+        prefixes = None if prefixes is None else hashes
     if config.policy.deterministic:
         plan = plan_alone(sizes, dp=layout.data, optimizer_steps=optimizer_steps)
     else:
@@ -209,13 +261,51 @@ def rank_steps(
             prefixes=prefixes,
             block=block,
             seed=config.grpo.seed,
+            owners=owners,
         )
-    steps = tuple(
-        RankStep(
+    of_sample = dict(zip(index, images, strict=True)) if images else {}
+
+    def rank_step(rank: int) -> RankStep:
+        planned = samples(plan.samples_of(rank))
+        held = [parts[number].sample if number in parts else number for number in planned]
+        return RankStep(
             batches=tuple(tuple(samples(bin) for bin in bins) for bins in plan.for_rank(rank)),
-            trajectories={i: trajectories[i] for i in samples(plan.samples_of(rank))},
+            trajectories={i: trajectories[i] for i in held},
             shares_prefixes=pairs_share or plan.shares_prefixes,
+            parts={number: parts[number] for number in planned if number in parts},
+            images={digest: ref for i in held for digest, ref in of_sample.get(i, {}).items()},
         )
-        for rank in range(plan.dp)
-    )
-    return plan, steps
+
+    return plan, tuple(map(rank_step, range(plan.dp)))
+
+
+def _room_of_bin(config: MasterConfig) -> int | None:
+    """Return the tokens that a bin of samples may hold; None where each sample is computed whole."""
+    capacity, dynamic = bin_tokens(config, "grpo"), config.policy.dynamic_batching
+    if capacity is None or config.policy.deterministic:
+        return None
+    return bin_room(capacity, dynamic.sequence_length_round if dynamic.enabled else 1)
+
+
+def _cut_at_branches(
+    index: Sequence[int],
+    sizes: Sequence[int],
+    branches: Sequence[Sequence[int]],
+    prefixes: Sequence[Prefixes] | None,
+    room: int,
+    parts: dict[int, SamplePart],
+) -> tuple[list[tuple[int, ...]], list[int], list[Prefixes], list[int]]:
+    """Return numbers, tokens, prefixes and owners (`plan_step`) of the samples that fit into a bin and of the parts of
+    those that do not; add these to `parts`. Of a sample's parts the planner knows only the prompt of the first."""
+    planned: list[tuple[tuple[int, ...], int, Prefixes, int]] = []
+    for owner, (sample, tokens, of_sample) in enumerate(zip(index, sizes, branches, strict=True)):
+        prompt = prefixes[owner] if prefixes is not None else ()
+        if tokens <= room or not of_sample:
+            planned.append(((sample,), tokens, prompt, owner))
+            continue
+        for first, end in branch_runs(of_sample, room):
+            number = max(index) + 1 + len(parts)
+            parts[number] = SamplePart(sample, first, end)
+            planned.append(((number,), sum(of_sample[first:end]), () if first else prompt, owner))
+    numbers, tokens_of, hashes, owners = zip(*planned, strict=True)
+    return list(numbers), list(tokens_of), list(hashes), list(owners)

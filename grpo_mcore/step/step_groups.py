@@ -1,14 +1,12 @@
 """Scored groups that wait for their training step, and dynamic sampling's rule for which of them train."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from grpo_mcore.objective import RewardWeights, rewards_differ, weights_by_name
-from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
+from grpo_mcore.recipe import MasterConfig, has_greedy_baseline, prompts_per_generation_batch
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.schedule import Train
 from grpo_mcore.rollout.trajectory import Score, accuracy
@@ -44,18 +42,21 @@ class StepGroups:
 
     def __init__(self, config: MasterConfig) -> None:
         estimator = config.grpo.adv_estimator
+        self._first = int(has_greedy_baseline(config))  # the first sample of each group that is drawn
         self._filters, self._ahead = config.grpo.use_dynamic_sampling, config.grpo.async_grpo.max_age > 0
         self._by_name, self._weights = estimator.name == "gdpo", estimator.reward_weights
         self._min_range = config.grpo.dynamic_sampling_min_range
         self._batch = prompts_per_generation_batch(config)
         self._groups: dict[str, Group] = {}
-        self._scores: list[Score] = []  # of all samples generated since the last step
+        self._scores: list[Score] = []  # of all samples drawn since the last step
+        self._baselines: list[Score] = []  # of those decoded greedily
         self._dropped: Counter[str] = Counter()  # groups since the last step, by reason
 
     def add(self, group: Group) -> bool:
         """Take in a group that is scored or has failed. Return whether a step may train on it."""
         if self._filters:
-            self._scores += group.scores
+            self._scores += group.scores[self._first :]
+            self._baselines += group.scores[: self._first]
         if group.failure is not None:  # no sample has a reward
             self._dropped["failed"] += 1
         elif self._filters and not self._informs(group):
@@ -65,6 +66,8 @@ class StepGroups:
         return group.uid in self._groups
 
     def _informs(self, group: Group) -> bool:
+        if self._first and group.scores[0].reward is None:
+            return False  # nothing to compare the others with
         return is_informative(group, by_name=self._by_name, weights=self._weights, min_range=self._min_range)
 
     def waiting(self) -> list[Group]:
@@ -84,12 +87,14 @@ class StepGroups:
         if self._ahead:
             metrics |= self._buffer_metrics(version)
         self._scores.clear()
+        self._baselines.clear()
         self._dropped.clear()
         return trained, finished, metrics
 
     def _sampling_metrics(self, trained: list[Group], command: Train) -> dict[str, float]:
         rewards = [score.reward for score in self._scores if score.reward is not None]
-        kept = [score.reward for group in trained for score in group.scores if score.reward is not None]
+        kept = [score.reward for group in trained for score in group.scores[self._first :] if score.reward is not None]
+        scores = self._scores + self._baselines
         of_all: dict[str, float] = {}
         if rewards:  # with generation ahead, all groups may have finished before the last step
             of_all["reward"] = sum(rewards) / len(rewards)
@@ -97,9 +102,9 @@ class StepGroups:
             of_all["accuracy"] = correct
         generated = len(trained) + len(command.surplus) + command.filtered
         return of_all | {
-            "filtered_reward": sum(kept) / len(kept),
-            "num_failed_samples": float(len(self._scores) - len(rewards)),
-            "num_generated_samples": float(len(self._scores)),
+            "filtered_reward": sum(kept) / max(1, len(kept)),
+            "num_failed_samples": float(sum(score.reward is None for score in scores)),
+            "num_generated_samples": float(len(scores)),
             "num_filtered_prompts": float(command.filtered),
             "num_surplus_prompts": float(len(command.surplus)),
             "num_gen_batches": float(-(-generated // self._batch)),

@@ -1,7 +1,5 @@
 """`grpo-mcore eval`: evaluate models and checkpoints, one after the other, and write the report."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

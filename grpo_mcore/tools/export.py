@@ -1,7 +1,5 @@
 """Export a checkpoint of a run: to a Hugging Face folder with a model card, or its adapters alone."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -13,28 +11,49 @@ from typing import Any
 
 import yaml
 
+from grpo_mcore.base.files import CRITIC
 from grpo_mcore.data.datasets.source import is_local
-from grpo_mcore.driver.checkpoints.checkpoint_files import policy_folder, rank_of
+from grpo_mcore.driver.checkpoints.checkpoint_files import policy_folder, rank_of, saved_recipe
 from grpo_mcore.driver.run.checks import SetupError, model_folder
+from grpo_mcore.observe import read_metrics
 from grpo_mcore.parallel.weights.export import ExportError, export_adapter, export_merged
 from grpo_mcore.parallel.weights.hf_folder import SHARD_BYTES, put_in_place
-from grpo_mcore.recipe import CheckpointingConfig, MasterConfig, load_recipe, without_secrets
+from grpo_mcore.recipe import (
+    CheckpointingConfig,
+    DatasetEntry,
+    MasterConfig,
+    algorithm_of,
+    load_recipe,
+    sections_of_others,
+    without_secrets,
+)
+from grpo_mcore.recipe.headline import headline
 
 logger = logging.getLogger(__name__)
 
 INFO, RECIPE, CARD = "training_info.json", "config.yaml", "README.md"
+OF_TRAINING = ("train:reward", "train:loss", "train:accuracy", "train:rewards_margin_mean")
+"""Metrics of the card of a run without validations."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """Names that a model or data may have on a hub, which refuses cards with others, such as folders."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint of a run. `metrics`: those of its step, with those of its validation as `val:NAME`."""
+    """A complete checkpoint of a run. `metrics`: those of its step, with those of its validation as `val:NAME`. `log`:
+    the run's folder of logs; None where the checkpoint does not name it."""
 
     folder: Path
     step: int
     metrics: Mapping[str, Any]
     recipe: MasterConfig
+    log: Path | None = None
+
+    def before(self) -> dict[str, float]:
+        """Return the metrics of the validation before the first step; none where the logs are not here."""
+        file = None if self.log is None else self.log / "metrics.jsonl"
+        rows = read_metrics(file, "validation") if file is not None and file.is_file() else []
+        return next(({f"val:{name}": value for name, value in row.items()} for row in rows if row["step"] == 0), {})
 
 
 def find_checkpoint(path: Path) -> SavedCheckpoint:
@@ -49,8 +68,11 @@ def find_checkpoint(path: Path) -> SavedCheckpoint:
     if not (folder / RECIPE).is_file():
         raise ExportError(f"{folder} has no {RECIPE}, which says what model it holds")
     info = json.loads((folder / INFO).read_text(encoding="utf-8"))
-    recipe = load_recipe(str(folder / RECIPE), []).config
-    return SavedCheckpoint(folder, info["save_state"]["current_step"], info["metrics"], recipe)
+    state = info["save_state"]
+    others = sections_of_others(saved_recipe(folder), state.get("algorithm", "grpo"))
+    recipe = load_recipe(str(folder / RECIPE), [f"~{name}" for name in sorted(others)]).config
+    log = Path(recipe.logger.log_dir) / state["log_run"] if state.get("log_run") else None
+    return SavedCheckpoint(folder, state["current_step"], info["metrics"], recipe, log)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -64,19 +86,25 @@ def export(
     *,
     model: str | None = None,
     adapter: bool = False,
+    critic: bool = False,
     replace: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write the checkpoint at `path` to the folder `output`, which must not exist or be empty. Return the checkpoint.
 
     `model`: the model that the run started from, if it is no longer where the recipe says; only its config and
-    tokenizer are used. `adapter`: write the adapters alone, in PEFT's format. `replace`: overwrite an older export.
-    Raises ExportError and SetupError, and leaves nothing half written.
+    tokenizer are used. `adapter`: write the adapters alone, in PEFT's format. `critic`: write the critic, as a sequence
+    classifier. `replace`: overwrite an older export. Raises ExportError and SetupError, and leaves nothing half
+    written.
     """
     if not replace and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ExportError(f"--output {output} exists and is not empty; choose another folder, or delete it")
     checkpoint = find_checkpoint(path)
     policy, part = checkpoint.recipe.policy, Path(policy_folder(checkpoint.folder))
+    if critic:
+        if checkpoint.recipe.value is None or not (part / CRITIC).is_dir():
+            raise ExportError(f"{checkpoint.folder} has no critic: its run trained none")
+        policy, part = checkpoint.recipe.value, part / CRITIC
     name = model or policy.model_name
     try:
         source = Path(model_folder(name))
@@ -93,7 +121,8 @@ def export(
             export_adapter(part, policy, source, name, partial, tokenizer=tokenizer)
         else:
             export_merged(part, policy, source, partial, tokenizer=tokenizer, shard_bytes=shard_bytes)
-        (partial / CARD).write_text(model_card(checkpoint, "peft" if adapter else "transformers"), encoding="utf-8")
+        if not critic:  # a card is of a model that generates
+            (partial / CARD).write_text(model_card(checkpoint, "peft" if adapter else "transformers"), encoding="utf-8")
         put_in_place(partial, output)
     except OSError as error:
         raise ExportError(f"{output} could not be written: {error}") from error
@@ -140,12 +169,16 @@ def export_run(config: CheckpointingConfig) -> list[Path]:
 
 
 def model_card(checkpoint: SavedCheckpoint, library: str) -> str:
-    """Return the text of README.md: where the weights come from, the metrics of their step, and the recipe."""
+    """Return the text of README.md: base model, data, algorithm, the validation before and after, and the recipe."""
     policy = checkpoint.recipe.policy
     on_hub = HUB_NAME.fullmatch(policy.model_name) and not Path(policy.model_name).is_dir()
     base = [f"base_model: {policy.model_name}"] if on_hub else []
     numbers = {name: value for name, value in checkpoint.metrics.items() if isinstance(value, int | float)}
-    shown = sorted(numbers.items(), key=lambda item: (not item[0].startswith("val:"), item[0]))
+    kept = [name for name in numbers if name.startswith("val:")] or [n for n in numbers if n.endswith(OF_TRAINING)]
+    before = checkpoint.before()
+    data = ", ".join(map(_data_name, checkpoint.recipe.data.train))
+    facts = {"base model": f"`{policy.model_name}`", "training data": data}
+    facts |= headline(checkpoint.recipe, algorithm_of(checkpoint.recipe))
     return "\n".join(
         [
             "---",
@@ -161,9 +194,13 @@ def model_card(checkpoint: SavedCheckpoint, library: str) -> str:
             f"Trained from `{policy.model_name}` with grpo-mcore for {checkpoint.step} steps; weights in "
             f"{policy.precision}.",
             "",
-            "| metric | value |",
+            "| | |",
             "|---|---|",
-            *[f"| {name} | {value:.6g} |" for name, value in shown],
+            *[f"| {name} | {text} |" for name, text in facts.items() if text],
+            "",
+            f"| metric | before | after {checkpoint.step} steps |",
+            "|---|---|---|",
+            *[f"| {name} | {_shown(before.get(name))} | {_shown(numbers[name])} |" for name in sorted(kept)],
             "",
             "The recipe, with every value but credentials:",
             "",
@@ -173,6 +210,16 @@ def model_card(checkpoint: SavedCheckpoint, library: str) -> str:
             "",
         ]
     )
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _data_name(entry: DatasetEntry) -> str:
+    """Return a dataset as the recipe names it; of a file only its name."""
+    name = entry.data_path or entry.dataset_name or ""
+    return Path(name).name if is_local(name) or name.startswith("/") else name
 
 
 def _license_of(model: str) -> list[str]:

@@ -5,8 +5,6 @@ Rollouts of a Gym's agents are written unchanged. Samples without a reward go to
 collection leaves its rollouts in NAME_unfinished.jsonl, from which the same command continues.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools
@@ -25,11 +23,12 @@ from grpo_mcore.data.loader import FINGERPRINT_ROWS
 from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.driver.run.run import open_sampler, prepare
-from grpo_mcore.environments.gym.nemo_gym import GymOutcome
+from grpo_mcore.environments.agents.samples import AgentOutcome
 from grpo_mcore.recipe import MasterConfig, scoring_settings
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import Score, Trajectory
+from grpo_mcore.rollout.images import data_url, is_image
+from grpo_mcore.rollout.trajectory import Score, Trajectory, content_ids
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +193,7 @@ def collect(
         unfinished = stack.enter_context(UnfinishedCollection(output, settings))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="collect-")))
         sampler = stack.enter_context(open_sampler(prepared, logs, env_names))
-        results: dict[tuple[str, int], GymOutcome] = {}
+        results: dict[tuple[str, int], AgentOutcome] = {}
         rollouts = Rollouts(
             sampler.engines,
             sampler.task_to_env,
@@ -245,7 +244,7 @@ def _usable(dataset: AllTaskProcessedDataset, limit: int | None) -> Iterator[Dat
 def _lines(
     group: Group,
     row: Mapping[str, Any],
-    results: dict[tuple[str, int], GymOutcome],
+    results: dict[tuple[str, int], AgentOutcome],
     fetch: Callable[[Any], Trajectory],
     **shown: Any,
 ) -> Iterator[dict[str, Any]]:
@@ -254,7 +253,7 @@ def _lines(
     for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
         outcome = results.pop((group.uid, index), None)
         if outcome is not None:
-            task = group.prompt["extra_env_info"]["gym_task"]
+            task = group.prompt["extra_env_info"]["agent_task"]
             indices = {"_ng_task_index": group.prompt["idx"], "_ng_rollout_index": index}
             yield outcome.result if outcome.result is not None else {**task, **indices, **failure(score)}
             continue
@@ -266,6 +265,19 @@ def _lines(
         task |= {} if truth is None else {"expected_answer": truth}
         trajectory = fetch(sample.ref)
         yield rollout_line(messages, trajectory, score, task=task, task_index=group.prompt["idx"], **shown)
+
+
+def _as_item(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of a prompt as NeMo Gym has it: images as data URLs."""
+    if not isinstance(parts := message.get("content"), list):
+        return dict(message)
+    shown = [
+        {"type": "input_image", "image_url": data_url(part["image"]), "detail": "auto"}
+        if is_image(part)
+        else {**part, "type": "input_text"}
+        for part in parts
+    ]
+    return {**message, "content": shown}
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
@@ -300,13 +312,16 @@ def rollout_line(
     """Return a sample as NeMo Gym writes it. `messages` are the prompt, `task` the row's fields for the verifier. With
     `token_ids`, the tokens and log-probs of every turn are included.
 
-    A sample without a reward gets the fields of a failed rollout: `_ng_failure_class` and the reason.
+    A sample without a reward gets the fields of a failed rollout: `_ng_failure_class` and the reason. Raises DataError
+    for an image in an environment's answer, whose file is not at hand.
     """
     output: list[dict[str, Any]] = []
     seen: list[int] = []
     for turn in trajectory.turns:
-        ids = turn.token_ids.tolist()
+        ids = content_ids([turn]).tolist()
         if not turn.loss_mask:
+            if output and turn.images:
+                raise DataError(f"{trajectory.name}: images in an environment's answers cannot be collected yet")
             if output:  # turns before the first answer are the prompt
                 output.append({"type": "message", "role": "user", "content": turn.text})
             seen += ids
@@ -328,7 +343,7 @@ def rollout_line(
         seen += ids
     line = {
         **task,
-        "responses_create_params": {"input": [dict(message) for message in messages], **sampling},
+        "responses_create_params": {"input": [_as_item(message) for message in messages], **sampling},
         "response": {
             "id": f"resp_{trajectory.name}",
             "object": "response",

@@ -6,8 +6,6 @@ one process fetches, and a second one opens everything once more with the hub sw
 `python -m grpo_mcore.tools.prefetch RECIPE [key=value ...]` prints one JSON object per item.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,7 +19,14 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_mcore.base.processes import die_with_parent
-from grpo_mcore.recipe import MasterConfig, algorithm_of, environment_class, load_recipe, teacher_policies
+from grpo_mcore.recipe import (
+    MasterConfig,
+    algorithm_of,
+    environment_class,
+    load_recipe,
+    samples_together,
+    teacher_policies,
+)
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 OTHER_CACHES = (
@@ -115,7 +120,8 @@ def _rows(config: MasterConfig, key: str) -> int:
 
     part, _, index = key.removeprefix("data.").rstrip("]").partition("[")
     entry = getattr(config.data, part)[int(index)]
-    data = (load_preference_dataset if algorithm_of(config) == "dpo" else load_response_dataset)(entry)
+    of_pairs = samples_together(config, algorithm_of(config)) == 2
+    data = (load_preference_dataset if of_pairs else load_response_dataset)(entry)
     return len(data.dataset) + (0 if data.val_dataset is None else len(data.val_dataset))
 
 

@@ -1,7 +1,5 @@
 """Verify one refit of a recipe with the real parts: every checksum, then the log-probs of engines and policy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grpo_mcore.base.stopping import StopRequest, on_sigterm

@@ -1,7 +1,5 @@
 """Runs of a recipe with each combination of some values and seeds, each an ordinary run in a folder of its own."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -10,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.observe.band import MIN_SEEDS, Band, make_band
 from grpo_mcore.observe.run_folder import read_object
-from grpo_mcore.recipe import Algorithm, load_recipe
+from grpo_mcore.recipe import Algorithm, RecipeError, load_recipe
 from grpo_mcore.recipe.loading.merge import override
+from grpo_mcore.tools.launch.spec import code_revision
 from grpo_mcore.tools.report.run_files import NoRun, RunFiles, find_run, read_run
 
 SWEEP_FILE = "sweep.json"
@@ -96,10 +96,16 @@ def sweep_runs(
         overrides = [*fixed, *(_override(key, value) for key, value in chosen)]
         config = load_recipe(recipe, overrides).config
         first, mirror = getattr(config, algorithm).seed if seeds > 1 else 0, config.checkpointing.mirror
+        section: str = algorithm
+        if config.on_policy_distillation.enabled:
+            try:
+                load_recipe(recipe, [*overrides, f"{algorithm}.seed={first + 1}"])
+            except RecipeError:  # it contradicts the recipe's distillation.seed
+                section = "distillation"
         for seed in range(first, first + seeds) if seeds > 1 else [None]:
             name = ",".join(filter(None, [setting, "" if seed is None else f"seed={seed}"]))
             run_folder = folder / re.sub(r"[^\w.,=+-]+", "_", name)
-            run_words = [*overrides, *([] if seed is None else [f"{algorithm}.seed={seed}"])]
+            run_words = [*overrides, *([] if seed is None else [f"{section}.seed={seed}"])]
             run_words += [override(key, str(run_folder / inside)) for key, inside in PLACES.items()]
             if mirror is not None:
                 run_words.append(f"checkpointing.mirror={mirror.rstrip('/')}/{run_folder.name}")
@@ -146,6 +152,29 @@ def by_setting(runs: Sequence[SweepRun]) -> dict[str, list[RunFiles]]:
         if (files := run.files()) is not None:
             settings.setdefault(run.setting, []).append(files)
     return settings
+
+
+def check_band(runs: Sequence[SweepRun]) -> None:
+    """Raise SweepError where the runs of a sweep, once they are finished, would not make a band."""
+    if len({run.setting for run in runs}) > 1 or len(runs) < MIN_SEEDS:
+        raise SweepError(f"--band is of one setting with --seeds {MIN_SEEDS} or more: leave out the other values")
+
+
+def claim_band(file: Path) -> None:
+    """Make the file of a band, so that one that cannot be written is said before the runs: SweepError."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise SweepError(f"--band: {file} cannot be written: {error.strerror}") from error
+
+
+def sweep_band(recipe: str, runs: Sequence[SweepRun]) -> Band:
+    """Return the band of the finished runs. Raises BandError where too few are."""
+    written = {run.seed: files for run in runs if (files := run.files()) is not None}
+    finished = {seed: it for seed, it in written.items() if seed is not None and it.end and it.end.is_complete}
+    metrics = {seed: (it.recipe, it.metrics["train"], it.metrics["validation"]) for seed, it in finished.items()}
+    return make_band(recipe, code_revision(), metrics)
 
 
 def _override(key: str, value: str) -> str:

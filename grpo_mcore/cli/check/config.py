@@ -1,15 +1,16 @@
 """`grpo-mcore config RECIPE [key=value ...]`: the resolved recipe as YAML, with the source of every value, or what
 `grpo-mcore plan` refuses it with.
-`grpo-mcore config --imported RECIPE`: what became of the keys of NeMo RL that it sets.
+`grpo-mcore config --imported RECIPE`: what became of the keys of NeMo RL that it sets; a configuration of TRL, verl or
+OpenRLHF is printed as a recipe, with the keys that are not used.
 `grpo-mcore config --explain KEY`: what a key means, its type, default and readers.
 `grpo-mcore config --reference`: every key with its type, default and meaning, as Markdown."""
 
-from __future__ import annotations
-
 import argparse
+from pathlib import Path
 from typing import Any
 
 from grpo_mcore.recipe import batch_equation, load_recipe, resolved_yaml
+from grpo_mcore.recipe.other_trainers import as_recipe, read_elsewhere
 
 
 class _PrintReference(argparse.Action):
@@ -45,12 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference", action=_PrintReference, nargs=0, help="print every key of recipes as Markdown, and exit"
     )
     parser.add_argument(
-        "--imported", action="store_true", help="print a line for each key of NeMo RL that is used or dropped"
+        "--imported",
+        action="store_true",
+        help="print what becomes of the keys of NeMo RL, or a file of TRL, verl, OpenRLHF as a recipe",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the recipe."""
+    if args.imported and (file := Path(args.recipe)).is_file() and (found := read_elsewhere(file)) is not None:
+        print(as_recipe(*found), end="")
+        return 0
     recipe = load_recipe(args.recipe, args.overrides)
     if args.imported:
         for note in recipe.imported:

@@ -63,10 +63,7 @@ def _grpo_arguments(parser: argparse.ArgumentParser) -> None:
     least = "minimum reward of a rollout that is kept; 0.0 keeps all rollouts, negative rewards included"
     _transformation(parser, ("--reward_threshold", finite, 0.0, least), _PROMPT_FORMAT)
     parser.add_argument(
-        "--no_ground_truth",
-        dest="ground_truth",
-        action="store_false",
-        help="leave the ground truth out of the output",
+        "--no_ground_truth", dest="ground_truth", action="store_false", help="leave the ground truth out of the output"
     )
     parser.add_argument(
         "--ground_truth_key",
@@ -87,10 +84,7 @@ def _sft_arguments(parser: argparse.ArgumentParser) -> None:
         ("--format", ("openai", "simple"), "openai", formats),
     )
     parser.add_argument(
-        "--no_reasoning",
-        dest="reasoning",
-        action="store_false",
-        help="leave the agent's reasoning out of the messages",
+        "--no_reasoning", dest="reasoning", action="store_false", help="leave the agent's reasoning out of the messages"
     )
 
 

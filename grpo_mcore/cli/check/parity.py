@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo_mcore.cli.json_output import print_json
-from grpo_mcore.cli.numbers import count
 
 if TYPE_CHECKING:
     from grpo_mcore.tools.parity.parity import ParityCase
@@ -19,87 +17,41 @@ if TYPE_CHECKING:
 TINY = "tiny:"
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore parity`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-mcore parity",
-        description="Compare the policy's log-probs and gradients with transformers, in float32 on CPU. Exit code 1 if "
-        "they differ.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    parser.description = (
+        "Compare the policy's log-probs and gradients with transformers, in float32 on CPU. Exit code 1 if they differ."
     )
     parser.add_argument(
-        "model", metavar="MODEL", help=f"a Hugging Face folder, or {TINY}FAMILY for a small random model"
+        "model",
+        metavar="MODEL",
+        help=f"a Hugging Face folder, also of a sequence classifier, or {TINY}FAMILY for a small random model",
     )
     parser.add_argument(
         "--layouts", metavar="A,B", help="such as TP2,PP2xCP2,EP2xTP2-SP; default: all that the model allows"
     )
     parser.add_argument("--engine", action="store_true", help="compare a vLLM engine too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--fuzz",
-        type=int,
-        metavar="SEED",
-        help="random layouts, features and small shapes of the model instead, each against transformers in float64; "
-        "the first case that differs is made smaller for as long as it differs",
-    )
-    parser.add_argument("--draws", type=count, default=200, metavar="N", help="cases that --fuzz computes (200)")
-    parser.add_argument("--ranks", type=count, default=2, metavar="N", help="largest layout of --fuzz, in ranks (2)")
-    parser.add_argument("--case", metavar="JSON", help="compute one case that --fuzz has printed")
-    return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the comparison. Return 1 if anything differs or a layout given by --layouts is refused, else 0."""
     with tempfile.TemporaryDirectory(prefix="grpo-mcore-parity-") as scratch:
-        if args.fuzz is not None or args.case:
-            return _fuzz(args, Path(scratch))
-        return _run(args, _folder(args.model, Path(scratch), args.engine))
+        return _run(args, _folder(args.model, Path(scratch), args.engine), Path(scratch))
 
 
-def _fuzz(args: argparse.Namespace, scratch: Path) -> int:
-    from transformers.utils import logging
-
-    from grpo_mcore.families import read_hf_config
-    from grpo_mcore.tools.demo.tiny_models import tiny_like
-    from grpo_mcore.tools.parity.fuzz import Draw, Failure, Fuzzer, fuzz
+def _run(args: argparse.Namespace, folder: Path, scratch: Path) -> int:
+    from grpo_mcore.families import head_of, read_hf_config, shape_of
+    from grpo_mcore.tools.parity.parity import as_held, compare_engine, compare_layouts, fitting, reference_of
+    from grpo_mcore.tools.parity.rank import DEFAULT_LAYOUTS, layout_named, standard_work
     from grpo_mcore.tools.parity.rank_pool import RankPool
 
-    logging.disable_progress_bar()  # it loads a model for each case
-    family, values = args.model.removeprefix(TINY), dict[str, Any]()
-    if not args.model.startswith(TINY):
-        family, values = tiny_like(read_hf_config(args.model))
-    draw = Draw.from_json(args.case) if args.case else None
-    with closing(RankPool(draw.layout.world_size if draw else args.ranks)) as pool:
-        fuzzer = Fuzzer(family, values, pool, scratch)
-        if draw is not None:
-            done, difference = 1, fuzzer.failure(draw)
-            failure = Failure(draw, difference) if difference else None
-        else:
-            done, failure = fuzz(fuzzer, args.fuzz, args.draws, args.ranks)
-    if failure is None:
-        if args.json:
-            print_json({"model": args.model, "cases": done, "what": None, "again": None})
-        else:
-            print(f"{done} cases of {args.model}: none differs")
-        return 0
-    again = f"grpo-mcore parity {args.model} --case {shlex.quote(failure.draw.to_json())}"
-    if args.json:
-        print_json({"model": args.model, "cases": done, "what": failure.difference, "again": again})
-    else:
-        print(f"case {done} of {args.model} differs; the smallest that still does:")
-        print(f"  {failure.draw.describe()}\n  {failure.difference}\nagain: {again}")
-    return 1
-
-
-def _run(args: argparse.Namespace, folder: Path) -> int:
-    from grpo_mcore.families import read_hf_config, shape_of
-    from grpo_mcore.tools.parity.parity import compare_engine, compare_layouts, fitting, reference_of
-    from grpo_mcore.tools.parity.rank import DEFAULT_LAYOUTS, layout_named
-    from grpo_mcore.tools.parity.rank_pool import RankPool
-
-    shape = shape_of(read_hf_config(folder))
+    config = read_hf_config(folder)
+    shape = shape_of(config, head_of(config))
     names = args.layouts.split(",") if args.layouts else DEFAULT_LAYOUTS
     layouts, refused = fitting(folder, [layout_named(name, shape) for name in names])
-    reference = reference_of(folder)
+    folder, rounded = as_held(folder, scratch)
+    reference = reference_of(folder, work=standard_work(shape))
     with closing(RankPool(max((case.world_size for case in layouts), default=0))) as pool:
         cases = compare_layouts(reference, layouts, pool)
     if args.engine:
@@ -107,10 +59,14 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         cases += [case] if case else []
         refused |= {"engine": reason} if reason else {}
     if args.json:
-        plain = {"model": args.model, "cases": [case.plain() for case in cases], "refused": refused}
+        plain = {"model": args.model, "cases": [case.plain() for case in cases], "refused": refused, "rounded": rounded}
         print_json(plain)
     else:
         print("\n".join([*_table(cases), *(f"{name}: refused: {reason}" for name, reason in refused.items())]))
+        if rounded:
+            print(
+                f"{len(rounded)} tensors of the file, such as {rounded[0]}, are compared in bfloat16, as runs hold them"
+            )
     return 1 if (refused and args.layouts) or not all(case.ok for case in cases) else 0
 
 

@@ -31,10 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host memory of a node; default: launch.memory_gb_per_node, or what NVIDIA's servers with the device have",
     )
     parser.add_argument(
-        "--mean-length",
-        type=count,
-        metavar="TOKENS",
-        help="expected prompt and answer; default: half of the longest",
+        "--mean-length", type=count, metavar="TOKENS", help="expected prompt and answer; default: half of the longest"
     )
     parser.add_argument("--config-json", metavar="PATH", help="the model's Hugging Face config.json")
     parser.add_argument(
@@ -48,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Return 0 if it fits, with --search if anything fits, else 1."""
-    config = load_recipe(args.recipe, args.overrides).config
+    config = load_recipe(args.recipe, args.overrides).config if args.search is None else _on_nodes(args)
     if args.write is not None and args.search is None:
         raise RecipeError([Problem("command line", "--write", "it writes what --search NODES finds")])
     if args.write is not None:
@@ -56,9 +53,11 @@ def run(args: argparse.Namespace) -> int:
         if not args.write.parent.is_dir():
             raise RecipeError([Problem("command line", "--write", f"there is no folder {args.write.parent}")])
 
+    from grpo_mcore.base.processor import SLOW_BFLOAT16, lacks_bfloat16
     from grpo_mcore.tools.plan.plan_text import plan_text, search_text
+    from grpo_mcore.tools.plan.run_hours import run_text
     from grpo_mcore.tools.plan.run_plan import make_plan, plan_device, plan_shape, plan_workload
-    from grpo_mcore.tools.plan.search import search
+    from grpo_mcore.tools.plan.search import saved_layout, search
 
     shape = plan_shape(config, args.config_json)
     device = plan_device(config, args.device, args.memory_gb, args.host_memory_gb)
@@ -71,9 +70,12 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json(plan.plain())
         else:
-            print(plan_text(plan))
+            print("\n".join([plan_text(plan), *run_text(plan, config)]))
+            if device.name == "cpu" and config.policy.precision == "bfloat16" and lacks_bfloat16():
+                print(f"note: {SLOW_BFLOAT16}; policy.precision=float32, or auto with cluster.platform=cpu, avoids it")
         return 0 if plan.fits else 1
-    result = search(plan_workload(config, shape, device, mean_length=args.mean_length), device, args.search)
+    load = plan_workload(config, shape, device, mean_length=args.mean_length)
+    result = search(load, device, args.search, saved_layout(config))
     if args.json:
         print_json(result.plain())
     else:
@@ -85,6 +87,17 @@ def run(args: argparse.Namespace) -> int:
         args.write.write_text("\n".join(head) + recipe_with(args, first.overrides), encoding="utf-8")
         print(f"written: {args.write}, with the first of them")
     return 0 if result.candidates else 1
+
+
+def _on_nodes(args: argparse.Namespace) -> MasterConfig:
+    """Return the recipe on the nodes that are searched, whatever cluster.num_nodes says; as it is written where its own
+    layout does not fit them. Raises RecipeError."""
+    key = "cluster.num_nodes="
+    words = [word for word in args.overrides if not word.startswith(key)]
+    try:
+        return load_recipe(args.recipe, [*words, f"{key}{args.search}"]).config
+    except RecipeError:
+        return load_recipe(args.recipe, words).config
 
 
 def _evaluation(args: argparse.Namespace, config: MasterConfig, shape: ModelShape, device: Device) -> int:

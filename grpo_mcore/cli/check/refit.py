@@ -1,14 +1,12 @@
 """`grpo-mcore refit plan RECIPE`: show the bytes that a refit of this recipe moves, by ranks; as JSON, its costs.
 `grpo-mcore refit verify RECIPE`: refit once, then compare the log-probs of engines and policy."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_mcore.cli.json_output import print_json
-from grpo_mcore.recipe import is_override, load_recipe
+from grpo_mcore.recipe import Problem, RecipeError, is_override, load_recipe
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -68,9 +66,14 @@ def _plan(args: argparse.Namespace) -> int:
     config = load_recipe(args.recipe, args.overrides).config
     name, config_json = config.policy.model_name, None
     if not Path(name).is_dir() and known_config(name) is None:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import snapshot_download
 
-        config_json = hf_hub_download(name, "config.json")
+        try:  # it asks the hub once; for one file it would ask again and again
+            config_json = Path(snapshot_download(name, allow_patterns="config.json"), "config.json")
+        except Exception as error:  # of the hub, of the net, or of a name that is none
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+            message = f"{name!r} is not a folder here, and could not be fetched from the Hugging Face hub: {cause}"
+            raise RecipeError([Problem("", "policy.model_name", message)], args.recipe) from None
     shape = plan_shape(config, config_json)
     load = workload_of(config, shape, kernels="cpu" if config.cluster.platform == "cpu" else "transformer_engine")
     overview = Overview.of(

@@ -1,7 +1,5 @@
 """`grpo-mcore rehearse RECIPE [options] [key=value ...]`: run a recipe at full scale in virtual time."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys
@@ -16,10 +14,7 @@ from grpo_mcore.recipe import MasterConfig, load_recipe, recipe_name
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument(
-        "--steps",
-        type=count,
-        metavar="N",
-        help="steps to rehearse; default: 10, or the recipe's, if fewer",
+        "--steps", type=count, metavar="N", help="steps to rehearse; default: 10, or the recipe's, if fewer"
     )
     parser.add_argument("--nodes", type=count, metavar="N", help="nodes of the cluster, in place of cluster.num_nodes")
     parser.add_argument("--config-json", metavar="PATH", help="the model's Hugging Face config.json")

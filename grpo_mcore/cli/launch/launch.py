@@ -1,7 +1,5 @@
 """`grpo-mcore launch slurm|k8s RECIPE [key=value ...]`: run a recipe as a job of a cluster."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

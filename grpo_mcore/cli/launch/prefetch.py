@@ -1,7 +1,5 @@
 """`grpo-mcore prefetch RECIPE [--folder F | --stage F]`: fetch all that a recipe needs, and open it offline."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path

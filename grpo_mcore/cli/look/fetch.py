@@ -1,20 +1,16 @@
 """`grpo-mcore fetch URL`: fetch a run from where checkpointing.mirror copied it, for the commands that read folders."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore fetch`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-mcore fetch",
-        description="Fetch the newest whole checkpoint of a run, its ledger and its logs into a folder. Credentials "
-        "come from the environment, as for the run.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    parser.description = (
+        "Fetch the newest whole checkpoint of a run, its ledger and its logs into a folder. Credentials "
+        "come from the environment, as for the run."
     )
     parser.add_argument(
         "url",
@@ -25,7 +21,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--to", type=Path, metavar="FOLDER", help="default: a folder here with the last name of the URL"
     )
     parser.add_argument("--logs", action="store_true", help="fetch logs and ledger only")
-    return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:

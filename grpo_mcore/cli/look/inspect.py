@@ -1,26 +1,21 @@
 """`grpo-mcore inspect RUN`: what every process of a run is doing, and whom the others wait for."""
 
-from __future__ import annotations
-
 import argparse
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 ANSWER_S = 60.0
 """Seconds that the driver gets to ask all nodes."""
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore inspect`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-mcore inspect",
-        description="Ask the processes of a run what they are doing: stacks, collectives and their numbers, equal ones "
-        "together, those that the others wait for first. On the machine of the driver. The run goes on.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    parser.description = (
+        "Ask the processes of a run what they are doing: stacks, collectives and their numbers, equal ones "
+        "together, those that the others wait for first. On the machine of the driver. The run goes on."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it")
-    return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:

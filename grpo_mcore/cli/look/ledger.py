@@ -1,9 +1,6 @@
 """`grpo-mcore ledger RUN`: audit the ledger of a run's prompts. Exit code 1 if it is inconsistent."""
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_mcore.base.text import escaped
@@ -12,15 +9,11 @@ from grpo_mcore.cli.numbers import local
 SHOWN = 20
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore ledger`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-mcore ledger",
-        description="Audit a run: every prompt is used exactly once, no sample is too old.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    parser.description = "Audit a run: every prompt is used exactly once, no sample is too old."
     places = "a run's log folder, its folder of checkpoints, or its ledger.jsonl"
     parser.add_argument("run", type=local, metavar="RUN", help=places)
-    return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from grpo_mcore.recipe import MasterConfig
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore replay`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-mcore replay",
-        description="Compute log-probs, loss and gradient of a recorded step again, from the checkpoint before it, and "
-        "name the first layer, sample or token that differs. Exit code 1 if anything does.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    parser.description = (
+        "Compute log-probs, loss and gradient of a recorded step again, from the checkpoint before it, and "
+        "name the first layer, sample or token that differs. Exit code 1 if anything does."
     )
     parser.add_argument(
         "run", type=local, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it"
@@ -39,23 +38,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="save what is computed, for --against")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with it, layer by layer")
-    return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print each comparison. Return 1 if anything differs."""
     from grpo_mcore.base import tensor_files
-    from grpo_mcore.tools.replay.replay import (
-        Replay,
-        checkpoint_before,
-        compare,
-        recorded_step,
-        replay,
-        replay_config,
-    )
-    from grpo_mcore.tools.report.run_files import recorded_run
+    from grpo_mcore.tools.replay.replay import Replay, checkpoint_before, compare, recorded_step, replay, replay_config
+    from grpo_mcore.tools.report.run_files import recorded_grpo_run
 
-    folder, recipe = recorded_run(Path(args.run))
+    folder, recipe = recorded_grpo_run(Path(args.run))
     uids = args.samples.split(",") if args.samples else ()
     rows, recorded = recorded_step(folder, args.step, uids)
     start = Path(args.checkpoint) if args.checkpoint else checkpoint_before(folder, recipe, args.step)
@@ -88,11 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare_losses(
-    args: argparse.Namespace,
-    folder: Path,
-    recipe: MasterConfig,
-    rows: Sequence[Mapping[str, Any]],
-    start: Path | None,
+    args: argparse.Namespace, folder: Path, recipe: MasterConfig, rows: Sequence[Mapping[str, Any]], start: Path | None
 ) -> int:
     from grpo_mcore.tools.replay.losses import OWN, compare_losses, lines_of, with_loss
     from grpo_mcore.tools.replay.replay import replay_config

@@ -1,30 +1,23 @@
 """`grpo-mcore report RUN [RUN ...]`: a page that shows a run, finished, running or killed, beside others, or a trace
 for Perfetto."""
 
-from __future__ import annotations
-
 import argparse
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from grpo_mcore.cli.numbers import local
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore report`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-mcore report",
-        description="Write one page that shows a run and needs no network: alarms, curves, device-seconds, a timeline "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    parser.description = (
+        "Write one page that shows a run and needs no network: alarms, curves, device-seconds, a timeline "
         "of each step, samples with every token. Of several runs: a table, best first, of where each stands and which "
-        "settings differ, the curves of all, and the rest of the first.",
+        "settings differ, the curves of all, and the rest of the first."
     )
     parser.add_argument(
-        "runs",
-        nargs="+",
-        type=local,
-        metavar="RUN",
-        help="a run's log folder (exp_NNN), or a folder that holds it",
+        "runs", nargs="+", type=local, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it"
     )
     parser.add_argument(
         "--compare", type=local, metavar="RUN", action="append", default=[], help="another run, as a further RUN"
@@ -43,7 +36,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     samples.add_argument(
         "--all-samples", action="store_true", help="write the samples of every step next to the page, which loads them"
     )
-    return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,10 +1,7 @@
 """`grpo-mcore runs FOLDER`: every run below a folder in a table, best first."""
 
-from __future__ import annotations
-
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,16 +9,14 @@ from grpo_mcore.cli.json_output import print_json
 from grpo_mcore.cli.numbers import local
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore runs`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-mcore runs",
-        description="List every run below a folder, best first: its state, step, score, hours, and the settings in "
-        "which the runs differ. `grpo-mcore report RUN RUN ...` draws them.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    parser.description = (
+        "List every run below a folder, best first: its state, step, score, hours, and the settings in "
+        "which the runs differ. `grpo-mcore report RUN RUN ...` draws them."
     )
     parser.add_argument("folder", type=local, metavar="FOLDER", help="a folder with runs anywhere below it")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,11 +1,8 @@
 """`grpo-mcore verdict RUN --step N | MODEL`: say why engine and policy disagree, with transformers as the judge."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_mcore.base.text import escaped
@@ -13,24 +10,19 @@ from grpo_mcore.cli.json_output import print_json
 from grpo_mcore.cli.numbers import count, local
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore verdict`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-mcore verdict",
-        description="Compare the log-probs of policy and engine with transformers in float64, and name why one "
-        "differs. Exit code 1 if one does.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    parser.description = (
+        "Compare the log-probs of policy and engine with transformers in float64, and name why one "
+        "differs. Exit code 1 if one does."
     )
     parser.add_argument(
-        "target",
-        type=local,
-        metavar="RUN|MODEL",
-        help="a run's log folder, a Hugging Face folder, or tiny:FAMILY",
+        "target", type=local, metavar="RUN|MODEL", help="a run's log folder, a Hugging Face folder, or tiny:FAMILY"
     )
     parser.add_argument("--step", type=count, metavar="N", help="of a run: the recorded step")
     parser.add_argument("--samples", type=count, default=8, metavar="N", help="of a run: samples that are judged (8)")
     parser.add_argument("--layout", default="TP1", metavar="A", help="of a model: the policy's layout (TP1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.demo.tiny_models import ENGINE_SIZES, make_tiny_model
     from grpo_mcore.tools.parity.rank import layout_named
     from grpo_mcore.tools.replay.replay import ReplayError
-    from grpo_mcore.tools.report.run_files import holds_run, recorded_run
+    from grpo_mcore.tools.report.run_files import holds_run, recorded_grpo_run
     from grpo_mcore.tools.verdict.collect import of_model, of_run
     from grpo_mcore.tools.verdict.judge import Judge
     from grpo_mcore.tools.verdict.verdict import judge_samples, merged
@@ -49,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="grpo-mcore-verdict-") as scratch:
         if args.step is not None:
-            folder, recipe = recorded_run(Path(args.target))
+            folder, recipe = recorded_grpo_run(Path(args.target))
             cases = of_run(folder, recipe, args.step, args.samples, Path(scratch))
         else:
             model, family = Path(args.target), args.target.removeprefix("tiny:")
@@ -59,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
                 model = make_tiny_model(family, Path(scratch), words=True, **ENGINE_SIZES.get(family, {}))
             cases = [of_model(model, layout_named(args.layout, shape_of(read_hf_config(model))))]
         judged = [
-            judge_samples(Judge(case.folder, case.sampling, case.older), case.samples, case.precision) for case in cases
+            judge_samples(Judge(case.folder, case.sampling, case.older, case.unquantized), case.samples, case.precision)
+            for case in cases
         ]
     verdict, notes = merged(judged), [note for case in cases for note in case.notes]
     words = ["grpo-mcore", "verdict", args.target, *(("--step", str(args.step)) if args.step is not None else ())]

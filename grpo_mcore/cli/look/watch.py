@@ -1,27 +1,22 @@
 """`grpo-mcore watch RUN`: a run in the terminal, live or afterwards. It only reads the run's files."""
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_mcore.cli.numbers import amount, local
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore watch`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-mcore watch",
-        description="Show a run in the terminal: progress, curves, devices, alarms, newest samples. Ctrl-C leaves it; "
-        "the run goes on.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    parser.description = (
+        "Show a run in the terminal: progress, curves, devices, alarms, newest samples. Ctrl-C leaves it; "
+        "the run goes on."
     )
     parser.add_argument(
         "run", type=local, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it"
     )
     parser.add_argument("--interval", type=amount, default=2.0, metavar="S", help="seconds between two looks (2)")
     parser.add_argument("--once", action="store_true", help="show it once and end")
-    return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:

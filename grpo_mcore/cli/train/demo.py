@@ -1,7 +1,5 @@
-"""`grpo-mcore demo [--recipe NAME] [key=value ...]`: makes a small model and its task, warms it up, and trains it with
-GRPO, or by distillation from the model that the first demo trained."""
-
-from __future__ import annotations
+"""`grpo-mcore demo [--quick | --recipe NAME] [key=value ...]`: makes a small model and its task, warms it up, and
+trains it with GRPO, or by distillation from the model that the first demo trained."""
 
 import argparse
 import shutil
@@ -12,13 +10,22 @@ from pathlib import Path
 
 from grpo_mcore.recipe import MasterConfig, load_recipe
 
-GRPO, DISTILL = "grpo-arithmetic-cpu", "distill-arithmetic-cpu"
+GRPO, DISTILL, VISION = "grpo-arithmetic-cpu", "distill-arithmetic-cpu", "grpo-vision-cpu"
+NANO = "grpo-nano-v3-cpu"
 FOLDERS = {
     GRPO: Path("results/demo"),
-    "grpo-nano-v3-cpu": Path("results/demo-nano-v3"),
+    "ppo-arithmetic-cpu": Path("results/demo-ppo"),
+    "sao-arithmetic-cpu": Path("results/demo-sao"),
+    NANO: Path("results/demo-nano-v3"),
     DISTILL: Path("results/demo-distill"),
+    VISION: Path("results/demo-vision"),
 }
 """Output folder of the demo of each recipe."""
+
+QUICK = Path("results/demo-quick")
+"""Output folder of the quick demo, which replaces nothing of the whole one."""
+QUICK_HIGHEST, QUICK_HELD_OUT, QUICK_WARM_UP = 19, 60, 200
+"""The quick demo's sums: of numbers up to this one, so many of them held out, and steps of the warm-up."""
 
 GOAL = 0.9
 """Held-out accuracy by which distillation and GRPO are compared."""
@@ -26,13 +33,19 @@ GOAL = 0.9
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = list(FOLDERS)
-    parser.add_argument("--recipe", choices=names, default=names[0], help=f"{' or '.join(names)}; default: {names[0]}")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--recipe", choices=names, default=names[0], help=f"{' or '.join(names)}; default: {names[0]}")
+    chosen.add_argument("--quick", action="store_true", help="smaller sums, 30 steps, all in one process: a minute")
 
 
 def run(args: argparse.Namespace) -> int:
     """Overrides go to the recipe."""
     with ExitStack() as held:
-        return _distill(args.overrides, held) if args.recipe == DISTILL else _grpo(args.recipe, args.overrides, held)
+        if args.recipe == DISTILL:
+            return _distill(args.overrides, held)
+        if args.recipe == VISION:
+            return _vision(args.overrides, held)
+        return _grpo(args.recipe, args.overrides, held, quick=args.quick)
 
 
 def _begin(folder: Path, held: ExitStack) -> None:
@@ -46,37 +59,49 @@ def _begin(folder: Path, held: ExitStack) -> None:
     held.enter_context(Lease(folder, key=key))
 
 
-def _grpo(recipe: str, overrides: Sequence[str], held: ExitStack) -> int:
+def quick_recipe() -> list[str]:
+    """Return the overrides that make a run of half a minute of the demo's recipe: no Ray, one rank, few steps."""
+    paths = {"logger.log_dir": "logs", "checkpointing.checkpoint_dir": "checkpoints", "policy.model_name": "base/hf",
+             "data.train.data_path": "task/train.jsonl", "data.validation.data_path": "task/val.jsonl"}  # fmt: skip
+    one_process = ["cluster.backend=local", "cluster.gpus_per_node=1"]
+    one_process += ["policy.megatron_cfg.tensor_model_parallel_size=1"]
+    steps = ["grpo.max_num_steps=30", "grpo.val_period=0", "checkpointing.save_period=30"]
+    steps.append("logger.alarms.band=bands/grpo-arithmetic-cpu-quick.json")
+    return [*one_process, *steps, *(f"{key}={QUICK / path}" for key, path in paths.items())]
+
+
+def _grpo(recipe: str, overrides: Sequence[str], held: ExitStack, *, quick: bool = False) -> int:
     """Run the demo of a GRPO recipe. grpo.seed also determines the task, the untrained model and the warm-up."""
-    started_at, folder = time.perf_counter(), FOLDERS[recipe]
-    grpo = load_recipe(recipe, overrides)  # a wrong override shows before anything runs
+    started_at, folder = time.perf_counter(), QUICK if quick else FOLDERS[recipe]
+    grpo = load_recipe(recipe, [*quick_recipe(), *overrides] if quick else overrides)  # a wrong override shows first
     untrained = folder / "untrained"
-    sft = warm_up_recipe(folder, folder / "task", grpo.config.grpo.seed)
+    sft = warm_up_recipe(folder, folder / "task", grpo.config.grpo.seed, QUICK_WARM_UP if quick else None)
 
     from grpo_mcore.algorithms.sft import sft_train
     from grpo_mcore.cli.train.train import exit_code, train
     from grpo_mcore.driver.run.run_recipe import run_recipe
-    from grpo_mcore.observe import write_summary
+    from grpo_mcore.observe import RunConsole, write_summary
     from grpo_mcore.tools.demo.arithmetic import make_arithmetic_task
     from grpo_mcore.tools.demo.demo import ask, learned
     from grpo_mcore.tools.export import export
 
     _begin(folder, held)
-    task = make_arithmetic_task(folder / "task", seed=sft.sft.seed)
+    sizes = {"highest": QUICK_HIGHEST, "num_val": QUICK_HELD_OUT} if quick else {}
+    demonstrations = 6 if quick else 2
+    task = make_arithmetic_task(folder / "task", seed=sft.sft.seed, demonstrations_per_problem=demonstrations, **sizes)
     model_kind, parameters = make_untrained(recipe, untrained, task.tokenizer, sft.sft.seed)
     print(f"1/4  task and untrained {model_kind} with {parameters / 1e6:.1f} M parameters in {folder}", flush=True)
     print("2/4  supervised warm-up, most demonstrations are wrong by one (recipes/sft-arithmetic-cpu.yaml)", flush=True)
     if (warm_up := run_recipe("sft", sft_train, sft, None))["stopped_early"]:
         return exit_code(warm_up)
-    print(f"3/4  GRPO (recipes/{recipe}.yaml)", flush=True)
+    print(f"3/4  {recipe.partition('-')[0].upper()} (recipes/{recipe}.yaml)", flush=True)
     summary = train(grpo.config)
     if summary["stopped_early"] or not grpo.config.checkpointing.enabled:  # there is no result to show
         return exit_code(summary)
     print("4/4  export of the last checkpoint, and the held-out problems once more, with transformers", flush=True)
     model = folder / "model"
     export(Path(grpo.config.checkpointing.checkpoint_dir), model)
-    base = Path(grpo.config.policy.model_name)
-    before, after = ask(base, task.val), ask(model, task.val)
+    before, after = ask(Path(grpo.config.policy.model_name), task.val), ask(model, task.val)
     summary |= {
         "greedy_accuracy_before": before.accuracy,
         "greedy_accuracy_after": after.accuracy,
@@ -87,19 +112,27 @@ def _grpo(recipe: str, overrides: Sequence[str], held: ExitStack) -> int:
     write_summary(folder / "summary.json", summary)
     for curve in Path(grpo.config.logger.log_dir).glob("exp_*/reward_curve.png"):
         shutil.copy(curve, folder / "reward_curve.png")
-    sampled = [_share(summary[f"val_accuracy_{when}"]) for when in ("before", "after")]
-    print(
-        f"\nheld-out problems solved     before  after {summary['steps']} steps\n"
-        f"  most likely answer          {before.accuracy:.3f}  {after.accuracy:.3f}\n"
-        f"  sampled at temperature 1    {sampled[0]}  {sampled[1]}"
-    )
+    was, now = (_share(summary[f"val_accuracy_{when}"]) for when in ("before", "after"))
+    results = {
+        "held-out sums solved": f"before  after {summary['steps']} steps",
+        "most likely answer": f"{before.accuracy:.3f}   {after.accuracy:.3f}",
+        "sampled at temperature 1": f"{was}   {now}",
+    }
+    if "band" in summary:
+        results["beside runs with other seeds"] = summary["band"]
     if (example := learned(before, after)) is not None:
-        problem, was, now = example
-        print(f"one of them: {problem} {was} before, {now} after")
-    print(
-        f"{summary['seconds']:.0f} s in all; summary and curve: {folder}/summary.json, {folder}/reward_curve.png\n"
-        f"the model, for transformers, vLLM or a new run: {model}"
-    )
+        results["one of them"] = f"{example[0]} {example[1]} before, {example[2]} after"
+    files = {
+        "model": f"{model}, for transformers, vLLM or a new run",
+        "summary, reward curve": f"{folder}/summary.json, {folder}/reward_curve.png",
+        "logs, checkpoints": f"{grpo.config.logger.log_dir}, {grpo.config.checkpointing.checkpoint_dir}",
+    }
+    commands = {
+        f"grpo-mcore report {folder}": "the run as a page: curves, samples by token, seconds by device",
+        f"grpo-mcore ledger {folder}": "was every prompt trained on exactly once",
+        "docs/your_task.md": "a task of your own, in 15 minutes",
+    }
+    RunConsole().summary(f"the demo is over after {summary['seconds']:.0f} s", results, files, commands)
     return 0
 
 
@@ -110,6 +143,7 @@ def _distill(overrides: Sequence[str], held: ExitStack) -> int:
     seed, every = distillation.grpo.seed, distillation.grpo.val_period
     sft = warm_up_recipe(folder, of_teacher / "task", seed)
     words = [f"policy.model_name={folder / 'base' / 'hf'}", f"grpo.seed={seed}", f"grpo.val_period={every}"]
+    words.append(f"grpo.max_num_steps={distillation.grpo.max_num_steps}")
     grpo = load_recipe(GRPO, [*words, "checkpointing.enabled=false", f"logger.log_dir={folder / 'logs-grpo'}"]).config
 
     from grpo_mcore.algorithms.sft import sft_train
@@ -153,10 +187,43 @@ def _distill(overrides: Sequence[str], held: ExitStack) -> int:
     return 0
 
 
-def warm_up_recipe(folder: Path, task: Path, seed: int) -> MasterConfig:
-    """Return the recipe that teaches the untrained model in `folder` the task's faulty demonstrations."""
+def _vision(overrides: Sequence[str], held: ExitStack) -> int:
+    """Run the demo with images. grpo.seed also determines the images and the untrained model."""
+    started_at, folder = time.perf_counter(), FOLDERS[VISION]
+    config = load_recipe(VISION, overrides).config  # a wrong override shows first
+
+    from grpo_mcore.cli.train.train import exit_code, train
+    from grpo_mcore.observe import RunConsole, write_summary
+    from grpo_mcore.tools.demo.colours import make_colour_task
+    from grpo_mcore.tools.export import export
+
+    _begin(folder, held)
+    make_colour_task(folder / "task", folder / "base", config.grpo.seed)
+    print(f"1/3  squares of four colours and an untrained Qwen3-VL in {folder}", flush=True)
+    print(f"2/3  GRPO (recipes/{VISION}.yaml)", flush=True)
+    summary = train(config)
+    if summary["stopped_early"] or not config.checkpointing.enabled:
+        return exit_code(summary)
+    print("3/3  export of the last checkpoint", flush=True)
+    export(Path(config.checkpointing.checkpoint_dir), folder / "model")
+    summary |= {"seconds": round(time.perf_counter() - started_at, 2), "grpo_seconds": summary["seconds"]}
+    write_summary(folder / "summary.json", summary)
+    was, now = (_share(summary[f"val_accuracy_{when}"]) for when in ("before", "after"))
+    results = {"held-out squares named": f"{was} before, {now} after {summary['steps']} steps; by chance 0.25"}
+    files = {"model": f"{folder / 'model'}, for transformers or vLLM", "summary": f"{folder}/summary.json"}
+    commands = {f"grpo-mcore report {folder}": "the run as a page", "docs/vision.md": "images in a task of your own"}
+    RunConsole().summary(f"the demo is over after {summary['seconds']:.0f} s", results, files, commands)
+    return 0
+
+
+def warm_up_recipe(folder: Path, task: Path, seed: int, steps: int | None = None) -> MasterConfig:
+    """Return the recipe that teaches the untrained model in `folder` the task's faulty demonstrations, in so many
+    steps; None: as many as the recipe has."""
     overrides = [f"policy.model_name={folder / 'untrained'}", f"data.train.data_path={task / 'sft.jsonl'}"]
     overrides += [f"checkpointing.checkpoint_dir={folder / 'base'}", f"logger.log_dir={folder / 'logs-sft'}"]
+    if steps is not None:
+        overrides += [f"sft.max_num_steps={steps}", f"policy.megatron_cfg.scheduler.lr_decay_iters={steps}"]
+        overrides += ["policy.megatron_cfg.optimizer.lr=4.0e-3"]
     return load_recipe("sft-arithmetic-cpu", [f"sft.seed={seed}", *overrides]).config
 
 
@@ -166,7 +233,7 @@ def make_untrained(recipe: str, folder: Path, tokenizer: Path, seed: int) -> tup
     from grpo_mcore.tools.demo.arithmetic import make_base_config, make_tokenizer
     from grpo_mcore.tools.demo.tiny_models import ENGINE_SIZES, make_tiny_model
 
-    if recipe in (GRPO, DISTILL):
+    if recipe != NANO:
         smaller = {"hidden_size": 96, "intermediate_size": 384} if recipe == DISTILL else {}
         return "Qwen3", make_base_config(folder, tokenizer, seed=seed, initializer_range=0.06, **smaller)
     sizes = ENGINE_SIZES["nemotron_h_moe"] | {"vocab_size": 32, "eos_token_id": 2}

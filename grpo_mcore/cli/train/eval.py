@@ -1,7 +1,5 @@
 """`grpo-mcore eval MODEL|CHECKPOINT... [--config RECIPE] [key=value ...]`: how well do models solve tasks."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

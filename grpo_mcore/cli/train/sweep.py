@@ -30,6 +30,9 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = (STOPPED_EARLY, TERMINATED, INTERRUPTED, *(-number for number in FORWARDED))
 """Exit codes of a run that was asked to stop, also before it had begun."""
 
+DEMOS = {"demo": "--recipe={}", "demo-quick": "--quick"}
+"""Options of `grpo-mcore demo` for each `--algorithm` that makes the recipe's task and model too."""
+
 NOTICE_S = 0.2
 """Seconds within which the sweep says that it has got a signal."""
 
@@ -46,7 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=count, default=1, metavar="N", help="runs of each combination (1)")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="default: results/sweeps/RECIPE")
-    parser.add_argument("--algorithm", choices=tuple(VERBS), default="grpo", help="which command trains (grpo)")
+    parser.add_argument(
+        "--algorithm",
+        choices=(*VERBS, *DEMOS),
+        default="grpo",
+        help="which command trains (grpo); a demo makes its task and model anew for each seed",
+    )
+    parser.add_argument(
+        "--band", type=Path, metavar="FILE", help="write how the runs of one setting went, for logger.alarms.band"
+    )
     parser.add_argument(
         "--jobs",
         choices=("local", "slurm", "k8s"),
@@ -60,21 +71,31 @@ def run(args: argparse.Namespace) -> int:
     """Run what is not finished, then print the table and write the page. Return 0 if every run is finished, 75 if a run
     was stopped on request, else 1."""
     from grpo_mcore.recipe.loading.load import presets_of
-    from grpo_mcore.tools.sweep import claim_folder, sweep_runs
+    from grpo_mcore.tools.sweep import check_band, claim_band, claim_folder, state, sweep_runs
 
     folder = args.folder or Path("results/sweeps") / recipe_name(args.recipe)
     if args.jobs != "local":
         if args.algorithm != "grpo":
-            print("grpo-mcore sweep: jobs train with GRPO; run sft and dpo with --jobs local", file=sys.stderr)
+            print("grpo-mcore sweep: jobs train with GRPO; run sft, dpo and rm with --jobs local", file=sys.stderr)
             return 2
         command = ["launch", args.jobs, args.recipe]
     else:
-        command = [VERBS[args.algorithm], args.recipe, "--resume", "auto"]
+        command = [VERBS.get(args.algorithm, ""), args.recipe, "--resume", "auto"]
+        if args.algorithm in DEMOS:
+            command, args.algorithm = ["demo", DEMOS[args.algorithm].format(args.recipe)], "grpo"
     runs = sweep_runs(args.recipe, args.overrides, args.seeds, folder, args.algorithm)
+    if args.band is not None:
+        check_band(runs)
+        band = load_recipe(args.recipe, runs[0].words).config.logger.alarms.band
+        if band is not None or command[0] == "demo":  # it may not be there yet, or be of other sizes
+            words = [*args.overrides, "logger.alarms.band=null"]
+            runs = sweep_runs(args.recipe, words, args.seeds, folder, args.algorithm)
     if len(presets := [Path(name).name for name in presets_of(args.overrides)]) > 1:
         print(f"each run has all presets, {', '.join(presets)}; preset={','.join(presets)} compares them")
     if not args.dry_run:
         claim_folder(folder, args.recipe, runs)
+        if args.band is not None:
+            claim_band(args.band)
     with forwarding() as stop:
         failed, stopped_in = _run_all(runs, command, args, stop)
     if stopped_in is not None:
@@ -82,9 +103,23 @@ def run(args: argparse.Namespace) -> int:
         return 1 if failed else STOPPED_EARLY
     if not args.dry_run:
         _show(runs, folder)
+    if args.band is not None and not failed and not args.dry_run:
+        if args.jobs == "local" or all(state(sweep_run, time.time()) == "finished" for sweep_run in runs):
+            _write_band(args, runs)
+        else:
+            print(f"{args.band}: the same command writes it once all jobs are finished")
     if failed:
         print(f"grpo-mcore sweep: {len(failed)} of {len(runs)} runs failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _write_band(args: argparse.Namespace, runs: Sequence[SweepRun]) -> None:
+    from grpo_mcore.observe.band import band_text
+    from grpo_mcore.tools.sweep import sweep_band
+
+    band = sweep_band(recipe_name(args.recipe), runs)
+    args.band.write_text(band_text(band), encoding="utf-8")
+    print(f"{args.band}: the {band.name}; logger.alarms.band={args.band} compares a run with it", flush=True)
 
 
 def _run_all(

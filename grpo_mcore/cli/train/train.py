@@ -1,5 +1,5 @@
 """`grpo-mcore train RECIPE [key=value ...] [--resume [PATH]] [--follow RUN]`: train a model with the algorithm that the
-recipe describes. `sft`, `dpo` and `distill` are the same verb with a fixed algorithm."""
+recipe describes. `sft`, `dpo`, `rm` and `distill` are the same verb with a fixed algorithm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grpo_mcore.recipe import (
 if TYPE_CHECKING:
     from grpo_mcore.driver.record.followed_run import FollowedRun
 
-VERBS: dict[Algorithm, str] = {"grpo": "train", "sft": "sft", "dpo": "dpo"}
+VERBS: dict[Algorithm, str] = {"grpo": "train", "sft": "sft", "dpo": "dpo", "rm": "rm"}
 """The command of each algorithm that trains."""
 
 
@@ -76,13 +76,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _algorithm(verb: str, recipe: Recipe) -> Algorithm:
     """Return the algorithm that a verb runs: the recipe's for `train`, else the verb's own. Raises RecipeError for
-    a recipe that `dpo` or `distill` cannot run."""
+    a recipe that `dpo`, `rm` or `distill` cannot run."""
     algorithm = algorithm_of(recipe.config)
     if verb == "sft":
         return "sft"
     problem = None
-    if verb == "dpo" and algorithm != "dpo":
-        problem = "the recipe needs a section dpo, and none for grpo; inherit recipes/dpo.yaml"
+    if verb in ("dpo", "rm") and algorithm != verb:
+        problem = f"the recipe needs a section {verb}, and none for grpo; inherit recipes/{verb}.yaml"
     elif verb == "distill" and not recipe.config.on_policy_distillation.enabled:
         problem = "the recipe needs the sections distillation and teacher; inherit recipes/distillation_math.yaml"
     if problem is not None:
@@ -119,12 +119,13 @@ def _train(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None
     if algorithm == "grpo":
         return train(config, resume, started_at)
     from grpo_mcore.algorithms.distill import distill_train
-    from grpo_mcore.algorithms.dpo import dpo_train
+    from grpo_mcore.algorithms.dpo import dpo_train, rm_train
     from grpo_mcore.algorithms.sft import sft_train
     from grpo_mcore.driver.run.run_recipe import run_recipe
 
+    loops = {"dpo": dpo_train, "rm": rm_train}
     fine_tune = distill_train if config.on_policy_distillation.enabled else sft_train
-    return run_recipe(algorithm, dpo_train if algorithm == "dpo" else fine_tune, config, resume, started_at)
+    return run_recipe(algorithm, loops.get(algorithm, fine_tune), config, resume, started_at)
 
 
 def attempt(

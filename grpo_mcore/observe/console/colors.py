@@ -1,7 +1,5 @@
 """Colours in a terminal. Text stays plain in files and pipes, and where NO_COLOR is set (https://no-color.org)."""
 
-from __future__ import annotations
-
 import os
 from typing import TextIO
 

@@ -1,7 +1,5 @@
 """The console of a run: banner, table of steps, validation, samples, and the paths of its files."""
 
-from __future__ import annotations
-
 import os
 import sys
 import textwrap
@@ -43,10 +41,7 @@ class RunConsole:
     gets the lines too."""
 
     def __init__(
-        self,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = REAL.now,
-        kept: AppendFile | None = None,
+        self, stream: TextIO | None = None, clock: Callable[[], float] = REAL.now, kept: AppendFile | None = None
     ) -> None:
         self._kept = kept
         self._stream = cast(TextIO, UnfailingStream(sys.stdout if stream is None else stream))
@@ -92,7 +87,7 @@ class RunConsole:
                 f"-- validation sample {number} of {len(samples)} after step {step} ".ljust(WIDTH, "-"),
                 *_text("prompt", sample.prompt),
                 *_text("response", sample.response),
-                *_text("answer", "none found" if sample.answer is None else sample.answer),
+                *_answer(sample),
                 *_text("truth", sample.truth),
                 *_text("reward", f"{reward} ({sample.reason})" if sample.reason else reward),
             )
@@ -125,12 +120,21 @@ class RunConsole:
         except (OSError, ValueError):  # it has no size
             return WIDTH
 
-    def summary(self, title: str, facts: Mapping[str, object], paths: Mapping[str, Path | str | None]) -> None:
-        """Print the results and the paths of a run. A path of None does not exist in this run."""
+    def summary(
+        self,
+        title: str,
+        facts: Mapping[str, object],
+        paths: Mapping[str, Path | str | None],
+        commands: Mapping[str, str] | None = None,
+    ) -> None:
+        """Print the results and the paths of a run, and `commands` that help next, by what each does. A path of None
+        does not exist in this run."""
         where = {name: path for name, path in paths.items() if path is not None}
         self._print("", f"== {title} ".ljust(WIDTH, "="), *_listed(facts))
         if where:
             self._print("", "where everything lies", *_listed(where))
+        if commands:
+            self._print("", "what to do next", *_listed(commands))
         self._print("=" * WIDTH)
 
     def _print(self, *lines: str) -> None:
@@ -153,6 +157,13 @@ def _listed(facts: Mapping[str, object]) -> list[str]:
         for index, part in enumerate(wrapped or [""]):
             lines.append(f"  {name if index == 0 else '':<{width}}  {part}")
     return lines
+
+
+def _answer(sample: ShownSample) -> list[str]:
+    """Return the lines of the answer found in a response. A reward without one looks at the whole response."""
+    if sample.answer is None and sample.reward:
+        return []
+    return _text("answer", "none found" if sample.answer is None else sample.answer)
 
 
 def _text(name: str, text: str) -> list[str]:

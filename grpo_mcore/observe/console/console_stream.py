@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, TextIO, cast
 
+from grpo_mcore.base.clock import REAL
+
 KEPT = 10_000
 """Pieces of text, mostly lines, that wait for a reader; further ones are left out."""
 
@@ -28,6 +30,9 @@ class UnfailingStream:
     they do not block either.
     """
 
+    spoke_at = float("-inf")
+    """When any of them was last written to, by `REAL.now`."""
+
     def __init__(self, stream: Any, writer: Writer | None = None) -> None:
         """`stream`: None where the process was started without one."""
         self._stream = io.StringIO() if stream is None else stream
@@ -37,6 +42,7 @@ class UnfailingStream:
         return not self._stream.closed and self._stream.isatty()
 
     def write(self, text: str) -> int:
+        UnfailingStream.spoke_at = REAL.now()
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         shown = text.encode(encoding, "backslashreplace")  # it may lack a character, such as a bar's
         if self._writer is not None and self._writer.is_here:

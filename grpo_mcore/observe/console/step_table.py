@@ -1,7 +1,5 @@
 """The table of steps: one line a step, numbers that fit their columns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +8,7 @@ from grpo_mcore.observe.timeline import TOTAL
 
 HEADER_EVERY = 20
 
-PHASES = (
-    ("generate", "gen"),
-    ("reward", "score"),
-    ("train", "train"),
-    ("refit", "refit"),
-)
+PHASES = (("generate", "gen"), ("reward", "score"), ("train", "train"), ("refit", "refit"))
 """Phases of a step with a column of their own; the others, such as log-probs, are under "other". "score" is the time in
 which nothing was generated and only rewards were awaited. The metrics have all of them, as timing/PHASE."""
 

@@ -3,8 +3,6 @@
 `audit` (ledger_audit.py) reads it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Audit a ledger: every prompt that was dispatched has exactly one end, and none was passed over. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress

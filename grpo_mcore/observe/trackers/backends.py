@@ -1,8 +1,6 @@
 """Where metrics go besides the run's JSONL file: TensorBoard, Weights & Biases, MLflow, SwanLab, Prometheus. A
 package is imported only where the recipe asks for it."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

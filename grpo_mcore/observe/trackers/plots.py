@@ -1,7 +1,5 @@
 """Curves for people."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -40,12 +38,7 @@ def reward_curve_png(
         axes.plot(*zip(*points, strict=True), "o-", color=color, label=f"validation {name}")
         for step, value in (points[0], points[-1]) if len(points) > 1 else points:
             axes.annotate(
-                f"{value:.3f}",
-                (step, value),
-                textcoords="offset points",
-                xytext=(0, -16),
-                ha="center",
-                color=color,
+                f"{value:.3f}", (step, value), textcoords="offset points", xytext=(0, -16), ha="center", color=color
             )
     drawn = [*values, *(value for points in curves.values() for _, value in points)]
     if drawn and 0 <= min(drawn) and max(drawn) <= 1:

@@ -1,7 +1,5 @@
 """Send metrics to a tracker (Weights & Biases, MLflow, a custom logger, ...) without letting it slow or end a run."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

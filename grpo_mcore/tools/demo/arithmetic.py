@@ -4,8 +4,6 @@ Answers have a fixed width ("37+45=" -> "082"), so that the model always generat
 read 082 as 82.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -25,7 +23,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-_HIGHEST = 99
 _WIDTH = 3
 _OF_A_LEVEL = 2000
 
@@ -51,6 +48,7 @@ def make_arithmetic_task(
     seed: int = 0,
     *,
     num_val: int = 500,
+    highest: int = 99,
     demonstrations_per_problem: int = 4,
     wrong_share: float = 0.0,
     off_by_one_share: float = 0.6,
@@ -58,15 +56,15 @@ def make_arithmetic_task(
     """Write `train.jsonl`, `val.jsonl`, `sft.jsonl`, `levels.jsonl` and `tokenizer/` into `folder`; `seed` determines
     their contents.
 
-    The problems are all sums 0..99 + 0..99, `num_val` of them held out. Demonstrations are wrong in two ways. A share
-    `off_by_one_share` is too high by one: above a half, the most likely answer is wrong, and no lower temperature makes
-    it right. Besides, a share `wrong_share` of all has wrong digits. Each level has 2000 prompts: sums for which
-    an answer that is up to 20 off counts as well (easy), sums (medium), and products (hard).
+    The problems are all sums 0..`highest` + 0..`highest`, `num_val` of them held out. Demonstrations are wrong in two
+    ways. A share `off_by_one_share` is too high by one: above a half, the most likely answer is wrong, and no lower
+    temperature makes it right. Besides, a share `wrong_share` of all has wrong digits. Each level has 2000 prompts:
+    sums for which an answer that is up to 20 off counts as well (easy), sums (medium), and products (hard).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
-    problems = [(a, b) for a in range(_HIGHEST + 1) for b in range(_HIGHEST + 1)]
+    problems = [(a, b) for a in range(highest + 1) for b in range(highest + 1)]
     draw.shuffle(problems)
     held_out, seen = problems[:num_val], problems[num_val:]
     shown = seen * demonstrations_per_problem
@@ -119,12 +117,20 @@ def demonstration(a: int, b: int, draw: random.Random, wrong_share: float, off_b
     )
 
 
-def make_tokenizer(folder: str | Path, characters: str = CHARACTERS, words: Sequence[str] = ()) -> None:
-    """Save a tokenizer with one token per character and per word of `words`, role tokens and a chat template."""
+def make_tokenizer(
+    folder: str | Path,
+    characters: str = CHARACTERS,
+    words: Sequence[str] = (),
+    *,
+    marks: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
+) -> None:
+    """Save a tokenizer with one token per character and per word of `words`, role tokens and a chat template. `marks`:
+    further special tokens, in front of these."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = [*SPECIAL_TOKENS.values(), *ROLE_TOKENS, *characters, *words]
+    names = [*SPECIAL_TOKENS.values(), *marks, *ROLE_TOKENS, *characters, *words]
     pieces = "|".join([*map(re.escape, words), r"[\s\S]"])
     tokenizer = Tokenizer(
         models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=SPECIAL_TOKENS["unk_token"])
@@ -134,8 +140,8 @@ def make_tokenizer(folder: str | Path, characters: str = CHARACTERS, words: Sequ
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         **SPECIAL_TOKENS,
-        additional_special_tokens=list(ROLE_TOKENS),
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[*marks, *ROLE_TOKENS],
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=512,
         padding_side="left",
@@ -186,9 +192,7 @@ def make_base_config(
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))

@@ -1,8 +1,6 @@
 """Results of the demos: the answers of an exported model to the held-out sums, by transformers, and the curves of
 several runs in one picture."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,18 +1,18 @@
 """Tiny random models of every family, as Hugging Face folders, for tests and `grpo-mcore parity tiny:FAMILY`."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 EOS = 1
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SIZES: dict[str, Any] = _DATA["sizes"]
 FAMILIES: dict[str, dict[str, Any]] = _DATA["families"]
+_IMAGES: dict[str, int] = _DATA["images"]
 ENGINE_SIZES: dict[str, dict[str, Any]] = {n: family["engine"] for n, family in FAMILIES.items() if "engine" in family}
 """Sizes that vLLM's CPU kernels support, by family."""
 
@@ -21,20 +21,29 @@ class UnknownFamily(ValueError):
     """There is no tiny model of the family."""
 
 
-def make_tiny_model(family: str, folder: Path, *, seed: int = 0, words: bool = False, **overrides: Any) -> Path:
+def make_tiny_model(
+    family: str, folder: Path, *, seed: int = 0, words: bool = False, value: bool = False, **overrides: Any
+) -> Path:
     """Write a model of `family` (of FAMILIES) with weights far from the usual small initial ones. With `words`, also
-    write a tokenizer, in which token 1 ends a sequence and every other token is a word. Raises UnknownFamily."""
+    write a tokenizer, in which token 1 ends a sequence and every other token is a word. `value`: a sequence classifier
+    with one output. Raises UnknownFamily."""
     import transformers
 
     if family not in FAMILIES:
         raise UnknownFamily(f"no tiny model of {family!r}; there are {', '.join(FAMILIES)}")
     if words:
         overrides = {"eos_token_id": EOS, "bos_token_id": None} | overrides
-        _write_words(folder, (SIZES | overrides)["vocab_size"])
+        _write_words(
+            folder, (SIZES | overrides)["vocab_size"], _IMAGES if "processor_class" in FAMILIES[family] else {}
+        )
     tiny = FAMILIES[family]
+    overrides |= {"num_labels": 1} if value else {}
     sizes, vision = SIZES | tiny.get("config", {}) | overrides, tiny.get("vision")
-    network = getattr(transformers, f"{tiny['class']}For{'ConditionalGeneration' if vision else 'CausalLM'}")
+    kind = "SequenceClassification" if value else "ConditionalGeneration" if vision else "CausalLM"
+    network = getattr(transformers, f"{tiny['class']}For{kind}")
     parts = {"text_config": sizes, "vision_config": vision} if vision else sizes
+    if "processor_class" in tiny:
+        parts |= _IMAGES
     torch.manual_seed(seed)
     model = network(network.config_class(**parts)).float()
     with torch.no_grad():
@@ -51,42 +60,39 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, words: bool = F
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
+    if family == "qwen3_vl_moe":
+        _write_stacks_as_published(folder)
+    if "processor_class" in tiny:
+        processor = _DATA["processor"] | {
+            key: (tiny | tiny["vision"])[key] for key in ("processor_class", "patch_size")
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
     return folder
 
 
-NOT_OF_A_MODEL = ("architectures", "dtype", "torch_dtype", "transformers_version", "quantization_config", "auto_map")
-"""Keys of a Hugging Face config that a small model of the same form does without."""
+def _write_stacks_as_published(folder: Path) -> None:
+    """Transpose the stacks of experts: transformers reads both forms and writes the one that vLLM does not read."""
+    path = folder / "model.safetensors"
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
-def tiny_like(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the tiny model (of FAMILIES) that is most like a Hugging Face config, and the config's values that give it
-    the same form: switches, names and rotary settings. Sizes stay tiny. Raises UnknownFamily."""
-    (architecture,) = config.get("architectures") or [""]
-    name = architecture.replace("ForCausalLM", "").replace("ForConditionalGeneration", "")
-    text = config.get("text_config", config)
-    alike = [family for family, tiny in FAMILIES.items() if tiny["class"] == name and "vision" not in tiny]
-    if not alike:
-        raise UnknownFamily(f"no tiny model of {architecture!r}; there are {', '.join(FAMILIES)}")
-    family = max(alike, key=lambda name: sum(text.get(key) is not None for key in FAMILIES[name].get("config", {})))
-    tiny = SIZES | FAMILIES[family].get("config", {})
-    values = {}
-    for key, value in text.items():
-        size = isinstance(tiny.get(key), int | list) and not isinstance(tiny[key], bool) and value is not None
-        if not (size or key in NOT_OF_A_MODEL or key.endswith("_token_id") or key in ("model_type", "layer_types")):
-            values[key] = value
-    if tiny.get("num_hidden_layers") is None:  # the layers of a hybrid model are a list
-        values = {key: value for key, value in values.items() if "pattern" not in key and key != "num_hidden_layers"}
-    if "mrope_section" in (values.get("rope_parameters") or {}):
-        del values["rope_parameters"]  # its sections are sizes
-    return family, values
-
-
-def _write_words(folder: Path, vocabulary: int) -> None:
-    """Write a tokenizer whose token n is the word "wn"."""
+def _write_words(folder: Path, vocabulary: int, images: dict[str, int]) -> None:
+    """Write a tokenizer whose token n is the word "wn". `images`: ids of the special tokens of images, by their keys in
+    a config."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<pad>": 0, "<eos>": EOS} | {f"w{number}": number for number in range(2, vocabulary)}
+    marks = {
+        id: f"<|{key.removesuffix('_token_id').replace('image', 'image_pad').replace('video', 'video_pad')}|>"
+        for key, id in images.items()
+    }
+    words = {"<pad>": 0, "<eos>": EOS} | {marks.get(number, f"w{number}"): number for number in range(2, vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", additional_special_tokens=[*marks.values()]
+    ).save_pretrained(folder)

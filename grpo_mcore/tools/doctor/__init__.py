@@ -1,5 +1,3 @@
 """Find what is wrong with a machine (`checks.py`), or with every node of a cluster (`nodes.py`), in under a minute."""
 
-from __future__ import annotations
-
 from grpo_mcore.tools.doctor.checks import CheckResult, Needs, examine

@@ -2,8 +2,6 @@
 `python -m ... BACKEND SECONDS PARENT_PID HOST:PORT RANK WORLD_SIZE DEVICE MEGABYTES`. It prints the GB/s in each
 direction of the fastest of several repetitions. Exit code 0: the sum is correct."""
 
-from __future__ import annotations
-
 import sys
 import time
 from datetime import timedelta

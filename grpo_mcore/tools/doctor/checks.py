@@ -1,7 +1,5 @@
 """The checks of one machine. The result of each is ok, a note, or a fault with its remedy."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil
@@ -16,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,9 +22,10 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from grpo_mcore.base import processes
+from grpo_mcore.base import processes, processor
 from grpo_mcore.base.addresses import running_ray, split_port
 from grpo_mcore.base.imports import NOT_INSTALLED, why_not_imported
+from grpo_mcore.generation.config import pips_cuda
 
 GB = 10**9
 DEADLINE_S = 50.0
@@ -108,6 +108,7 @@ def checks_of(needs: Needs) -> dict[str, Check]:
         "versions": lambda: versions(requirements(extra := "gpu" if _on_gpu(needs) else "cpu"), extra),
         "GPUs": lambda: gpus(needs),
         "GPU kernels": lambda: gpu_kernels(needs.gpu_packages if _on_gpu(needs) else ()),
+        "FlashInfer": lambda: flashinfer() if _on_gpu(needs) else (),
         "/dev/shm": lambda: shared_memory(needs.shm_bytes),
         **{use: partial(folder, use, path) for use, path in folders.items()},
         "disk": lambda: disk(
@@ -116,6 +117,7 @@ def checks_of(needs: Needs) -> dict[str, Check]:
         "ports": lambda: ports(needs.ports or (() if running_ray(os.environ.get("RAY_ADDRESS")) else RAY_PORTS)),
         "open files": open_files,
         "sandbox": lambda: sandbox(needs.sandbox),
+        "bfloat16": lambda: bfloat16(gpu=_on_gpu(needs)),
         "load": load,
         "HF cache": hub_cache,
         "HF hub": lambda: model(needs.model),
@@ -168,6 +170,20 @@ def gpu_kernels(packages: Sequence[str]) -> Iterator[CheckResult]:
         yield CheckResult("GPU kernels", "note", text, "not installed; scripts/setup_gpu.sh installs them")
     elif packages and not any(reasons.values()):
         yield CheckResult("GPU kernels", "ok", ", ".join(packages))
+
+
+def flashinfer() -> Iterator[CheckResult]:
+    """Look for FlashInfer's compiled kernels, or else for what compiles them at an engine's first start."""
+    if find_spec("flashinfer") is None:
+        return
+    remedy = "fetch them: scripts/setup_gpu.sh prefetch"
+    if find_spec("flashinfer_jit_cache") is not None:
+        yield CheckResult("FlashInfer", "ok", "its compiled kernels are installed")
+    elif pips_cuda() is not None or shutil.which("nvcc") is not None:
+        yield CheckResult("FlashInfer", "note", "engines compile its kernels at their first start", remedy)
+    else:
+        text = "neither its kernels nor an nvcc are here: engines do without the fused all-reduce, which is slower"
+        yield CheckResult("FlashInfer", "note", text, remedy)
 
 
 @dataclass(frozen=True)
@@ -398,6 +414,19 @@ def sandbox(needed: bool, timeout_s: float = 20.0) -> Iterator[CheckResult]:
         yield fault("sandbox", f"env.code runs programs in one, but {problem}", advice)
     else:
         yield CheckResult("sandbox", "note", problem, f"only env.code needs it: {advice}")
+
+
+def bfloat16(*, gpu: bool) -> Iterator[CheckResult]:
+    """Say whether a CPU has instructions for the default precision of a recipe."""
+    if not gpu:
+        slow = processor.lacks_bfloat16()
+        text = processor.SLOW_BFLOAT16 if slow else "the processor has instructions for it"
+        yield CheckResult(
+            "bfloat16",
+            "note" if slow else "ok",
+            text,
+            "policy.precision: auto (the default) is float32 here" if slow else "",
+        )
 
 
 def load() -> Iterator[CheckResult]:

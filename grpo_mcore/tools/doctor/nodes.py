@@ -1,7 +1,5 @@
 """Run the checks on every node of a running Ray cluster, and check clocks, shared folders and the network of all."""
 
-from __future__ import annotations
-
 import os
 import time
 import uuid
@@ -137,9 +135,7 @@ def _compare_clock(ray: Any, node: str, name: str) -> CheckResult:
     return checks.clock(*best, name)
 
 
-def _network(
-    ray: Any, hosts: Mapping[str, str], backend: str, devices: int, seconds: float = ALL_REDUCE_S
-) -> CheckResult:
+def _network(ray: Any, hosts: Mapping[str, str], backend: str, devices: int) -> CheckResult:
     """All-reduce once over all nodes, by NCCL over as many GPUs of each, or by gloo. `hosts` are the addresses of the
     nodes, by node."""
     first = next(iter(hosts))
@@ -149,8 +145,8 @@ def _network(
     for index, node in enumerate(hosts):
         ranks = range(index * devices, (index + 1) * devices)
         call = _task(ray, node, checks.all_reduce).remote
-        started.append(call(backend, address, ranks, world, seconds, megabytes))
-    answers = [answer for of_node in ray.get(started, timeout=NODE_S + seconds) for answer in of_node]
+        started.append(call(backend, address, ranks, world, ALL_REDUCE_S, megabytes))
+    answers = [answer for of_node in ray.get(started, timeout=NODE_S + ALL_REDUCE_S) for answer in of_node]
     return checks.reduced("network", f"{backend} over {len(hosts)} nodes", backend, answers)
 
 

@@ -3,6 +3,4 @@
 Text in, text out: nothing here talks to a cluster.
 """
 
-from __future__ import annotations
-
 from grpo_mcore.tools.launch.spec import LaunchSpec, Pool, launch_spec

@@ -1,6 +1,5 @@
-"""Render a job as Kubernetes manifests: a ConfigMap with the recipe, and a RayJob (ray.io/v1) that runs it."""
-
-from __future__ import annotations
+"""Render a job as Kubernetes manifests: a ConfigMap with the recipe, a RayJob (ray.io/v1) that runs it, the
+NetworkPolicy of its pods, and a PodMonitor where it is asked for."""
 
 import json
 import re
@@ -37,12 +36,14 @@ def manifest(spec: LaunchSpec) -> str:
     head = (
         f"# {spec.recipe_file} on Kubernetes. Written by: grpo-mcore launch k8s {spec.recipe_file} --dry-run\n"
         "# kubectl create -f FILE; kubectl get rayjob; kubectl logs -f job/NAME or the submitter's container\n"
+        f"# Pod Security level of its pods: {pod_security_level(spec)}\n"
     )
     return head + yaml.dump_all(documents(spec), Dumper=_Dumper, sort_keys=False, width=110)
 
 
 def documents(spec: LaunchSpec) -> list[dict[str, Any]]:
-    """Return the ConfigMap, which holds the recipe and the texts that it names, and the RayJob."""
+    """Return the ConfigMap, which holds the recipe and the texts that it names, the RayJob, and what guards and watches
+    its pods."""
     k8s = spec.launch.k8s
     labels = {"app.kubernetes.io/name": "grpo-mcore"}
     queue = {label: k8s.queue for label in GANG_LABELS[k8s.scheduler] if k8s.queue}
@@ -105,7 +106,56 @@ def documents(spec: LaunchSpec) -> list[dict[str, Any]]:
             "rayClusterSpec": cluster,
         },
     }
-    return [_without_none(recipe), _without_none(job)]
+    return [_without_none(document) for document in (recipe, job, *_around(spec, labels))]
+
+
+JOB_LABEL = "grpo-mcore/job"
+"""Label of all pods of a job, with its name."""
+DASHBOARD_PORT = 8265
+
+
+def _around(spec: LaunchSpec, labels: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the NetworkPolicy and the PodMonitor of a job's pods, those that it has."""
+    k8s, pods = spec.launch.k8s, {"matchLabels": {JOB_LABEL: spec.name}}
+    metadata = {"name": spec.name, "namespace": k8s.namespace, "labels": labels}
+    ports = [{"protocol": "TCP", "port": port} for port in (DASHBOARD_PORT, spec.metrics_port) if port]
+    policy = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata,
+        "spec": {
+            "podSelector": pods,
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": pods}]},
+                {"from": [{"namespaceSelector": {}}], "ports": ports},  # Ray asks for the job's token
+            ],
+        },
+    }
+    monitor = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": metadata,
+        "spec": {
+            "selector": {"matchLabels": {JOB_LABEL: spec.name, "ray.io/node-type": "head"}},  # the driver's pod
+            "podMetricsEndpoints": [{"portNumber": spec.metrics_port}],
+        },
+    }
+    wants_monitor = k8s.pod_monitor and spec.metrics_port is not None
+    return [*([policy] if k8s.network_policy else []), *([monitor] if wants_monitor else [])]
+
+
+def pod_security_level(spec: LaunchSpec) -> str:
+    """Return the strictest level of Kubernetes' Pod Security Standards that admits the job's pods."""
+    k8s = spec.launch.k8s
+    reasons = {
+        "the sandbox of programs needs seccomp Unconfined": spec.sandboxes,
+        "launch.k8s.host_network": k8s.host_network,
+        "launch.k8s.rdma_resource adds IPC_LOCK": k8s.rdma_resource is not None,
+        "a hostPath in launch.k8s.volumes": any("hostPath" in source for source in k8s.volumes.values()),
+    }
+    because = ", ".join(reason for reason, applies in reasons.items() if applies)
+    return f"privileged ({because})" if because else "restricted"
 
 
 def _recipe_data(spec: LaunchSpec) -> dict[str, str]:
@@ -128,10 +178,9 @@ def _without_none(value: Any) -> Any:
 
 
 def _template(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
-    """Return the pods of a pool with their annotations."""
-    annotations = spec.launch.k8s.annotations
+    """Return the pods of a pool with their label and annotations."""
     return {
-        "metadata": {"annotations": annotations} if annotations else None,
+        "metadata": {"labels": {JOB_LABEL: spec.name}, "annotations": spec.launch.k8s.annotations or None},
         "spec": _pod(spec, pool, head=head),
     }
 
@@ -147,10 +196,10 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
         amounts[rdma] = str(k8s.rdma_count)
     cache = {"HF_HOME": f"{k8s.volume_path}/huggingface"} if k8s.volume_claim else {}
     variables = {key: value for key, value in (ENVIRONMENT | cache).items() if key not in k8s.secrets}
-    variables |= dict(sorted(launch.env.items()))
+    variables |= spec.variables
     staged = {"HF_HUB_CACHE": f"{launch.stage_to}/hub"} if launch.stage_to else {}
     if launch.code:
-        variables["PYTHONPATH"] = ":".join(filter(None, [RECIPE_FOLDER, launch.env.get("PYTHONPATH")]))
+        variables["PYTHONPATH"] = ":".join(filter(None, [RECIPE_FOLDER, spec.variables.get("PYTHONPATH")]))
     files = [("recipe.yaml", "recipe.yaml"), *((f"text-{i}", name) for i, (name, _) in enumerate(spec.texts))]
     volumes: list[dict[str, Any]] = [
         {
@@ -176,14 +225,11 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
         "name": "ray-head" if head else "ray-worker",
         "image": launch.container,
         "workingDir": k8s.volume_path if k8s.volume_claim else "/tmp",
-        "env": [
-            *({"name": key, "value": _literal(value)} for key, value in (variables | staged).items()),
-            *secrets,
-        ],
+        "env": [*({"name": key, "value": _literal(value)} for key, value in (variables | staged).items()), *secrets],
         "resources": {"limits": amounts, "requests": amounts},
         "securityContext": {
-            "allowPrivilegeEscalation": bool(rdma),
-            # RDMA needs pinned memory.
+            "allowPrivilegeEscalation": False,
+            # RDMA needs pinned memory: this, or nodes whose limit of it (memlock) is unlimited.
             "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"] if rdma else None},
         },
         "volumeMounts": mounts,

@@ -4,8 +4,6 @@ The schema does not hold the rules that the API server, KubeRay's operator and t
 can be reached, `kubectl create --dry-run=server -f FILE` asks the server itself.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Mapping

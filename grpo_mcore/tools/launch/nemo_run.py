@@ -1,8 +1,7 @@
 """Describe a job for NeMo-Run's executors in plain values and text. Only launchers/nemo_run imports NeMo-Run itself."""
 
-from __future__ import annotations
-
 import shlex
+from pathlib import Path
 from typing import Any
 
 from grpo_mcore.tools.launch.kubernetes import manifest
@@ -16,33 +15,7 @@ TASK = "train"
 SET_BY_NEMO_RUN = ("job-name", "requeue", "no-requeue", "output")
 FIELDS = ("account", "partition", "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "signal", "open-mode")
 
-KUBECTL = """\
-set -uo pipefail
-made=$(kubectl create -o name -f - <<'END OF MANIFEST'
-{manifest}END OF MANIFEST
-)
-job=$(grep -i '^rayjob' <<<"$made") || exit 1 # the ConfigMap may be there, of an earlier job with the same recipe
-echo "$made"
-failures=0 seen=""
-while :; do # the RayJob has deadlines of its own
-    if state=$(kubectl get{namespace} "$job" -o jsonpath='{{.status.jobDeploymentStatus}} {{.status.jobStatus}} \
-{{.status.reason}} {{.status.message}}'); then
-        failures=0
-    elif ((++failures == 30)); then
-        echo "$job: kubectl has not answered 30 times in a row; the job may still run" >&2
-        exit 1
-    else
-        state=$seen
-    fi
-    [[ $state == "$seen" ]] || echo "$job: $state"
-    seen=$state
-    case $state in
-    "Complete SUCCEEDED"*) exit 0 ;;
-    Complete* | Failed* | ValidationFailed*) exit 1 ;;
-    esac
-    sleep "${{POLL_SECONDS:-10}}"
-done
-"""
+KUBECTL = Path(__file__).with_name("kubectl_body.sh")
 
 LOCAL = """\
 set -euo pipefail
@@ -60,9 +33,10 @@ def script(spec: LaunchSpec, target: Target) -> str:
             return job_script(spec)
         case "k8s":
             namespace = f" --namespace={spec.launch.k8s.namespace}" if spec.launch.k8s.namespace else ""
-            return KUBECTL.format(manifest=manifest(spec), namespace=namespace)
+            text = KUBECTL.read_text(encoding="utf-8").replace("@NAMESPACE@", namespace)
+            return text.replace("@MANIFEST@\n", manifest(spec))
         case "local":
-            variables = [f"export {name}={shlex.quote(value)}\n" for name, value in sorted(spec.launch.env.items())]
+            variables = [f"export {name}={shlex.quote(value)}\n" for name, value in spec.variables.items()]
             command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
             return "".join([LOCAL, *variables, f"exec {command}\n"])
 

@@ -1,7 +1,5 @@
 """Render a job as an sbatch script."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -76,7 +74,7 @@ def job_script(spec: LaunchSpec) -> str:
         "",
         "# Settings: a variable of the same name in the submitting shell overrides the value. More are below.",
         *[f"[[ -n ${{{key}:-}} ]] || {key}={shlex.quote(value)}" for key, value in settings.items() if value],
-        *[f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.launch.env.items())],
+        *[f"export {name}={shlex.quote(value)}" for name, value in spec.variables.items()],
         f"CODE={shlex.quote(spec.code)}",
         "resolved_recipe() {",
         f"    cat <<'{end}'",

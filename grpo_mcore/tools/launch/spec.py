@@ -1,10 +1,9 @@
 """`LaunchSpec`: everything a launcher needs to know about a run, derived from its recipe alone."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from grpo_mcore.recipe import (
     algorithm_of,
     divides_nodes,
     environment_class,
+    only_evaluates,
     resolved_yaml,
     runs_grpo,
     shown,
@@ -34,6 +34,7 @@ from grpo_mcore.tools.launch.validation import (
     validate,
 )
 from grpo_mcore.tools.plan.memory import fits_device, memory, node_memory
+from grpo_mcore.tools.plan.run_hours import SOURCE
 from grpo_mcore.tools.plan.run_plan import plan_device, plan_shape, plan_workload
 from grpo_mcore.tools.plan.timing import step_time
 from grpo_mcore.tools.plan.workload import PlanError
@@ -64,6 +65,9 @@ LEAST_MEMORY = 256
 LONGEST = 4 * 3600
 """Wall-clock limit of a job in seconds, if the recipe has none and the run is longer."""
 
+LAUNCH_KEY = re.compile(r"[+~]*launch\.(?!env\b)")
+"""Beginning of an override that a job's own command does not need. launch.env is read as cluster.env_vars."""
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -77,7 +81,7 @@ class Pool:
 @dataclass(frozen=True)
 class LaunchSpec:
     """A job. `launch` is that section of the recipe, `memory_gb` the memory of each node in GiB; `restarts` is 0 if the
-    run writes no checkpoint to resume from.
+    run writes no checkpoint to resume from. `variables` are set in the job's environment.
 
     `recipe_yaml` is the resolved recipe. `texts` holds, on Kubernetes, whose nodes do not see the checkout, the text
     files that the recipe names and those of launch.code, as (name in RECIPE_FOLDER, content). `sandboxes` says whether
@@ -95,9 +99,12 @@ class LaunchSpec:
     restarts: int
     start_timeout_s: int
     launch: LaunchConfig
+    variables: Mapping[str, str]
     memory_gb: int
     time_limit: str
     sandboxes: bool = False
+    metrics_port: int | None = None
+    """Port at which the driver serves Prometheus; None: it does not."""
     code: str = ""
     notes: tuple[str, ...] = ()
     """Remarks for the person who launches it: values taken from the plan, and values that do not agree with it."""
@@ -131,18 +138,20 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
         from_submitter=_from_submitter(config),
         verb="train" if runs_grpo(config) else algorithm_of(config),
         recipe_file=shown(recipe.path),
-        overrides=tuple(word for word in recipe.overrides if not word.lstrip("+~").startswith("launch.")),
+        overrides=tuple(word for word in recipe.overrides if not LAUNCH_KEY.match(word)),
         recipe_yaml=resolved_yaml(recipe, sources=False, without=frozenset({"launch"})),
         texts=texts,
         restarts=launch.max_restarts if resumes else 0,
         start_timeout_s=int(cluster.start_timeout_s),
         launch=launch,
+        variables={name: text for name, text in sorted(cluster.env_vars.items()) if text is not None},
         memory_gb=memory_gb,
         time_limit=time_limit,
         sandboxes=any(
             environment_class(name, section)[0] == "code" and section.get("sandbox") != "none_i_trust_the_code"
             for name, section in config.env.items()
         ),
+        metrics_port=config.logger.prometheus.port if config.logger.prometheus_enabled else None,
         code=code_revision(),
         notes=notes,
     )
@@ -153,7 +162,7 @@ def _from_submitter(config: MasterConfig) -> tuple[str, ...]:
     names = [*FROM_SUBMITTER, *(FOR_MIRROR if config.checkpointing.mirror else ())]
     for key, more in FOR_TRACKERS.items():
         names += more if getattr(config.logger, key) else ()
-    return tuple(dict.fromkeys([*names, *config.cluster.env_vars]))
+    return tuple(dict.fromkeys([*names, *(name for name, text in config.cluster.env_vars.items() if text is None)]))
 
 
 def planned(config: MasterConfig) -> tuple[int, str, tuple[str, ...]]:
@@ -171,8 +180,8 @@ def planned(config: MasterConfig) -> tuple[int, str, tuple[str, ...]]:
         needed, run_s, fits = 0, 0.0, True
     else:
         needed, fits = node_memory(load, stages, engine, device), fits_device(stages, engine, load, device)
-        steps = {"grpo": config.grpo.max_num_steps, "sft": config.sft.max_num_steps, "dpo": config.dpo.max_num_steps}
-        run_s = (steps.get(algorithm_of(config)) or 0) * step_s if device.memory is not None else 0.0
+        steps = 0 if only_evaluates(config) else config[algorithm_of(config)].max_num_steps
+        run_s = (steps or 0) * step_s if device.memory is not None else 0.0
     if not fits:
         notes.append("plan says that this does not fit an H100 server; grpo-mcore plan shows what is lacking")
     if memory_gb is None:
@@ -187,7 +196,8 @@ def planned(config: MasterConfig) -> tuple[int, str, tuple[str, ...]]:
         limit = f"{hours:02d}:00:00"
         jobs = math.ceil(run_s / max(1, seconds(limit) - start))
         after = f", in about {jobs} jobs, each of which goes on from the one before" if jobs > 1 else ""
-        reason = f": plan predicts {run_s / 3600:,.1f} h for all steps{after}" if run_s else ""
+        usual = f"{run_s / 3600:,.1f} h for all steps ({SOURCE})"
+        reason = f": plan predicts {usual}{after}" if run_s else ""
         notes.append(f"launch.time_limit={limit} is taken{reason}")
     resumes = launch.max_restarts + 1 if config.checkpointing.enabled else 1
     training_s = resumes * max(0, seconds(limit) - start)

@@ -1,8 +1,6 @@
 """Find the settings of a recipe that a cluster would reject, or silently get wrong, an hour later. Every problem names
 its key and line."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -10,24 +8,22 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from grpo_mcore.cluster.environment import is_allowed
 from grpo_mcore.families import read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.known import known_config
 from grpo_mcore.recipe import DEFAULT, Finding, MasterConfig, Problem, Recipe, RecipeError, layout_findings, shown
 from grpo_mcore.recipe.loading.load import leaf_values, recipe_folders
+from grpo_mcore.recipe.validation.rules import check_rows, tables
 
 Target = Literal["slurm", "k8s", "local"]
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_KEY)", re.IGNORECASE)
 RESERVED_VARIABLES = re.compile(r"^(SLURM_|SBATCH_|RAY_|GRPO_MCORE_|CUDA_VISIBLE_DEVICES$)")
 RESERVED_OPTIONS = ("nodes", "ntasks", "ntasks-per-node", "time", "signal", "export", "output")
 K8S_NAME = "[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 K8S_VALUE = "[A-Za-z0-9]([-._A-Za-z0-9]{0,61}[A-Za-z0-9])?"
 K8S_VALUES = {
     **dict.fromkeys(
-        ("service_account", "volume_claim"),
-        (K8S_NAME, "a Kubernetes name (lower-case letters, digits and -)"),
+        ("service_account", "volume_claim"), (K8S_NAME, "a Kubernetes name (lower-case letters, digits and -)")
     ),
     # These two are written into labels, too.
     "queue": (K8S_VALUE, "at most 63 letters, digits, -, _ and ."),
@@ -67,6 +63,7 @@ def validate(recipe: Recipe, target: Target) -> None:
     """Raise RecipeError with every finding for `target`, if there is any. Memory and time of the recipe's `launch` must
     be filled in."""
     findings = [finding for check in CHECKS[target] for finding in check(recipe.config)]
+    findings += check_rows(tables()["launch"][target], recipe.config)
     if findings:
         raise RecipeError([_problem(finding, recipe) for finding in findings], shown(recipe.path))
 
@@ -78,13 +75,6 @@ def _problem(finding: Finding, recipe: Recipe) -> Problem:
         if source != DEFAULT:
             return Problem(source, key, finding.message)
     return Problem(shown(recipe.path), finding.keys[0], finding.message)
-
-
-def _backend(config: MasterConfig) -> Iterator[Finding]:
-    if config.cluster.backend == "local":
-        yield Finding(
-            ("cluster.backend",), "local runs in one process: there is nothing to launch; set it to ray for a cluster"
-        )
 
 
 def _layouts(config: MasterConfig) -> Iterator[Finding]:
@@ -115,20 +105,9 @@ def _time(config: MasterConfig) -> Iterator[Finding]:
 
 
 def _environment(config: MasterConfig) -> Iterator[Finding]:
-    for name in config.launch.env:
-        key = f"launch.env.{name}"
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            yield Finding((key,), "not a name of an environment variable")
-        elif SECRET.search(name):
-            yield Finding(
-                (key,),
-                "a secret does not belong in a recipe: on Kubernetes name it under launch.k8s.secrets, on Slurm set "
-                f"{name} in the shell that submits and name it under cluster.env_vars if workers need it",
-            )
-        elif RESERVED_VARIABLES.match(name):
-            yield Finding((key,), "is set by the launcher itself")
-        elif not is_allowed(name, config.cluster.env_vars):
-            yield Finding((key,), f"would not reach the workers: name {name} under cluster.env_vars too")
+    for name, text in config.cluster.env_vars.items():
+        if text is not None and RESERVED_VARIABLES.match(name):
+            yield Finding((f"cluster.env_vars.{name}",), "is set by the launcher itself")
 
 
 def _mounts(config: MasterConfig) -> Iterator[Finding]:
@@ -136,8 +115,6 @@ def _mounts(config: MasterConfig) -> Iterator[Finding]:
     for text in launch.mounts:
         if not MOUNT.fullmatch(text):
             yield Finding(("launch.mounts",), f'expected {expected}, got "{text}"')
-    if launch.mounts and not launch.container:
-        yield Finding(("launch.mounts", "launch.container"), "mounts need launch.container: bare metal has none")
 
 
 def code_files(paths: Sequence[str]) -> list[str]:
@@ -349,13 +326,6 @@ def _mounted(folder: PurePosixPath, mounts: list[str]) -> bool:
     )
 
 
-def _this_machine(config: MasterConfig) -> Iterator[Finding]:
-    if config.launch.container:
-        yield Finding(("launch.container",), "a job on this machine runs in its environment, not in an image")
-    if config.cluster.num_nodes > 1 and config.cluster.platform != "cpu":
-        yield Finding(("cluster.num_nodes",), f"this machine is one node, not {config.cluster.num_nodes}")
-
-
 def _image(config: MasterConfig) -> Iterator[Finding]:
     image, key = config.launch.container, ("launch.container",)
     if not image:
@@ -364,10 +334,6 @@ def _image(config: MasterConfig) -> Iterator[Finding]:
         yield Finding(key, f"{image} may be another image after a restart; give a tag other than latest, or a digest")
     elif image.endswith((".sqsh", ".sif")):
         yield Finding(key, f"{image!r} is not the name of an image in a registry")
-    if config.launch.mounts:
-        yield Finding(
-            ("launch.mounts",), "folders of the nodes are for Slurm; on Kubernetes use launch.k8s.volume_claim"
-        )
 
 
 def _kubernetes(config: MasterConfig) -> Iterator[Finding]:
@@ -391,14 +357,6 @@ def _kubernetes(config: MasterConfig) -> Iterator[Finding]:
     for key, reference in secrets.items():
         if not re.fullmatch(rf"{K8S_NAME}/[-._a-zA-Z0-9]+", reference):
             yield Finding((f"launch.k8s.{key}",), 'expected "SECRET/KEY", the place of the value and not the value')
-
-
-def _gang(config: MasterConfig) -> Iterator[Finding]:
-    k8s = config.launch.k8s
-    if k8s.scheduler == "none" and k8s.queue:
-        yield Finding(("launch.k8s.queue", "launch.k8s.scheduler"), "a queue needs launch.k8s.scheduler")
-    if k8s.scheduler != "none" and not k8s.queue:
-        yield Finding(("launch.k8s.scheduler", "launch.k8s.queue"), f"{k8s.scheduler} needs launch.k8s.queue")
 
 
 def _claim(config: MasterConfig) -> Iterator[Finding]:
@@ -427,18 +385,9 @@ def _memory(config: MasterConfig) -> Iterator[Finding]:
         )
 
 
-_COMMON: tuple[Check, ...] = (_backend, _layouts, _time, _environment, _mounts, _code)
+_COMMON: tuple[Check, ...] = (_layouts, _time, _environment, _mounts, _code)
 CHECKS: dict[Target, tuple[Check, ...]] = {
     "slurm": (*_COMMON, _slurm, _stage_on_slurm, _shared_on_slurm, _folder_on_slurm, _data_on_slurm),
-    "k8s": (
-        *_COMMON,
-        _image,
-        _kubernetes,
-        _gang,
-        _claim,
-        _memory,
-        _code_on_kubernetes,
-        _data_on_kubernetes,
-    ),
-    "local": (_this_machine, _environment),
+    "k8s": (*_COMMON, _image, _kubernetes, _claim, _memory, _code_on_kubernetes, _data_on_kubernetes),
+    "local": (_environment,),
 }

@@ -3,12 +3,11 @@
 The functions are module-level, so that the processes of a `RankPool` can import them.
 """
 
-from __future__ import annotations
-
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,11 +15,16 @@ from typing import Any
 import torch
 
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows, share_prefixes
-from grpo_mcore.families import ModelShape
+from grpo_mcore.batching.row_images import RowImages, row_images
+from grpo_mcore.families import ModelShape, VisionShape, head_of, read_hf_config
+from grpo_mcore.families.images import image_settings
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
+from grpo_mcore.parallel.weights.hf_folder import StoredTensor, stored_tensors
 from grpo_mcore.recipe import PolicyConfig
+from grpo_mcore.tools.parity.images import STANDARD_IMAGES, ParityImage, put_in
 
 LENGTHS = (5, 17, 9, 30, 2, 12, 23, 3)
 BINS = ((0, 3), (1, 2, 4), (5, 7), (6,))  # micro-batches, distributed over the data-parallel ranks in order
@@ -105,27 +109,49 @@ class ParityWorkload:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    images: tuple[ParityImage, ...] = ()
+    """Images in the sequences, whose tokens are not trained on."""
+
+    def images_of(self, sequence: int) -> list[ParityImage]:
+        """Return the images of a sequence."""
+        return [image for image in self.images if image.sequence == sequence]
+
+    def counts(self, sequence: int) -> torch.Tensor:
+        """Return which tokens of a sequence are trained on, bool [n], if it is not left out."""
+        counts = torch.arange(self.lengths[sequence]) >= self.prompts[sequence]
+        for image in self.images_of(sequence):
+            counts[image.offset : image.offset + image.tokens] = False
+        return counts
 
     @property
     def trained(self) -> int:
         """Tokens that are trained on."""
-        sizes = zip(self.lengths, self.prompts, strict=True)
-        return sum(n - prompt for i, (n, prompt) in enumerate(sizes) if i not in self.left_out)
+        return sum(int(self.counts(i).sum()) for i in range(len(self.lengths)) if i not in self.left_out)
 
 
 STANDARD = ParityWorkload()
+
+
+def standard_work(shape: ModelShape) -> ParityWorkload:
+    """Return the workload of a model: with images if it has a tower."""
+    return STANDARD if shape.vision is None else replace(STANDARD, images=STANDARD_IMAGES)
+
 
 SHARED_BLOCK = 4
 """Tokens of the blocks that sequences share, if they begin alike."""
 
 
-def sequences(vocab_size: int, work: ParityWorkload = STANDARD) -> list[torch.Tensor]:
-    """Return sequences of random tokens, int64 [n] each, always the same."""
+def sequences(
+    vocab_size: int, work: ParityWorkload = STANDARD, vision: VisionShape | None = None
+) -> list[torch.Tensor]:
+    """Return sequences of random tokens, int64 [n] each, always the same. `vision`: of a workload with images."""
     generator = torch.Generator().manual_seed(7)
     tokens = [torch.randint(0, vocab_size, (n,), generator=generator) for n in work.lengths]
     start = torch.randint(0, vocab_size, (work.common,), generator=generator)
     for ids in tokens:
         ids[: work.common] = start[: len(ids)]
+    if vision is not None:
+        put_in(tokens, work.images, vision)
     return tokens
 
 
@@ -134,9 +160,11 @@ def advantages(work: ParityWorkload = STANDARD) -> list[float]:
     return [(-1) ** i * (0.5 + 0.25 * i) for i in range(len(work.lengths))]
 
 
-def compared_loss(work: ParityWorkload = STANDARD) -> ClippedPGLossFn:
-    """Return the loss that `parity.reference_of` computes with transformers."""
-    settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, entropy_coeff=work.entropy_coeff)
+def compared_loss(work: ParityWorkload = STANDARD, *, entropy: bool = True) -> ClippedPGLossFn:
+    """Return the loss that `parity.reference_of` computes with transformers. `entropy`: false for values, which take
+    the place of log-probs."""
+    coefficient = work.entropy_coeff if entropy else None
+    settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, entropy_coeff=coefficient)
     return ClippedPGLossFn(settings, prev_equals_curr=True)
 
 
@@ -149,6 +177,7 @@ def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> Poli
             "model_name": str(model),
             "precision": "float32",
             "max_grad_norm": 0.0,
+            "head": head_of(read_hf_config(model)),
             "logprob_chunk_size": 16,
             "megatron_cfg": {
                 "tensor_model_parallel_size": case.tensor,
@@ -177,16 +206,32 @@ def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> Poli
 def micro_batches(policy: Policy, packed: bool = True, work: ParityWorkload = STANDARD) -> list[PackedBatch]:
     """Return the rows of this data-parallel rank, equally many on every one: the workload's bins if `packed`, else
     each sequence in a row of its own."""
-    tokens, weights = sequences(policy.shape.vocab_size, work), advantages(work)
+    vision = policy.shape.vision if work.images else None
+    tokens, weights = sequences(policy.shape.vocab_size, work, vision), advantages(work)
+    settings = image_settings(policy.config.model_name, vision) if vision else None
+    if settings is not None and policy.tower is not None:
+        policy.tower.see({image.span(settings).digest: image.file(settings) for image in work.images})
     bins = work.bins if packed else tuple((i,) for i in range(len(work.lengths)))
 
     def columns(i: int) -> dict[str, torch.Tensor]:
-        mask = (torch.arange(work.lengths[i]) >= work.prompts[i]).float()
+        mask = work.counts(i).float()
         counts = torch.tensor(float(i not in work.left_out))
         return {"token_mask": mask, "sample_mask": counts, "advantages": torch.tensor(weights[i])}
 
+    def images(bin: tuple[int, ...]) -> RowImages | None:
+        if settings is None:
+            return None
+        spans = [[image.span(settings) for image in work.images_of(i)] for i in bin]
+        return row_images([work.lengths[i] for i in bin], spans, settings.merge_size)
+
     rows = [
-        pack_rows([tokens[i] for i in bin], [columns(i) for i in bin], policy.row_multiple, names=[str(i) for i in bin])
+        pack_rows(
+            [tokens[i] for i in bin],
+            [columns(i) for i in bin],
+            policy.row_multiple,
+            names=[str(i) for i in bin],
+            images=images(bin),
+        )
         for bin in bins
     ]
     if work.common:
@@ -196,9 +241,39 @@ def micro_batches(policy: Policy, packed: bool = True, work: ParityWorkload = ST
     return rows[policy.here.data :: data]
 
 
-def make_policy(address: Address, model: str, case: LayoutCase, **overrides: Any) -> Policy:
-    """Build this rank of the policy of `model`, a Hugging Face folder."""
-    return Policy(policy_config(model, case, **overrides), address, seed=1, timeout_s=60, reference=False)
+def make_policy(
+    address: Address,
+    model: str,
+    case: LayoutCase,
+    platform: Platform | None = None,
+    *,
+    images: bool = False,
+    **overrides: Any,
+) -> Policy:
+    """Build this rank of the policy of `model`, a Hugging Face folder. `platform`: detected if not given. A policy that
+    computes in float32 has the values that one in the precision of the folder holds."""
+    config = policy_config(model, case, **overrides)
+    policy = Policy(config, address, seed=1, timeout_s=60, reference=False, platform=platform, images=images)
+    # Megatron-Core may be imported only after the policy has joined the mesh.
+    from grpo_mcore.parallel.model import build_model
+    from grpo_mcore.parallel.weights.weights import ShardedWeights
+
+    if policy.dtype is torch.float32 and (precision := precision_of(stored_tensors(Path(model)))) != policy.dtype:
+        with torch.device("meta"):
+            megatron = policy.config.megatron_cfg
+            networks = build_model(policy.shape, policy.layout, megatron, precision, Platform("cpu"))
+        held = ShardedWeights(networks, policy.shape, policy.layout, policy.here)
+        for (_, values), (_, form) in zip(policy.weights.local, held.local, strict=True):
+            values.data.copy_(values.to(form.dtype))
+    return policy
+
+
+def precision_of(stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """Return the precision of a policy that holds most bytes of these tensors as they are: bfloat16 or float32."""
+    nbytes = Counter[bool]()
+    for tensor in stored.values():
+        nbytes[tensor.dtype == "BF16"] += prod(tensor.shape) * (2 if tensor.dtype in ("BF16", "F16") else 4)
+    return torch.bfloat16 if nbytes[True] > nbytes[False] else torch.float32
 
 
 def owned_slices(policy: Policy) -> list[tuple[str, Any, torch.Tensor]]:
@@ -213,10 +288,11 @@ def logprobs_and_gradients(
     packed: bool = True,
     work: ParityWorkload = STANDARD,
     overrides: Mapping[str, Any] = MappingProxyType({}),
+    platform: Platform | None = None,
 ) -> dict[str, Any]:
     """Return the log-probs by sequence (last stage), and the gradient of the loss: the change of the owned slices.
-    `overrides` change the policy section."""
-    policy = make_policy(address, model, case, **overrides)
+    `overrides` change the policy section; `platform` is detected if not given."""
+    policy = make_policy(address, model, case, platform, images=bool(work.images), **overrides)
     batches = micro_batches(policy, packed, work)
     logprobs: dict[int, torch.Tensor] = {}
     for batch, row in zip(batches, policy.logprobs(batches) or (), strict=False):
@@ -224,7 +300,7 @@ def logprobs_and_gradients(
     before = owned_slices(policy)
     report = policy.train_step(
         batches,
-        compared_loss(work),
+        compared_loss(work, entropy=policy.shape.head == "tokens"),
         global_valid_seqs=len(work.lengths) - len(work.left_out),
         global_valid_toks=work.trained,
     )

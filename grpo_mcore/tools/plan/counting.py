@@ -8,9 +8,10 @@ map of tokens to experts, which gives every expert equally many.
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -79,6 +80,15 @@ class Counter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self._free(storage._cdata)
             self._on_host[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata))
+
+    def seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, so wrapped that it is counted like any other where a backward pass calls it again."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._functions if self._functions.away else contextlib.nullcontext():
+                return function(*args, **kwargs)
+
+        return call
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._on_host
@@ -182,9 +192,16 @@ class _Functions(TorchFunctionMode):
     def __init__(self, counter: Counter) -> None:
         super().__init__()
         self._counter = counter
+        self.away = False  # torch takes a mode away while it handles a function, such as a whole backward pass
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            self.away = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self.away = False
         if func is Tensor.tolist:
             self._counter.synchronised()
         if getattr(func, "__name__", "") == "tensor" and isinstance(args[0], list):

@@ -1,7 +1,5 @@
 """`plan_evaluation`: memory and time of an evaluation. It has engines alone: no policy, no optimizer, no refit."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,7 +29,7 @@ class EvaluationPlan:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes of an engine rank, by part."""
-        parts = {"engine weights": self.engine.weights, "KV cache": max(0, self.engine.kv_cache)}
+        parts = self.engine.woken | {"KV cache": max(0, self.engine.kv_cache)}
         return parts | ({} if self.device.memory is None else {"engine overhead": ENGINE_OVERHEAD})
 
     @property

@@ -1,7 +1,5 @@
 """Compare what `plan` predicts with what a run measured, for the run's closing report."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -18,6 +16,7 @@ TIMERS = {
     "generation": "generate",
     "teachers": "teachers",
     "log-probs": "logprobs",
+    "critic": "train/critic",
     "training": "train",
 }
 """Phase of the plan -> timer of the run."""
@@ -49,16 +48,17 @@ class PlanComparison:
     def text(self) -> list[str]:
         """Return the lines of a small table."""
         device = self.device
-        of = "a rule of thumb for a core of any CPU" if device.name == "cpu" else f"the data sheet of {device.name}"
-        roofline = f"{device.flops / 1e12:g} TFLOP/s and {device.memory_bandwidth / 1e9:g} GB/s a rank, {of}"
+        speed = f"{device.flops / 1e12:g} TFLOP/s and {device.memory_bandwidth / 1e9:g} GB/s a rank"
         rows = [f"{'predicted against measured':32}{'predicted':>12}{'measured':>12}{'ratio':>9}"]
         for line in self.lines:
             name = f"{line.what}, s a step (median)" if line.unit == "s" else f"{line.what}, MB of a rank (most)"
             by = 1.0 if line.unit == "s" else 1e6
             ratio = f"{line.measured / line.predicted:>9.2f}" if line.predicted else f"{'-':>9}"
             rows.append(f"  {name:30}{line.predicted / by:>12.4g}{line.measured / by:>12.4g}{ratio}")
+        if device.name == "cpu":
+            return rows
         samples = f"samples of {self.mean_length:,} tokens, as they were"
-        return [*rows, f"  seconds: a roofline of {roofline};", f"           {samples}"]
+        return [*rows, f"  seconds: the data sheet of {device.name}, {speed};", f"           {samples}"]
 
 
 def compare(run: MeasuredRun) -> PlanComparison | None:
@@ -69,7 +69,8 @@ def compare(run: MeasuredRun) -> PlanComparison | None:
     if device is None:
         return None
     plan = make_plan(run.recipe, run.model, device, mean_length=max(1, run.mean_length), teachers=run.teachers)
-    return PlanComparison(device, run.mean_length, (*_seconds(plan, run.steps), *_bytes(plan, run.memory)))
+    seconds = [] if device.name == "cpu" else _seconds(plan, run.steps)  # no CPU is the rule of thumb of its cores
+    return PlanComparison(device, run.mean_length, (*seconds, *_bytes(plan, run.memory)))
 
 
 def _device(memory: Mapping[str, Any]) -> Device | None:
@@ -87,7 +88,8 @@ def _seconds(plan: Plan, steps: Sequence[Mapping[str, float]]) -> list[Compared]
     for phase in plan.times.phases:
         if (timer := TIMERS.get(phase.name)) is None:
             continue  # a run measures it as part of the others
-        measured = [step[timer] for step in steps if timer in step]
+        inside = TIMERS["critic"] if phase.name == "training" else ""
+        measured = [step[timer] - step.get(inside, 0.0) for step in steps if timer in step]
         if measured:
             compared.append(Compared(phase.name, phase.likely, median(measured), "s"))
     return compared

@@ -1,24 +1,32 @@
 """Memory of a rank in each phase of a step, in bytes, compared with its device."""
 
-from __future__ import annotations
-
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache, partial
 
-from grpo_mcore.families import Block, ModelShape, Param, local_shape, params_of
+from grpo_mcore.families import Block, ModelShape, Param, Split, adapter_params, local_shape, params_of
 from grpo_mcore.families.activations import (
     divergence_bytes,
+    embedding_bytes,
     first_stage_bytes,
     forward_bytes,
     last_stage_bytes,
     layer_bytes,
     layer_input_bytes,
     logits_bytes,
+    working_bytes,
 )
-from grpo_mcore.layout import Coordinates, EngineLayout
+from grpo_mcore.layout import Coordinates
 from grpo_mcore.tools.plan.workload import Device, TeacherLoad, Workload
+
+RECEIVER_CONTEXT = 2**30
+"""Memory of the process that receives refits for an engine over NCCL, besides a bucket: its CUDA context and NCCL's
+buffers, an assumption."""
+
+ADAPTER_COPIES = 4
+"""Copies of adapters on a rank of an engine that applies them: in use and staged, stacked for vLLM, in its buffers."""
 
 ENGINE_OVERHEAD = 3 * 2**30
 """Memory that an engine needs besides weights and KV cache: activations of the largest batch, CUDA graphs."""
@@ -28,6 +36,9 @@ PROCESS_MEMORY = 6 * 2**30
 
 SCORED_TOKENS = 2048
 """Tokens of the prompts that a teacher's engine scores at a time: `max_num_batched_tokens` in driver/run/setup.py."""
+
+IMAGE_TOKENS = 1024
+"""Tokens of a prompt's image, which no recipe says: of 1,024 x 1,024 pixels at 16 pixels a patch. An assumption."""
 
 CLOSE = 0.92
 """Share of the memory above which fragmentation alone can cause an out-of-memory error."""
@@ -61,24 +72,57 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of one rank of an engine, in bytes. `state_bytes` are the states of Mamba layers, per sequence of any
-    length."""
+    """Memory of one rank of an engine, in bytes. `state_bytes` are the states of Mamba and DeltaNet layers, per
+    sequence of any length. `sampler` is what vLLM keeps of the tokens of all requests. `receiver` is what the process
+    that receives refits over the network takes of the first GPU of an engine with devices of its own. `adapters` are
+    those that a refit brings alone."""
 
     weights: int
     kv_cache: int
     kv_bytes_per_token: int
     state_bytes: int = 0
+    sampler: int = 0
+    receiver: int = 0
+    adapters: int = 0
+
+    @property
+    def woken(self) -> dict[str, int]:
+        """Memory of the engine that must be on its device in a refit, by part; the KV cache may be away."""
+        parts = {"engine weights": self.weights, "engine adapters": self.adapters, "sampler state": self.sampler}
+        return {name: nbytes for name, nbytes in parts.items() if nbytes or name == "engine weights"}
 
     def sequences(self, length: int) -> int:
         """Return how many sequences of this length the KV cache holds at a time."""
         bytes_of_one = self.kv_bytes_per_token * length + self.state_bytes
         return int(self.kv_cache // bytes_of_one) if self.kv_cache > 0 else 0
 
+    def tokens_beside(self, states: int) -> int:
+        """Return how many tokens the KV cache holds beside the states of so many sequences, but at most half of it."""
+        return int(max(self.kv_cache - states * self.state_bytes, self.kv_cache / 2) // self.kv_bytes_per_token)
+
 
 def weight_bytes(load: Workload, stage: int) -> int:
     """Return the bytes of the parameter buffers, with Megatron-Core's padding, and of frozen parameters."""
     params = load.params(stage)
     return (params.buffer + params.frozen) * load.element
+
+
+def tower_bytes(load: Workload, stage: int) -> int:
+    """Return the bytes of the tower that a rank of the stage has: where a layer takes its features."""
+    vision, first = load.shape.vision, stage == 0
+    if not load.images or vision is None or not (first or min(load.layers[stage]) < vision.deepstack):
+        return 0
+    return vision.parameters * load.element
+
+
+def feature_bytes(load: Workload, stage: int) -> int:
+    """Return the bytes of the features that a rank of the stage keeps: of each image of its samples once."""
+    if not tower_bytes(load, stage):
+        return 0
+    assert load.shape.vision is not None
+    images = min(load.images, math.ceil(load.samples / load.layout.data))
+    tokens = images * min(IMAGE_TOKENS, load.mean_length)
+    return tokens * load.shape.hidden_size * (1 + load.shape.vision.deepstack) * load.element
 
 
 def gradient_bytes(load: Workload, stage: int) -> int:
@@ -100,7 +144,8 @@ def host_optimizer_bytes(load: Workload, stage: int, rank: Coordinates | None = 
 
 def _update_bytes(load: Workload, stage: int) -> int:
     """Return the bytes of the update's temporaries on the device: Megatron-Core copies bfloat16 gradients to float32
-    unless the optimizer is precision-aware, and on a GPU torch's Adam takes the roots of all second moments at a time.
+    unless the optimizer is precision-aware, and on a GPU torch's Adam takes the roots of an optimizer's second moments
+    at a time.
     On CPU it goes parameter by parameter, and TransformerEngine's has none. Beside an optimizer on the host torch's is
     fused, and a bfloat16 gradient is copied to float32 on its way there."""
     params, copies = load.params(stage), load.gradient < 4 and (load.host_share > 0 or not load.precision_aware)
@@ -108,7 +153,7 @@ def _update_bytes(load: Workload, stage: int) -> int:
         on_device = int(4 * params.owned(load.layout, None) * (1 - load.host_share))
         return copies * (on_device + 4 * params.largest)
     roots = load.kernels == "torch" and not load.precision_aware
-    return 4 * params.owned(load.layout, None) * (copies + roots)
+    return 4 * (copies * params.owned(load.layout, None) + roots * params.updated_together)
 
 
 def _host_memory(load: Workload, device: Device, stage: int) -> Phase:
@@ -119,10 +164,13 @@ def _host_memory(load: Workload, device: Device, stage: int) -> Phase:
         if load.host_share:
             parts["updated there"] = host_optimizer_bytes(load, stage)
         away = load.colocated and load.engines_sleep or load.offloads
-        if load.grpo and away and load.host_share < 1:
-            parts["optimizer, while engines generate"] = optimizer_bytes(load, stage)
+        if load.grpo and away and load.host_share < 1 and not load.keeps_optimizer:
+            both = [load] if load.beside is None else [load, load.beside]
+            parts["optimizer, while engines generate"] = sum(optimizer_bytes(it, stage) for it in both)
         if load.reference and load.adapters is None:
             parts["reference, and weights in its place"] = 2 * weight_bytes(load, stage)
+        if tower := tower_bytes(load, stage):
+            parts["tower"] = tower
         if guests := [teacher for teacher in load.teachers if not teacher.apart]:
             parts["teachers"] = sum(map(teacher_weights, guests))
         if load.saves:
@@ -141,15 +189,17 @@ def node_memory(load: Workload, stages: tuple[StageMemory, ...], engine: EngineM
     buffer = load.refit_buffer if load.grpo and load.world > 1 else 0
     if load.grpo and load.colocated:
         processes += 1
-        # Engines that are paused, or get adapters alone, keep their weights while the policy trains.
-        of_rank += engine.weights if load.engines_sleep and (load.refit_adapters or not load.waits_for_longest) else 0
+        # Engines that are paused, or get adapters alone, keep their weights while the policy trains; all do while
+        # log-probs are compared. The room for them stays locked.
+        keeps = load.refit_adapters or not load.waits_for_longest or load.wakes_after_parity
+        of_rank += sum(engine.woken.values()) if load.engines_sleep and keeps else 0
     return load.ranks_per_node * (of_rank + processes * PROCESS_MEMORY) + buffer
 
 
 def teacher_weights(teacher: TeacherLoad) -> int:
     """Return the bytes of the weights on a rank of a teacher's largest stage."""
     if teacher.engines:
-        return _engine_numel(teacher.load.shape, teacher.load.engine_layout) * teacher.load.engine_element
+        return _engine_weights(teacher.load)
     return max(weight_bytes(teacher.load, stage) for stage in range(teacher.load.layout.pipeline))
 
 
@@ -188,10 +238,17 @@ def _scoring_engine(load: Workload, device: Device) -> dict[str, int]:
 
 
 def activation_bytes(
-    load: Workload, stage: int, logits: int = 0, tokens: int | None = None, *, padding: float = 1.0
+    load: Workload,
+    stage: int,
+    logits: int = 0,
+    tokens: int | None = None,
+    *,
+    padding: float = 1.0,
+    working: bool = False,
 ) -> int:
     """Return the peak of what is kept for the backward pass, over all micro-batches in flight on this stage, beside
-    `logits` bytes of logits. The context-parallel ranks share a row of `tokens`, by default a full bin."""
+    `logits` bytes of logits. The context-parallel ranks share a row of `tokens`, by default a full bin. `working`: with
+    what a layer's backward pass computes, and the embeddings' gradients at its end."""
     rank, layout = load.rank, load.layout
     row = (tokens or load.bin_tokens) / layout.context
     chunks = _in_flight(load, stage)
@@ -207,11 +264,15 @@ def activation_bytes(
             whole = of_layer(layer)
             rest = kept if load.recompute else of_layer(layer, recomputed=load.recomputed)
             nbytes += flying * rest
-            largest = max(largest, whole - rest)
-    if not (load.recompute or load.recomputed):
-        return int(nbytes + heads * head)
+            beside = working_bytes(load.shape, rank, row, layer) if working else 0.0
+            largest = max(largest, whole - rest + beside)
     # One layer at a time is recomputed, after the head's activations and the logits are freed.
-    return int(nbytes + max(head, largest - logits))
+    peak = nbytes + max(heads * head, largest - logits)
+    if working and stage == 0 and load.adapters is None:
+        # Tied embeddings have a gradient from either side, and the sum of both.
+        count = 3 if last and load.shape.tied_embeddings else 1
+        peak = max(peak, count * embedding_bytes(load.shape, rank) - logits)
+    return int(peak)
 
 
 def _in_flight(load: Workload, stage: int) -> list[int]:
@@ -235,35 +296,76 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
     """Return the memory of one rank of an engine. vLLM splits parameters as Megatron-Core does, also experts and Mamba
     mixers; each rank has at least one key-value head, and the whole of a latent."""
     shape, tensor = load.shape, load.engine_layout.tensor
-    weights = _engine_numel(shape, load.engine_layout)
+    weights, adapters = _engine_weights(load), ADAPTER_COPIES * _adapter_bytes(load)
     attention = math.ceil(sum(map(shape.is_attention_layer, range(shape.num_layers))) / load.engine_layout.pipeline)
     width = 2 * shape.local_kv_heads(tensor) * shape.head_dim
     if shape.latent is not None:
         width = shape.latent.key_value_rank + shape.latent.rotary_dim
-    state = 0
-    if (mamba := shape.mamba) is not None:
-        numel = mamba.inner * mamba.state_size + mamba.convolved * (mamba.kernel - 1)
-        state = shape.blocks.count(Block.MAMBA) * numel // load.engine_layout.ranks * load.engine_element
-    if (delta := shape.delta) is not None:
-        numel = delta.values * delta.key_dim + sum(delta.convolved_parts) * (delta.kernel - 1)
-        state = len(delta.layers) * numel // load.engine_layout.ranks * load.engine_element
+    state, ranks = 0, load.engine_layout.ranks
+    if shape.mamba is not None:
+        state = shape.blocks.count(Block.MAMBA) * shape.mamba.state(load.engine_element) // ranks
+    if shape.delta is not None:
+        state = len(shape.delta.layers) * shape.delta.state(load.engine_element) // ranks
+    on_gpu = device.memory is not None
+    # vLLM's penalties: how often each token was generated, and a bit for each token of the prompt.
+    sampler = load.max_sequences * 4 * (shape.vocab_size + math.ceil(shape.vocab_size / 32)) if on_gpu else 0
+    receives = on_gpu and load.grpo and not load.colocated
+    receiver = RECEIVER_CONTEXT + load.refit_buffer // 2 + _largest_module(load) if receives else 0
     if load.kv_cache is not None:
         cache = load.kv_cache
     elif device.memory is None:
         cache = 2**30
     else:
-        cache = int(load.engine_share * device.memory) - weights * load.engine_element - ENGINE_OVERHEAD
-    return EngineMemory(weights * load.engine_element, cache, attention * width * load.engine_element, state)
+        cache = int(load.engine_share * device.memory) - weights - adapters - sampler - ENGINE_OVERHEAD
+    of_token = attention * width * load.engine_element
+    return EngineMemory(weights, cache, of_token, state, sampler, receiver, adapters)
 
 
 @cache
-def _engine_numel(shape: ModelShape, layout: EngineLayout) -> int:
-    """Return the elements that a rank of the largest stage has."""
-    stages: Counter[int] = Counter()
-    for param, count in _alike(shape):
-        numel = count * math.prod(local_shape(param, shape, layout.tensor))
-        stages.update(dict.fromkeys(layout.stages(param, shape.num_layers), numel))
-    return max(stages.values())
+def _adapter_bytes(load: Workload) -> int:
+    """Return the bytes of the adapters that a refit brings alone; each rank of an engine gets all of them whole."""
+    if not load.refit_adapters or load.adapters is None:
+        return 0
+    return sum(param.numel for param in adapter_params(params_of(load.shape), load.adapters)) * load.engine_element
+
+
+@cache
+def _engine_weights(load: Workload) -> int:
+    """Return the bytes of the weights that a rank of the largest stage has, with the scales of quantised ones, and its
+    share of a tower."""
+    shape, layout, stages = load.shape, load.engine_layout, Counter[int]()
+    for param, count in _alike(shape) if load.engine_quantized is None else ((it, 1) for it in params_of(shape)):
+        nbytes = count * math.prod(local_shape(param, shape, layout.tensor)) * _engine_bytes(load, param)
+        if not param.copy:
+            stages.update(dict.fromkeys(layout.stages(param, shape.num_layers), nbytes))
+    tower = shape.vision.parameters * load.engine_element / layout.tensor if load.images and shape.vision else 0
+    return math.ceil(max(stages.values()) + tower)
+
+
+@cache
+def _largest_module(load: Workload) -> int:
+    """Return the bytes of the largest layer of a rank as a refit collects it before it is quantised, and of all those
+    that wait for the commit; 0 for engines that are not quantised. All experts of a layer are one."""
+    modules, waiting = Counter[str](), 0
+    if load.engine_quantized is None:
+        return 0
+    for param in params_of(load.shape):
+        if not param.copy and param.engine is not None and _engine_bytes(load, param) != load.engine_element:
+            local = math.prod(local_shape(param, load.shape, load.engine_layout.tensor)) * load.engine_element
+            modules[param.engine.rpartition(".")[0]] += local
+            if load.engine_layout.tensor > 1 and load.engine_quantized[2] and param.engine_split is Split.COLUMNS:
+                waiting += local
+    return max(modules.values(), default=0) + waiting
+
+
+def _engine_bytes(load: Workload, param: Param) -> float:
+    """Return the bytes of an element of an engine's parameter."""
+    tensor = param.hf[0]
+    if load.engine_quantized is None or len(tensor.shape) < 2 or param.engine_split is Split.VOCAB:
+        return load.engine_element
+    nbytes, patterns, _ = load.engine_quantized
+    layer = tensor.name.removesuffix(".weight")
+    return load.engine_element if any(re.match(pattern, layer) for pattern in patterns) else nbytes
 
 
 @cache
@@ -297,13 +399,12 @@ def engine_parts(load: Workload, device: Device, engine: EngineMemory, phase: st
     apart = phase == "teachers" and all(teacher.apart for teacher in load.teachers)
     if not load.grpo or not load.colocated or apart:
         return {}
-    weights = {"engine weights": engine.weights}
-    cached = {**weights, "KV cache": max(0, engine.kv_cache)}
+    cached = {**engine.woken, "KV cache": max(0, engine.kv_cache)}
     if device.memory is not None:
         cached["engine overhead"] = ENGINE_OVERHEAD
     if phase == "generation" or load.engines_stay:
         return cached
-    return weights if phase == "refit" else {}
+    return engine.woken if phase == "refit" else {}
 
 
 def policy_memory(load: Workload, device: Device, stage: int) -> StageMemory:
@@ -314,44 +415,55 @@ def policy_memory(load: Workload, device: Device, stage: int) -> StageMemory:
     micro_row = load.bin_tokens / load.layout.context
     row = micro_row * (load.logprob_bins if passes else 1)
     base = {"weights": weights, "reserved": device.reserved}
+    trained = {"gradients": gradients, "optimizer": optimizer}
+    if (critic := load.beside) is not None:
+        base["critic's weights"] = weight_bytes(critic, stage)
+        trained["critic's gradients"] = gradient_bytes(critic, stage)
+        trained["critic's optimizer"] = optimizer_bytes(critic, stage)
     if load.layout.sequence_parallel and load.kernels != "transformer_engine" and load.adapters is None:
         # Megatron-Core gathers the input of a layer that is trained into one buffer, which it keeps.
         base["gathered row"] = int(load.element * row * load.shape.hidden_size)
     last = stage == load.layout.pipeline - 1
     if last:
         base |= _teacher_head(load)
-    state = {**base, "gradients": gradients, "optimizer": optimizer}
+    if (tower := tower_bytes(load, stage)) and device.memory is None:
+        base["tower"] = tower
+    seen = {"features of images": features} if (features := feature_bytes(load, stage)) else {}
+    state = {**base, **trained}
     layers = load.layers[stage]
     forward = int(max(forward_bytes(load.shape, load.rank, row, it, length=load.mean_length) for it in layers))
     chunk = min(load.logprob_chunk, math.ceil(micro_row))
+    # What stays on the device while engines generate. On CPU nothing moves.
+    moves = load.colocated and device.memory is not None
+    kept_there = {part: size for part, size in trained.items() if part.endswith("optimizer")}
+    away = {**base, **kept_there} if load.keeps_optimizer else base
     phases = []
     if load.grpo:
         # With several policy ranks the buffer is in host memory.
         shared = load.colocated and load.world == 1 and device.memory is not None
         buffer = {"refit buffer": load.refit_buffer} if shared else {}
         # The optimizer has been offloaded for the engines by then, if there is device memory to save.
-        kept = base if load.colocated and load.engines_sleep and device.memory is not None else state
+        kept = away if moves and load.engines_sleep else state
         phases.append(Phase("refit", {**kept, **buffer}))
         if load.colocated:
-            phases.append(Phase("generation", {**base, **buffer}))
-    if load.teachers:  # on CPU nothing is moved to the host
-        offloads = load.colocated and device.memory is not None
-        phases.append(_teacher_phase(load, device, base if offloads else state))
+            phases.append(Phase("generation", {**away, **buffer}))
+    if load.teachers:
+        phases.append(_teacher_phase(load, device, away if moves else state))
     if load.grpo:
         if passes:
             # With adapters the reference is the model without them. On a GPU the current weights wait on the host.
             aside = load.reference and load.adapters is None and device.memory is None
             clone = {"weights set aside for the reference": weights} if aside else {}
-            logits = int(logits_bytes(load.shape, load.rank, chunk, backward=False)) if last else 0
+            logits = int(logits_bytes(load.shape, load.rank, chunk)) if last else 0
             parts = {"activations": max(forward - logits, 0), "logits": logits}  # one after the other
             kept = base if load.offloads and device.memory is not None else state
-            phases.append(Phase("log-probs", {**kept, **clone, **parts}))
-    logits = int(logits_bytes(load.shape, load.rank, chunk, backward=True)) if last else 0
-    parts = {"activations": activation_bytes(load, stage, logits), "logits": logits}
+            phases.append(Phase("log-probs", {**kept, **clone, **seen, **parts}))
+    logits = int(logits_bytes(load.shape, load.rank, chunk, micro_row)) if last else 0
+    parts = {"activations": activation_bytes(load, stage, logits, working=True), "logits": logits}
     for teacher in (teacher for teacher in load.teachers if teacher.distributions and last):
         parts["logits"] = divergence_bytes(load.shape, load.rank, chunk)
         parts["teacher's hidden states"] = load.bin_tokens * teacher.load.shape.hidden_size * load.element
-    phases.append(Phase("training", {**state, **parts}))
+    phases.append(Phase("training", {**state, **seen, **parts}))
     phases.append(Phase("optimizer", {**state, "temporaries": _update_bytes(load, stage)}))
     return StageMemory(stage, tuple(phases), _host_memory(load, device, stage))
 
@@ -369,4 +481,14 @@ def fits_device(stages: tuple[StageMemory, ...], engine: EngineMemory, load: Wor
     host = device.host_memory is None or node_memory(load, stages, engine, device) <= device.host_memory
     caches = [engine_memory(teacher.load, device) for teacher in load.teachers if teacher.engines]
     caches += [engine] if load.grpo else []
-    return room and host and all(cache.sequences(load.max_length) >= 1 for cache in caches)
+    apart = device.memory is None or not engine.receiver or engines_share(load, engine, device) <= 1
+    return room and host and apart and all(cache.sequences(load.max_length) >= 1 for cache in caches)
+
+
+def engines_share(load: Workload, engine: EngineMemory, device: Device) -> float:
+    """Return the share that engines with devices of their own take of the first of these, with what receives refits."""
+    assert device.memory is not None
+    within = load.engine_share * device.memory
+    if load.kv_cache is not None:
+        within = sum(engine.woken.values()) + engine.kv_cache + ENGINE_OVERHEAD
+    return (within + engine.receiver) / device.memory

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from grpo_mcore.families import parameter_count
 from grpo_mcore.tools.plan.run_plan import Plan, ranks_of
-from grpo_mcore.tools.plan.search import SearchResult
+from grpo_mcore.tools.plan.search import EQUAL, SearchResult
 from grpo_mcore.tools.plan.workload import Device
 
 if TYPE_CHECKING:  # it imports torch
@@ -35,8 +35,12 @@ def plan_text(plan: Plan) -> str:
     if load.grpo:
         lines.append(
             f"engines     {load.engines} x {load.engine_layout.describe()}; {_size(plan.engine.kv_cache)} of KV cache "
-            f"a rank hold {plan.engine.sequences(load.max_length):,} samples of {load.max_length:,} tokens"
+            f"a rank hold {plan.engine.sequences(load.max_length):,} samples of {load.max_length:,} tokens; at most "
+            f"{load.max_sequences:,} at a time"
         )
+    if load.critic is not None:
+        billions = parameter_count(load.critic.shape) / 1e9
+        lines.append(f"critic      {load.critic.shape.family}, {billions:.3g} B parameters, on the policy's ranks")
     for teacher in load.teachers:
         shape, its = teacher.load.shape, teacher.load.layout
         sent = "hidden states" if teacher.distributions else "log-probs"
@@ -69,6 +73,8 @@ def plan_text(plan: Plan) -> str:
     if not plan.fits:
         lines.append(f"            `grpo-mcore plan RECIPE --search {load.nodes}` lists layouts that fit as many nodes")
     lines += [f"warning     {warning}" for warning in plan.warnings]
+    for suggestion in plan.suggestions:
+        lines += wrap(suggestion, 116, initial_indent="faster      ", subsequent_indent=" " * 12)
     return "\n".join(lines)
 
 
@@ -99,7 +105,7 @@ def trace_text(traced: Sequence[TracedPhase], device: Device) -> str:
 
 
 def search_text(result: SearchResult, nodes: int) -> str:
-    """Return the candidates, best first, each with its overrides; or what helps where nothing fits."""
+    """Return the candidates, fastest first, each with its overrides; or what helps where nothing fits."""
     candidates = result.candidates
     if not candidates:
         lines = [f"no layout fits {nodes} node{'s' * (nodes != 1)}"]
@@ -111,11 +117,16 @@ def search_text(result: SearchResult, nodes: int) -> str:
             116,
         )
         return "\n".join(lines)
-    fit = f"layouts that fit {nodes} node{'s' * (nodes != 1)}"
-    lines = [f"{fit}, fastest first; the recipe's first if it is about as fast"]
+    lines = [f"layouts that fit {nodes} node{'s' * (nodes != 1)}, fastest first by this estimate"]
     for number, candidate in enumerate(candidates, 1):
-        slower = f", {candidate.seconds / candidates[0].seconds - 1:.0%} slower by this estimate" if number > 1 else ""
-        mark = f" (the recipe's{slower})" if candidate.own else ""
+        slower = candidate.seconds / candidates[0].seconds
+        pace = (
+            ""
+            if number == 1
+            else f", {slower - 1:.0%} slower" + ": no difference that the estimate can tell" * (slower <= EQUAL)
+        )
+        mark = f" (the recipe's{pace})" if candidate.own else ""
+        mark += f" (not on --resume from {candidate.refused_by})" if candidate.refused_by else ""
         lines += [
             f"{number}. {candidate.layout}{mark}",
             f"   {candidate.reason}",

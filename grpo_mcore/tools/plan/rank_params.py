@@ -1,7 +1,5 @@
 """The parameters of a policy rank, as Megatron-Core arranges them in buffers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +39,12 @@ class RankParams:
         """Number of elements, of one parameter at most, whose optimizer state a rank keeps."""
         return max((shard.largest for shard in (*self.common, *self.experts)), default=0)
 
+    @property
+    def updated_together(self) -> int:
+        """Number of elements that a rank updates at a time, at most: those of the experts have an optimizer of their
+        own."""
+        return max(sum(shard.most_owned for shard in shards) for shards in (self.common, self.experts))
+
     def owned(self, layout: PolicyLayout, rank: Coordinates | None) -> int:
         """Return the number of elements whose optimizer state a rank keeps, or without a rank the largest of any."""
         if rank is None:
@@ -56,14 +60,14 @@ def rank_params(
     layout: PolicyLayout,
     stage: int,
     chunks: tuple[range, ...],
-    frozen_router: bool,
+    frozen: tuple[str, ...],
     adapters: AdapterShape | None = None,
 ) -> RankParams:
     """Return the parameters of a rank of this pipeline stage, whose model chunks have the layers `chunks`."""
     # Adapters may be attached to some of several layers that are alike otherwise.
     kinds = chunks if adapters else tuple(tuple(_first_alike(shape)[layer] for layer in chunk) for chunk in chunks)
     return _rank_params(
-        shape, layout, stage == 0, stage == layout.pipeline - 1, tuple(map(tuple, kinds)), frozen_router, adapters
+        shape, layout, stage == 0, stage == layout.pipeline - 1, tuple(map(tuple, kinds)), frozen, adapters
     )
 
 
@@ -74,13 +78,13 @@ def _rank_params(
     first: bool,
     last: bool,
     chunks: tuple[tuple[int, ...], ...],
-    frozen_router: bool,
+    frozen: tuple[str, ...],
     adapters: AdapterShape | None,
 ) -> RankParams:
     """Cached: `chunks` names each layer by the first one like it, so that stages that are alike are counted once."""
     copies = layout.stage_size // (layout.expert * layout.expert_tensor)
     apart = shape.tied_embeddings and layout.pipeline > 1
-    common, experts, frozen = [], [], 0
+    common, experts, still = [], [], 0
     for index, layers in enumerate(chunks):
         starts, ends = first and index == 0, last and index == len(chunks) - 1
         parts: list[Stage | int] = [*layers]
@@ -88,7 +92,7 @@ def _rank_params(
         parts = [Stage.FIRST] * starts + parts + [Stage.LAST] * ends
         groups = [
             _group(
-                shape, layout.tensor, layout.expert, layout.expert_tensor, frozen_router, adapters, part,
+                shape, layout.tensor, layout.expert, layout.expert_tensor, frozen, adapters, part,
                 copied=not starts,
             )
             for part in parts
@@ -104,8 +108,8 @@ def _rank_params(
         sizes = [size for group in groups for size in group.experts]
         if sizes:
             experts.append(shard_of(sizes, copies))
-        frozen += sum(group.frozen for group in groups)
-    return RankParams(tuple(common), tuple(experts), frozen)
+        still += sum(group.frozen for group in groups)
+    return RankParams(tuple(common), tuple(experts), still)
 
 
 class _Group(NamedTuple):
@@ -123,7 +127,7 @@ def _group(
     tensor: int,
     expert: int,
     expert_tensor: int,
-    frozen_router: bool,
+    frozen: tuple[str, ...],
     adapters: AdapterShape | None,
     part: Stage | int,
     *,
@@ -140,19 +144,19 @@ def _group(
         and not (param.expert and param.expert[0] >= param.expert[1] // expert)
         and (copied or not param.copy)
     ]
-    trained, frozen = [], 0
+    trained, still = [], 0
     for param in kept:
-        if adapters is None and not (frozen_router and param.megatron.endswith("mlp.router.weight")):
+        if adapters is None and not any(name in param.megatron for name in frozen):
             trained.append(param)
         else:
-            frozen += _numel(param, shape, tensor, expert_tensor)
+            still += _numel(param, shape, tensor, expert_tensor)
     if adapters is not None:
         trained = [side for pair in adapters_of(kept, adapters).values() for side in (pair.down, pair.up)]
     sizes = [(param, _numel(param, shape, tensor, expert_tensor)) for param in trained]
     return _Group(
         [(size, param.split is Split.VOCAB) for param, size in sizes if param.expert is None],
         [size for param, size in sizes if param.expert],
-        frozen,
+        still,
     )
 
 

@@ -1,7 +1,5 @@
 """`make_plan`: a recipe's batch, layout, memory, time and refit, and warnings with the key to change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,12 +10,22 @@ from grpo_mcore.families.activations import Kernels
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.recipe import MasterConfig, batch_equation, teacher_policies
 from grpo_mcore.refit.plan.plan import RefitError
-from grpo_mcore.tools.plan.memory import CLOSE, EngineMemory, StageMemory, fits_device, memory, node_memory
-from grpo_mcore.tools.plan.timing import MAX_SEQUENCES, RefitTraffic, StepTime, refit_traffic, step_time
+from grpo_mcore.tools.plan.memory import (
+    CLOSE,
+    EngineMemory,
+    StageMemory,
+    engines_share,
+    fits_device,
+    memory,
+    node_memory,
+)
+from grpo_mcore.tools.plan.timing import RefitTraffic, StepTime, refit_traffic, step_time
 from grpo_mcore.tools.plan.workload import DEVICES, GIB, Device, PlanError, Workload, workload_of
 
 MEGATRON = "policy.megatron_cfg."
 VLLM = "policy.generation.vllm_cfg."
+ROOM = (0.6, 0.5, 0.4, 0.3)
+"""Values of gpu_memory_utilization to try in place of a larger one, for what is to stay beside the engines."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Plan:
     refit: RefitTraffic | None
     warnings: tuple[str, ...]
     """Each says what is wrong and which key changes it."""
+    suggestions: tuple[str, ...] = ()
+    """Each names keys that would make a step faster, and its seconds with them."""
 
     @property
     def fits(self) -> bool:
@@ -94,6 +104,7 @@ class Plan:
             "fits": self.fits,
             "bottleneck": self.bottleneck,
             "warnings": list(self.warnings),
+            "suggestions": list(self.suggestions),
         }  # fmt: skip
 
 
@@ -141,6 +152,15 @@ def teacher_shapes(config: MasterConfig) -> dict[str, ModelShape]:
     }
 
 
+def critic_shape(config: MasterConfig, policy: ModelShape) -> ModelShape | None:
+    """Return the shape of the recipe's critic, None without one. `policy`: the policy's. Raises as `plan_shape`."""
+    if config.value is None or not config.ppo.enabled:
+        return None
+    if config.value.model_name == config.policy.model_name:
+        return replace(policy, head="value", tied_embeddings=False)
+    return shape_of(plan_config(config.model_copy(update={"policy": config.value}), key="value.model_name"), "value")
+
+
 def plan_config(
     config: MasterConfig, config_json: str | Path | None = None, key: str = "policy.model_name"
 ) -> dict[str, Any]:
@@ -157,7 +177,7 @@ def plan_config(
         if any(Path(name).glob("*.safetensors")):  # a folder with its config.json alone can be planned too
             from grpo_mcore.parallel.weights.hf_folder import check_weights  # imports torch
 
-            check_weights(Path(name), shape_of(settings), required=False)
+            check_weights(Path(name), shape_of(settings, config.policy.head), required=False)
         return settings
     if (known := known_config(name)) is None:
         remedy = "name a folder that holds its config.json"
@@ -192,7 +212,8 @@ def plan_workload(
     Raises what `workload_of` raises, and for a teacher what `plan_shape` does."""
     kernels = kernels or ("cpu" if device.name == "cpu" else "transformer_engine")
     teachers = teacher_shapes(config) if teachers is None else teachers
-    return workload_of(config, shape, kernels=kernels, mean_length=mean_length, teachers=teachers)
+    critic = critic_shape(config, shape)
+    return workload_of(config, shape, kernels=kernels, mean_length=mean_length, teachers=teachers, critic=critic)
 
 
 def make_plan(
@@ -219,8 +240,31 @@ def make_plan(
     warnings += [*_engines(load, device, engine), *_layout(load, times)]
     if traffic is not None and traffic.buckets > 64:
         warnings.append(f"{traffic.buckets} refit buckets: a larger policy.refit_buffer_size_gb makes fewer of them")
-    equation = batch_equation(config)
-    return Plan(config.policy.model_name, equation, load, device, engine, stages, times, traffic, tuple(warnings))
+    faster, model = tuple(_suggestions(load, device, times, traffic)), config.policy.model_name
+    return Plan(model, batch_equation(config), load, device, engine, stages, times, traffic, tuple(warnings), faster)
+
+
+def _suggestions(load: Workload, device: Device, times: StepTime, traffic: RefitTraffic | None) -> Iterator[str]:
+    """Yield what would take less time than now, with the share of an engine's memory that leaves room for it."""
+    if device.memory is None or not (load.grpo and load.colocated and load.engines_sleep):
+        return
+    staying = {"policy.offload_optimizer_for_generation: false": replace(load, keeps_optimizer=True)}
+    ahead = {
+        "one step ahead (grpo.async_grpo with max_trajectory_age_steps: 1, partial_rollouts: true)": replace(
+            load, waits_for_longest=False
+        )
+    }
+    changes = ({} if load.keeps_optimizer or load.offloads else staying) | (ahead if load.waits_for_longest else {})
+    for keys, changed in changes.items():
+        for share in (load.engine_share, *(share for share in ROOM if share < load.engine_share)):
+            option = replace(changed, engine_share=share)
+            engine, stages = memory(option, device)
+            seconds = step_time(option, device, engine, traffic).likely
+            room = max(stage.peak.total for stage in stages) <= CLOSE * device.memory
+            if room and fits_device(stages, engine, option, device) and seconds < 0.99 * times.likely:
+                beside = "" if share == load.engine_share else f" with {VLLM}gpu_memory_utilization: {share:g}"
+                yield f"{keys}{beside}: {seconds:.3g} s a step, {times.likely / seconds:.2f} times as fast"
+                break
 
 
 def _memory(load: Workload, device: Device, stages: Sequence[StageMemory]) -> Iterator[str]:
@@ -296,8 +340,13 @@ def _engines(load: Workload, device: Device, engine: EngineMemory) -> Iterator[s
             f"an engine's KV cache cannot hold one sample of {load.max_length:,} tokens: raise {key} or "
             f"{VLLM}tensor_parallel_size"
         )
-    elif together < min(samples, MAX_SEQUENCES) // 4:
+    elif together < min(samples, load.max_sequences) // 4:
         yield f"an engine's KV cache holds {together} longest samples of the {samples} it gets: raise {key}"
+    if engine.receiver and (share := engines_share(load, engine, device)) > 1:
+        yield (
+            f"a refit needs {engine.receiver / 1e9:.1f} GB more on the first GPU of an engine, for a bucket and NCCL: "
+            f"{share:.0%} of its memory in all; lower {key} or policy.refit_buffer_size_gb"
+        )
     used = load.engines * load.engine_layout.ranks
     if load.colocated and load.kernels != "cpu" and used < load.world:
         yield (

@@ -5,19 +5,19 @@ with one of the engines (TP, whole or sliced experts, one or more nodes), on the
 A policy's memory does not depend on the engines, so it is computed once for all of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from grpo_mcore.families import ModelShape, params_of
 from grpo_mcore.layout import DevicePool, EngineDevices, EngineLayout, Finding, PolicyLayout, fits
 from grpo_mcore.layout.findings import Key
+from grpo_mcore.recipe import MasterConfig, MegatronConfig, policy_layout
 from grpo_mcore.recipe.errors import in_yaml
 from grpo_mcore.refit.plan.plan import RefitError
 from grpo_mcore.tools.plan.memory import (
@@ -46,9 +46,39 @@ EQUAL = 1.1
 
 
 @dataclass(frozen=True)
+class SavedLayout:
+    """The layout of the checkpoint `name` that holds the optimizer in the layout's parts, so that no other resumes."""
+
+    name: str
+    layout: PolicyLayout
+
+    def refuses(self, layout: PolicyLayout) -> bool:
+        """Return whether a run with this layout cannot resume the checkpoint."""
+        return layout.optimizer_parts() != self.layout.optimizer_parts()
+
+
+def saved_layout(config: MasterConfig) -> SavedLayout | None:
+    """Return the layout that `--resume` of the recipe would have to keep: that of its newest checkpoint, if this holds
+    the optimizer in parts; None where any layout resumes. Raises what reading config.yaml of the checkpoint raises."""
+    saving = config.checkpointing
+    if not saving.enabled or not Path(saving.checkpoint_dir).is_dir():
+        return None
+    from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager, saved_recipe  # takes half a second
+
+    if (newest := CheckpointManager(saving).latest()) is None:
+        return None
+    saved = saved_recipe(newest)
+    megatron = MegatronConfig.model_construct(**saved["policy"]["megatron_cfg"])
+    if megatron.dist_ckpt_optim_fully_reshardable or not saved["checkpointing"].get("save_optimizer", True):
+        return None
+    return SavedLayout(str(newest), policy_layout(megatron, 1))
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A layout that fits, as overrides for the command line. `seconds` is the time of a step without the refit, `peak`
-    the bytes of the fullest device, `node_memory` the bytes on the host of a node. `own` says that it is the recipe's.
+    the bytes of the fullest device, `node_memory` the bytes on the host of a node. `own` says that it is the recipe's,
+    `refused_by` which checkpoint could not be resumed with it.
     """
 
     overrides: tuple[str, ...]
@@ -58,12 +88,13 @@ class Candidate:
     node_memory: int
     reason: str
     own: bool = False
+    refused_by: str | None = None
     load: Workload | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Layouts that fit, best first. `refused` is the commonest reason for which a layout was not tried, where none
+    """Layouts that fit, fastest first. `refused` is the commonest reason for which a layout was not tried, where none
     fits."""
 
     candidates: tuple[Candidate, ...]
@@ -78,21 +109,21 @@ class SearchResult:
         return {"candidates": candidates, "refused": self.refused}
 
 
-def search(load: Workload, device: Device, nodes: int) -> SearchResult:
-    """Return layouts on `nodes` nodes, fastest first, each with the engines that are fastest with it: at most MOST, and
-    the recipe's own, which comes first where it is about as fast as any. Raises PlanError for less than one node."""
+def search(load: Workload, device: Device, nodes: int, saved: SavedLayout | None = None) -> SearchResult:
+    """Return layouts on `nodes` nodes, fastest first, each with the engines that are fastest with it: at most MOST, the
+    recipe's own among them if it fits. `saved` marks those that cannot resume it. Raises PlanError for less than one
+    node."""
     if nodes < 1:
         raise PlanError(f"--search {nodes}: give a number of nodes, at least 1")
     attempts = _Attempts(load, device, nodes)
     ranked = sorted(attempts.options(), key=lambda option: option.seconds)
     fastest = islice((option for option in ranked if _can_refit(option.load)), MOST)
-    candidates = [_candidate(option, load, device) for option in fastest]
+    candidates = [_candidate(option, load, device, saved) for option in fastest]
     recipes = attempts.recipes_own()
     if recipes is not None and _can_refit(recipes.load):
-        first = _candidate(recipes, load, device, is_own=True)
-        candidates = [candidate for candidate in candidates if candidate.layout != first.layout]
-        leads = not candidates or first.seconds <= EQUAL * candidates[0].seconds
-        candidates = [first, *candidates[: MOST - 1]] if leads else [*candidates[: MOST - 1], first]
+        own = _candidate(recipes, load, device, saved, is_own=True)
+        candidates = [candidate for candidate in candidates if candidate.layout != own.layout][: MOST - 1]
+        candidates = sorted([own, *candidates], key=lambda candidate: candidate.seconds)
     return SearchResult(tuple(candidates), None if candidates else attempts.refusal())
 
 
@@ -329,7 +360,9 @@ def _can_refit(load: Workload) -> bool:
     return True
 
 
-def _candidate(option: _Option, recipe: Workload, device: Device, *, is_own: bool = False) -> Candidate:
+def _candidate(
+    option: _Option, recipe: Workload, device: Device, saved: SavedLayout | None, *, is_own: bool = False
+) -> Candidate:
     """Return the option as overrides of the recipe."""
     load = option.load
     stages = tuple(stage_memory(load, device, stage.stage, option.engine) for stage in option.stages)
@@ -342,7 +375,10 @@ def _candidate(option: _Option, recipe: Workload, device: Device, *, is_own: boo
         f"{fullest.total / 1e9:.1f}{room} GB in {fullest.name}; bubble {times.bubble:.0%}"
         + (f"; {node / 1e9:,.0f} GB of host memory a node" if node else "")
     )
-    return Candidate(_overrides(load, recipe), _describe(load), times.likely, fullest.total, node, reason, is_own, load)
+    refused_by = saved.name if saved is not None and saved.refuses(load.layout) else None
+    return Candidate(
+        _overrides(load, recipe), _describe(load), times.likely, fullest.total, node, reason, is_own, refused_by, load
+    )
 
 
 def _describe(load: Workload) -> str:

@@ -8,13 +8,7 @@ from functools import lru_cache
 
 from grpo_mcore.families import AdapterShape, Block, ModelShape, Param, adapter_params, forward_flops, params_of
 from grpo_mcore.refit.plan.plan import DTYPE_BYTES, RefitPlan, count_refit, plan_refit, wire_dtype
-from grpo_mcore.tools.plan.memory import (
-    EngineMemory,
-    gradient_bytes,
-    optimizer_bytes,
-    teacher_weights,
-    weight_bytes,
-)
+from grpo_mcore.tools.plan.memory import EngineMemory, gradient_bytes, optimizer_bytes, teacher_weights, weight_bytes
 from grpo_mcore.tools.plan.workload import Device, TeacherLoad, Workload
 
 COMPUTE_EFFICIENCY = 0.40
@@ -32,8 +26,6 @@ microseconds, as usual in PyTorch. A device with fewer tokens than that waits fo
 REFIT_SERIAL = 1.2
 """How much longer the busiest ranks of a refit's buckets work, one bucket after the other, than all at once would:
 `serial_path_ratio` of `grpo-mcore refit plan` is 1.0 to 1.26 for the recipes."""
-MAX_SEQUENCES = 256
-"""Maximum number of samples that an engine generates at a time."""
 ALL_REDUCE_S = 9e-6
 """Seconds that the smallest all-reduce of an engine takes."""
 ALL_REDUCE_EFFICIENCY = 0.1
@@ -100,10 +92,19 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
         passes = int(load.prev) + int(load.reference)
         if passes:
             phases.append(_pass("log-probs", passes * forward, load, device, bubble, passes, gradients=False))
-    # Forward, gradients of the activations, gradients of the weights (negligible for adapters), recomputed forward.
-    sweeps = 2 + (load.adapters is None) + (load.recompute or bool(load.recomputed & {"mlp", "moe"}))
+    if (critic := load.beside) is not None:  # a pass for the values, then its updates
+        of_critic = (forward_flops(critic.shape, [load.mean_length]) - shared) * load.samples
+        sweeps = 1 + load.critic_epochs * _sweeps(critic)
+        phases.append(_pass("critic", sweeps * of_critic, critic, device, bubble, sweeps, gradients=True))
+    sweeps = load.epochs * _sweeps(load)
     phases.append(_pass("training", sweeps * forward, load, device, bubble, sweeps, gradients=True))
     return StepTime(tuple(phases), bubble, apart=load.grpo and not load.colocated and not load.waits_for_longest)
+
+
+def _sweeps(load: Workload) -> int:
+    """Return the passes through the layers of an update: forward, gradients of the activations, gradients of the
+    weights (negligible for adapters), recomputed forward."""
+    return 2 + (load.adapters is None) + (load.recompute or bool(load.recomputed & {"mlp", "moe"}))
 
 
 def _teachers(load: Workload, device: Device) -> PhaseTime:
@@ -266,14 +267,17 @@ def _data_parallel_seconds(load: Workload, device: Device) -> float:
 
 def offload_seconds(load: Workload, device: Device, engine: EngineMemory) -> float:
     """Return the seconds per step in which policy and sleeping engines move to the host and back, all ranks of a node
-    at once: the optimizer, and an engine's weights if it is paused or a refit brings adapters alone. Other engines drop
-    their weights, which the refit replaces."""
+    at once: the optimizer unless it stays, and an engine's weights if it is paused or a refit brings adapters alone.
+    Other engines drop their weights, which the refit replaces."""
     sleeps = load.colocated and load.engines_sleep
     if device.memory is None or not (sleeps or load.offloads and (load.prev or load.reference)):
         return 0.0
-    nbytes = max(optimizer_bytes(load, stage) for stage in range(load.layout.pipeline))
+    kept = load.keeps_optimizer
+    models = [load] if load.beside is None else [load, load.beside]
+    stages = range(load.layout.pipeline)
+    nbytes = 0 if kept else max(sum(optimizer_bytes(it, stage) for it in models) for stage in stages)
     if sleeps and (load.refit_adapters or not load.waits_for_longest):  # paused engines keep their weights
-        nbytes += engine.weights
+        nbytes += sum(engine.woken.values())
     return 2 * nbytes / min(device.host_bandwidth, HOST_BANDWIDTH / load.ranks_per_node)
 
 
@@ -289,12 +293,12 @@ def _host_update_seconds(load: Workload, device: Device) -> float:
 
 def generation_time(load: Workload, device: Device, engine: EngineMemory) -> PhaseTime:
     """Return the time of prefill and decoding. A decoding pass generates one token a sample; it reads the weights once
-    and every sample's keys and values. A sample that ends makes room for the next one; if no step is generated ahead,
-    all wait for the longest, which is taken to have policy.max_total_sequence_length."""
+    and every sample's keys, values and states. A sample that ends makes room for the next one; if no step is generated
+    ahead, all wait for the longest, which is taken to have policy.max_total_sequence_length."""
     flops = forward_flops(load.shape, [load.mean_length]) * load.samples
     prompt, new_tokens = load.prompt, load.mean_length - load.prompt
     per_engine = math.ceil(load.samples / load.engines)
-    together = max(1, min(per_engine, MAX_SEQUENCES, engine.sequences(load.mean_length) or 1))
+    together = max(1, min(per_engine, load.max_sequences, engine.sequences(load.mean_length) or 1))
     passes = per_engine / together * new_tokens
     context = prompt + new_tokens / 2
     memory_s, compute_s = _decoding(load, device, engine, together, together * context)
@@ -324,8 +328,8 @@ def decoding_step(load: Workload, device: Device, engine: EngineMemory, samples:
 
 
 def _decoding(load: Workload, device: Device, engine: EngineMemory, samples: int, tokens: float) -> tuple[float, float]:
-    """Return the least seconds of a decoding pass: by memory bandwidth, and by compute."""
-    read = engine.weights + tokens * engine.kv_bytes_per_token
+    """Return the least seconds of a decoding pass: by memory bandwidth, and by compute. States are read and written."""
+    read = engine.weights + tokens * engine.kv_bytes_per_token + 2 * samples * engine.state_bytes
     return read / device.memory_bandwidth, samples * _flops_of_token(load) / device.flops
 
 
@@ -378,11 +382,13 @@ class RefitTraffic:
     adapters: int | None
 
     def seconds(self, load: Workload, device: Device) -> float:
-        """Return the seconds of the slowest link."""
+        """Return the seconds of the slowest link, and of quantising what was read."""
+        # The largest values and the quantised ones read bfloat16 each; a byte is written, and read for the digest.
+        quantising = 3 * self.read / device.memory_bandwidth if load.engine_quantized is not None else 0.0
         if load.world == 1:
-            return max(*self.written, self.read) / device.memory_bandwidth
+            return quantising + max(*self.written, self.read) / device.memory_bandwidth
         # A bucket is written while the one before is read, so both directions of a link are busy at once.
-        return max(
+        return quantising + max(
             max(*self.written, self.read) / device.host_bandwidth,
             self.through_host / HOST_BANDWIDTH,
             self.to_other_nodes / device.node_bandwidth,

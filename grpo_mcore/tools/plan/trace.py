@@ -5,8 +5,6 @@ values (torch's FakeTensorMode), and its process group answers at once, as if al
 equally many tokens. The bytes are those of torch's allocations, without the allocator's fragmentation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile
@@ -32,7 +30,15 @@ from grpo_mcore.tools.plan.workload import Workload
 
 GPU = Platform("gpu", grouped_products=True, traced=True)
 
-NOT_TRACED = ("reserved", "engine weights", "KV cache", "engine overhead", "refit buffer")
+NOT_TRACED = (
+    "reserved",
+    "engine weights",
+    "engine adapters",
+    "sampler state",
+    "KV cache",
+    "engine overhead",
+    "refit buffer",
+)
 """Parts of the plan that are taken over: they belong to the driver, to the engine or to the refit."""
 
 
@@ -86,6 +92,8 @@ def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[Pa
         try:
             for group in policy.optimizer.param_groups:
                 group["foreach"] = not group.get("fused")  # torch's choice on a GPU
+            for layer in (layer for chunk in policy.chunks for layer in chunk.module.decoder.layers):
+                layer.forward = counter.seen(layer.forward)
             policy.optimizer.step()  # what it creates is there from the second step on
             free_gradients(policy.optimizer)
             counter.on_host(host_tensors(policy.optimizer))
@@ -103,7 +111,8 @@ def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[Pa
             policy.train_step(rows, loss_fn, global_valid_seqs=1, global_valid_toks=1)
             if load.grpo and load.colocated and load.engines_sleep:
                 policy.offload()
-                counter.on_host(optimizer_tensors(policy.optimizer, policy.chunks))
+                if not load.keeps_optimizer:
+                    counter.on_host(optimizer_tensors(policy.optimizer, policy.chunks))
                 counter.begin("refit")
         finally:
             policy.shutdown()
@@ -122,9 +131,9 @@ class _TracedPolicy(Policy):
 def _rows(load: Workload) -> list[PackedBatch]:
     """Return full micro-batches of samples of the mean length, as many as are in flight at a time."""
     count = max(1, load.bin_tokens // load.mean_length)
+    logprobs = ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs")
     columns = {"token_mask": torch.ones(load.mean_length), "sample_mask": torch.tensor(1.0)} | {
-        name: torch.zeros(load.mean_length)
-        for name in ("advantages", "generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "rewards")
+        name: torch.zeros(load.mean_length) for name in ("advantages", *logprobs, "rewards", "covariance_marks")
     }
     tokens = [torch.zeros(load.mean_length, dtype=torch.int64)] * count
     layout = load.layout

@@ -16,12 +16,16 @@ from grpo_mcore.families import (
     check_context_parallel,
     check_length,
     check_settings,
+    frozen_parts,
+    grouped_experts,
+    unquantized_layers,
 )
 from grpo_mcore.families.activations import Kernels, Rank
 from grpo_mcore.layout import EngineLayout, LayoutError, PolicyLayout
 from grpo_mcore.recipe import (
     MasterConfig,
     OnPolicyDistillationConfig,
+    PPOConfig,
     algorithm_of,
     bin_tokens,
     bins_per_logprob_row,
@@ -43,8 +47,9 @@ from grpo_mcore.recipe import (
     teacher_policies,
     teacher_pools,
     teacher_settings,
+    uses_images,
 )
-from grpo_mcore.recipe.schema.generation import ColocatedConfig
+from grpo_mcore.recipe.schema.generation import ColocatedConfig, VllmConfig
 from grpo_mcore.tools.plan.rank_params import RankParams, rank_params
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -92,6 +97,14 @@ DEVICES = {
 }
 
 
+def _quantized(shape: ModelShape, vllm: VllmConfig) -> tuple[float, tuple[str, ...], bool]:
+    """Return the bytes of a quantised weight with its share of a scale, the patterns of layers without, and whether
+    rows that are divided over ranks are quantised at the commit."""
+    patterns = unquantized_layers(shape, vllm)
+    scale = 1 / 32 if vllm.is_mx else 4 / shape.hidden_size if vllm.fp8_per_channel else 4 / 128**2
+    return 1 + scale, tuple(pattern.removeprefix("re:") for pattern in patterns), vllm.fp8_per_channel
+
+
 @dataclass(frozen=True)
 class Workload:
     """A recipe's step on a model. Lengths are in tokens. `mean_length` is the expected length of prompt and answer,
@@ -103,7 +116,7 @@ class Workload:
     gpus_per_node: int
     recompute: bool  # whole layers
     recomputed: frozenset[str]  # or these parts of them
-    frozen_router: bool
+    frozen: tuple[str, ...]  # parts of names of parameters that are not trained
     adapters: AdapterShape | None  # None: all weights are trained
     refit_adapters: bool  # a refit brings the adapters alone
     element: int  # bytes of a weight or activation
@@ -112,6 +125,7 @@ class Workload:
     host_share: float  # share of the weights that are updated on the host
     kernels: Kernels
     own_attention: bool
+    grouped_experts: bool
     samples: int  # per step
     batch: int  # samples per optimizer step
     max_length: int
@@ -127,8 +141,11 @@ class Workload:
     engine_layout: EngineLayout
     engines: int
     engine_element: int
+    engine_quantized: tuple[float, tuple[str, ...], bool] | None  # see _quantized
     engine_share: float  # gpu_memory_utilization
     kv_cache: int | None  # bytes per rank; None: what engine_share leaves
+    max_sequences: int  # samples that an engine generates at a time
+    wakes_after_parity: bool  # engines sleep with their weights during a comparison of log-probs
     refit_buffer: int
     colocated: bool  # engines and policy share devices
     engine_nodes: int  # nodes with engines
@@ -137,10 +154,22 @@ class Workload:
     default_engines: bool  # as many engines as fit
     engines_sleep: bool  # the engines give their memory to the policy while it trains
     offloads: bool  # the optimizer is on the host during the log-prob passes too
+    keeps_optimizer: bool  # the optimizer stays on the device while engines generate
     waits_for_longest: bool  # a step's training waits for all of its samples
     saves: bool  # checkpoints are written
     gathers: bool  # for a checkpoint each rank gathers the optimizer of its parameters
     teachers: tuple[TeacherLoad, ...] = ()
+    images: int = 0  # per step, one for each prompt; 0: text
+    epochs: int = 1  # passes of the policy over the samples of a step
+    critic: Workload | None = None  # its passes, as if it were the policy of the run
+    critic_epochs: int = 1
+
+    @property
+    def beside(self) -> Workload | None:
+        """The critic on the policy's ranks."""
+        if self.critic is None:
+            return None
+        return replace(self.critic, layout=self.layout, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
 
     @property
     def engines_stay(self) -> bool:
@@ -160,7 +189,7 @@ class Workload:
         layout = self.layout
         return Rank(
             layout.tensor, layout.sequence_parallel, self.element, self.kernels, layout.context, layout.expert_tensor,
-            self.own_attention,
+            self.own_attention, self.grouped_experts, layout.expert,
         )  # fmt: skip
 
     @property
@@ -203,7 +232,7 @@ class Workload:
         """Return the parameters of a rank of this stage."""
         if stage not in self._params:
             self._params[stage] = rank_params(
-                self.shape, self.layout, stage, self.chunks[stage], self.frozen_router, self.adapters
+                self.shape, self.layout, stage, self.chunks[stage], self.frozen, self.adapters
             )
         return self._params[stage]
 
@@ -244,12 +273,13 @@ def workload_of(
     kernels: Kernels,
     mean_length: int | None = None,
     teachers: Mapping[str, ModelShape] = MappingProxyType({}),
+    critic: ModelShape | None = None,
 ) -> Workload:
     """Return the workload of a recipe. Raises LayoutError for a layout that fits neither the devices nor the model,
     FamilyError for a setting that the model does not allow.
 
     `mean_length` is the expected tokens of a sample, by default half of policy.max_total_sequence_length. `teachers`
-    are the shapes of those that are to be counted, by alias.
+    are the shapes of those that are to be counted, by alias, `critic` that of the critic.
     """
     policy, generation = config.policy, config.policy.generation
     megatron, vllm = policy.megatron_cfg, generation.vllm_cfg
@@ -261,7 +291,7 @@ def workload_of(
     check_length(shape, policy.max_total_sequence_length)
     layout = policy_layout(policy.megatron_cfg, pool.ranks)
     longest, algorithm = policy.max_total_sequence_length, algorithm_of(config)
-    grpo, together = algorithm == "grpo", samples_together(algorithm)
+    grpo, together = algorithm == "grpo", samples_together(config, algorithm)
     element = BYTES[policy.precision]
     fused = kernels == "transformer_engine"
     shared = shares_prefixes(policy.sequence_packing, transformer_engine=fused)
@@ -269,6 +299,7 @@ def workload_of(
     check_context_parallel(shape, layout.context, fused_attention=fused and not ours)
     selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     kv_cache_gb = vllm.kv_cache_memory_gb or (1.0 if cpu else None)
+    experts = shape, layout.expert_tensor, element, adapter_shape(megatron.peft)
     return Workload(
         shape=shape,
         layout=layout,
@@ -276,7 +307,7 @@ def workload_of(
         gpus_per_node=pool.per_node,
         recompute=megatron.activation_checkpointing and not selective,
         recomputed=frozenset((selective and megatron.recompute_modules) or ()),
-        frozen_router=megatron.freeze_moe_router,
+        frozen=frozen_parts(megatron),
         adapters=adapter_shape(megatron.peft),
         refit_adapters=megatron.peft.enabled and megatron.peft.refit == "adapters",
         element=element,
@@ -285,6 +316,7 @@ def workload_of(
         host_share=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
         kernels=kernels,
         own_attention=ours,
+        grouped_experts=not cpu and megatron.moe_grouped_gemm and grouped_experts(*experts),
         samples=samples_per_step(config) if grpo else together * policy.train_global_batch_size,
         batch=together * policy.train_global_batch_size,
         max_length=longest,
@@ -299,9 +331,12 @@ def workload_of(
         prev=grpo and needs_prev(config),
         engine_layout=engine_layout(config),
         engines=max(1, num_engines(config, gpu=not cpu)),
-        engine_element=BYTES[vllm.precision or policy.precision],
+        engine_element=BYTES["bfloat16" if vllm.quantization else vllm.precision or policy.precision],
+        engine_quantized=_quantized(shape, vllm) if vllm.quantization else None,
         engine_share=vllm.gpu_memory_utilization,
         kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+        max_sequences=vllm.sequences,
+        wakes_after_parity=policy.refit_parity is not None,
         refit_buffer=int(policy.refit_buffer_size_gb * 2**30),
         colocated=generation.colocated.enabled,
         engine_nodes=(engine_pool(config) or pool).nodes,
@@ -310,11 +345,25 @@ def workload_of(
         default_engines=generation.num_engines is None,
         engines_sleep=not config.grpo.async_grpo.max_age or config.grpo.async_grpo.pauses,
         offloads=grpo and policy.offload_optimizer_for_logprob,
+        keeps_optimizer=not policy.offload_optimizer_for_generation,
         waits_for_longest=not config.grpo.async_grpo.max_age,
         saves=config.checkpointing.enabled,
         gathers=megatron.dist_ckpt_optim_fully_reshardable,
         teachers=_teachers(config, teachers, kernels, mean_length),
+        epochs=config.ppo.ppo_epochs if config.ppo.enabled else 1,
+        critic=_critic(config, critic, kernels, mean_length),
+        critic_epochs=config.ppo.critic_epochs,
+        images=config.grpo.num_prompts_per_step if uses_images(config) else 0,
     )
+
+
+def _critic(
+    config: MasterConfig, shape: ModelShape | None, kernels: Kernels, mean_length: int | None
+) -> Workload | None:
+    if shape is None or config.value is None:
+        return None
+    changes = {"policy": config.value, "value": None, "ppo": PPOConfig()}
+    return workload_of(config.model_copy(update=changes), shape, kernels=kernels, mean_length=mean_length)
 
 
 def _teachers(
@@ -326,10 +375,7 @@ def _teachers(
     for alias, shape in shapes.items():
         if copies[alias] != alias:
             continue
-        changes: dict[str, Any] = {
-            "policy": policies[alias],
-            "on_policy_distillation": OnPolicyDistillationConfig(),
-        }
+        changes: dict[str, Any] = {"policy": policies[alias], "on_policy_distillation": OnPolicyDistillationConfig()}
         if (pool := pools.get(alias)) is not None:
             generation = policies[alias].generation.model_copy(update={"colocated": ColocatedConfig()})
             changes["policy"] = policies[alias].model_copy(update={"generation": generation})

@@ -1,7 +1,5 @@
 """How long the modelled workers take: by the formulas of `plan`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +8,6 @@ from grpo_mcore.tools.plan.run_plan import Plan
 from grpo_mcore.tools.plan.timing import (
     COMPUTE_EFFICIENCY,
     LINK_EFFICIENCY,
-    MAX_SEQUENCES,
     decoding_step,
     teacher_pass,
     teacher_traffic,
@@ -45,7 +42,8 @@ class Durations:
     """Seconds of everything that workers do.
 
     `decode(samples, tokens)` is one step of an engine that holds `samples` with `tokens` in all, `prefill` takes a
-    token. `logprobs(lengths)` is a pass over the samples of one data-parallel rank, `train(lengths)` an optimizer step.
+    token. `logprobs(lengths)` is a pass over the samples of one data-parallel rank, `train(lengths)` an optimizer step,
+    `critic(lengths, epochs)` a pass for values, or the critic's updates.
     An engine's cache holds `kv_tokens`, and an engine generates `max_samples` at a time. `teachers` are by alias.
     """
 
@@ -62,6 +60,7 @@ class Durations:
     load: float
     start: float
     teachers: Mapping[str, TeacherDurations] = field(default_factory=dict)
+    critic: Callable[[Sequence[int], int], float] = lambda lengths, epochs: 0.0
     request: float = 0.0
     """Seconds that a request costs an engine besides its steps."""
     receive: Callable[[int], float] = lambda samples: SMALL_CALL_S + RECEIVE_S * samples
@@ -77,6 +76,7 @@ def planned(plan: Plan, start_s: float, save_s: float | None) -> Durations:
     flops = _flops(load.shape, load.mean_length)
     expected = flops([load.mean_length]) * load.samples / load.layout.data  # of a data-parallel rank's samples
     passes = int(load.prev) + int(load.reference)
+    critic = phases.get("critic", 0.0) / (1 + 2 * load.critic_epochs)  # an update costs about two passes
     per_token = forward_flops(load.shape, [1]) / load.engine_layout.ranks / device.flops / COMPUTE_EFFICIENCY
     weights = 2 * max(sum(stage.host.total for stage in plan.stages), load.world * engine.weights)
     moved = phases.get("offload, sleep", 0.0) / 2
@@ -90,10 +90,11 @@ def planned(plan: Plan, start_s: float, save_s: float | None) -> Durations:
         decode=decode,
         prefill=per_token,
         request=CPU_REQUEST_S if device.memory is None else 0.0,
-        kv_tokens=engine.sequences(1) if engine.kv_cache > 0 else load.max_length,
-        max_samples=MAX_SEQUENCES,
+        kv_tokens=engine.tokens_beside(load.max_sequences) or load.max_length,
+        max_samples=load.max_sequences,
         logprobs=lambda lengths: phases.get("log-probs", 0.0) / max(1, passes) * flops(lengths) / expected,
         train=lambda lengths: phases["training"] * flops(lengths) / expected,
+        critic=lambda lengths, epochs: critic * (2.0 * epochs or 1.0) * flops(lengths) / expected,
         refit=refit,
         commit=min(0.1, refit / 10),
         offload=moved / 2,

@@ -1,7 +1,5 @@
 """Faults of a rehearsal: each breaks a worker or the driver at a time, or at the beginning of a call."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ long. node: a machine is switched off, and replaced. driver: the driver's proces
 PHASES = {
     "generate": "generate_refs", "reward": "advance", "logprobs": "infer_logprobs", "train": "train",
     "teachers": "score", "refit": "stage_refit", "commit": "commit_refit", "checkpoint": "start_save",
-    "receive": "receive",
+    "receive": "receive", "critic": "train_critic",
 }  # fmt: skip
 """Phase -> the call with which it begins on a worker."""
 

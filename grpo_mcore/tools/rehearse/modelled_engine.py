@@ -4,8 +4,6 @@ All running samples gain a token in each step, and a step takes the longer the m
 hold. Between two events (a request, an end, a full cache) nothing changes, so a whole stretch of steps is one wait.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -216,8 +214,7 @@ class ModelledEngine(ModelledFollower):
     def _admit(self) -> bool:
         """Take waiting samples into the batch, as many as the cache has room for. Return whether any runs."""
         durations = self.world.durations
-        most = self.config.vllm_kwargs.get("max_num_seqs") or durations.max_samples
-        while self._waiting and len(self._running) < most:
+        while self._waiting and len(self._running) < durations.max_samples:
             sample = self._waiting[0]
             tokens = sample.context + sample.generated
             if not sample.aborted:
@@ -317,7 +314,7 @@ class ModelledEngine(ModelledFollower):
         self.weight_version, self.weights, self._staged = version, self._staged, None
         self._cached.clear()
         self.refits += 1
-        return {"version": version, "fallbacks": 0}
+        return {"version": version, "fallbacks": 0, "quantized": []}
 
     def finish_refit(self) -> None:
         self._committing, self._before = False, None

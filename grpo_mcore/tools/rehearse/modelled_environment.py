@@ -1,7 +1,5 @@
 """A modelled environment: it takes a drawn time for each turn, and its reward depends on the prompt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -135,6 +135,25 @@ class ModelledRank:
             stats |= {name: 0 * ones for name in ("gap_sum", "gap_square")}
         return torch.tensor(indices), stats
 
+    async def infer_values(self, *_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+        step = self._its_step()
+        indices = [index for batch in step.batches for index in batch]
+        await self._together(self.world.durations.critic(step.lengths(indices), 0))
+        if not self.layout.is_reporting_rank(self.rank):
+            return None
+        tokens = torch.tensor([step.samples[index].generated_length for index in indices], dtype=torch.float64)
+        return torch.tensor(indices), {"tokens": tokens, "gae_sum": 0 * tokens, "gae_square": 0 * tokens}
+
+    async def train_critic(self, loss_fn: Any, targets: TrainTargets) -> list[TrainReport]:
+        step, start = self._its_step(), self.world.clock.unix()
+        indices = [index for batch in step.batches for index in batch]
+        await self._together(self.world.durations.critic(step.lengths(indices), targets.critic_epochs))
+        if self.mesh.weights.version != self._version - 1:
+            self.world.flaws.append(f"{self.name} trained its critic after its policy")
+        metrics = dict.fromkeys(("returns_mean", "returns_square", "value_error_mean", "value_error_square"), 0.0)
+        reported: Any = metrics if self.layout.is_reporting_rank(self.rank) else {}
+        return [TrainReport(reported, 1.0, 1e-6, (start, start, self.world.clock.unix()))]
+
     async def train(self, loss_fn: Any, targets: TrainTargets) -> list[TrainReport]:
         step, reports = self._its_step(), []
         if self.world.config.on_policy_distillation.enabled and step.step.teacher.keys() != step.samples.keys():

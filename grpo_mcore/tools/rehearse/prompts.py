@@ -1,7 +1,5 @@
 """The prompts of a rehearsal: real objects of the real data loader, with numbers in place of words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

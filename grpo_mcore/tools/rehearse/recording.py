@@ -1,7 +1,5 @@
 """A recorded run as the source of a rehearsal: its samples, and how long its phases took."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A rehearsal as text, and a sweep of them as a table with the best first."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +9,7 @@ from typing import Any
 
 from grpo_mcore.layout import LayoutError
 from grpo_mcore.recipe import MasterConfig, RecipeError
+from grpo_mcore.tools.plan.run_hours import SOURCE
 from grpo_mcore.tools.plan.workload import PlanError
 from grpo_mcore.tools.rehearse.recording import Recording
 from grpo_mcore.tools.rehearse.rehearse import Rehearsal, RehearsalError, rehearse
@@ -27,7 +26,8 @@ def rehearsal_text(run: Rehearsal) -> str:
         "throughput": f"{run.tokens_per_second:,.0f} tokens/s, {run.tokens_per_device:,.0f} tokens/s for each of "
         f"{run.devices:,} devices, which compute {run.busy:.0%} of the time",
         "age": f"{run.age:.2f} weight versions",
-        "whole run": f"{_hours(run.gpu_hours)} GPU-hours to the recipe's last step",
+        "whole run": f"{_hours(run.gpu_hours)} GPU-hours to the recipe's last step, without checkpoints and "
+        f"validations; {SOURCE}",
         "driver": f"{run.driver_cpu:.3g} processor seconds a step on this machine (with the models {run.cpu:.3g}), "
         f"{run.memory / 1e9:.2f} GB with the models",
         "run folder": str(run.folder),

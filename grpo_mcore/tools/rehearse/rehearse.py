@@ -1,7 +1,5 @@
 """Rehearse a recipe: open its run on a virtual cluster, let the real loop train it, and sum up what it would take."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,7 +112,7 @@ def modelled_recipe(config: MasterConfig, folder: Path, steps: int | None) -> Ma
     if (algorithm := algorithm_of(config)) != "grpo":
         raise RehearsalError(f"the recipe is one of {algorithm}, in which no engine generates: see `grpo-mcore plan`")
     for name, section in config.env.items():
-        if environment_class(name, section)[0] == "nemo_gym":
+        if environment_class(name, section)[0] in ("nemo_gym", "verifiers"):
             raise RehearsalError(f"env.{name}: a rehearsal has no model of agents yet")
     if config.cluster.backend == "local":
         raise RehearsalError("cluster.backend is local: a run without other processes has nothing to rehearse")
@@ -132,6 +130,7 @@ def modelled_recipe(config: MasterConfig, folder: Path, steps: int | None) -> Ma
     plain["cluster"]["platform"] = "auto"
     if steps is not None:
         plain["grpo"]["max_num_steps"] = steps
+        plain["ppo"]["policy_training_start_step"] = min(steps - 1, config.ppo.policy_training_start_step)
     return MasterConfig.model_validate(plain)
 
 
@@ -215,7 +214,8 @@ def stand_in_for(world: World) -> Callable[[Any], Callable[..., Any]]:
 
     def rank(
         address: Rendezvous, policy: PolicyConfig, store: Any, seed: int, timeout_s: float, reference: bool,
-        platform: str, build_later: bool, trains: bool = True,
+        platform: str, build_later: bool, trains: bool = True, images: bool = False,
+        critic: PolicyConfig | None = None,
     ) -> ModelledRank:  # fmt: skip
         if trains:
             return ModelledRank(mesh, address, policy, store)

@@ -1,7 +1,5 @@
 """Compare losses on a recorded step: do their gradients point the same way, and which tokens do they come from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,6 +83,8 @@ def compare_losses(
     config, *_ = configs.values()
     if config.on_policy_distillation.enabled:
         raise ReplayError("--loss: a step with teachers cannot be compared")
+    if config.ppo.enabled:
+        raise ReplayError("--loss: a step with a critic cannot be compared")
     losses = [make_loss(config) for config in configs.values()]
     names = tuple(configs)
     with policy_before(config, step, checkpoint, scratch) as (cluster, model, policy):

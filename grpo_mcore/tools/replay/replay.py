@@ -3,8 +3,6 @@
 The step is the training loop's own (`train_on_groups`); only the samples come from files, and no engine runs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,13 +127,13 @@ def replay_config(config: MasterConfig, layout: str | None, precision: str | Non
     """Return the recipe with another layout ("TP2xPP2"; None: its own) or precision, on one node. Raises
     LayoutNameError, RecipeError."""
     plain = config.model_dump(mode="json")
-    megatron = plain["policy"]["megatron_cfg"]
+    models = [section for section in (plain["policy"], plain["value"]) if section is not None]
     ranks = config.cluster.num_nodes * config.cluster.gpus_per_node
     if layout is not None:
         shape = shape_of(read_hf_config(config.policy.model_name, config.policy.hf_config_overrides))
         case = layout_named(layout, shape)
         ranks = case.world_size
-        megatron |= {
+        sizes = {
             "tensor_model_parallel_size": case.tensor,
             "pipeline_model_parallel_size": case.pipeline,
             "virtual_pipeline_model_parallel_size": case.virtual,
@@ -146,7 +144,11 @@ def replay_config(config: MasterConfig, layout: str | None, precision: str | Non
             "expert_tensor_parallel_size": case.expert_tensor,
             "sequence_parallel": case.sequence_parallel,
         }
-    plain["policy"]["precision"] = precision or config.policy.precision
+        for model in models:
+            model["megatron_cfg"] |= sizes
+    for model in models if precision is not None else ():
+        model["precision"] = precision
+        model["megatron_cfg"]["pipeline_dtype"] = model["megatron_cfg"]["optimizer"]["bf16"] = None  # follow it
     plain["policy"]["generation"]["colocated"] = {"enabled": True}
     plain["on_policy_distillation"]["non_colocated_teachers"]["enabled"] = False
     plain["cluster"] |= {"num_nodes": 1, "gpus_per_node": ranks, "backend": "local" if ranks == 1 else "ray"}

@@ -1,7 +1,5 @@
 """Several runs side by side: where each stands, in which settings they differ, and curves with bands over seeds."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict
@@ -16,6 +14,7 @@ from rich.table import Table
 from grpo_mcore.base.text import escaped as printable
 from grpo_mcore.observe.run_folder import is_number
 from grpo_mcore.recipe import without_secrets
+from grpo_mcore.recipe.changes import follows
 from grpo_mcore.recipe.errors import joined
 from grpo_mcore.tools.report.run_files import RunFiles, duration
 
@@ -30,8 +29,9 @@ Curve = list[list[Any]]
 @dataclass(frozen=True)
 class Standing:
     """Where a run stands. `score`: its best validation, or the mean over its last training steps, of `metric`; None
-    before there is one. `score_step`: the step of that validation, or the last step. `higher`: whether more of it is
-    better. `settings`: the values, as text, of the keys in which the runs differ."""
+    before there is one. `score_step`: the step of that validation, or the last step. `count`: number of validations
+    that the best was chosen from, or of steps that the mean is of. `higher`: whether more of it is better. `settings`:
+    the values, as text, of the keys in which the runs differ."""
 
     name: str
     state: str
@@ -40,6 +40,7 @@ class Standing:
     metric: str
     score: float | None
     score_step: int | None
+    count: int
     higher: bool
     hours: float
     settings: dict[str, str]
@@ -88,7 +89,8 @@ def table(lines: Sequence[Standing]) -> Table:
         step = str(line.step) if line.max_steps is None else f"{line.step}/{line.max_steps}"
         score = "" if line.score is None else f"{line.score:.4g}"
         settings = (_shortened(line.settings[key]) for key in keys)
-        at_step = "" if line.score_step is None else str(line.score_step)
+        kind = "best" if line.metric.startswith("validation/") else "mean"
+        at_step = "" if line.score_step is None else f"{line.score_step}, {kind} of {line.count}"
         cells = [line.name, line.state, step, score, line.metric, at_step, f"{line.hours:.2f}", *settings]
         shown.add_row(*(escape(printable(cell)) for cell in cells))
     return shown
@@ -119,10 +121,11 @@ def state_of(run: RunFiles) -> str:
 
 def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return for each recipe its values, as text, of the keys whose values are not the same in all. Places of files,
-    which always differ, are left out, and secrets."""
+    which always differ, are left out, secrets, and keys that follow from others."""
     flat = [dict(_leaves(without_secrets(recipe))) for recipe in recipes]
     keys = dict.fromkeys(key for values in flat for key in values)
     differing = [key for key in keys if key not in PLACES and len({_text(values.get(key)) for values in flat}) > 1]
+    differing = [key for key in differing if not all(follows(key, values) for values in flat)]
     return [{key: _text(values.get(key)) for key in differing} for values in flat]
 
 
@@ -158,22 +161,22 @@ def band(curves: Sequence[Mapping[str, Curve]]) -> dict[str, Curve]:
     return bands
 
 
-def _score(run: RunFiles) -> tuple[str, float | None, int | None, bool]:
-    """Return the metric that ranks a run, its value, its step, and whether more is better: the metric of the recipe's
-    checkpoints where the run has it, else the loss of validation (of SFT and DPO), else the reward or the loss of
-    training. A validation before the first step is of the untrained model, and ranks nothing."""
+def _score(run: RunFiles) -> tuple[str, float | None, int | None, int, bool]:
+    """Return the metric, value, step, count and direction by which a run is ranked: the metric of the recipe's
+    checkpoints where the run has it, else the reward or the loss of validation, else those of training. A validation
+    before the first step is of the untrained model, and ranks nothing."""
     prefix, _, name = (run.setting("checkpointing.metric_name", str) or "val:accuracy").partition(":")
     higher = run.setting("checkpointing.higher_is_better", bool) is not False
-    for metric, rises in ((name, higher), ("val_loss", False)) if prefix == "val" else ():
+    for metric, rises in ((name, higher), ("reward", True), ("val_loss", False)) if prefix == "val" else ():
         trained = (line for line in run.metrics["validation"] if line["step"] > 0)
         if validated := [(line[metric], line["step"]) for line in trained if line.get(metric) is not None]:
             score, step = max(validated, key=lambda pair: (pair[0] if rises else -pair[0], -pair[1]))
-            return f"validation/{metric}", score, step, rises
+            return f"validation/{metric}", score, step, len(validated), rises
     for metric, rises in ((name, higher), ("reward", True), ("loss", False)):
         if steps := [(line[metric], line["step"]) for line in run.metrics["train"] if line.get(metric) is not None]:
             last = steps[-max(1, round(LAST * len(steps))) :]
-            return f"train/{metric}", fmean(value for value, _ in last), last[-1][1], rises
-    return "", None, None, True
+            return f"train/{metric}", fmean(value for value, _ in last), last[-1][1], len(last), rises
+    return "", None, None, 0, True
 
 
 def ranking(settings: Mapping[str, Sequence[RunFiles]]) -> list[str]:

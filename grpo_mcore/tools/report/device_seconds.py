@@ -4,8 +4,6 @@ The driver's phases say what the policy's ranks do, the engines' calls what the 
 time on one device, the first in ORDER counts.
 """
 
-from __future__ import annotations
-
 import sys
 from array import array
 from collections import Counter, defaultdict

@@ -1,20 +1,23 @@
 """A run as one page that needs no network: a template, a plotting library (uPlot) and the run's data as JSON."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import html
+import io
 import json
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from grpo_mcore.families.images import read_image
+from grpo_mcore.observe.band import band_of
 from grpo_mcore.observe.run_folder import left_out_if_damaged
-from grpo_mcore.observe.samples import Kind, generated_mask, read_samples
+from grpo_mcore.observe.samples import Kind, bytes_and_images, generated_mask, read_samples
 from grpo_mcore.tools.report.comparison import band, names, standings
 from grpo_mcore.tools.report.device_seconds import ORDER, device_seconds, step_spans
 from grpo_mcore.tools.report.page_alarms import alarms
@@ -28,7 +31,11 @@ POINTS = 2000
 SPAN_STEPS = 400
 """Maximum number of steps with a timeline in the page, evenly spaced."""
 PACKED_RATIO = 1.5
-"""Bytes of a step's samples in the page for each byte of its file, about."""
+"""Bytes of a step's samples in the page for each byte of its file without images, about."""
+PICTURE_BYTES = 5000
+"""Bytes of an image in the page, about."""
+PICTURE_SIDE = 128
+"""Pixels of the longer side of an image in the page."""
 KINDS: tuple[Kind, ...] = ("train", "validation")
 
 Shard = tuple[Kind, int]
@@ -48,20 +55,28 @@ def build_page(
     samples of all steps (`write_shards`)."""
     runs = [run, *others]
     seconds = device_seconds(run.events)
-    timelines = step_spans(run.events, _spread(list(seconds.by_step), SPAN_STEPS))
+    last = run.steps[-1] if run.steps else math.inf  # what comes after it, such as the end of the run, is no step
+    steps = _spread([step for step in seconds.by_step if step <= last], SPAN_STEPS)
+    timelines = step_spans(run.events, steps)
     tails = {event["step"]: event["samples"] for event in run.marks if event["what"] == "tail"}
     data = {
         "runs": _setting_curves(settings)
         if settings
-        else [{"name": name, "curves": _curves(shown)} for name, shown in zip(names(runs), runs, strict=True)],
+        else [
+            *({"name": name, "curves": _curves(shown)} for name, shown in zip(names(runs), runs, strict=True)),
+            *_band(run),
+        ],
         "standings": [asdict(line) for line in standings(runs)] if others else [],
+        "heads": [
+            {"name": name, "state": _state(shown), "headline": headline(shown), "alarms": _alarms(shown)}
+            for name, shown in zip(names(runs), runs, strict=True)
+        ],
         "state": _state(run),
-        "alarms": [asdict(alarm) for alarm in alarms(run, seconds)],
         "ledger": {
             "order": ORDER,
             "wall": seconds.wall,
             "devices": seconds.by_device,
-            "steps": {step: seconds.by_step[step] for step in _spread(list(seconds.by_step), SPAN_STEPS)},
+            "steps": {step: seconds.by_step[step] for step in steps},
         },
         "floor": (run.summary or {}).get("predicted_against_measured"),
         "timelines": timelines,
@@ -74,7 +89,7 @@ def build_page(
     room = PAGE_BYTES - len(_packed(data))
     data["samples"] = _chosen_samples(run, room, sample_steps)
     parts = {
-        "TITLE": html.escape(run.name),
+        "TITLE": html.escape(f"{len(runs)} runs" if others else run.name),
         "UPLOT_CSS": _static("uPlot.min.css"),
         "CSS": _static("page.css"),
         "UPLOT_JS": _static("uPlot.iife.min.js"),
@@ -153,6 +168,36 @@ def _setting_curves(settings: Mapping[str, Sequence[RunFiles]]) -> list[dict[str
     ]
 
 
+def _band(run: RunFiles) -> Iterator[dict[str, Any]]:
+    """Yield the band that the recipe names, if it does, as curves like those of several runs, of the run's metrics."""
+    if (of_recipe := band_of(run.recipe)[0]) is not None:
+        own = _curves(run)
+        yield {"name": of_recipe.name, "curves": {n: it for n, it in of_recipe.plain_curves().items() if n in own}}
+
+
+def headline(run: RunFiles) -> dict[str, Any] | None:
+    """Return the metric that says most of a run, before and after: that of its validations, where it has two, else the
+    reward or the loss of training, over the first and the last tenth of the steps. None before there are two steps."""
+    validations = run.metrics["validation"]
+    for name in ("accuracy", "reward", "val_loss"):
+        lines = [(line["step"], line[name]) for line in validations if line.get(name) is not None]
+        if len(lines) > 1:
+            (first, before), (last, after) = lines[0], lines[-1]
+            return {"metric": f"validation/{name}", "before": before, "after": after, "steps": [first, last]}
+    for name in ("reward", "loss"):
+        lines = [(line["step"], line[name]) for line in run.metrics["train"] if line.get(name) is not None]
+        if len(lines) > 1:
+            tenth = max(1, len(lines) // 10)
+            before, after = (fmean(value for _, value in part) for part in (lines[:tenth], lines[-tenth:]))
+            return {"metric": f"train/{name}", "before": before, "after": after, "steps": [lines[0][0], lines[-1][0]]}
+    return None
+
+
+def _alarms(run: RunFiles) -> list[dict[str, Any]]:
+    found = alarms(run, device_seconds(run.events))
+    return [{"text": alarm.text, "help": alarm.help, "grave": alarm.grave} for alarm in found]
+
+
 def _state(run: RunFiles) -> dict[str, Any]:
     """Return what the head of the page says."""
     silent = time.time() - run.last_written
@@ -185,7 +230,8 @@ def _chosen_samples(run: RunFiles, room: float, sample_steps: Collection[int]) -
         path, packed = run.samples[kind][step], None
         with left_out_if_damaged(path):
             uids = list(dict.fromkeys(row["uid"] for row in read_samples(path, ["uid"])))
-            size, share = PACKED_RATIO * path.stat().st_size, min(room, max(room / 4, PAGE_BYTES / 20))
+            bare, images = bytes_and_images(path)
+            size, share = PACKED_RATIO * bare + PICTURE_BYTES * images, min(room, max(room / 4, PAGE_BYTES / 20))
             kept = len(uids) if step in sample_steps or size <= share else int(len(uids) * share / size)
             packed = _packed(_page_samples(path, uids[:kept], len(uids))) if kept else ""
         if packed is None:
@@ -217,8 +263,22 @@ def _by_interest(run: RunFiles, sample_steps: Collection[int]) -> Iterator[Shard
 
 
 def _page_samples(path: Path, uids: Sequence[str] | None = None, prompts: int | None = None) -> dict[str, Any]:
-    """Return the samples of a file, or those of some of its `prompts`, as the page reads them."""
-    return {"prompts": prompts, "samples": [_page_sample(row) for row in read_samples(path, uids=uids)]}
+    """Return the samples of a file, or those of some of its `prompts`, as the page reads them, and their pictures."""
+    rows = read_samples(path, uids=uids)
+    files = {file["digest"]: file["bytes"] for row in rows for file in row.get("images") or ()}
+    pictures = {digest: picture for digest, file in files.items() if (picture := _picture(file))}
+    return {"prompts": prompts, "samples": [_page_sample(row) for row in rows], "pictures": pictures}
+
+
+def _picture(file: bytes) -> str | None:
+    """Return an image in the size of a stamp, as a data URL; None for one that cannot be decoded."""
+    try:
+        image = read_image(file)
+    except ValueError:
+        return None
+    image.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+    image.save(small := io.BytesIO(), "WEBP", quality=60)
+    return f"data:image/webp;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 
 def advantage_formula(row: Mapping[str, Any]) -> str | None:
@@ -263,6 +323,24 @@ def _number(value: float) -> str:
     return f"({text})" if value < 0 else text
 
 
+def _credits(row: Mapping[str, Any]) -> list[float] | None:
+    """Return the credit of each generated turn, as the turns stand; None without credit by turn."""
+    if not row.get("turn_credits"):
+        return None
+    count = sum(turn["generated"] for turn in row["turns"] or ())
+    return [_short(row["turn_credits"][number]) for number in row.get("turn_numbers") or range(count)]
+
+
+def _places(turns: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, str]]:
+    """Return (first token, tokens, digest) of each image of a sample."""
+    starts = accumulate((turn["tokens"] for turn in turns), initial=0)
+    return [
+        (start + image["offset"], image["length"], image["digest"])
+        for start, turn in zip(starts, turns, strict=False)
+        for image in turn.get("images") or ()
+    ]
+
+
 def _page_sample(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample with short names; numbers by token are of its generated tokens only."""
     length = len(row["token_ids"])
@@ -288,6 +366,7 @@ def _page_sample(row: Mapping[str, Any]) -> dict[str, Any]:
         "R": json.loads(row["rewards"] or "{}"),
         "a": None if row["advantage"] is None else _short(row["advantage"]),
         "A": advantage_formula(row),
+        "c": _credits(row),
         "n": row.get("group_size"),
         "kl": row.get("kl_weight") or None,
         "row": json.loads(row.get("columns") or "{}"),
@@ -299,6 +378,7 @@ def _page_sample(row: Mapping[str, Any]) -> dict[str, Any]:
         "left": row["left_out"],
         "s": _short(row["score_seconds"] or 0.0),
         "t": [[turn["role"], turn["tokens"], int(turn["generated"])] for turn in row["turns"] or ()],
+        "im": _places(row["turns"] or ()),
         "text": None if row["token_ids"] else "".join(turn["text"] for turn in row["turns"] or ()),
         "ids": row["token_ids"],
         "e": generated(row["engine_logprobs"]),

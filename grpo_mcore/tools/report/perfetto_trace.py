@@ -1,7 +1,5 @@
 """The events of a run in Chrome's trace format, which Perfetto opens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads what a run has written, also while it goes on and after it was killed."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -23,7 +21,7 @@ from grpo_mcore.observe.run_folder import (
     say_left_out,
 )
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, Kind, sample_steps
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import MasterConfig, sections_of_others
 
 T = TypeVar("T")
 
@@ -86,7 +84,7 @@ class RunFiles:
 
     @property
     def algorithm(self) -> str:
-        """Return the algorithm of the run: "grpo", "sft" or "dpo"."""
+        """Return the algorithm of the run: "grpo", "sft", "dpo" or "rm"."""
         begun = [event for event in self.marks if event["what"] == "begin"]
         return begun[-1].get("algorithm", "grpo") if begun else "grpo"
 
@@ -106,7 +104,8 @@ class RunFiles:
         if self.rewarded:
             prompts = self.setting("grpo.num_prompts_per_step", int)
             return f"{prompts} prompts × {self.setting('grpo.num_generations_per_prompt', int)} generations"
-        items = "pairs" if self.algorithm == "dpo" else "examples"
+        of_pairs = {"dpo": True, "rm": self.setting("rm.reward_model_type", str) == "bradley_terry"}
+        items = "pairs" if of_pairs.get(self.algorithm) else "examples"
         return f"{self.setting('policy.train_global_batch_size', int)} {items}"
 
     @property
@@ -146,9 +145,10 @@ def recorded_run(path: Path) -> tuple[Path, MasterConfig]:
     """Return the log folder of the run that `path` is or holds, and the run's recipe. Its checkpoint_dir is the folder
     that `grpo-mcore fetch` made, or lies where the run was started rather than in the working directory, where another
     run may have its own. Raises NoRun."""
-    folder = find_run(path)
+    run = read_run(path)
+    folder, others = run.folder, sections_of_others(run.recipe, run.algorithm)
     try:
-        recipe = MasterConfig.model_validate(read_object(folder / HYPERPARAMS_FILE) or {})
+        recipe = MasterConfig.model_validate({key: run.recipe[key] for key in run.recipe.keys() - others})
     except ValueError as error:
         raise NoRun(f"{folder / HYPERPARAMS_FILE} holds no recipe: {reason_of(error)}") from error
     logs, saving = Path(recipe.logger.log_dir), recipe.checkpointing
@@ -160,6 +160,14 @@ def recorded_run(path: Path) -> tuple[Path, MasterConfig]:
     return folder, recipe
 
 
+def recorded_grpo_run(path: Path) -> tuple[Path, MasterConfig]:
+    """Do the same for what only runs of GRPO have. Raises NoRun for a run of another algorithm."""
+    run = read_run(path)
+    if not run.rewarded:
+        raise NoRun(f"{run.folder} is a run of {run.algorithm}: only GRPO has a ledger, and steps to replay")
+    return recorded_run(run.folder)
+
+
 def find_ledger(path: Path) -> Path:
     """Return the ledger that `path` is, or that of the run whose folder of checkpoints or log folder it is or holds.
     Raises NoRun."""
@@ -168,7 +176,7 @@ def find_ledger(path: Path) -> Path:
         return ledger
     if not holds_run(path):
         raise NoRun(f"there is no {ledger}; give a run's log folder, or its folder of checkpoints")
-    folder, recipe = recorded_run(path)
+    folder, recipe = recorded_grpo_run(path)
     saving = recipe.checkpointing
     return (Path(saving.checkpoint_dir) if saving.enabled else folder) / LEDGER_FILE
 

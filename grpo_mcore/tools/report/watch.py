@@ -3,8 +3,6 @@
 It only reads, so it may be started and ended at any time, from any shell that sees the files.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -179,7 +177,8 @@ def _samples(run: RunFiles, width: int, room: int) -> list[Text]:
     if not steps or room < 2:
         return []
     step = max(steps)
-    note = "" if run.rewarded else ", with the mean log-prob of the tokens trained on"
+    of_examples = "their scores" if run.algorithm == "rm" else "the mean log-prob of the tokens trained on"
+    note = "" if run.rewarded else f", with {of_examples}"
     lines = [Text(f"samples of step {step}{note}", style="bold")]
     columns = ["uid", "generation", "reward", "turns", *([] if run.rewarded else ["policy_logprobs"])]
     try:

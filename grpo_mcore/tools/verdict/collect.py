@@ -1,11 +1,10 @@
 """Collects the log-probs of policy and engine: of a recorded step of a run, or of a model now."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,16 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import pack_rows
+from grpo_mcore.driver.record.recorded_samples import trajectory_of
 from grpo_mcore.driver.run.checks import model_folder
-from grpo_mcore.families import ModelShape, engine_overrides, missing_on_cpu, read_hf_config, shape_of
+from grpo_mcore.families import (
+    ModelShape,
+    engine_overrides,
+    missing_on_cpu,
+    read_hf_config,
+    shape_of,
+    unquantized_layers,
+)
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.probes import fixed_direction, trace_layers
 from grpo_mcore.recipe import MasterConfig
@@ -32,7 +39,7 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass(frozen=True)
 class VerdictCase:
     """Input of the judge. `folder` holds the weights that gave the numbers, `older` those of the version before.
-    `notes` say what is not judged, and why."""
+    `notes` say what is not judged, and why. `unquantized`: see Judge."""
 
     folder: Path
     older: Path | None
@@ -40,24 +47,30 @@ class VerdictCase:
     sampling: Sampling
     precision: torch.dtype
     notes: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] | None = None
 
 
 def of_run(run: Path, config: MasterConfig, step: int, count: int, scratch: Path) -> list[VerdictCase]:
     """Return two cases of the first `count` recorded samples of a step: the policy's log-probs with the weights after
     `step` - 1 steps, which are of weight version `step`; and the engine's log-probs with the weights of the version
     that most samples come from. Raises ReplayError where the policy's weights are not kept."""
-    rows = [row for row in recorded_step(run, step)[0] if row["weight"]]
-    versions = Counter(row["versions"][0]["version"] for row in rows if len(row["versions"]) == 1)
+    recorded, _ = recorded_step(run, step)
+    files = {file["digest"]: file["bytes"] for row in recorded for file in row.get("images") or ()}
+    read = partial(_sample, files=files)
     sampling = _sampling(config)
     precision = PRECISIONS[config.policy.precision]
     folder = _weights(config, step - 1, scratch)
     if folder is None:
         where = f"{config.checkpointing.checkpoint_dir}/step_{step - 1}"
         raise ReplayError(f"{where} is not kept: step {step} began with its weights; choose a step after a checkpoint")
+    vision = shape_of(read_hf_config(folder)).vision
+    token = -1 if vision is None else vision.image_token
+    rows = [row for row in recorded if row["weight"] and not _writes(row, token)]
+    versions = Counter(row["versions"][0]["version"] for row in rows if len(row["versions"]) == 1)
     policy = VerdictCase(
         folder,
         _weights(config, step - 2, scratch),
-        tuple(replace(_sample(row), engine=None) for row in rows[:count]),
+        tuple(replace(read(row), engine=None) for row in rows[:count]),
         sampling,
         precision,
     )
@@ -70,8 +83,9 @@ def of_run(run: Path, config: MasterConfig, step: int, count: int, scratch: Path
         note = f"engine: the checkpoint of step {after}, whose weights generated most samples, is not kept"
         return [replace(policy, notes=(note,))]
     before = _weights(config, after - 1, scratch)
-    samples = tuple(replace(_sample(row), policy=None) for row in matching)
-    return [policy, VerdictCase(weights, before, samples, sampling, precision)]
+    samples = tuple(replace(read(row), policy=None) for row in matching)
+    kept = unquantized_layers(shape_of(read_hf_config(weights)), config.policy.generation.vllm_cfg)
+    return [policy, VerdictCase(weights, before, samples, sampling, precision, unquantized=kept)]
 
 
 def overridden(model: Path, overrides: Mapping[str, Any], scratch: Path) -> Path:
@@ -180,7 +194,13 @@ def _sampling(config: MasterConfig) -> Sampling:
     return Sampling(generation.max_new_tokens or 1, generation.temperature, generation.top_p, generation.top_k)
 
 
-def _sample(row: Mapping[str, Any]) -> JudgedSample:
+def _writes(row: Mapping[str, Any], token: int) -> bool:
+    """Return whether a sample has the token of images elsewhere than in one: transformers would take it for another."""
+    shown = sum(image["length"] for turn in row["turns"] or () for image in turn.get("images") or ())
+    return bool(row["token_ids"].count(token) > shown)
+
+
+def _sample(row: Mapping[str, Any], files: Mapping[str, bytes]) -> JudgedSample:
     """Return a recorded sample, or the first branch of one that has several."""
     length = row["branches"][0] if row.get("branches") else len(row["token_ids"])
     generated = torch.cat([torch.full((turn["tokens"],), turn["generated"]) for turn in row["turns"]])[:length]
@@ -189,7 +209,8 @@ def _sample(row: Mapping[str, Any]) -> JudgedSample:
         for name in ("policy_logprobs", "engine_logprobs")
     )
     tokens = torch.tensor(row["token_ids"], dtype=torch.int64)[:length]
-    return JudgedSample(f"{row['uid']}#{row['generation']}", tokens, generated, policy, engine)
+    images = tuple((span, files[span.digest]) for span in trajectory_of(row).images() if span.offset < length)
+    return JudgedSample(f"{row['uid']}#{row['generation']}", tokens, generated, policy, engine, images=images)
 
 
 def _weights(config: MasterConfig, steps: int, scratch: Path) -> Path | None:

@@ -4,16 +4,15 @@ Each explanation is a computation: the judge's, with older weights, with positio
 so on. It is accepted if it meets the numbers of the side that differs as closely as rounding allows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from grpo_mcore.refit.engine_side.fp8 import Format
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.tools.verdict.judge import Judge, JudgedSample, drawn
 
@@ -187,6 +186,9 @@ def explanations(judge: Judge, samples: Sequence[JudgedSample], logprobs: Sequen
     cast = {"RMSNorm": _cast_before_multiply}
     yield Explanation("precision", "norms rounded to bfloat16 before the weight", partial(judge.logprobs, hooks=cast))
     yield Explanation("precision", "all in bfloat16", partial(judge.logprobs, dtype=torch.bfloat16))
+    for kind in get_args(Format):
+        change = f"linear layers and experts quantised to {kind}"
+        yield Explanation("quantisation", change, partial(_quantized, judge, kind))
     if judge.shape.experts is not None:
         for by in (1, -1):
             hooks = {end: partial(_of_other_token, by) for end in (".gate", ".router", "TopkRouter", "TopKRouter")}
@@ -198,6 +200,10 @@ def explanations(judge: Judge, samples: Sequence[JudgedSample], logprobs: Sequen
         "the sample before it in the row can be seen",
         lambda sample: judge.logprobs(sample, before=before[id(sample)]),
     )
+
+
+def _quantized(judge: Judge, kind: Format, sample: JudgedSample) -> Tensor:
+    return judge.logprobs(sample, tensors=judge.quantized(kind))
 
 
 def _of_sampling(judge: Judge, samples: Sequence[JudgedSample], logprobs: Sequence[Tensor]) -> Iterator[Explanation]:

@@ -22,8 +22,35 @@ const MAIN = [
   ["train/truncation_rate"], ["train/zero_advantage_rate"], ["train/tokens_per_second"],
 ];
 
+const WORDS = { // metrics and columns by the last part of their name
+  reward: "Mean reward of the samples: what the environment pays for an answer.",
+  accuracy: "Share of the samples that are solved, where rewards are 0 or 1 or the environment says from which reward on.",
+  generated_length: "Mean number of tokens of an answer.",
+  entropy: "How undecided the policy is about the next token. Near 0 it always answers alike.",
+  approx_entropy: "How undecided the policy is about the next token, estimated from the sampled tokens. Near 0 it always answers alike.",
+  kl_penalty: "Distance of the policy from the reference model, as the loss counts it.",
+  kl_in_reward: "Distance of the policy from the reference model, taken off the reward.",
+  gen_kl_error: "Distance between the engine that generated and the policy that trains, under the same weights.",
+  token_mult_prob_error: "By what factor engine and policy differ in the probability of a token. 1 is equal, up to 1.05 is usual.",
+  grad_norm: "Length of the gradient before it is clipped. 0: nothing is learned; spikes: the step was too large.",
+  loss: "What the optimizer lowers. In GRPO its value says little: look at the reward.",
+  val_loss: "Mean negative log-probability of a token of the held-out answers. Lower is better.",
+  rewards_margin_mean: "How much more the policy prefers the chosen answer than the rejected one, compared with the reference.",
+  lr: "Learning rate of the step.",
+  trajectory_age_mean: "How many updates older the weights were that generated a token than those that train on it.",
+  truncation_rate: "Share of the answers that were cut off by the length limit.",
+  zero_advantage_rate: "Share of the samples whose group has equal rewards: they teach nothing.",
+  tokens_per_second: "Tokens of prompts and answers that are trained on, per second.",
+  advantage: "How much better than its group a sample did. Above 0 it is made likelier, below 0 less likely.",
+  mismatch: "Mean of exp|log-prob of the policy - of the engine| - 1 over the tokens of the answer. 0 is equal.",
+};
+const explained = (name, shown = name) => {
+  const words = WORDS[name.split("/").at(-1)];
+  return words ? `<span class="word" data-tip="${escaped(words)}">${escaped(shown)}</span>` : escaped(shown);
+};
+
 let data = null;
-const loaded = {}, parts = {}; // by kind and step: the samples, and a sentence if some are missing
+const loaded = {}, parts = {}, pictures = {}; // by kind and step: the samples, and a sentence if some are missing; images by digest
 let missing = 0; // steps whose samples are not in the page
 let charts = [];
 
@@ -44,14 +71,20 @@ document.addEventListener("pointermove", (event) => {
   tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
 });
 
-// Head and alarms.
+// Head and alarms, of each run its own.
 function showHead() {
-  const s = data.state;
-  const steps = s.max_steps ? `${s.steps} of ${s.max_steps} steps` : `${s.steps} steps`;
-  el("state").innerHTML = `<b>${escaped(s.model || "")}</b> · ${s.algorithm.toUpperCase()}, ${steps} of ${escaped(s.step_size)} · ${escaped(s.end)} · page made ${s.made} from <code>${escaped(s.folder)}</code>`;
-  el("alarm-list").innerHTML = data.alarms.length
-    ? data.alarms.map((a) => `<li class="${a.grave ? "grave" : ""}">${escaped(a.text)}<small>${escaped(a.help)}</small></li>`).join("")
-    : `<li class="none">None: ${s.rewarded ? "rewards, entropy, mismatch, gradients" : "loss, gradients"} and devices look as they should.</li>`;
+  const several = data.heads.length > 1;
+  el("heads").innerHTML = data.heads.map(({ name, state: s, headline: h }) => {
+    const steps = s.max_steps ? `${s.steps} of ${s.max_steps} steps` : `${s.steps} steps`;
+    const main = h ? `<p class="headline">${explained(h.metric)} <b>${short(+h.before.toPrecision(3))}</b> &rarr; <b>${short(+h.after.toPrecision(3))}</b> <small>step ${h.steps[0]} to ${h.steps[1]}</small></p>` : "";
+    return `<div class="head">${several ? `<h3>${escaped(name)}</h3>` : ""}${main}<p class="state"><b>${escaped(s.model || "")}</b> · ${s.algorithm.toUpperCase()}, ${steps} of ${escaped(s.step_size)} · ${escaped(s.end)} · page made ${s.made} from <code>${escaped(s.folder)}</code></p></div>`;
+  }).join("");
+  const quiet = several && data.heads.every(({ alarms }) => !alarms.length);
+  const heads = quiet ? data.heads.slice(0, 1) : data.heads; // one line says it of all
+  if (several) document.querySelectorAll("h2 .of-run").forEach((span) => { span.textContent = ` of ${data.heads[0].name}`; });
+  el("alarm-list").innerHTML = heads.map(({ name, state: s, alarms }) => (several && !quiet ? `<h3>${escaped(name)}</h3>` : "") + "<ul>" + (alarms.length
+    ? alarms.map((a) => `<li class="${a.grave ? "grave" : ""}">${escaped(a.text)}<small>first: ${escaped(a.help)}</small></li>`).join("")
+    : `<li class="none">None${quiet ? ` in any of the ${data.heads.length} runs` : ""}: ${s.rewarded ? "rewards, entropy, mismatch, gradients" : "loss, gradients"} and devices look as they should.</li>`) + "</ul>").join("");
 }
 
 // The runs beside each other, best first.
@@ -84,13 +117,27 @@ function around(_, low, high) { // a flat curve is in the middle, not at the edg
   return [low - room, high + room];
 }
 
-function drawChart(name) {
+// How far a metric moves: from the mean of its first fifth to that of its last, in units of its noise; -1: it is flat.
+function movement(name) {
+  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+  return Math.max(...data.runs.map((run) => {
+    const values = (run.curves[name]?.[1] || []).filter((value) => value !== null);
+    if (!values.length) return -1;
+    const low = Math.min(...values), high = Math.max(...values);
+    if (high - low <= 1e-3 * Math.max(Math.abs(low), Math.abs(high)) || values.length < 2) return -1;
+    const fifth = Math.max(1, Math.floor(values.length / 5));
+    const jumps = values.slice(1).map((value, i) => Math.abs(value - values[i]));
+    return Math.abs(mean(values.slice(-fifth)) - mean(values.slice(0, fifth))) / (mean(jumps) + 1e-12);
+  }));
+}
+
+function drawChart(name, place) {
   const sets = data.runs.map((run) => run.curves[name]).filter(Boolean);
   if (!sets.length) return;
-  const box = el("charts").appendChild(document.createElement("div"));
+  const box = el(place).appendChild(document.createElement("div"));
   box.className = "chart";
-  const last = data.runs[0].curves[name];
-  box.innerHTML = `<h4>${escaped(name.replace("train/", ""))} <span>${last ? "last " + short(last[1].at(-1)) : ""}</span></h4>`;
+  const last = data.heads.length === 1 && data.runs[0].curves[name];
+  box.innerHTML = `<h4>${explained(name, name.replace("train/", ""))} <span>${last ? "last " + short(last[1].at(-1)) : ""}</span></h4>`;
   const steps = [...new Set(sets.flatMap((set) => set[0]))].sort((a, b) => a - b);
   const along = (set, which) => {
     const at = new Map(set ? set[0].map((step, i) => [step, set[which][i]]) : []);
@@ -113,20 +160,29 @@ function drawChart(name) {
   const values = (_, ticks) => ticks.map((tick) => short(tick));
   charts.push({ sparse, columns, plot: new uPlot({
     width: box.clientWidth - 12, height: 190, series, bands, scales: { x: { time: false }, y: { range: around } }, cursor: { sync: { key: "steps" } },
-    axes: [{ ...axis, size: 30 }, { ...axis, size: 60, values }], legend: { live: true },
+    axes: [{ ...axis, size: 30 }, { ...axis, size: 60, values }], legend: { show: false },
   }, columns(sparse ? 0 : +el("smooth").value), box) });
 }
 
 function drawCharts() {
   charts.forEach((chart) => chart.plot.destroy());
   charts = [];
-  el("charts").innerHTML = "";
+  el("charts").innerHTML = el("flat-charts").innerHTML = "";
+  el("which").innerHTML = data.runs.length > 1 ? data.runs.map((run, i) => `<span><b style="background:${LINES[i % LINES.length]}"></b>${escaped(run.name)}</span>`).join("") : "";
   const has = (name) => data.runs.some((run) => run.curves[name]);
   const wanted = el("metric-search").value.trim();
   const names = wanted
     ? [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))].filter((name) => name.includes(wanted)).slice(0, 24)
     : MAIN.flatMap((options) => (options[0].startsWith("validation") || options[1]?.startsWith("validation") ? options.filter(has) : [options.find(has)])).filter(Boolean);
-  [...new Set(names)].forEach(drawChart);
+  const headline = data.heads[0].headline?.metric;
+  const moves = new Map([...new Set(names)].map((name) => [name, movement(name)]));
+  const flat = wanted ? [] : [...moves.keys()].filter((name) => moves.get(name) < 0);
+  const first = [...moves.keys()].filter((name) => !flat.includes(name))
+    .sort((a, b) => (b === headline) - (a === headline) || (moves.get(b) > 2) - (moves.get(a) > 2));
+  first.forEach((name) => drawChart(name, "charts"));
+  el("flat").hidden = !flat.length;
+  el("flat").firstElementChild.textContent = `${flat.length} curve${flat.length > 1 ? "s that do" : " that does"} not move: ${flat.map((name) => name.replace("train/", "")).join(", ")}`;
+  if (el("flat").open) flat.forEach((name) => drawChart(name, "flat-charts"));
 }
 
 // Ledger of device-seconds.
@@ -208,6 +264,7 @@ function moveStep(by) {
 async function keep(kind, step, packed) {
   const found = await unpack(packed), kept = new Set(found.samples.map((sample) => sample.u)).size;
   loaded[kind + step] = found.samples;
+  Object.assign(pictures, found.pictures);
   parts[kind + step] = found.prompts > kept ? `${kept} of the ${found.prompts} prompts of this step are in the page. ` : "";
 }
 
@@ -229,6 +286,31 @@ function tokenValues(sample) {
 function mismatch(sample) {
   const { errors } = tokenValues(sample);
   return errors.length && errors[0] !== null ? errors.reduce((a, b) => a + b, 0) / errors.length : null;
+}
+
+// Mean mismatch of a step's tokens by their place in the sample and by the engine's probability.
+const DEPTHS = [0, 16, 64, 256, 1024, 4096, 16384].map((from) => [from, `from token ${from}`]);
+const CHANCES = [[0, "below 1e-4"], [1e-4, "1e-4 to 1 %"], [0.01, "1 to 10 %"], [0.1, "10 to 50 %"], [0.5, "50 to 90 %"], [0.9, "90 to 99 %"], [0.99, "above 99 %"]];
+
+function mismatchBins(samples, bins, valueOf) {
+  const found = bins.map(([from, name]) => ({ from, name, tokens: 0, sum: 0, largest: 0 }));
+  for (const sample of samples) {
+    tokenValues(sample).errors.forEach((error, i) => {
+      const bin = error === null ? null : found.findLast((b) => valueOf(sample, i) >= b.from);
+      if (bin) { bin.tokens += 1; bin.sum += error; bin.largest = Math.max(bin.largest, error); }
+    });
+  }
+  return found.filter((bin) => bin.tokens).map((bin) => ({ ...bin, mean: bin.sum / bin.tokens }));
+}
+
+function showMismatch(samples) {
+  const tables = [["place", DEPTHS, (_, i) => i], ["engine's probability", CHANCES, (s, i) => Math.exp(s.e[i])]].map(([title, bins, valueOf]) => {
+    const found = mismatchBins(samples, bins, valueOf), most = Math.max(...found.map((bin) => bin.mean), 1e-9);
+    return found.length && `<table><tr><th style='text-align:left'>${title}</th><th>tokens</th><th>mean</th><th>largest</th><th></th></tr>` + found.map((bin) =>
+      `<tr><td style="text-align:left">${bin.name}</td><td>${bin.tokens}</td><td>${short(bin.mean)}</td><td>${short(bin.largest)}</td><td><div class="bar" style="width:8rem"><i style="width:${(100 * bin.mean) / most}%;background:${LINES[0]}"></i></div></td></tr>`).join("") + "</table>";
+  });
+  el("mismatch").hidden = !tables[0];
+  el("mismatch-tables").innerHTML = tables.filter(Boolean).join("");
 }
 
 function fillSteps() {
@@ -253,6 +335,18 @@ async function chooseStep() {
 
 function textOf(sample, from, to) { return sample.ids.slice(from, to).map((id) => data.tokens[id] ?? `[${id}]`).join(""); }
 
+// The text of tokens that were not generated, with a picture for the run of each image.
+function saidOf(sample, from, to) {
+  let at = from, html = "";
+  for (const [first, count, digest] of sample.im || []) {
+    if (first < from || first >= to) continue;
+    const words = `image of ${count} tokens`;
+    html += escaped(textOf(sample, at, first)) + (pictures[digest] ? `<img src="${pictures[digest]}" alt="" title="${words}">` : `[${words}]`);
+    at = first + count;
+  }
+  return html + escaped(textOf(sample, at, to));
+}
+
 // An example of the data has no reward; a sample without one failed.
 function rewardOf(sample) { return sample.r !== null ? short(sample.r) : data.state.rewarded ? "<span class='bad'>failed</span>" : "–"; }
 
@@ -275,19 +369,25 @@ const FILTERS = {
 function showSamples() {
   const samples = loaded[el("kind").value + el("sample-step").value];
   if (!samples) return;
+  showMismatch(samples);
   const rest = missing ? `${missing} more steps are on disk.` : "", part = parts[el("kind").value + el("sample-step").value];
   const how = " grpo-mcore report RUN --samples 12,13 puts chosen steps into the page, --all-samples writes all beside it.";
   el("sample-text").textContent = part || rest ? part + rest + how : "";
   const wanted = el("search").value.toLowerCase();
   const found = FILTERS[el("filter").value](samples).filter((s) =>
     !wanted || [textOf(s, 0, s.ids.length), s.u, s.ans, s.why, s.truth].join("\n").toLowerCase().includes(wanted));
-  const head = "<tr><th>prompt</th><th>reward</th><th>advantage</th><th class='wide'>tokens</th><th class='wide'>mismatch</th><th class='wide'></th><th style='text-align:left'>answer</th></tr>";
+  const ifRewarded = (cell) => (data.state.rewarded ? cell : "");
+  const head = `<tr><th>prompt</th>${ifRewarded(`<th>${explained("reward")}</th><th>${explained("advantage")}</th>`)}<th class='wide'>tokens</th>${ifRewarded(`<th class='wide'>${explained("mismatch")}</th>`)}<th class='wide'></th><th style='text-align:left'>answer</th></tr>`;
   el("sample-list").innerHTML = `<table><thead>${head}</thead><tbody>` + found.slice(0, 500).map((s) => {
     const flags = [s.cut && "cut", s.left && "left out", s.w === 0 && "masked"].filter(Boolean).join(", ");
-    return `<tr data-index="${samples.indexOf(s)}"><td>${escaped(s.u)}#${s.g}</td><td>${rewardOf(s)}</td><td>${short(s.a)}</td><td class="wide">${(s.e || s.p || []).length}</td><td class="wide">${short(mismatch(s))}</td><td class="wide hint">${flags}</td><td class="text">${escaped(answerOf(s).slice(0, 200))}</td></tr>`;
+    return `<tr data-index="${samples.indexOf(s)}"><td>${escaped(s.u)}#${s.g}</td>${ifRewarded(`<td>${rewardOf(s)}</td><td>${short(s.a)}</td>`)}<td class="wide">${(s.e || s.p || []).length}</td>${ifRewarded(`<td class="wide">${short(mismatch(s))}</td>`)}<td class="wide hint">${flags}</td><td class="text">${escaped(answerOf(s).slice(0, 200))}</td></tr>`;
   }).join("") + `</tbody></table>${found.length ? "" : "<p class='hint' style='padding:.6rem'>No sample fits.</p>"}`;
-  const opened = found[0];
-  if (opened && !el("sample").innerHTML) openSample(samples.indexOf(opened));
+  const teaches = (s) => found.some((other) => other.u === s.u && other.a !== s.a);
+  const opened = (el("filter").value === "all" && found.find(teaches)) || found[0]; // a group from which something is learned
+  if (opened && !el("sample").innerHTML) {
+    openSample(samples.indexOf(opened));
+    el("sample-list").scrollTop = el("sample-list").querySelector("tr.open").offsetTop - 60;
+  }
 }
 
 function shade(value, scale, two) {
@@ -298,9 +398,11 @@ function shade(value, scale, two) {
 
 function tokensOf(sample, by) {
   const { errors, weights } = tokenValues(sample);
+  const turns = sample.t.filter(([, , generated]) => generated);
+  const credit = turns.flatMap(([, count], k) => Array(count).fill(sample.c ? sample.c[k] : 0));
   const value = {
     mismatch: (i) => errors[i], weight: (i) => (weights[i] === null ? null : weights[i] - 1),
-    surprise: (i) => (sample.p || sample.e)[i], advantage: () => sample.a, age: (i) => (sample.age ? sample.age[i] : 0), none: () => null,
+    surprise: (i) => (sample.p || sample.e)[i], advantage: (i) => sample.a + credit[i], age: (i) => (sample.age ? sample.age[i] : 0), none: () => null,
     teacher: (i) => (sample.q && sample.p ? sample.q[i] - sample.p[i] : null),
   }[by];
   const all = (sample.e || sample.p || []).map((_, i) => Math.abs(value(i) ?? 0));
@@ -308,10 +410,10 @@ function tokensOf(sample, by) {
   const scale = Math.max(least, ...all.slice(0, 5000));
   let at = 0, i = 0, html = "";
   for (const [role, count, generated] of sample.t) {
-    if (!generated) { html += `<span class="said" title="${escaped(role)}">${escaped(textOf(sample, at, at + count))}</span>`; at += count; continue; }
+    if (!generated) { html += `<span class="said" title="${escaped(role)}">${saidOf(sample, at, at + count)}</span>`; at += count; continue; }
     for (let k = 0; k < count; k++, i++, at++) {
       const policy = sample.p ? `policy ${sample.p[i]}\nweight ${short(weights[i])}` : "not trained on";
-      const words = `${JSON.stringify(data.tokens[sample.ids[at]] ?? sample.ids[at])}  id ${sample.ids[at]}\n${sample.e ? `engine ${sample.e[i]}\n` : ""}${policy}\n${sample.q ? `teacher ${sample.q[i]}\n` : ""}age ${sample.age ? sample.age[i] : 0}`;
+      const words = `${JSON.stringify(data.tokens[sample.ids[at]] ?? sample.ids[at])}  id ${sample.ids[at]}\n${sample.e ? `engine ${sample.e[i]}\n` : ""}${policy}\n${sample.q ? `teacher ${sample.q[i]}\n` : ""}age ${sample.age ? sample.age[i] : 0}${sample.c ? `\ncredit of the turn ${credit[i]}` : ""}`;
       html += `<s style="${shade(value(i), scale, by === "weight" || by === "advantage" || by === "teacher")}" data-tip="${escaped(words)}">${escaped(data.tokens[sample.ids[at]] ?? `[${sample.ids[at]}]`)}</s>`;
     }
   }
@@ -321,7 +423,7 @@ function tokensOf(sample, by) {
 function promptOf(sample) {
   let end = 0;
   for (const [, count, generated] of sample.t) { if (generated) break; end += count; }
-  return sample.ids.slice(0, end).join(" ");
+  return [...sample.ids.slice(0, end), ...(sample.im || []).filter(([first]) => first < end).map(([, , digest]) => digest)].join(" ");
 }
 
 async function showOverTime() {
@@ -348,7 +450,7 @@ function openSample(index) {
   el("sample").innerHTML = `<h3>Prompt ${escaped(chosen.u)}: its ${group.length} sample${group.length > 1 ? "s" : ""}${chosen.truth === null ? "" : `, expected ${escaped(chosen.truth)}`} <button id="show-over-time">over time</button></h3><div id="over-time"></div><div class="group">` +
     group.map((s) => {
       const named = Object.entries(s.R).map(([name, value]) => `${escaped(name)} ${short(value)}`).join(", ");
-      return `<div class="card ${s === chosen ? "open" : ""}"><div class="facts">#${s.g} · ${data.state.rewarded ? `reward <b class="${s.r > 0 ? "good" : "bad"}">${s.r === null ? "none" : short(s.r)}</b>${named ? ` (${named})` : ""} · advantage ${s.A ? `<b class="advantage">${s.a}</b> = <span class="formula">${escaped(s.A)}</span>, ${s.n} rewards in its group${s.kl ? `, less ${short(s.kl)} times the KL from each token on` : ""}` : `<b>${short(s.a)}</b>`} · ` : ""}${(s.e || s.p || []).length} tokens${s.cut ? " · cut off" : ""}${s.left ? ` · left out: ${escaped(s.left)}` : ""}${s.w === 0 ? " · masked" : ""}${data.state.rewarded ? `<br>answer ${s.ans === null ? "none found" : `<b>${escaped(s.ans)}</b>`} · ${escaped(s.why || "")} · scored in ${short(s.s)} s` : ""}${Object.keys(s.row || {}).length ? `<br><span class="hint">${escaped(Object.entries(s.row).map(([name, value]) => `${name} ${value}`).join(" · "))}</span>` : ""}</div><div class="tokens">${tokensOf(s, by)}</div></div>`;
+      return `<div class="card ${s === chosen ? "open" : ""}"><div class="facts">#${s.g} · ${data.state.rewarded ? `reward <b class="${s.r > 0 ? "good" : "bad"}">${s.r === null ? "none" : short(s.r)}</b>${named ? ` (${named})` : ""} · advantage ${s.A ? `<b class="advantage">${s.a}</b> = <span class="formula">${escaped(s.A)}</span>, ${s.n} rewards in its group${s.kl ? `, less ${short(s.kl)} times the KL from each token on` : ""}` : `<b>${short(s.a)}</b>`}${s.c ? `, plus by turn ${s.c.map(short).join(", ")}` : ""} · ` : ""}${(s.e || s.p || []).length} tokens${s.cut ? " · cut off" : ""}${s.left ? ` · left out: ${escaped(s.left)}` : ""}${s.w === 0 ? " · masked" : ""}${data.state.rewarded ? `<br>answer ${s.ans === null ? "none found" : `<b>${escaped(s.ans)}</b>`} · ${escaped(s.why || "")} · scored in ${short(s.s)} s` : ""}${Object.keys(s.row || {}).length ? `<br><span class="hint">${escaped(Object.entries(s.row).map(([name, value]) => `${name} ${value}`).join(" · "))}</span>` : ""}</div><div class="tokens">${tokensOf(s, by)}</div></div>`;
     }).join("") + "</div>";
 }
 
@@ -374,6 +476,7 @@ async function start() {
   el("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   el("smooth").oninput = () => charts.filter((chart) => !chart.sparse).forEach(({ plot, columns }) => plot.setData(columns(+el("smooth").value)));
   el("metric-search").oninput = drawCharts;
+  el("flat").ontoggle = drawCharts;
   el("timeline-step").onchange = showTimeline;
   el("step-back").onclick = () => moveStep(-1);
   el("step-on").onclick = () => moveStep(1);
