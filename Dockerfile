@@ -34,8 +34,8 @@ ARG KERNELS=1
 COPY pyproject.toml README.md LICENSE ./
 RUN [ "${KERNELS}" = 0 ] || scripts/setup_gpu.sh kernels
 
-# 1: with FlashInfer's compiled kernels, for a shorter first start of engines.
-ARG PREFETCH=0
+# FlashInfer's compiled kernels, after which no engine compiles them. 0: leave them out, where its index does not answer.
+ARG PREFETCH=1
 RUN [ "${PREFETCH}" = 0 ] || scripts/setup_gpu.sh prefetch
 
 COPY grpo_mcore grpo_mcore

@@ -1,6 +1,6 @@
 """Do we learn as TRL does? Train the demo's start model with our loop and with TRL's GRPOTrainer; compare the curves.
 
-    python benchmarks/learning.py [--seeds 3] [--json FILE] [--plot FILE] [key=value ...]
+    python benchmarks/learning.py [--seeds 3] [--json FILE] [--plot FILE] [grpo.max_num_steps=120 ...]
 
 `grpo-mcore demo` first: it makes the model and the task. Overrides go to recipes/grpo-arithmetic-cpu.yaml, from which
 both sides take their settings. Equal on both: prompts and their order, groups, samples of an optimizer step,

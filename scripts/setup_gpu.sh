@@ -8,14 +8,16 @@
 #     headers             whether the compilers find the headers and libraries that the next two steps need: seconds
 #     transformer_engine  is compiled, against the installed torch, cuDNN and NCCL: 10 to 30 minutes
 #     kernels             are compiled too (pyproject.toml's extra `kernels`)
+#     prefetch            FlashInfer's compiled kernels, from its own index: without them engines compile at their first start
 #     project             grpo_mcore from this folder
 #     imports             each extension is imported, not only looked for
 #   and, only when it is named:
-#     prefetch            FlashInfer's compiled kernels from its own index, which engines otherwise compile at their first start
+#     samples             one source of each package of kernels is compiled and linked: minutes on two cores
+#     cudnn               a newer cuDNN than torch names, with which attention sinks (gpt-oss) can be trained; after all others
 #
 #   VENV=.venv-gpu        where the environment is
 #   PYTHON=python3.12     interpreter that makes it
-#   NVTE_CUDA_ARCHS=90    90 is H100 and H200; "90;100" adds B200
+#   NVTE_CUDA_ARCHS=90    all is compiled for these architectures; 90 is H100 and H200, "90;100" adds B200
 #   MAX_JOBS=8            compilers at a time; each takes up to 8 GB of memory
 #   EDITABLE=1            0: copy the project into the environment, as the image does
 set -euo pipefail
@@ -23,6 +25,7 @@ cd "$(dirname "$0")/.."
 
 LOCK=requirements/gpu.lock
 TRANSFORMER_ENGINE=2.20.2
+CUDNN='nvidia-cudnn-cu13==9.26.1.1 --hash=sha256:c709224270fbfb5c51248422b468dc258461a723a8d5a21f50111614b36b8c53'
 VENV=${VENV:-.venv-gpu}
 export NVTE_CUDA_ARCHS=${NVTE_CUDA_ARCHS:-90} MAX_JOBS=${MAX_JOBS:-8}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
@@ -58,6 +61,20 @@ use_pips_cuda() {
     export PATH=$CUDA_HOME/bin:$(realpath "$VENV/bin"):$PATH
     export CPATH=$site/cudnn/include:$site/nccl/include:$CUDA_HOME/include:$CUDA_HOME/include/cccl${CPATH:+:$CPATH}
     export LIBRARY_PATH=$(realpath "$links")${LIBRARY_PATH:+:$LIBRARY_PATH}
+    # The setup.py of both packages of kernels names up to nine architectures and asks for no other.
+    cat >"$VENV/nvcc" <<'EOF'
+#!/usr/bin/env bash
+# nvcc, which compiles for NVTE_CUDA_ARCHS in place of the architectures that it is told.
+words=() told=
+while [ $# -gt 0 ]; do
+    if [ "$1" = -gencode ]; then told=1 && shift; else words+=("$1"); fi
+    shift
+done
+for arch in ${told:+${NVTE_CUDA_ARCHS//;/ }}; do words+=(-gencode "arch=compute_$arch,code=sm_$arch"); done
+exec "$CUDA_HOME/bin/nvcc" "${words[@]}"
+EOF
+    chmod +x "$VENV/nvcc"
+    export PYTORCH_NVCC=$(realpath "$VENV/nvcc") CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE
 }
 
 check_headers() {
@@ -78,8 +95,9 @@ int main() {
     return ncclGetVersion(&version) + cudaRuntimeGetVersion(&version) + (cudnnGetVersion() == 0);
 }
 EOF
-    printf '%s\n' '#include <cuda_bf16.h>' '__global__ void twice(__nv_bfloat16* x) { x[0] = x[0] + x[0]; }' \
-        >"$folder/check.cu"
+    # cub refuses a compiler whose CUDA is not that of the runtime's headers.
+    printf '%s\n' '#include <cub/cub.cuh>' '#include <cuda_bf16.h>' \
+        '__global__ void twice(__nv_bfloat16* x) { x[0] = x[0] + x[0]; }' >"$folder/check.cu"
     include=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     g++ -std=c++17 -I"$include" "$folder/check.cpp" -o "$folder/check" -lcudart -lcudnn -lnccl ||
         fail "the C++ compiler does not find what TransformerEngine needs (above). Debian and Ubuntu: apt-get install \
@@ -95,13 +113,48 @@ install_transformer_engine() {
     pip_install --no-build-isolation -c "$VENV/constraints.txt" "transformer-engine[pytorch,core_cu13]==$TRANSFORMER_ENGINE"
 }
 
+kernel_packages() {
+    "$VENV/bin/python" -c 'import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["kernels"])'
+}
+
 install_kernels() {
     use_pips_cuda
-    local kernels
-    kernels=$("$VENV/bin/python" -c 'import tomllib
-print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["kernels"])')
-    # shellcheck disable=SC2086
-    CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE pip_install --no-deps --no-build-isolation $kernels
+    # shellcheck disable=SC2046
+    pip_install --no-deps --no-build-isolation $(kernel_packages)
+}
+
+# With the flags of each package's setup.py.
+compile_samples() {
+    use_pips_cuda
+    local folder python convolution scan package source
+    folder=$(mktemp -d) python=$(realpath "$VENV/bin")/python
+    # shellcheck disable=SC2064
+    trap "rm -rf '$folder'" EXIT
+    read -r convolution scan _ <<<"$(kernel_packages)"
+    while read -r package source; do
+        "$python" -m pip download -q --no-deps --no-build-isolation --no-binary :all: -d "$folder/$source" "$package"
+        (cd "$folder/$source" && tar -xzf ./*.tar.gz --strip-components 1 && "$python" - "$source" <<'EOF'
+import distutils.core, sys, time, setuptools
+source, sys.argv = sys.argv[1], ["setup.py"]
+package = distutils.core.run_setup("setup.py", stop_after="init")
+(extension,) = package.ext_modules
+extension.sources = [path for path in map(str, extension.sources) if path.endswith("/" + source)]
+started = time.monotonic()
+package.run_command("build_ext")
+print(f"[setup] compiled and linked {source} of {package.get_fullname()} in {time.monotonic() - started:.0f} s")
+EOF
+        ) || fail "$source of $package does not compile (above)"
+    done <<EOF
+$convolution causal_conv1d_fwd.cu
+$scan selective_scan_fwd_bf16.cu
+EOF
+}
+
+# With torch's, TransformerEngine refuses the backward pass of sinks in packed rows.
+install_cudnn() {
+    echo "$CUDNN" >"$VENV/cudnn.txt"
+    pip_install --no-deps --require-hashes -r "$VENV/cudnn.txt"
 }
 
 install_project() {
@@ -111,7 +164,10 @@ install_project() {
     "$VENV/bin/python" -m pip check
 }
 
-prefetch_kernels() { "$VENV/bin/flashinfer" download-kernels; }
+prefetch_kernels() {
+    "$VENV/bin/flashinfer" download-kernels || fail "FlashInfer's index does not answer. Go on with '$0 project imports': \
+engines then compile at their first start, with the nvcc that pip has installed"
+}
 
 # In a process each: one that fails must not hide the others, and some cannot be imported together.
 check_imports() {
@@ -137,13 +193,15 @@ run_step() {
     transformer_engine) install_transformer_engine ;;
     kernels) install_kernels ;;
     project) install_project ;;
-    imports) check_imports ;;
     prefetch) prefetch_kernels ;;
+    imports) check_imports ;;
+    samples) compile_samples ;;
+    cudnn) install_cudnn ;;
     *) fail "there is no step $1; $0 begins with a list" ;;
     esac
 }
 
 [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] || fail "this is $(uname -sm); the lock is for Linux on x86_64"
-[ $# -gt 0 ] || set -- venv lock headers transformer_engine kernels project imports
+[ $# -gt 0 ] || set -- venv lock headers transformer_engine kernels prefetch project imports
 for step in "$@"; do run_step "$step"; done
 say "done after $SECONDS s: source $VENV/bin/activate"

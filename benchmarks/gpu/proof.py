@@ -1,6 +1,6 @@
 """Measure the policy on one device and print one table.
 
-    python -m benchmarks.gpu.proof [--device gpu|cpu] [--tiny] [--parts stack,kernels,refit,cycle,slices] [--out FOLDER]
+    python -m benchmarks.gpu.proof [--device gpu|cpu] [--tiny] [--parts stack,families,refit,...] [--out FOLDER]
 
 Ends with exit code 1 if a value that is held against another one differs. Runs from the root of a checkout.
 scripts/gpu_proof.sh runs it on a machine that has torch for CUDA and nothing else (docs/gpu.md).
@@ -20,8 +20,9 @@ import torch
 
 from benchmarks.gpu.kit import Row, Setting
 
-PARTS = ("stack", "kernels", "refit", "cycle", "slices")
-"""Modules of this folder with `run(setting)`; those whose failure would stop a run first."""
+PARTS = ("stack", "families", "refit", "cycle", "kernels", "slices")
+"""Modules of this folder with `run(setting)`: first those whose failure would stop a run, then those that would spoil
+its numbers, then those that measure."""
 
 
 def table(rows: list[Row]) -> str:

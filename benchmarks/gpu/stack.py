@@ -12,9 +12,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -25,6 +26,7 @@ from grpo_mcore.base.processes import free_port
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
+from grpo_mcore.refit.engine_side.fp8 import Format
 
 PACKAGES = ("transformer_engine.pytorch", "causal_conv1d", "mamba_ssm", "fla", "flashinfer", "vllm")
 LIMIT_S = 240
@@ -37,8 +39,8 @@ def run(setting: Setting) -> Iterator[Row]:
             yield Row("stack", package, NOT_INSTALLED)
         else:
             yield from _rows_of([sys.executable, "-W", "ignore", "-m", __name__, "package", package])
-    for part in ("attention", "engine"):
-        if part == "engine" and find_spec("vllm") is None:
+    for part in (*get_args(Format), "attention", "engine"):
+        if part != "attention" and find_spec("vllm") is None:
             yield Row("stack", part, NOT_INSTALLED)
             continue
         size = ["--tiny"] if setting.tiny else []
@@ -126,6 +128,56 @@ def engine(setting: Setting) -> Iterator[Row]:
     ours.shutdown()
 
 
+def quantized(kind: Format, setting: Setting) -> Iterator[Row]:
+    """Refit an engine with FP8 layers and experts three times, and compare its bytes, scales and samples with those of
+    an engine that starts with the weights. Kernels, graphs and activations in FP8 are the GPU's alone."""
+    if why := why_not_imported("vllm"):
+        yield Row("stack", kind, why, "", None if why == NOT_INSTALLED else False)
+        return
+    from grpo_mcore.driver.engines.engine_group import EngineWorker
+    from grpo_mcore.refit.refit import refit
+    from tests.functional.engine_cases import generate, request
+    from tests.functional.fp8_pairs import Pair, differing, of_engine
+    from tests.unit.refit.shards import Handle
+
+    gpu = setting.platform.on_gpu
+    options = {"platform": "gpu", "gpu_memory_utilization": 0.3, "kv_cache_memory_gb": None} if gpu else {}
+    pair = Pair(setting.folder / kind, "qwen3_moe", kind, 1, **options)
+    (kernels,) = pair.engine._llm_engine.collective_rpc(_kernels)
+    yield Row("stack", f"{kind}: kernels", ", ".join(kernels))
+    handle, asked = Handle(pair.engine.name, pair.engine), [request(number) for number in range(8)]
+    generate(pair.engine, asked)  # graphs are captured
+    for version in (1, 2, 3):  # each compares one layer with the plain reference
+        report = refit([pair.sender], [handle], pair.plan, version, verify="full")
+    yield Row("stack", f"{kind}: refit", number(report.seconds, "s"), f"{report.checked} slices", report.checked > 0)
+    ours, tokens = of_engine(pair.engine), _tokens(generate(pair.engine, asked, temperature=0.0))
+    seconds = setting.timed(lambda: generate(pair.engine, asked))
+    pair.close()
+    fresh = EngineWorker(replace(pair.config, model=str(pair.folders[1]), name="engine-1"), None)
+    wrong = differing(ours, of_engine(fresh))
+    what = f"{len(wrong)} of {len(ours[0])} parameters{', such as ' + wrong[0] if wrong else ''}"
+    yield Row("stack", f"{kind}: differ from a fresh start", what, "0 after three refits", not wrong)
+    same = tokens == _tokens(generate(fresh, asked, temperature=0.0))
+    yield Row("stack", f"{kind}: likeliest tokens", "equal" if same else "differ", "those of a fresh start", same)
+    yield Row("stack", f"{kind}: 8 samples", number(seconds, "s"))
+    fresh.shutdown()
+
+
+def _kernels(worker: Any) -> list[str]:
+    """Return the kinds of vLLM's methods, kernels and backends of a rank's quantised layers."""
+    methods = [getattr(module, "quant_method", None) for module in worker.model_runner.model.modules()]
+    parts = [
+        getattr(method, name, None)
+        for method in methods if method is not None
+        for name in ("fp8_linear", "mxfp8_linear", "kernel", "fp8_backend", "mxfp8_backend")
+    ]  # fmt: skip
+    return sorted({str(getattr(part, "value", type(part).__name__)) for part in parts if part is not None})
+
+
+def _tokens(samples: Any) -> dict[str, list[int]]:
+    return {uid: sample.token_ids().tolist() for uid, sample in samples.items()}
+
+
 def _refit(setting: Setting, ours: Any, folder: Path) -> Iterator[Row]:
     """Let the engine sleep without its weights, take those of a policy in this process, and generate with them."""
     from tests.functional.engine_cases import Policy as Weights
@@ -161,6 +213,7 @@ def main(part: str, *words: str) -> None:
         return
     device, folder, *tiny = words
     parts: dict[str, Callable[[Setting], Iterator[Row]]] = {"attention": attention, "engine": engine}
+    parts |= {kind: partial(quantized, kind) for kind in get_args(Format)}
     for row in parts[part](Setting(device, bool(tiny), Path(folder))):  # type: ignore[arg-type]
         print(json.dumps(asdict(row)), flush=True)
 

@@ -9,7 +9,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
-#SBATCH --mem=832G
+#SBATCH --mem=960G
 #SBATCH --time=04:00:00
 #SBATCH --signal=B:USR1@600
 #SBATCH --requeue
