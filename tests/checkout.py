@@ -1,7 +1,5 @@
 """Files of this checkout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]

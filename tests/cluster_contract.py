@@ -3,8 +3,6 @@
 Each function of CONTRACT takes a cluster and a name for its workers.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

@@ -1,12 +1,12 @@
 """Settings of every test: one thread per process, no hub, markers by folder, cheap tests first."""
 
-from __future__ import annotations
-
+import functools
 import gc
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,17 @@ hypothesis.settings.register_profile("shared machine", deadline=None, derandomiz
 hypothesis.settings.register_profile("thorough", hypothesis.settings.get_profile("shared machine"))
 hypothesis.settings.load_profile("shared machine")
 
-FOLDERS = ("unit", "distributed", "functional", "chaos", "gpu")
+FOLDERS = ("unit", "distributed", "chaos", "functional", "gpu")
+"""In the order in which they begin: chaos has one long test, and no worker should be alone with that at the end."""
 LONGEST = (
-    "test_async_ray.py", "test_train_local.py", "test_engine_nodes.py", "test_async_local.py",
-    "test_on_policy_distillation.py", "test_engine_families.py",
+    "test_async_ray.py", "test_train_local.py", "test_sweep.py", "test_engine_layout.py", "test_multi_turn.py",
+    "test_verifiers.py", "test_async_local.py", "test_gpu_kit.py", "test_variants.py", "test_ppo.py",
+    "test_on_policy_distillation.py",
 )  # fmt: skip
 """Files that take longest. They begin first in their folder, so that no worker is alone with one at the end, and in
 this order: one of many processes, which mostly wait for each other, and one of a single process in turn."""
+FORKED = ("test_engine_layout.py", "test_engine_tied.py", "test_engine_adapters.py", "test_refit_faults.py")
+"""Files of tests/functional whose engines have ranks of their own, forked from one process that has imported vLLM."""
 HERE = Path(__file__).parent
 
 
@@ -91,7 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`, give each file to one worker, in the order of collection. tests/distributed goes to one worker as a
-    whole, because its files share the processes of a mesh. A test with a parameter `shard-N` goes by itself."""
+    whole, because its files share the processes of a mesh, and so do the files of FORKED. A test with a parameter
+    `shard-N` goes by itself."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -99,16 +104,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             if "[shard-" in nodeid:
                 return nodeid
-            return "tests/distributed" if file.startswith("tests/distributed/") else file
+            if file.startswith("tests/distributed/"):
+                return "tests/distributed"
+            return "forked" if file.startswith("tests/functional/") and file.endswith(FORKED) else file
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
 
 
 def _folder(item: pytest.Item) -> str:
-    folder = item.path.relative_to(HERE).parts[0]
+    return _folder_of(item.path)
+
+
+@functools.cache
+def _folder_of(path: Path) -> str:
+    folder = path.relative_to(HERE).parts[0]
     if folder not in FOLDERS:
-        raise pytest.UsageError(f"{item.path}: tests live in tests/{{{','.join(FOLDERS)}}}")
+        raise pytest.UsageError(f"{path}: tests live in tests/{{{','.join(FOLDERS)}}}")
     return folder
 
 
@@ -140,3 +152,19 @@ def package_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(package, "propagate", False)
     caplog.set_level(logging.INFO, logger="grpo_mcore")
     return caplog
+
+
+@pytest.fixture(autouse=True)
+def _each_test_imports_its_own_modules(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget the modules that a test imported from its temporary folder, and its places on the path: the next test's
+    folder may have a module of the same name, such as the reward.py that several guides write."""
+    if "tmp_path" not in request.fixturenames:
+        yield
+        return
+    path, modules = sys.path.copy(), set(sys.modules)
+    folder = str(request.getfixturevalue("tmp_path"))
+    yield
+    sys.path[:] = path
+    for name in sys.modules.keys() - modules:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+            del sys.modules[name]

@@ -1,7 +1,6 @@
-"""A stand-in for TransformerEngine's FusedAdam (2.x): its constructor, attributes and state, with torch's AdamW as the
-kernel. It updates bfloat16 weights from gradients in `decoupled_grad`, and keeps float32 copies of the weights."""
-
-from __future__ import annotations
+"""A stand-in for TransformerEngine's FusedAdam (2.x): its constructor, attributes and state, and its update in plain
+torch. With `use_decoupled_grad` it updates bfloat16 weights from gradients in `decoupled_grad`, and keeps float32
+copies of the weights."""
 
 import contextlib
 import sys
@@ -11,7 +10,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from grpo_mcore.parallel.mesh import on_leave
 
@@ -44,11 +42,12 @@ class FusedAdam(torch.optim.Optimizer):
         settings = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, settings | {"weight_decay": weight_decay})
         self.master_weights = master_weights
+        self.gradient = "decoupled_grad" if use_decoupled_grad else "grad"
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                param.decoupled_grad = None
+                setattr(param, self.gradient, None)
 
     def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
         assert name in NAMES and self.state[param][name].dtype == torch.float32
@@ -63,30 +62,25 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None, grad_scaler: Any = None) -> None:
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            group["step"] = count = group.get("step", 0) + 1
+            (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+            step_size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
                     state |= {name: torch.zeros_like(param, dtype=torch.float32) for name in NAMES[:2]}
-                    state["master_param"] = param.float()
-                if param.decoupled_grad is None:
+                    if self.master_weights:
+                        state["master_param"] = param.float()
+                if (gradient := getattr(param, self.gradient, None)) is None:
                     continue
-                adamw(
-                    [state["master_param"]],
-                    [param.decoupled_grad.float()],
-                    [state["exp_avg"]],
-                    [state["exp_avg_sq"]],
-                    [],
-                    [torch.tensor(group["step"] - 1.0)],
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
-                param.copy_(state["master_param"])
+                # In the order in which torch's AdamW rounds, so that the two can be compared bit for bit.
+                weight, gradient = state.get("master_param", param), gradient.float()
+                weight.mul_(1 - lr * decay)
+                mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+                square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                weight.addcdiv_(mean, (square.sqrt() / root).add_(group["eps"]), value=-step_size)
+                if self.master_weights:
+                    param.copy_(weight)
 
 
 def install_fused_adam() -> None:

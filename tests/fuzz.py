@@ -1,7 +1,5 @@
 """Random input from outside: how much of it, and shapes that are often forgotten."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 from hypothesis import strategies as st
 

@@ -2,10 +2,8 @@
 
 A row's `behave` makes its servers misbehave, in the rollout with index `rollout` or in all: fail in every way that the
 contract has, or break the history of a conversation. The agent plays `turns` turns: after each answer the environment
-says something, as a user or as a tool.
+says something (`said`), as a user or as a tool.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
@@ -130,7 +128,13 @@ class GymServer:
             return web.json_response({**row, **final, "reward": 0.0})
         _, cookies = await self._post("resources", "/seed_session", row, {})
         params = row["responses_create_params"]
-        body = {"params": params, "turns": row.get("turns", 1), "behave": behave, "said_by": row.get("said_by")}
+        body = {
+            "params": params,
+            "turns": row.get("turns", 1),
+            "behave": behave,
+            "said_by": row.get("said_by"),
+            "said": row.get("said"),
+        }
         response, cookies = await self._post("agent", "/v1/responses", body, cookies)
         result, _ = await self._post("resources", "/verify", {**row, "response": response}, cookies)
         return web.json_response(result)
@@ -162,7 +166,7 @@ class GymServer:
                 cookies |= found
                 injected = {"type": "function_call_output", "call_id": call_id, "output": json.dumps(said)}
             else:
-                injected = {"type": "message", "role": "user", "content": f"turn {turn}: go on"}
+                injected = {"type": "message", "role": "user", "content": body["said"] or f"turn {turn}: go on"}
             outputs.append(injected)
             history.append(injected)
         reply = web.json_response({**response, "output": outputs})
@@ -266,6 +270,10 @@ def _chat_message(item: dict[str, Any]) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
     content = item["content"]
     if isinstance(content, list):
-        content = [{"type": "text", "text": part["text"]} for part in content]
+        content = [
+            {"type": "text", "text": part["text"]} if "text" in part
+            else {"type": "image_url", "image_url": {"url": part["image_url"]}}
+            for part in content
+        ]  # fmt: skip
     tokens = {name: item[name] for name in TOKEN_FIELDS if name in item}
     return {"role": item["role"], "content": content, **tokens}

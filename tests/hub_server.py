@@ -1,7 +1,5 @@
 """A small Hugging Face hub over HTTP: the calls by which `huggingface_hub` and `datasets` fetch a repository."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

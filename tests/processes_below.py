@@ -1,7 +1,5 @@
 """Processes that a test looks for below another one, some of which end while it looks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 

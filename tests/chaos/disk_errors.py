@@ -6,8 +6,6 @@ EIO, 1: the error, and how many operations in a row fail. NUMBER: of runs, drawn
 driver runs in virtual time with modelled workers (rehearse), so that a run takes a tenth of a second.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

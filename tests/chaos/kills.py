@@ -3,8 +3,6 @@
 Real processes, real signals: no code of the run knows about it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

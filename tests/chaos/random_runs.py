@@ -6,8 +6,6 @@ TASK, MODEL: folders of `tests.functional.runs`. The runs are forks of one proce
 a hundred of them take minutes. All of a run is in its one process (cluster.backend: local).
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -5,8 +5,6 @@
 Each run must reach its end by itself, with a ledger without flaw.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -7,8 +7,6 @@ goes on from it. At last the run is left in peace for some steps. Its metrics mu
 disturbed.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Start a run with planned kills under the supervisor."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

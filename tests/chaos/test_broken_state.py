@@ -1,7 +1,5 @@
 """Weights or moments that break in the middle of a run end it by their name, and never displace a good checkpoint."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.parallel.policy import Policy
-from tests.functional.runs import Task, assert_one_message, grpo_recipe, run_here
+from tests.functional.runs import Task, assert_one_message, finished, grpo_recipe, run_here
 
 GOOD = 4
 """Steps before the state breaks."""
@@ -84,8 +82,7 @@ def test_a_state_that_breaks_ends_the_run_by_name_and_the_last_good_checkpoint_g
     newest = run.checkpoints / f"step_{GOOD}"
     assert_one_message(run, 1, f"not finite: {said[0]}", text, f"the last checkpoint is {newest}")
     assert [path.name for path in run.checkpoints.glob("step_*")] == [newest.name]
-    resumed = run_here("train", tmp_path, recipe, "--resume")
-    assert resumed.code == 0, resumed.err
+    finished("train", tmp_path, recipe, "--resume")
     assert [path.name for path in run.checkpoints.glob("step_*")] == [f"step_{GOOD + 2}"]
     told = audit(read_ledger(run.checkpoints / "ledger.jsonl"))
     assert not told.flaws and told.steps == GOOD + 2

@@ -4,8 +4,6 @@
 step and of the refit; that takes minutes.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -17,7 +15,7 @@ import pytest
 from grpo_mcore.observe import audit, read_ledger, read_metrics
 from tests.chaos.kills import DRIVER, GCS, RAYLET, Kill
 from tests.chaos.runs import LOG, recipe_of, write_plan
-from tests.functional.runs import TIME_DEPENDENT, Run, Task, run_here, write_recipe
+from tests.functional.runs import TIME_DEPENDENT, Run, Task, finished, write_recipe
 
 DEADLINE_S = 2400.0
 """Seconds for a whole campaign, on a busy machine. A hang is a failure."""
@@ -103,22 +101,26 @@ def test_the_only_raylet_is_lost_and_one_restart_is_enough(tmp_path: Path, task:
 
 @pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize(
-    "states",
-    [(), *(pytest.param(states, marks=pytest.mark.every_state) for states in DRIVER_STATES)],
-    ids=lambda states: f"{' '.join(states)} rename".strip(),
+    ("states", "critic"),
+    [
+        ((), False),
+        *(pytest.param(states, False, marks=pytest.mark.every_state) for states in DRIVER_STATES),
+        pytest.param(("train", "train_critic"), True, marks=pytest.mark.every_state),  # between critic and actor: train
+    ],
+    ids=lambda value: ("critic" if value else "") if isinstance(value, bool) else f"{' '.join(value)} rename".strip(),
 )
 def test_a_driver_is_killed_and_every_step_comes_out_the_same(
-    tmp_path: Path, task: Task, model: Path, states: tuple[str, ...]
+    tmp_path: Path, task: Task, model: Path, states: tuple[str, ...], critic: bool
 ) -> None:
     """The run, all in one process, is bit-identical to an uninterrupted one of another process. Checkpoints are written
     during the next steps; the last kill comes just before one gets its name, so the checkpoint of the step before is
     used. The user sees no library's warnings."""
     recipe = recipe_of(task, model, 2 * len(states) + 4, backend="local")
+    recipe |= {"ppo": {"critic_epochs": 2}, "value": {"megatron_cfg": {"optimizer": {"lr": 2.0e-3}}}} if critic else {}
     kills = [*(Kill(DRIVER, at, steps=2) for at in states), Kill(DRIVER, "rename", nth=2, steps=2)]
     run = survive(tmp_path / "killed", recipe, kills)
     assert "Warning: Transformer" not in run.err and "deprecated" not in run.err
-    calm = run_here("train", tmp_path / "calm", recipe, "cluster.max_restarts=0")
-    assert calm.code == 0, calm.err
+    calm = finished("train", tmp_path / "calm", recipe, "cluster.max_restarts=0")
     assert steps_of(run) == steps_of(calm)
 
 

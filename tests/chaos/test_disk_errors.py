@@ -1,7 +1,5 @@
 """No file operation of a run's driver that fails costs anything that was saved, or ends the loop."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,13 +1,10 @@
 """A worker node of a Ray cluster is lost: the run waits for another one and reaches its end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from grpo_mcore.observe import audit, read_ledger
 from tests.chaos.runs import recipe_of
 from tests.functional.runs import Task, write_recipe
 from tests.processes_below import named
+from tests.waiting import wait_until
 
 STEPS = 6
 LONG_S = 600.0
@@ -47,13 +45,6 @@ def with_token(folder: Path) -> dict[str, str]:
     return {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
 
 
-def until(happened: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not happened():
-        assert time.monotonic() < deadline, f"not within {LONG_S} s: {what}"
-        time.sleep(0.2)
-
-
 @pytest.mark.timeout(4 * LONG_S)
 @pytest.mark.every_state
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
@@ -75,7 +66,7 @@ def test_a_lost_worker_node_is_replaced_and_the_run_reaches_its_end(
             env={**with_token(tmp_path), "RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         stack.callback(run.kill)
-        until(lambda: (steps / "step_2").exists() or run.poll() is not None, "two steps")
+        wait_until(lambda: (steps / "step_2").exists() or run.poll() is not None, "two steps", LONG_S, 0.2)
         assert run.poll() is None, run.communicate()[0]
         (raylet,) = named("raylet", worker.pid)
         raylet.send_signal(sign)

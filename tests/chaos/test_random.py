@@ -1,7 +1,5 @@
 """Runs that are disturbed at random times tell the truth and lose nothing: see random_runs.py, ray_*.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A logger of the user's own whose server is down for a while."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

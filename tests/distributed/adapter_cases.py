@@ -139,13 +139,7 @@ def drop(address: Address, model: str, case: LayoutCase, peft: dict[str, Any], f
     loss = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0})
     report = policy.train_step(batches, loss, **COUNTS)
     ratios = {name: value for name, value in report.metrics.items() if name in ("probs_ratio_min", "probs_ratio_max")}
-    return {
-        "first": first,
-        "logprobs": found(rows),
-        "ratios": ratios,
-        "before": before,
-        "after": parts(policy),
-    }
+    return {"first": first, "logprobs": found(rows), "ratios": ratios, "before": before, "after": parts(policy)}
 
 
 def train_save_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[float]:

@@ -1,7 +1,5 @@
 """A model's folder that is awkward on purpose."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The functions that test_boundaries.py runs on the ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The function that test_deterministic.py runs on the ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The functions that test_distillation.py runs on the ranks: a teacher's pass, and a loss over whole distributions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The function that test_dpo.py runs on the ranks: four pairs of answers in packed rows of uneven lengths."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The functions that test_export.py runs on the ranks."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

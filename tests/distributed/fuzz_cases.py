@@ -1,8 +1,6 @@
 """Faults of parallel layouts, each planted into the product on every rank of one computation. All are silent: the
 computation goes on with wrong numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,8 +12,8 @@ import torch
 from grpo_mcore.families import Split
 from grpo_mcore.parallel.mesh import Address, prepare_megatron
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.tools.parity.fuzz import Draw
 from grpo_mcore.tools.parity.rank import logprobs_and_gradients
+from tests.parity_fuzz import Draw
 
 MODEL, WEIGHTS = "grpo_mcore.parallel.model", "grpo_mcore.parallel.weights.weights.ShardedWeights"
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -90,50 +88,28 @@ def _heads_swapped(original: Any, self: Any, folder: Any) -> None:
 
 
 FAULTS: dict[str, tuple[str, Callable[..., Any], Callable[[Draw], Any]]] = {
-    "norms_under_sequence_parallelism_are_not_summed": (
-        f"{FINALIZE}._allreduce_non_tensor_model_parallel_grads",
-        _skip,
-        lambda draw: draw.layout.sequence_parallel,
-    ),
-    "tied_embeddings_of_two_stages_are_not_summed": (
-        f"{FINALIZE}._allreduce_word_embedding_grads",
-        _skip,
-        lambda draw: draw.layout.pipeline > 1 and draw.sizes.get("tie_word_embeddings"),
-    ),
+    "norms_under_sequence_parallelism_are_not_summed":
+        (f"{FINALIZE}._allreduce_non_tensor_model_parallel_grads", _skip, lambda draw: draw.layout.sequence_parallel),
+    "tied_embeddings_of_two_stages_are_not_summed":
+        (f"{FINALIZE}._allreduce_word_embedding_grads", _skip,
+         lambda draw: draw.layout.pipeline > 1 and draw.sizes.get("tie_word_embeddings")),
     "gradients_are_averaged": (f"{MODEL}.transformer_config", _averaged, lambda draw: draw.layout.data > 1),
-    "positions_count_from_the_rank's_first_token": (
-        f"{MODEL}.describe_row",
-        _local_positions,
-        lambda draw: draw.layout.context > 1,
-    ),
-    "keys_lose_the_gradient_of_other_ranks'_queries": (
-        "grpo_mcore.parallel.layers.attention._gather_context",
-        _lost_key_gradients,
-        lambda draw: draw.layout.context > 1,
-    ),
-    "experts_are_those_of_another_rank": (
-        f"{WEIGHTS}._local_name",
-        _other_experts,
-        lambda draw: draw.layout.expert > 1,
-    ),
-    "padding_of_the_vocabulary_has_probability": (
-        f"{MODEL}.token_scores",
-        _padding_counts,
-        lambda draw: draw.layout.tensor > 1,
-    ),
-    "the_second_part_of_the_vocabulary_is_one_late": (
-        f"{MODEL}.token_scores",
-        _one_token_late,
-        lambda draw: draw.layout.tensor > 1,
-    ),
+    "positions_count_from_the_rank's_first_token":
+        (f"{MODEL}.describe_row", _local_positions, lambda draw: draw.layout.context > 1),
+    "keys_lose_the_gradient_of_other_ranks'_queries":
+        ("grpo_mcore.parallel.layers.attention._gather_context", _lost_key_gradients,
+         lambda draw: draw.layout.context > 1),
+    "experts_are_those_of_another_rank":
+        (f"{WEIGHTS}._local_name", _other_experts, lambda draw: draw.layout.expert > 1),
+    "padding_of_the_vocabulary_has_probability":
+        (f"{MODEL}.token_scores", _padding_counts, lambda draw: draw.layout.tensor > 1),
+    "the_second_part_of_the_vocabulary_is_one_late":
+        (f"{MODEL}.token_scores", _one_token_late, lambda draw: draw.layout.tensor > 1),
     "the_norm_counts_copies_of_a_weight": (f"{WEIGHTS}.__init__", _marked, lambda draw: draw.layout.tensor > 1),
-    "experts_are_reduced_as_other_weights": (
-        f"{WEIGHTS}.__init__",
-        _experts_as_others,
-        lambda draw: draw.layout.expert > 1,
-    ),
+    "experts_are_reduced_as_other_weights":
+        (f"{WEIGHTS}.__init__", _experts_as_others, lambda draw: draw.layout.expert > 1),
     "heads_are_swapped_on_the_second_rank": (f"{WEIGHTS}.load_hf", _heads_swapped, lambda draw: draw.layout.tensor > 1),
-}
+}  # fmt: skip
 """By name: the function that is replaced, by what, and the draws that could show the fault."""
 
 

@@ -1,7 +1,5 @@
 """The function that test_logprobs.py runs on the ranks."""
 
-from __future__ import annotations
-
 import torch
 
 from grpo_mcore.parallel.logprobs import Cut, token_scores

@@ -1,7 +1,5 @@
 """The functions that test_optimizer.py runs on the ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """The layouts on which the policy is compared with transformers, and what its other tests train on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The functions that test_policy_state.py runs on the ranks."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,12 +22,7 @@ from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
 from grpo_mcore.parallel.weights import checkpoint
 from grpo_mcore.parallel.weights.checkpoint import MASTER, SaveError
 from grpo_mcore.recipe import PolicyConfig
-from grpo_mcore.tools.parity.rank import (
-    LayoutCase,
-    micro_batches,
-    owned_slices,
-    policy_config,
-)
+from grpo_mcore.tools.parity.rank import LayoutCase, micro_batches, owned_slices, policy_config
 from tests.distributed.policy_cases import COUNTS, few_rows
 from tests.fused_adam import install_fused_adam
 
@@ -56,12 +49,15 @@ def adam_policy(
     return build(config, address, reference=reference)
 
 
-def build(config: PolicyConfig, address: Address, *, reference: bool = False) -> Policy:
+def build(
+    config: PolicyConfig, address: Address, *, reference: bool = False, platform: Platform | None = None
+) -> Policy:
     """Build a policy, with a stand-in for TransformerEngine's Adam if the optimizer needs it and there is none."""
-    if config.megatron_cfg.optimizer.use_precision_aware_optimizer and not Platform.detect().transformer_engine:
+    platform = platform or Platform.detect()
+    if config.megatron_cfg.optimizer.use_precision_aware_optimizer and not platform.transformer_engine:
         prepare_megatron(Platform("cpu"))
         install_fused_adam()
-    return Policy(config, address, seed=1, timeout_s=60, reference=reference)
+    return Policy(config, address, seed=1, timeout_s=60, reference=reference, platform=platform)
 
 
 def adam_config(
@@ -172,12 +168,7 @@ def save_failing_on_rank_1(address: Address, model: str, case: LayoutCase, folde
 
 
 def load_train(
-    address: Address,
-    model: str,
-    case: LayoutCase,
-    folder: str,
-    precision: str = "float32",
-    variant: Settings = PLAIN,
+    address: Address, model: str, case: LayoutCase, folder: str, precision: str = "float32", variant: Settings = PLAIN
 ) -> list[tuple[float, float]]:
     policy = adam_policy(address, model, case, precision=precision, variant=variant)
     policy.load(folder)
@@ -400,7 +391,12 @@ def resume_without_the_optimizer(
 
 
 def policy_with_settings(
-    address: Address, model: str, case: LayoutCase, precision: str, settings: dict[str, float]
+    address: Address,
+    model: str,
+    case: LayoutCase,
+    precision: str,
+    settings: dict[str, Any],
+    platform: Platform | None = None,
 ) -> Policy:
     """Build a policy with these settings of the optimizer, which stay the same in every step."""
     config = policy_config(model, case, precision=precision)
@@ -414,7 +410,7 @@ def policy_with_settings(
             "end_weight_decay": settings["weight_decay"],
         }
     )
-    return build(config, address)
+    return build(config, address, platform=platform)
 
 
 def step_against_adamw(policy: Policy, settings: dict[str, float]) -> float:

@@ -1,8 +1,9 @@
 """The function that test_shared_prefixes.py runs on the ranks: the same rows with and without shared prefixes."""
 
-from __future__ import annotations
-
+import random
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,10 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows, share_prefixes
+from grpo_mcore.driver.policy.policy_worker import PolicyWorker
+from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
-from grpo_mcore.tools.parity.rank import LayoutCase, compared_loss, make_policy
+from grpo_mcore.step.advantages import compute_targets
+from grpo_mcore.step.step_batch import build_step_batch
+from grpo_mcore.tools.parity.rank import LayoutCase, compared_loss, make_policy, policy_config
 from tests.distributed.adapter_cases import adapted_policy
+from tests.unit.driver.policy.long_samples import random_groups, recipe
 
 
 class _GradientsTaken(Exception):
@@ -79,7 +85,7 @@ def routes_of(policy: Policy, ids: Tensor) -> Tensor:
     return ((first[..., None] + each) % experts.count).to(torch.int16)
 
 
-def gradients(policy: Policy, batches: Sequence[PackedBatch]) -> dict[str, Tensor]:
+def gradients(policy: Policy, batches: Sequence[PackedBatch], loss_fn: Any = None) -> dict[str, Tensor]:
     """Return the gradient of the loss, over all rows, by parameter of this rank; change no weight."""
 
     def stop() -> None:
@@ -87,7 +93,7 @@ def gradients(policy: Policy, batches: Sequence[PackedBatch]) -> dict[str, Tenso
 
     policy.before_update = stop
     try:
-        policy.train_step(batches, compared_loss(), global_valid_seqs=20, global_valid_toks=300)
+        policy.train_step(batches, loss_fn or compared_loss(), global_valid_seqs=20, global_valid_toks=300)
     except _GradientsTaken:
         pass
     for chunk in policy.chunks:  # each rank has the sum over the ranks of its own part only
@@ -163,6 +169,79 @@ def compare_branches(address: Address, model: str, case: LayoutCase) -> dict[str
             ((theirs[key] - value).norm() / value.norm().clamp(min=1e-8)).item() for key, value in expected.items()
         )
     return found
+
+
+def compare_long_samples(address: Address, model: str, case: LayoutCase, how: str) -> dict[str, Any]:
+    """Compare the gradients of samples that are cut at their branches into bins, and dealt to the data-parallel ranks,
+    with those of the same branches in rows of their own. `how`: "replay" with given experts. Return the largest error
+    of each way, relative to the norm, the longest sample in bins, and the numbers of data-parallel ranks with parts and
+    of rows that share prefixes."""
+    room, draw, longest = 96, random.Random(11), 0.0
+    torch.manual_seed(11)
+    while longest <= 4:
+        groups, trajectories = random_groups(draw, room, (1, 2, 16))
+        scores = [score for group in groups for score in group.scores]
+        longest = (
+            max(it.length for it, score in zip(trajectories, scores, strict=True) if score.reward is not None) / room
+        )
+    config = recipe(room, token_level=False, turn_credit={"weight": 0.5})
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"train_global_batch_size": 8})})
+    section = policy_config(model, case, router_replay={"enabled": how == "replay"})
+    section.sequence_packing.shared_prefix = section.sequence_packing.shared_prefix.model_copy(update={"min_tokens": 4})
+    store: Any = SimpleNamespace(fetch_many=lambda refs: [trajectories[ref] for ref in refs])
+    worker = PolicyWorker(address, section, store, 1, 60.0, False, "cpu")
+    branches = [it.token_ids().split(list(it.sequences)) for it in trajectories]
+    if how == "replay":
+        trajectories = [
+            replace(it, routed_experts=_joined([routes_of(worker, ids) for ids in of_sample]))
+            for it, of_sample in zip(trajectories, branches, strict=True)
+        ]
+    batch = build_step_batch(groups, config, worker.layout)
+    targets, _ = compute_targets(batch, {}, config)
+    assert targets.advantages is not None and targets.turn_credits is not None
+    samples = []  # each branch by itself: tokens, columns, experts
+    for i, it in enumerate(trajectories):
+        masks, turns = (values.split(list(it.sequences)) for values in (it.loss_mask(), it.turn_of_tokens()))
+        share = 300 / (20 * it.generated_length)  # a mean over samples as a sum over tokens
+        for ids, mask, turn in zip(branches[i], masks, turns, strict=True):
+            advantages = share * (targets.advantages[i] + targets.turn_credits[i][turn])
+            columns = {"token_mask": mask.float(), "sample_mask": targets.weights[i], "advantages": advantages}
+            samples.append((ids, columns, routes_of(worker, ids) if how == "replay" else None))
+    alone = []
+    for few in (samples[i : i + 8] for i in range(0, len(samples), 8)):
+        ids_of, columns_of, routes = map(list, zip(*few, strict=True))
+        alone.append(
+            pack_rows(
+                ids_of, columns_of, worker.row_multiple, names=["x"] * len(few),
+                routes=routes if how == "replay" else None,
+            )
+        )  # fmt: skip
+    data = worker.layout.data
+    alone += [alone[0].empty_like(worker.row_multiple)] * (-len(alone) % data)
+    by_token = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}, prev_equals_curr=True)
+    expected = gradients(worker, alone[worker.here.data :: data], by_token)
+    loss_fn = ClippedPGLossFn(config.loss_fn, prev_equals_curr=True)
+    errors: dict[str, tuple[float, str]] = {}
+    shared = 0
+    for way, shares in (("apart", False), ("shared", True)):
+        worker.receive(replace(batch.ranks[worker.here.data], shares_prefixes=shares), 1)
+        rows = worker._with_targets(worker._bins[0], targets)
+        shared += sum(row.shared is not None for row in rows)
+        assert shares or not shared
+        found = gradients(worker, rows, loss_fn)
+        errors[way] = max(
+            (((found[key] - value).norm() / value.norm().clamp(min=1e-8)).item(), key)
+            for key, value in expected.items()
+        )
+    norm = max(value.norm().item() for value in expected.values())
+    ranks = sum(bool(rank.parts) for rank in batch.ranks)
+    return {"errors": errors, "bins": longest, "ranks": ranks, "shared": shared, "norm": norm}
+
+
+def _joined(routes: Sequence[Tensor]) -> Tensor:
+    """Return the experts of a sample's tokens from those of its branches, whose last tokens have none."""
+    last = torch.full_like(routes[0][:1], -1)
+    return torch.cat([part for of_branch in routes for part in (of_branch, last)][:-1])
 
 
 def try_random_trees(address: Address, model: str, case: LayoutCase) -> int:

@@ -1,7 +1,5 @@
 """Workers for the tests of the Ray cluster."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """The function that the refit tests run on the ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from grpo_mcore.parallel.mesh import Address

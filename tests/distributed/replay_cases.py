@@ -1,7 +1,5 @@
 """The function that test_router_replay.py runs on the ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

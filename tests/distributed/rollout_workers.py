@@ -1,7 +1,5 @@
 """The environment of test_rollouts_ray.py, apart from its engines: what it imports, each of its processes imports."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

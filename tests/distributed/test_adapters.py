@@ -1,8 +1,6 @@
 """LoRA: the policy with adapters equals the model with merged weights, the adapters' gradients follow from those of the
 merged weights by the chain rule, and nothing else is trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Sequences of a packed row do not influence each other: bit for bit in dense models, and no gradient crosses a
 boundary in any."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

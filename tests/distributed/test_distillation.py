@@ -1,8 +1,6 @@
 """The loss over whole distributions on every layout, against transformers and formulas in float64; a teacher has
 another size and layout than the policy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

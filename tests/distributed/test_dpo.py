@@ -1,7 +1,5 @@
 """Preference training on every layout, against transformers and formulas in float64 and against TRL's DPOTrainer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,24 +1,20 @@
 """Exports of checkpoints: every family from several layouts, merged adapters, PEFT's format, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_mcore.recipe import MasterConfig, MegatronConfig
 from grpo_mcore.tools.demo.tiny_models import FAMILIES as TINY
 from grpo_mcore.tools.demo.tiny_models import SIZES, make_tiny_model
-from grpo_mcore.tools.parity.rank import LayoutCase, policy_config, sequences
+from grpo_mcore.tools.parity.rank import LayoutCase, sequences
 from grpo_mcore.tools.parity.rank_pool import RankFailed, RankPool
-from tests.distributed.adapter_cases import PEFT
 from tests.distributed.awkward import make_awkward
+from tests.distributed.driver_files import TEMPLATE, driver_files
 from tests.distributed.policy_cases import FEW
 
 CASES = "tests.distributed.export_cases"
@@ -52,36 +48,6 @@ def checkpoint(
     return target, {i: values for result in results for i, values in result.items()}
 
 
-def driver_files(
-    folder: Path, model: Path, case: LayoutCase, peft: dict[str, Any] | None = None, tokenizer: Path | None = None
-) -> Path:
-    """Write the files of a checkpoint that the driver writes."""
-    policy = policy_config(model, case)
-    if tokenizer is not None:
-        policy.tokenizer.name, policy.tokenizer.chat_template = str(tokenizer), TEMPLATE
-    policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler = (
-        MegatronConfig().optimizer,
-        MegatronConfig().scheduler,
-    )
-    policy.megatron_cfg.peft = policy.megatron_cfg.peft.model_copy(update=(PEFT | peft) if peft is not None else {})
-    world = {"num_nodes": 1, "gpus_per_node": case.world_size}
-    recipe = MasterConfig.model_validate(
-        {
-            "policy": policy.model_dump() | {"train_global_batch_size": 8, "train_micro_batch_size": 1},
-            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
-            "data": {"train": [{"data_path": "data.jsonl"}]},
-            "env": {"math": {}},
-            "cluster": world,
-        }
-    )
-    target = folder / "step_1"
-    target.mkdir(parents=True)
-    info = {"save_state": {"current_step": 1}, "metrics": {"loss": 0.5, "val:accuracy": 0.25}}
-    (target / "training_info.json").write_text(json.dumps(info))
-    (target / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
-    return target
-
-
 def logprobs_of_transformers(folder: Path, adapter: Path | None = None) -> dict[int, Tensor]:
     """Log-probs of each sequence in float64. With `adapter`: PEFT applies the adapters of that folder."""
     from transformers import AutoModelForCausalLM
@@ -112,9 +78,6 @@ def furthest(one: dict[int, Tensor], other: dict[int, Tensor]) -> float:
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-TEMPLATE = "{% for m in messages %}w9 {{ m.content }} w7 {% endfor %}{% if add_generation_prompt %}w9 {% endif %}"
 
 
 def move_tokenizer(model: Path, folder: Path) -> Path:
@@ -152,7 +115,8 @@ def answer_ends_where_training_ends_it(out: Path, words: Path) -> None:
         assert tokens.tolist() == [[2, 3, 4, 11, 11, end]]
 
 
-EXPORTS: dict[str, tuple[LayoutCase, dict[str, Any] | None]] = dict.fromkeys(TINY, (TP2, None)) | {
+TEXT = [family for family in TINY if "processor_class" not in TINY[family]]  # test_images.py exports the others
+EXPORTS: dict[str, tuple[LayoutCase, dict[str, Any] | None]] = dict.fromkeys(TEXT, (TP2, None)) | {
     "qwen3": (TP2_PP2, None),
     "qwen2": (TP2_PP2, None),
     "llama": (TP2_PP2, {}),
@@ -191,7 +155,7 @@ def test_transformers_on_the_export_equals_the_policy(ranks: RankPool, tmp_path:
     names -= {"original"}
     assert names <= {path.name for path in out.iterdir()}
     card = (out / "README.md").read_text()
-    assert "step 1" in card and "| val:accuracy | 0.25 |" in card and str(model) in card
+    assert "step 1" in card and "| val:accuracy |  | 0.25 |" in card and str(model) in card
     assert not list(tmp_path.glob("tmp_*"))
 
 

@@ -1,7 +1,5 @@
 """Log-probs of a cut distribution over a vocabulary that two ranks share, against one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Variants of the optimizer on real meshes: overlapped gathering of weights, bfloat16 gradients without float32 copies
 (with a stand-in for TransformerEngine's kernel), and updates on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

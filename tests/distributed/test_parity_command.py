@@ -1,7 +1,5 @@
 """`grpo-mcore parity`, on the ranks that all tests of this folder share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

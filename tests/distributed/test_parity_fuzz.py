@@ -1,19 +1,15 @@
-"""`parity --fuzz` finds silent faults of layouts, and none in the product."""
+"""Random cases of `parity` find silent faults of layouts, and none in the product."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 
-from grpo_mcore.cli.main import main
 from grpo_mcore.tools.parity import rank_pool
-from grpo_mcore.tools.parity.fuzz import Draw, Fuzzer, draws
 from grpo_mcore.tools.parity.rank_pool import RankPool
 from tests.distributed.fuzz_cases import FAULTS
+from tests.parity_fuzz import Draw, Fuzzer, draws, main
 
 FAMILY, WITHIN, TRIES = "qwen3_moe", 200, 6
 
@@ -24,7 +20,7 @@ def fuzzer(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Fuzzer:
 
 
 def drawn(fuzzer: Fuzzer) -> Iterator[Draw]:
-    """The first draws that `parity tiny:qwen3_moe --fuzz 0 --draws 200` computes."""
+    """The first draws that `python -m tests.parity_fuzz tiny:qwen3_moe` computes."""
     return islice(filter(fuzzer.fits, draws(0, FAMILY, {}, ranks=2)), WITHIN)
 
 
@@ -41,13 +37,12 @@ def test_the_product_has_none_and_a_case_can_be_computed_again(
     ranks: RankPool, fuzzer: Fuzzer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rank_pool, "RankPool", lambda _: SimpleNamespace(run=ranks.run, close=lambda: None))
-    assert main(["parity", "tiny:qwen3", "--fuzz", "1", "--draws", "4"]) == 0
+    assert main(["tiny:qwen3", "--seed", "1", "--draws", "4"]) == 0
     assert capsys.readouterr().out == "4 cases of tiny:qwen3: none differs\n"
     case = next(draw for draw in drawn(fuzzer) if draw.layout.expert > 1)
-    assert main(["parity", f"tiny:{FAMILY}", "--case", case.to_json(), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["cases"], told["what"]) == (1, None)
-    monkeypatch.setattr("grpo_mcore.tools.parity.fuzz.LOGPROB_LIMIT", 0.0)
-    assert main(["parity", f"tiny:{FAMILY}", "--case", case.to_json(), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert "log-probs of sequence" in told["what"] and told["again"].endswith(f"'{case.to_json()}'")
+    assert main([f"tiny:{FAMILY}", "--case", case.to_json()]) == 0
+    assert capsys.readouterr().out == f"1 cases of tiny:{FAMILY}: none differs\n"
+    monkeypatch.setattr("tests.parity_fuzz.LOGPROB_LIMIT", 0.0)
+    assert main([f"tiny:{FAMILY}", "--case", case.to_json()]) == 1
+    printed = capsys.readouterr().out
+    assert "log-probs of sequence" in printed and printed.endswith(f"'{case.to_json()}'\n")

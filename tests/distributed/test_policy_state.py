@@ -1,7 +1,5 @@
 """Checkpoints, exports, offloading, the reference, and losses that are not finite, on real meshes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -98,13 +96,7 @@ def test_a_save_gathers_the_optimizer_in_pieces(
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"lr": 0.02},
-        {"lr": 0.003, "weight_decay": 0.5},
-        {"adam_beta1": 0.5},
-        {"adam_beta2": 0.9},
-        {"adam_eps": 0.1},
-    ],
+    [{"lr": 0.02}, {"lr": 0.003, "weight_decay": 0.5}, {"adam_beta1": 0.5}, {"adam_beta2": 0.9}, {"adam_eps": 0.1}],
     ids=lambda changed: "-".join(changed),
 )
 def test_settings_that_changed_since_the_checkpoint_take_effect(

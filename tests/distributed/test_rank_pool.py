@@ -1,7 +1,5 @@
 """A call of the rank pool that does not get all its answers costs itself alone, and says where its ranks are."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

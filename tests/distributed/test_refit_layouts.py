@@ -1,7 +1,5 @@
 """A refit plan from real Megatron-Core ranks gives every engine rank its part of the checkpoint, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

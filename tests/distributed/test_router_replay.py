@@ -1,7 +1,5 @@
 """Routers that replay given choices: every token gets its own experts on every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows whose samples share prefixes against the same rows computed whole: log-probs and gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -66,6 +64,35 @@ def test_branches_of_a_sample_are_computed_like_samples(
     for result in ranks.run(CASES[layout].world_size, target, models[family], CASES[layout]):
         assert result["apart log-probs"] == 0 and result["shared log-probs"] < 1e-5
         assert result["apart gradients"] < 1e-6 and result["shared gradients"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "how"),
+    [
+        ("qwen3", "CP2", ""),
+        ("qwen3_moe", "EP2", "replay"),
+        pytest.param("qwen3", "TP2-SPxCP2", "", marks=pytest.mark.every_state),
+        pytest.param("qwen3", "PP2", "", marks=pytest.mark.every_state),
+        pytest.param("qwen3", "DP2", "", marks=pytest.mark.every_state),
+        pytest.param("qwen3_moe", "EP2xCP2xDP2", "replay", marks=pytest.mark.every_state),
+        pytest.param("nemotron_h_moe", "CP2", "", marks=pytest.mark.every_state),
+    ],
+)
+def test_samples_longer_than_a_bin_are_computed_like_their_branches(
+    ranks: RankPool,
+    tmp_path_factory: pytest.TempPathFactory,
+    models: dict[str, str],
+    family: str,
+    layout: str,
+    how: str,
+) -> None:
+    if family not in models:
+        models[family] = str(make_tiny_model(family, tmp_path_factory.mktemp(family)))
+    target, case = "tests.distributed.prefix_cases:compare_long_samples", CASES[layout]
+    for result in ranks.run(case.world_size, target, models[family], case, how):
+        assert result["bins"] > 4 and result["ranks"] == case.data and result["norm"] > 1e-4 and result["shared"]
+        for way, (error, name) in result["errors"].items():
+            assert error < 1e-4, f"{way}, {name}: relative error {error:.2e}"
 
 
 def test_a_branch_is_not_seen_by_another(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:

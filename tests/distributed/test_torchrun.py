@@ -1,7 +1,5 @@
 """The same policy class under torchrun as in the rank pool."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

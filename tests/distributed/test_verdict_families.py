@@ -1,8 +1,6 @@
 """The verdict on the policy of every family is "none", of each of its layers too: packed rows on one rank, judged by
 transformers in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """A user's script under torchrun: prints a sum of log-probs and the gradient norm of a step. A rank of the pool can run
 it too."""
 
-from __future__ import annotations
-
 import os
 import sys
 from unittest import mock

@@ -5,8 +5,6 @@ dependency of the project, so test_dpo.py compares with the recorded numbers. We
 random generator, so that every version of torch makes the same models.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -16,8 +14,9 @@ from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSp
 from tests.functional.runs import Run, Task, make_task, run_here, sft_recipe
 
 _pools: dict[WorkerSpec, VerifierPool] = {}
+_tasks: list[Task] = []
 _runs: dict[str, Run] = {}
-"""Runs by name. They and the pools outlive their fixtures, which pytest makes anew for tests/chaos."""
+"""Runs by name. These three outlive their fixtures, of which tests/chaos and tests/functional have each its own."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,9 +43,11 @@ def shared_verifiers() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     """Make the task, in a folder with a fixed name: uids, and so the seeds of all samples, derive from it."""
-    folder = tmp_path_factory.mktemp("shared") / "task0"
-    folder.mkdir()
-    return make_task(folder)
+    if not _tasks:
+        folder = tmp_path_factory.mktemp("shared") / "task0"
+        folder.mkdir()
+        _tasks.append(make_task(folder))
+    return _tasks[0]
 
 
 @pytest.fixture(scope="session")

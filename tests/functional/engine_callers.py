@@ -1,7 +1,5 @@
 """Promises to the callers of one engine, checked with and without a queue of batches."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any
@@ -11,12 +9,8 @@ import torch
 
 from grpo_mcore.generation import Engine
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
-from tests.functional.engine_cases import (
-    CONTEXT,
-    generate,
-    request,
-    wait_until,
-)
+from tests.functional.engine_cases import CONTEXT, generate, request
+from tests.waiting import wait_until
 
 
 def samples_come_as_they_finish(engine: Engine) -> None:

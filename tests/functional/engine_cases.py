@@ -1,17 +1,15 @@
 """Tiny engines and policies for the tests of generation and refit."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from grpo_mcore.cluster import Rendezvous
@@ -25,8 +23,10 @@ from grpo_mcore.refit.refit import Refit, RefitReport, refit
 from grpo_mcore.refit.transport.board import Seat
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 from grpo_mcore.tools.demo.tiny_models import SIZES, make_tiny_model
+from grpo_mcore.tools.parity.parity import load_network, unstacked
 from tests.functional.preload import preload
 from tests.unit.refit.shards import Handle, ShardedModel
+from tests.waiting import wait_until
 
 VOCABULARY = SIZES["vocab_size"]
 CONTEXT = 160
@@ -42,10 +42,20 @@ def config(folder: Path, **options: Any) -> EngineConfig:
     return EngineConfig(str(folder), dtype="float32", max_model_len=CONTEXT, kv_cache_memory_gb=0.1, **options)
 
 
-def load_reference(folder: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
+class Source:
+    """A policy rank with the weights of a checkpoint."""
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        shape = shape_of(read_hf_config(self.folder))
+        whole = unstacked(load_file(self.folder / "model.safetensors"), shape)
+        return ShardedModel(whole, shape, 0, 1).parameters()
+
+
+def load_reference(folder: Path) -> torch.nn.Module:
+    return load_network(folder, torch.float32)
 
 
 def request(number: int, length: int = 0, **options: Any) -> GenerationRequest:
@@ -114,7 +124,8 @@ class Policy:
         """Small buckets: a layer's weight and bias, and rows of the embedding, come apart."""
         layout = EngineLayout(engine.config.tensor_parallel_size)
         params = params.get("params", params_of(self.shape))
-        return plan_refit(params, self.shape, PolicyLayout(self.size), layout, dtype=dtype, buffer_bytes=buffer_bytes)
+        policy = PolicyLayout(self.size, expert_tensor=self.size)
+        return plan_refit(params, self.shape, policy, layout, dtype=dtype, buffer_bytes=buffer_bytes)
 
     def refit(self, engine: Engine, version: int, plan: RefitPlan | None = None, **options: Any) -> RefitReport:
         return refit(self.handles, [Handle(engine.name, engine)], plan or self.plan(engine), version, **options)
@@ -140,13 +151,6 @@ class Policy:
     def close(self) -> None:
         for handle in self.handles:
             handle.target.close_refit()
-
-
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come within {seconds:.0f} s"
-        time.sleep(0.001)
 
 
 def check_refit_in_flight(engine: Engine, policy: Policy, version: int, in_place: bool = False) -> None:
@@ -265,3 +269,15 @@ class PolicyRank(Policy):
 
     def shutdown(self) -> None:
         self.sender.close_refit()
+
+
+class Killer:
+    """The engine to the driver; kills one of its ranks before it passes the call `at` on."""
+
+    def __init__(self, engine: Engine, rank: psutil.Process, at: str) -> None:
+        self.name, self._handle, self._rank, self._at = engine.name, Handle(engine.name, engine), rank, at
+
+    def call(self, method: str, *args: Any, **how: Any) -> Any:
+        if method == self._at:
+            self._rank.kill()
+        return self._handle.call(method, *args)

@@ -1,7 +1,5 @@
 """Ranks of a Gloo world on two machines made of one, and who inspects each machine. Only ranks import torch."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -4,8 +4,6 @@ vLLM collects garbage four times in the life of an engine, and a policy once at 
 second over the imported modules alone.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -1,8 +1,6 @@
 """Processes forked from one that has imported vLLM and transformers: each saves 11 s of processor time. Engines of a
 test start their ranks so; under Ray they start them as in a run."""
 
-from __future__ import annotations
-
 import functools
 import os
 from multiprocessing import forkserver

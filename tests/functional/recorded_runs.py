@@ -1,7 +1,5 @@
 """Runs of this process that record what their engines say and what their optimizer steps report."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

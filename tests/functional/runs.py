@@ -1,7 +1,5 @@
 """Whole runs on a tiny model and a task of its own: is the number even (1) or odd (0)?"""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -18,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_mcore.base.orphan_reaper import marked
 from grpo_mcore.cli.main import main
-from grpo_mcore.cluster.orphan_reaper import marked
 from grpo_mcore.tools.demo.arithmetic import make_base_config, make_tokenizer
 
 # Prefixes of metrics in which two equal runs may differ.
@@ -166,6 +164,13 @@ def run_here(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> Ru
     return Run(folder, code, out.getvalue(), err.getvalue())
 
 
+def finished(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> Run:
+    """Run as `run_here`, and assert that the run succeeds."""
+    run = run_here(verb, folder, recipe, *words)
+    assert run.code == 0, run.out + run.err
+    return run
+
+
 def start_command(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> subprocess.Popen[str]:
     """Start the same command as a process of its own. Its output arrives line by line."""
     path = write_recipe(folder, recipe)
@@ -181,13 +186,30 @@ def start_command(verb: str, folder: Path, recipe: dict[str, Any], *words: str) 
 
 
 def run_command(verb: str, folder: Path, recipe: dict[str, Any], *words: str, timeout_s: float = 240) -> Run:
-    process = start_command(verb, folder, recipe, *words)
+    return end_of(start_command(verb, folder, recipe, *words), folder, timeout_s=timeout_s)
+
+
+def read_until_step(process: subprocess.Popen[str], step: int) -> str:
+    """Read what a run prints, up to its line of this step; it must still be running then."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if line.lstrip().startswith(f"{step}/"):
+            break
+    assert process.poll() is None, f"it ended by itself: {seen}{process.communicate()[1]}"
+    return seen
+
+
+def end_of(process: subprocess.Popen[str], folder: Path, seen: str = "", timeout_s: float = 120) -> Run:
+    """Wait for the end of a process that `start_command` started. `seen`: what was read of its output."""
     try:
         out, err = process.communicate(timeout=timeout_s)
-    except BaseException:
-        process.kill()
-        raise
-    return Run(folder, process.returncode, out, err)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    print(seen, out, "---", err)
+    return Run(folder, process.returncode, seen + out, err)
 
 
 def find_kernel_package(monkeypatch: pytest.MonkeyPatch) -> None:

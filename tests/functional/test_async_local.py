@@ -1,7 +1,5 @@
 """Whole asynchronous runs in one process: to the end of the data, with refits in flight, and through a crash."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from grpo_mcore.driver.engines.engine_group import EngineWorker
 from grpo_mcore.observe import Audit, audit, read_ledger
 from grpo_mcore.observe.ledger.ledger_audit import valid_entries
 from grpo_mcore.rollout.trajectory import Trajectory
-from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
+from tests.functional.runs import Run, Task, assert_one_message, finished, grpo_recipe, run_here
 
 PROMPTS = 16
 CORRECTED = {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": True}
@@ -36,9 +34,7 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = run_here("train", tmp_path_factory.mktemp("ahead"), recipe, "grpo.val_at_end=true")
-    assert run.code == 0, run.err
-    return run
+    return finished("train", tmp_path_factory.mktemp("ahead"), recipe, "grpo.val_at_end=true")
 
 
 def audited(run: Run) -> Audit:
@@ -86,8 +82,7 @@ def test_a_crash_loses_and_doubles_nothing(
         assert run_here("train", tmp_path, recipe).code == 130
     before = audit(read_ledger(tmp_path / "checkpoints" / "ledger.jsonl"))
     assert not before.flaws and before.steps == 2 and before.fates["finished"] + before.fates["under way"] >= 4
-    run = run_here("train", tmp_path, recipe, "--resume")
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe, "--resume")
     found = audited(run)
     assert found.starts == 2 and found.fates["trained on"] == PROMPTS == sum(found.fates.values())
     assert trained_uids(run) == trained_uids(whole)
@@ -114,9 +109,8 @@ def test_samples_go_on_under_new_weights(
     words += ["grpo.async_grpo.partial_rollouts=true"]
     words += ["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true", "grpo.val_period=2"]
     words += [f"policy.model_name={task.untrained}", "policy.max_total_sequence_length=40"]
-    words += ["policy.generation.max_new_tokens=30", "policy.generation.vllm_kwargs={max_num_seqs: 6}"]
-    run = run_here("train", tmp_path, recipe, *words)
-    assert run.code == 0, run.err
+    words += ["policy.generation.max_new_tokens=30", "policy.generation.vllm_cfg.max_num_seqs=6"]
+    run = finished("train", tmp_path, recipe, *words)
     found = audited(run)
     assert found.fates["trained on"] == PROMPTS == sum(found.fates.values()) and max(found.by_age) <= 2
     assert [line["step"] for line in run.metrics("validation")] == [2, 4]
@@ -156,8 +150,7 @@ def test_interrupted_in_the_middle_of_a_dialogue_nothing_is_lost_or_done_twice(
     assert not interrupt.exists()
     before = audit(read_ledger(tmp_path / "checkpoints" / "ledger.jsonl"))
     assert not before.flaws and before.steps <= 2 and before.fates["under way"] >= 4
-    run = run_here("train", tmp_path, talk, "--resume")
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, talk, "--resume")
     found = audited(run)
     assert found.starts == 2 and found.fates["trained on"] == PROMPTS == sum(found.fates.values())
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]

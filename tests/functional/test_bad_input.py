@@ -1,15 +1,13 @@
 """Runs in which something breaks: what can be left out is left out; otherwise one message says why, and the last
 checkpoint stays. Errors that show before anything starts are in tests/unit/cli/test_bad_input.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.functional.runs import Task, assert_one_message, grpo_recipe, run_here
+from tests.functional.runs import Task, assert_one_message, finished, grpo_recipe, run_here
 
 
 @pytest.fixture
@@ -27,8 +25,7 @@ def test_samples_and_prompts_without_a_reward(tmp_path: Path, task: Task, recipe
     infinite, down = (json.loads(lines[row])["input"] for row in (5, 6))
     recipe["data"] = {"train": {"data_path": str(path)}, "shuffle": False}
     recipe["env"] = {"tests.functional.worlds:Faulty": {"infinite": infinite, "down": down}}
-    run = run_here("train", tmp_path, recipe, "grpo.max_num_steps=2")
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe, "grpo.max_num_steps=2")
     uid = f"{tmp_path.name}-train"
     assert (
         f"samples without a reward, left out: 1; the first, {uid}:6#0: Faulty returned "

@@ -1,8 +1,6 @@
 """Runs on several datasets, uninterrupted and resumed: one loader each, a function that mixes them by the last step's
 metrics, and validation sets that are reported separately."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.data import BatchedDataDict
-from tests.functional.runs import Task, assert_one_message, grpo_recipe, run_here
+from tests.functional.runs import Task, assert_one_message, finished, grpo_recipe, run_here
 
 seen: list[dict[str, Any]] = []
 
@@ -63,8 +61,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_keeps_its_way_to_load_the
 
     monkeypatch.setattr(Rollouts, "dispatch", recorded)
     seen.clear()
-    whole = run_here("train", tmp_path / "whole", recipe, "grpo.val_at_end=true")
-    assert whole.code == 0, whole.err
+    whole = finished("train", tmp_path / "whole", recipe, "grpo.val_at_end=true")
     steps, validation = asked[:4], asked[4:]
     assert steps == [
         ["few:1", "few:2", "many:1", "many:2"],
@@ -87,8 +84,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_keeps_its_way_to_load_the
     assert all(records["accuracy"] >= 0 for records in seen[1:])
 
     asked.clear()
-    resumed = run_here("train", tmp_path / "resumed", recipe, "--resume", str(whole.checkpoints / "step_2"))
-    assert resumed.code == 0, resumed.err
+    resumed = finished("train", tmp_path / "resumed", recipe, "--resume", str(whole.checkpoints / "step_2"))
     assert asked == steps[2:]
     assert resumed.outcome() == whole.outcome()[2:]
 
@@ -106,6 +102,5 @@ def test_the_documented_example(recipe: dict[str, Any], tmp_path: Path) -> None:
     """The documented override works as written."""
     data = recipe["data"] | {"custom_dataloader": None}
     word = "data.custom_dataloader=examples.custom_dataloader.custom_dataloader.example_custom_dataloader"
-    run = run_here("train", tmp_path, recipe | {"data": data}, word, "grpo.max_num_steps=1")
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe | {"data": data}, word, "grpo.max_num_steps=1")
     assert json.loads((run.logs / "summary.json").read_text())["steps"] == 1

@@ -1,7 +1,5 @@
 """Preference training from the command line, in process: it prefers the chosen answer, and resumes bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -14,7 +12,7 @@ import pytest
 from grpo_mcore.batching.packed_batch import share_prefixes
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe.samples import read_samples, sample_steps
-from tests.functional.runs import Run, Task, assert_one_message, run_here, sft_recipe
+from tests.functional.runs import Run, Task, assert_one_message, finished, run_here, sft_recipe
 from tests.unit.tools.report_pages import data_of
 
 GYM_ROWS = 24
@@ -99,8 +97,7 @@ def test_report_and_watch_show_the_run(dpo_run: Run, capsys: pytest.CaptureFixtu
 
 
 def test_resumes_bit_for_bit(dpo_run: Run, task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:
-    resumed = run_here("dpo", tmp_path, dpo_recipe(task, pairs), "--resume", str(dpo_run.checkpoints / "step_3"))
-    assert resumed.code == 0, resumed.err
+    resumed = finished("dpo", tmp_path, dpo_recipe(task, pairs), "--resume", str(dpo_run.checkpoints / "step_3"))
     assert "resuming from" in resumed.out
     assert resumed.outcome() == dpo_run.outcome()[3:]
     assert resumed.outcome("validation")[-1] == dpo_run.outcome("validation")[-1]
@@ -116,8 +113,7 @@ def test_a_resumed_run_has_the_reference_of_what_it_reads_now(
     other.write_text("\n".join(reversed(pairs["val"].read_text().splitlines())))
     recipe = dpo_recipe(task, pairs)
     recipe["data"]["validation"] |= {"data_path": str(other)}
-    resumed = run_here("dpo", tmp_path, recipe, "--resume", str(tmp_path / "step_6"))
-    assert resumed.code == 0, resumed.err
+    resumed = finished("dpo", tmp_path, recipe, "--resume", str(tmp_path / "step_6"))
     (now,), (*_, then) = resumed.metrics("validation"), dpo_run.metrics("validation")
     for name in ("loss", "rewards_margin_mean", "rewards_chosen_mean", "accuracy"):
         assert now[name] == pytest.approx(then[name], abs=1e-5), name
@@ -148,8 +144,7 @@ def test_a_recipe_for_sft_is_refused(task: Task, tmp_path: Path) -> None:
 
 def test_a_loss_without_a_reference_trains(task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:
     changes = {"preference_loss": "simpo", "max_num_steps": 3, "val_at_start": False}
-    run = run_here("dpo", tmp_path, dpo_recipe(task, pairs, **changes))
-    assert run.code == 0, run.err
+    run = finished("dpo", tmp_path, dpo_recipe(task, pairs, **changes))
     first, *_, last = run.metrics()
     assert last["rewards_margin_mean"] > first["rewards_margin_mean"]
 
@@ -177,8 +172,7 @@ def test_long_prompts_are_computed_once(
         folder = tmp_path / name
         folder.mkdir()
         assert not shared
-        run = run_here(command, folder, recipe, *words, *choice)
-        assert run.code == 0, run.err
+        run = finished(command, folder, recipe, *words, *choice)
         steps.append(run.metrics())
     assert all(row.shared is not None for row in shared) and shared
     for whole, once in zip(*steps, strict=True):

@@ -1,7 +1,5 @@
 """A whole run with dynamic sampling that a validation metric ends and that is then resumed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from grpo_mcore.algorithms import grpo
 from grpo_mcore.driver.rollouts.prompt_stream import PromptStream
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.step.step_groups import is_informative
-from tests.functional.runs import Run, Task, grpo_recipe, run_here
+from tests.functional.runs import Run, Task, finished, grpo_recipe, run_here
 
 STOP = ("grpo.stop_at_validation_metric=val:accuracy", "grpo.stop_at_validation_threshold=0")
 
@@ -72,8 +70,7 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
 def stopped(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Inside]:
     """Run until its first validation ends it, after step 2 of 4."""
     with looking_inside() as inside:
-        run = run_here("train", tmp_path_factory.mktemp("dynamic"), recipe, *STOP)
-    assert run.code == 0, run.err
+        run = finished("train", tmp_path_factory.mktemp("dynamic"), recipe, *STOP)
     return run, inside
 
 
@@ -125,8 +122,7 @@ def test_resumed_it_ends_again_unless_the_threshold_is_higher(
     assert again == Inside() and len(run.metrics()) == 2
     words = (STOP[0], "grpo.stop_at_validation_threshold=2", "grpo.batch_multiplier=1")
     with looking_inside() as later:
-        longer = run_here("train", run.folder, recipe, "--resume", *words)
-    assert longer.code == 0, longer.err
+        longer = finished("train", run.folder, recipe, "--resume", *words)
     assert [line["step"] for line in longer.metrics()] == [1, 2, 3, 4]
     assert [len(groups) for groups in later.trained] == [4, 4]
     assert max(line["num_gen_batches"] for line in longer.metrics()[2:]) > 1, "this seed should take several batches"

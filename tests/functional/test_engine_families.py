@@ -1,39 +1,34 @@
 """Engines of families whose weights vLLM holds in forms of its own: log-probs against transformers, before and after a
 refit, and after one that was given up."""
 
-from __future__ import annotations
-
+import gc
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grpo_mcore.driver.engines.engine_group import EngineWorker
 from grpo_mcore.families import engine_options, params_of, read_hf_config, shape_of
+from grpo_mcore.generation.worker_calls import unregistered_tensors
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.plan.plan import plan_refit
 from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.refit.refit import Refit, refit
 from grpo_mcore.tools.demo.tiny_models import ENGINE_SIZES, make_tiny_model
 from grpo_mcore.tools.parity.parity import unstacked
-from tests.functional.engine_cases import config, generate, load_reference, request, worst_difference
-from tests.unit.refit.shards import Handle, ShardedModel
+from tests.functional.engine_cases import Source, config, generate, load_reference, request, worst_difference
+from tests.functional.preload import preload
+from tests.mixed_models import KEPT, make_mixed_model
+from tests.unit.refit.shards import Handle
 
 REQUESTS = [request(number) for number in range(8)]
-
-
-class Source:
-    """A policy rank with the weights of a checkpoint."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        shape = shape_of(read_hf_config(self.folder))
-        whole = unstacked(load_file(self.folder / "model.safetensors"), shape)
-        return ShardedModel(whole, shape, 0, 1).parameters()
 
 
 def copy_sinks(worker: Any) -> None:
@@ -44,12 +39,82 @@ def copy_sinks(worker: Any) -> None:
             kernel.process_weights_after_loading = lambda _, copy=kernel.sinks, source=source: copy.copy_(source)
 
 
+class WeightsPool(TorchDispatchMode):
+    """The memory that torch takes while a model is loaded: vLLM's pool of weights in its sleep mode, which needs a GPU.
+    Put to sleep at level 2, as vLLM's worker does it: buffers are copied and come back, everything else is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._add(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+    def _add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            handle = tensor.dtype == torch.int64 and tensor.numel() == 1  # the address of what oneDNN has packed
+            if tensor.device.type == "cpu" and tensor.layout == torch.strided and not handle:
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage)
+
+    def sleep(self, worker: Any, level: int = 1) -> None:
+        if level != 2:
+            return
+        model, runner = worker.model_runner.model, worker.model_runner
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self._add(model.parameters())  # a refit on CPU gives them other memory, on a GPU other contents
+        self._add(tensor for module in model.modules() for tensor in unregistered_tensors(module))
+        gc.collect()
+        for reference in self._storages.values():
+            if (storage := torch.UntypedStorage._new_with_weak_ptr(reference.cdata)) is not None:
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)  # NaN in every float
+        for cache in tree_leaves(runner.kv_caches):
+            cache.zero_()  # as what CUDA maps anew
+
+    def wake_up(self, worker: Any, tags: list[str] | None = None) -> None:
+        for name, buffer in worker.model_runner.model.named_buffers() if "weights" in (tags or ["weights"]) else ():
+            buffer.data.copy_(self._buffers.get(name, buffer))
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> WeightsPool:
+    """Engines of this process load their models into this pool, and sleep."""
+    preload()
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    pool, load = WeightsPool(), CPUWorker.load_model
+
+    def load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        with pool:
+            return load(worker, *args, **kwargs)
+
+    monkeypatch.setattr(CPUWorker, "load_model", load_model)
+    monkeypatch.setattr(CPUWorker, "sleep", lambda worker, level=1: pool.sleep(worker, level))
+    monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags=None: pool.wake_up(worker, tags))
+    return pool
+
+
+def forget_host_scales(worker: Any) -> None:
+    """Let attention have no copies of its scales on the host, which is another memory only on a GPU."""
+    for module in worker.model_runner.model.modules():
+        for name in ("_k_scale_cpu", "_v_scale_cpu"):
+            module.__dict__.pop(name, None)
+
+
+def weights(worker: Any) -> torch.Tensor:
+    return torch.cat([parameter.flatten() for parameter in worker.model_runner.model.parameters()])
+
+
 FORMS = ("nemotron_h_latent", "glm4_moe_lite", "qwen3_5_moe_text", "gpt_oss")  # every form; the others under --chaos
 ALIKE = ("glm4_moe", "moonlight", "qwen3_5_text", "qwen3_next", "minimax_m2", "gemma3_text", "gemma3", "nemotron_h_moe")
+ALIKE += ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3", "qwen3_moe", "nemotron_h")
 
 
 @pytest.mark.parametrize("family", [*FORMS, *(pytest.param(each, marks=pytest.mark.every_state) for each in ALIKE)])
-def test_a_refit_brings_every_weight(tmp_path: Path, family: str) -> None:
+def test_a_refit_brings_every_weight(tmp_path: Path, family: str, pool: WeightsPool) -> None:
     folders = [
         make_tiny_model(family, tmp_path / str(seed), seed=seed, words=True, **ENGINE_SIZES.get(family, {}))
         for seed in (0, 1)
@@ -62,6 +127,8 @@ def test_a_refit_brings_every_weight(tmp_path: Path, family: str) -> None:
     engine = EngineWorker(config(folders[0], **engine_options(shape)), None)
     handle = Handle(engine.name, engine)
     try:
+        engine._llm_engine.collective_rpc(forget_host_scales)
+        assert engine._level_without_weights() == (1 if engine.config.kept else 2)
         if family == "gpt_oss":
             engine._llm_engine.collective_rpc(copy_sinks)
         before = generate(engine, REQUESTS)
@@ -78,7 +145,53 @@ def test_a_refit_brings_every_weight(tmp_path: Path, family: str) -> None:
         assert worst_difference(reference, generate(engine, REQUESTS)) < 1e-4
         refit([sender], [handle], plan, 3)
         assert generate(engine, REQUESTS).keys() == before.keys()
-        assert worst_difference(load_reference(folders[0]), generate(engine, REQUESTS)) < 1e-4
+        settled = generate(engine, REQUESTS)
+        assert worst_difference(load_reference(folders[0]), settled) < 1e-4
+        # A sleep that drops the weights: whatever the refit does not bring would be NaN.
+        object.__setattr__(engine.config, "sleep_between_phases", True)
+        engine.release(keep_weights=False)
+        assert bool(engine.config.kept) != bool(engine._llm_engine.collective_rpc(weights)[0].isnan().all())
+        refit([sender], [handle], plan, 4)
+        engine.prepare(4)
+        for uid, sample in generate(engine, REQUESTS).items():
+            assert sample.token_ids().equal(settled[uid].token_ids())
+            assert sample.turns[-1].logprobs.equal(settled[uid].turns[-1].logprobs)
     finally:
         sender.target.close_refit()
         engine.shutdown()
+
+
+def values_in_float32(worker: Any) -> dict[str, torch.Tensor]:
+    """Return the engine's parameters and buffers that are float32, by name."""
+    model = worker.model_runner.model
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in found.items() if tensor.dtype == torch.float32}
+
+
+@pytest.mark.every_state
+@pytest.mark.parametrize("family", KEPT)
+def test_an_engine_in_bfloat16_keeps_and_gets_in_float32_what_its_family_declares(tmp_path: Path, family: str) -> None:
+    sizes = ENGINE_SIZES.get(family, {})
+    folders = [make_mixed_model(family, tmp_path / str(seed), seed=seed, words=True, **sizes) for seed in (0, 1)]
+    shape = shape_of(read_hf_config(folders[0]))
+    plan = plan_refit(
+        params_of(shape), shape, PolicyLayout(), EngineLayout(), dtype="bfloat16", buffer_bytes=2 * 72_000
+    )
+    sender = Handle("policy-0", RefitSender(Source(folders[1]), 0, run_id=f"mixed-{family}".replace("_", "-")))
+    settings = replace(config(folders[0], **engine_options(shape)), dtype="bfloat16")
+    engine = EngineWorker(settings, None)
+    try:
+        (before,) = engine._llm_engine.collective_rpc(values_in_float32)
+        refit([sender], [Handle(engine.name, engine)], plan, 1, verify="full")
+        (after,) = engine._llm_engine.collective_rpc(values_in_float32)
+    finally:
+        sender.target.close_refit()
+        engine.shutdown()
+    stored = unstacked(load_file(folders[1] / "model.safetensors"), shape)
+    declared = {param.engine: param for param in params_of(shape) if any(tensor.float32 for tensor in param.hf)}
+    assert declared and declared.keys() <= before.keys(), "vLLM keeps them in float32"
+    for name, param in declared.items():
+        expected = stored[param.hf[0].name].float()
+        expected = -expected.exp() if param.engine_form.negative_exp else expected
+        if after[name].numel():  # vLLM's CPU build packs some; the refit has compared their checksums
+            assert torch.equal(after[name].flatten(), expected.flatten()) and not torch.equal(before[name], after[name])

@@ -1,8 +1,7 @@
 """One engine over two nodes, which are two Ray nodes of this machine: what it says has the log-probs of transformers,
-before and after a refit. With `--chaos`: it says token for token what an engine inside a node says; what dies on either
-node is named, and the engine starts anew on both; a whole run."""
-
-from __future__ import annotations
+before and after a refit, and is token for token what an engine inside a node says; what dies on either node is named,
+and the engine starts anew on both; a whole run. `make test` has a refit between two nodes (test_two_nodes.py), an
+engine of two ranks under Ray (test_async_ray.py), and where an engine's ranks go (unit/driver/engines)."""
 
 import os
 import signal
@@ -30,9 +29,12 @@ from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional import engine_cases
-from tests.functional.engine_cases import CONTEXT, Policy, PolicyRank, make_model, request, wait_until, worst_difference
+from tests.functional.engine_cases import CONTEXT, Policy, PolicyRank, make_model, request, worst_difference
 from tests.functional.runs import Task, grpo_recipe, run_command, write_recipe
 from tests.processes_below import with_words
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.every_state
 
 GIB = 2**30
 DEADLINE_S = 150.0
@@ -162,7 +164,6 @@ def test_its_samples_have_the_log_probs_of_transformers_before_and_after_a_refit
     twin.close()
 
 
-@pytest.mark.every_state
 def test_it_says_what_an_engine_inside_a_node_says(
     cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, folder: Path
 ) -> None:
@@ -176,7 +177,6 @@ def test_it_says_what_an_engine_inside_a_node_says(
     twin.close()
 
 
-@pytest.mark.every_state
 @pytest.mark.parametrize("what", ["a rank", "the follower", "the engine"])
 def test_a_death_on_either_node_is_named_and_the_engine_starts_anew_on_both(
     cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, what: str
@@ -215,7 +215,6 @@ def end(cluster: RayCluster, engines: EngineGroup) -> None:
     wait_until(lambda: not any(map(lives, processes)), "the end of the ranks", 20.0)
 
 
-@pytest.mark.every_state
 def test_on_nodes_of_its_own_each_node_receives_over_the_wire(
     cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, folder: Path
 ) -> None:
@@ -237,7 +236,6 @@ def test_on_nodes_of_its_own_each_node_receives_over_the_wire(
     end(cluster, apart)
 
 
-@pytest.mark.every_state
 def test_a_whole_run(
     cluster: RayCluster, task: Task, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

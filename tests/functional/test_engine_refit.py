@@ -1,7 +1,5 @@
 """A real vLLM engine on a tiny random model in float32, against transformers: generation, and refits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ import torch
 
 from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
-from grpo_mcore.generation.engine_tokenizer import register_tokenizer
 from grpo_mcore.generation.worker_calls import divide_logits
 from grpo_mcore.parallel.probes import fixed_direction
 from grpo_mcore.refit.plan.plan import RefitError
@@ -127,6 +124,8 @@ def test_what_comes_out_of_layers_is_that_of_transformers(folder: Path, engine: 
 def test_vllms_tokenizer_shows_text_as_it_was_written(tmp_path: Path) -> None:
     """Also its copies for threads. DeepSeek's folders name LlamaTokenizerFast, which had dropped spaces."""
     from vllm.tokenizers import get_tokenizer, maybe_make_thread_pool
+
+    from grpo_mcore.generation.engine_tokenizer import register_tokenizer
 
     ids = make_byte_level(tmp_path, "LlamaTokenizerFast")(TEXT, add_special_tokens=False)["input_ids"]
     register_tokenizer()

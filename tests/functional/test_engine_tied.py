@@ -1,7 +1,5 @@
 """Engines that start without weights, on a model with tied embeddings."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several environments in one run: each prompt is scored by the one of its dataset, and all train together."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_mcore.driver.rollouts.rollouts import Rollouts
-from tests.functional.runs import Task, assert_one_message, grpo_recipe, make_base_config, run_here
+from tests.functional.runs import Task, assert_one_message, finished, grpo_recipe, make_base_config, run_here
 from tests.unit.environments.code.sandbox_here import needs_sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,8 +57,7 @@ def test_each_prompt_is_scored_by_its_environment(
         return groups[-1]
 
     monkeypatch.setattr(Rollouts, "next_group", recorded)
-    run = run_here("train", tmp_path, recipe, "grpo.val_at_end=true")
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe, "grpo.val_at_end=true")
     seen: dict[str, int] = {}
     for group in groups:
         task_name = group.prompt["task_name"].removesuffix(
@@ -118,7 +115,6 @@ def test_the_recipe_for_programs_runs_a_step(task: Task, tmp_path: Path, monkeyp
     recipe["data"]["default"]["prompt_file"] = str(ROOT / "recipes" / "prompts" / "code.txt")
     words = [f"policy.model_name={tmp_path / 'model'}", "grpo.max_num_steps=1", "policy.generation.max_new_tokens=8"]
     words += ["cluster.backend=local", "policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
-    run = run_here("train", tmp_path, recipe, *words)
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe, *words)
     [line] = run.metrics()
     assert (line["num_samples"], line["num_failed_samples"], line["reward"]) == (32, 0, 0.0)

@@ -1,7 +1,5 @@
 """`grpo-mcore eval` with a real engine: a model and its checkpoint, an interruption, and other settings."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Every example runs: the commands of its header, with fewer steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,9 +8,8 @@ from examples.custom_environment.calculator import Calculator, calculate
 from examples.custom_environment.make_task import make_task
 from examples.custom_loop import custom_loop
 from examples.custom_reward.reward import share_of_digits
-from examples.from_python import from_python
 from tests.functional.preload import preload
-from tests.functional.runs import Task, run_here
+from tests.functional.runs import Task, finished, run_here
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -46,6 +43,8 @@ def test_a_run_from_python_with_the_reward_of_your_own(
 ) -> None:
     """With another model and task than the demo's, in process; the reward and its parts come from the recipe."""
     preload()
+    from examples.from_python import from_python
+
     monkeypatch.chdir(tmp_path)
     words = [*in_process(task, model), "grpo.max_num_steps=1", "grpo.max_val_samples=8", "grpo.val_at_start=false"]
     metrics, answer = from_python.main(words, tmp_path / "exported")
@@ -69,8 +68,7 @@ def test_a_run_with_the_objective_of_your_own(task: Task, model: Path, tmp_path:
     assert refused.code == 1
     assert "grpo.reward_shaping.path examples.custom_objective.objective:brevity is called with" in refused.err
     assert "starting" not in refused.out
-    run = run_here("train", tmp_path, recipe, *words)
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe, *words)
     first, second = run.metrics()
     assert second["kl_penalty"] >= 0 and second["grad_norm"] > 0
     assert -1 <= first["advantage_min"] < 0 < first["advantage_max"] <= 1  # ranks
@@ -100,30 +98,23 @@ def test_a_run_with_the_environment_of_your_own(tmp_path: Path) -> None:
     folder = tmp_path / "task"
     make_task(folder)
     words = [f"policy.model_name={folder / 'untrained'}", f"data.train.data_path={folder / 'sft.jsonl'}"]
-    sft = run_here(
-        "sft",
-        tmp_path / "sft",
-        {"defaults": str(EXAMPLES / "custom_environment" / "sft.yaml")},
-        *words,
-        "sft.max_num_steps=20",
-    )
-    assert sft.code == 0, sft.err
+    recipe = {"defaults": str(EXAMPLES / "custom_environment" / "sft.yaml")}
+    sft = finished("sft", tmp_path / "sft", recipe, *words, "sft.max_num_steps=20")
     words = [f"policy.model_name={sft.checkpoints / 'hf'}", "grpo.max_num_steps=1", "grpo.max_val_samples=8"]
     words += [f"data.train.data_path={folder / 'train.jsonl'}", f"data.validation.data_path={folder / 'val.jsonl'}"]
-    words += ["policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
+    words += ["policy.generation.vllm_cfg.kv_cache_memory_gb=0.1", "grpo.turn_credit={weight: 0.5, mode: gigpo}"]
     recipe = {"defaults": str(EXAMPLES / "custom_environment" / "recipe.yaml")}
-    run = run_here("train", tmp_path / "grpo", recipe, *words)
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path / "grpo", recipe, *words)
     [line] = run.metrics()
     assert (line["num_samples"], line["num_failed_samples"]) == (128, 0)
-    assert line["turns_max"] > 1 and line["environment_tokens"] > 0
+    assert line["turns_max"] > 1 and line["environment_tokens"] > 0 and 0 <= line["turn_credit/share"] < 1
 
 
 def test_every_example_has_a_test() -> None:
     """The others: test_data_loaders (custom_dataloader), test_environments (code_problems), test_multi_turn,
-    test_spec_commands (configs)."""
+    test_spec_commands (configs), test_verifiers (verifiers_task)."""
     here = {"from_python", "custom_environment", "custom_loop", "custom_objective", "custom_reward"}
-    elsewhere = {"code_problems", "configs", "custom_dataloader", "sliding_puzzle"}
+    elsewhere = {"code_problems", "configs", "custom_dataloader", "sliding_puzzle", "verifiers_task"}
     assert {
         path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"
     } <= here | elsewhere

@@ -3,8 +3,6 @@
 These tests ask the package index and run only on request: pytest --registry tests/functional/test_extras.py
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re
@@ -63,11 +61,15 @@ def test_every_pin_of_the_image_exists(python: Path) -> None:
         resolve(python, "--no-deps", f"{package}=={version}")
 
 
-def test_the_gpu_set_up_reaches_its_compilers(tmp_path: Path) -> None:
-    """The locked packages install, and the compilers find cuDNN's and NCCL's headers among them, and link."""
+def test_the_gpu_set_up_compiles(tmp_path: Path) -> None:
+    """The locked packages install, the compilers find cuDNN's and NCCL's headers among them, and one source of each
+    package of kernels compiles and links, for one architecture."""
     python = shutil.which("python3.12")  # it may be there and start none: a shim of pyenv
     if python is None or subprocess.run([python, "--version"]).returncode or shutil.which("g++") is None:
         pytest.skip("python3.12 or g++ is not here")
-    script, env = ROOT / "scripts/setup_gpu.sh", {**os.environ, "VENV": str(tmp_path / "venv")}
-    done = subprocess.run([script, "venv", "lock", "headers"], capture_output=True, text=True, env=env)
+    script, env = ROOT / "scripts/setup_gpu.sh", {**os.environ, "VENV": str(tmp_path / "venv"), "MAX_JOBS": "2"}
+    done = subprocess.run([script, "venv", "lock", "headers", "samples"], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
+    compiled = re.findall(r"^\[setup\] (compiled and linked .*)$", done.stdout, flags=re.M)
+    print(*compiled, sep="\n")
+    assert [line.split()[3] for line in compiled] == ["causal_conv1d_fwd.cu", "selective_scan_fwd_bf16.cu"]

@@ -1,7 +1,5 @@
 """Copies of a run on a server that speaks S3's protocol, and `grpo-mcore fetch`, which brings them back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import obstore

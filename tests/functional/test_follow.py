@@ -1,8 +1,6 @@
 """A run that follows a recorded one comes to the same weights, whatever chance decided in the first; and what another
 loss would have made of its steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe import audit, read_ledger
-from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
+from tests.functional.runs import Run, Task, assert_one_message, finished, grpo_recipe, run_here
 
 PROMPTS = 24
 
@@ -32,15 +30,14 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
     }
     recipe["checkpointing"] = {"save_period": 2, "metric_name": None, "keep_top_k": None}
     recipe["policy"] |= {"max_total_sequence_length": 40}
-    recipe["policy"]["generation"] |= {"max_new_tokens": 30, "vllm_kwargs": {"max_num_seqs": 6}}
+    recipe["policy"]["generation"] |= {"max_new_tokens": 30}
+    recipe["policy"]["generation"].setdefault("vllm_cfg", {})["max_num_seqs"] = 6
     return recipe
 
 
 @pytest.fixture(scope="module")
 def recorded(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = run_here("train", tmp_path_factory.mktemp("recorded"), recipe)
-    assert run.code == 0, run.err
-    return run
+    return finished("train", tmp_path_factory.mktemp("recorded"), recipe)
 
 
 def entries_of(run: Run) -> list[dict[str, Any]]:
@@ -61,8 +58,7 @@ def followed_of(run: Run) -> dict[str, Any]:
 def test_it_comes_to_the_same_weights_ledger_and_metrics(recipe: dict[str, Any], recorded: Run, tmp_path: Path) -> None:
     assert max(line["trajectory_age_max"] for line in recorded.metrics()) == 2
     assert all(line["grad_norm"] > 0 for line in recorded.metrics())
-    run = run_here("train", tmp_path, recipe, "--follow", str(recorded.logs))
-    assert run.code == 0, run.out + run.err
+    run = finished("train", tmp_path, recipe, "--follow", str(recorded.logs))
     assert weights_of(run, 6) == weights_of(recorded, 6)
     assert entries_of(run) == entries_of(recorded)
     assert run.outcome() == recorded.outcome() and run.outcome("validation") == recorded.outcome("validation")
@@ -72,8 +68,7 @@ def test_it_comes_to_the_same_weights_ledger_and_metrics(recipe: dict[str, Any],
 
 def test_it_goes_on_from_a_checkpoint_of_the_run(recipe: dict[str, Any], recorded: Run, tmp_path: Path) -> None:
     start = recorded.checkpoints / "step_2"
-    run = run_here("train", tmp_path, recipe, "--follow", str(recorded.logs), "--resume", str(start))
-    assert run.code == 0, run.out + run.err
+    run = finished("train", tmp_path, recipe, "--follow", str(recorded.logs), "--resume", str(start))
     assert weights_of(run, 6) == weights_of(recorded, 6)
     assert followed_of(run)["steps"] == 4 and followed_of(run)["differs_first"] is None
     found = audit(read_ledger(run.checkpoints / "ledger.jsonl"))

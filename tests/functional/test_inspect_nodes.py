@@ -1,7 +1,5 @@
 """Ranks on two machines, one of them stuck: an inspection names it, and only it."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """A CPU run where TransformerEngine is installed: by its stand-in, whose kernels raise for tensors on a CPU.
 test_sweep.py fine-tunes there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

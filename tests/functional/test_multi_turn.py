@@ -1,8 +1,6 @@
 """Several turns on a real vLLM engine: tokens are kept exactly, log-probs are those of the whole conversation, and a
 run trains on them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajector
 from tests.functional import engine_cases
 from tests.functional.engine_cases import Policy, load_reference
 from tests.functional.recorded_runs import looking_inside
-from tests.functional.runs import Run, run_here
+from tests.functional.runs import Run, finished
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CONTEXT, TURNS = 512, 4
@@ -203,8 +201,7 @@ def base(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["sft.max_num_steps=60", "policy.megatron_cfg.scheduler.lr_decay_iters=60"]
     words += ["data.train.dataset_kwargs.right_share=1.0", "data.train.dataset_kwargs.num_puzzles=500"]
     sft = recipe("sft-sliding-puzzle-cpu", model_name=str(folder))
-    run = run_here("sft", tmp_path_factory.mktemp("sft-puzzle"), sft, *words)
-    assert run.code == 0, run.err
+    run = finished("sft", tmp_path_factory.mktemp("sft-puzzle"), sft, *words)
     return run.checkpoints / "hf"
 
 
@@ -216,8 +213,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, 
     words += ["policy.megatron_cfg.optimizer.lr=1.0e-4"]
     grpo = recipe("grpo-sliding-puzzle-cpu", model_name=str(base))
     with looking_inside() as inside:
-        run = run_here("train", tmp_path_factory.mktemp("grpo-puzzle"), grpo, *words)
-    assert run.code == 0, run.err
+        run = finished("train", tmp_path_factory.mktemp("grpo-puzzle"), grpo, *words)
     return run, inside
 
 

@@ -1,7 +1,5 @@
 """GRPO on samples that agents of a NeMo Gym play: its servers call the policy's endpoint over HTTP."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -30,7 +28,7 @@ from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory, Turn
 from grpo_mcore.tools.demo.arithmetic import make_tokenizer
-from tests.functional.runs import Run, run_here, write_recipe
+from tests.functional.runs import Run, finished, write_recipe
 from tests.gym_server import AGENT, GymServer
 
 TOKEN, VARIABLE = "a-token-of-the-tests", "GYM_TEST_POLICY_KEY"
@@ -139,13 +137,12 @@ def played(recipe: dict[str, Any], gym: GymServer, tmp_path_factory: pytest.Temp
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, VARIABLE, TOKEN)
         patch.setattr(Rollouts, "next_group", recorded)
-        run = run_here("train", tmp_path_factory.mktemp("run"), recipe)
-    assert run.code == 0, run.err
+        run = finished("train", tmp_path_factory.mktemp("run"), recipe)
     return Played(run, gym, {behaviour(group): group for group in found})
 
 
 def behaviour(group: Group) -> str:
-    task = group.prompt["extra_env_info"]["gym_task"]
+    task = group.prompt["extra_env_info"]["agent_task"]
     return task.get("behave") or f"{task.get('said_by', 'user')} {task['turns']}"
 
 
@@ -178,8 +175,8 @@ def test_conversations_are_exact_token_by_token(played: Played, recipe: dict[str
         for sample, score in zip(group.samples, group.scores, strict=True):
             turns = sample.ref.turns
             generated, between = turns[1::2], turns[2::2]
-            assert len(turns) == 2 * sample.turns and sample.cut_turns == 0
-            question = group.prompt["extra_env_info"]["gym_task"]["responses_create_params"]["input"][0]["content"]
+            assert len(turns) == 2 * sample.turns
+            question = group.prompt["extra_env_info"]["agent_task"]["responses_create_params"]["input"][0]["content"]
             assert tokenizer.decode(turns[0].token_ids) == f"<bos><user>{question}<assistant>"
             for number, (answer, said) in enumerate(zip(generated, between, strict=False)):
                 assert answer.loss_mask and not said.loss_mask and said.logprobs is None
@@ -202,7 +199,7 @@ def test_conversations_are_exact_token_by_token(played: Played, recipe: dict[str
 
 
 def group_turns(group: Group) -> int:
-    return group.prompt["extra_env_info"]["gym_task"]["turns"]
+    return group.prompt["extra_env_info"]["agent_task"]["turns"]
 
 
 def test_a_conversation_ends_with_the_context(played: Played) -> None:
@@ -213,12 +210,11 @@ def test_a_conversation_ends_with_the_context(played: Played) -> None:
 def test_a_rewritten_history_is_a_branch_of_its_sample(played: Played) -> None:
     for name, turns in (("forgets", 4), ("rewrites", 3)):
         for sample, score in zip(played.groups[name].samples, played.groups[name].scores, strict=True):
-            assert (sample.turns, sample.cut_turns) == (turns, 0) and score.reward is not None
+            assert sample.turns == turns and score.reward is not None
             assert score.reason == f"{turns} turns in 2 branches"
             first, second = sample.ref.token_ids().split(sample.ref.branches)
             question = sample.ref.prompt_length
             assert first[:question].equal(second[:question]) and not first[: len(second)].equal(second[: len(first)])
-    assert "num_cut_turns" not in played.run.metrics()[0]
 
 
 def test_the_policy_learns_from_the_engines_own_log_probs(played: Played) -> None:
@@ -329,8 +325,7 @@ def test_samples_are_played_ahead_of_the_policy(
 
     monkeypatch.setattr(Rollouts, "next_group", recorded)
     faults, asked = len(gym.faults), len(gym.requests)
-    run = run_here("train", tmp_path, ahead)
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, ahead)
     assert [line["trajectory_age_max"] for line in run.metrics()] == [0, 1, 1]
     assert [line["num_trained_samples"] for line in run.metrics()] == [4, 4, 4]
     assert all(line["grad_norm"] > 0 for line in run.metrics())

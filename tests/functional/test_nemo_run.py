@@ -4,8 +4,6 @@ Makes .venv-launch (0.5 GB) and takes minutes, so it runs only on request:
 pytest --nemo-run -o faulthandler_timeout=1600 tests/functional/test_nemo_run.py
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """What version 0.2 wrote (run_of_0_2: the first two of four steps of a run, with its samples) is read and gone on from;
 what a newer version wrote is refused by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

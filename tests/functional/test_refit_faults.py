@@ -1,7 +1,5 @@
 """Processes that die in a refit: it ends inside its deadline, says who, and who lives has the old weights."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -18,7 +16,7 @@ from grpo_mcore.refit.plan.plan import RefitError
 from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.refit.refit import Refit, RefitState
 from grpo_mcore.rollout.trajectory import Sampling
-from tests.functional.engine_cases import Policy, config, generate, load_reference, make_model, request
+from tests.functional.engine_cases import Killer, Policy, config, generate, load_reference, make_model, request
 from tests.functional.rank_server import CONTEXT, ranks
 from tests.unit.refit.shards import Handle, ShardedModel
 
@@ -82,18 +80,6 @@ def policy(tmp_path: Path) -> Iterator[Policy]:
     policy = Policy(tmp_path)
     yield policy
     policy.close()
-
-
-class Killer:
-    """The engine to the driver; kills one of its ranks before it passes the call `at` on."""
-
-    def __init__(self, engine: Engine, rank: psutil.Process, at: str) -> None:
-        self.name, self._handle, self._rank, self._at = engine.name, Handle(engine.name, engine), rank, at
-
-    def call(self, method: str, *args: Any, **how: Any) -> Any:
-        if method == self._at:
-            self._rank.kill()
-        return self._handle.call(method, *args)
 
 
 def start_engine(folder: Path) -> tuple[Engine, list[psutil.Process]]:

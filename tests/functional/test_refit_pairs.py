@@ -1,8 +1,6 @@
 """Real policy ranks and real engines under Ray, in the layouts that a refit has to bring together: every copy by its
 checksum, then log-probs of what the engines say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

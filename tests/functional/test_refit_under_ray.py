@@ -2,8 +2,6 @@
 refit that fails halfway. `make test` has such refits in one process (test_engine_refit.py, test_refit_faults.py) and in
 a run under Ray (test_async_ray.py)."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

@@ -1,10 +1,9 @@
 """`grpo-mcore refit verify` and policy.refit_parity, in process: log-probs of engine and policy after a refit."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from grpo_mcore.driver.policy import refit_parity
 from grpo_mcore.observe import alarms
 from grpo_mcore.refit.plan.plan import Block
 from grpo_mcore.refit.policy_side.sender import RefitSender
-from tests.functional.runs import Task, grpo_recipe, run_here, write_recipe
+from tests.functional.runs import Task, finished, grpo_recipe, run_here, write_recipe
 
 
 def verify(folder: Path, recipe: dict[str, Any], *words: str) -> tuple[int, str]:
@@ -75,11 +74,11 @@ def test_a_run_by_default_compares_sometimes_and_says_a_difference(
     tmp_path: Path, task: Task, wrong_weights: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refit_parity, "SHARE", 1e9)  # after every refit
-    monkeypatch.setattr(alarms, "MISMATCH", 1.01)  # an untrained model differs little
+    kind = replace(alarms.KINDS["refit_mismatch"], above=1.01)  # an untrained model differs little
+    monkeypatch.setitem(alarms.KINDS, "refit_mismatch", kind)
     recipe = grpo_recipe(task, task.untrained)
     recipe["grpo"] |= {"max_num_steps": 1}
-    run = run_here("train", tmp_path, recipe, "checkpointing.enabled=false")
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe, "checkpointing.enabled=false")
     (step,) = run.metrics()
     assert step["refit/mult_prob_error"] > 1.01
     assert "after a refit an engine does not compute what the policy does" in run.out + run.err

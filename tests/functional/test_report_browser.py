@@ -1,7 +1,5 @@
 """A walk through the page of a run in headless Chromium: `pip install -e .[browser]`, Debian's chromium, --browser."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator
@@ -51,6 +49,8 @@ def test_a_walk_through_the_page(
     assert page.locator("#timeline-step").input_value() == "7"
     assert page.locator("#timeline svg rect").count() == 5
 
+    assert page.locator("#sample .card .said img").count() == 2  # the picture of the first prompt, in both samples
+    assert page.locator("#mismatch table").count() == 2  # by place and by probability
     rewards = "#sample-list tbody tr td:nth-child(2)"
     page.select_option("#filter", "best")
     assert page.locator(rewards).all_inner_texts() == ["1"] * 6 + ["0"] * 6

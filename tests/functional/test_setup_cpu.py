@@ -1,7 +1,5 @@
 """scripts/setup_cpu.sh when something is wrong: it says what, and does not mark an unfinished environment as ready."""
 
-from __future__ import annotations
-
 import ensurepip
 import hashlib
 import os

@@ -1,13 +1,10 @@
 """Supervised fine-tuning from the command line, in process."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,10 @@ from grpo_mcore.algorithms import sft
 from grpo_mcore.cli.main import main
 from grpo_mcore.data import DataError
 from grpo_mcore.observe.samples import read_samples, sample_steps
-from tests.functional.runs import Run, Task, assert_one_message, run_here, sft_recipe, start_command
+from tests.functional.runs import Run, Task, assert_one_message, finished, run_here, sft_recipe, start_command
 from tests.processes_below import with_words
 from tests.unit.tools.report_pages import data_of
+from tests.waiting import wait_until
 
 
 def test_the_loss_falls(sft_run: Run) -> None:
@@ -75,7 +73,7 @@ def test_report_and_watch_show_the_run(sft_run: Run, capsys: pytest.CaptureFixtu
     assert steps == list(range(1, 21)) and losses[-1] < 0.6
     assert set(data["ledger"]["devices"]) == {"policy-0"} and data["ledger"]["devices"]["policy-0"]["train"] > 0
     assert [what for _, what, *_ in data["timelines"]["20"] if "/" not in what].count("train") >= 2  # driver and rank
-    assert not [alarm for alarm in data["alarms"] if alarm["grave"]]
+    assert not [alarm for alarm in data["heads"][0]["alarms"] if alarm["grave"]]
 
 
 def test_each_example_is_recorded_with_what_was_computed_of_it(sft_run: Run) -> None:
@@ -163,8 +161,7 @@ def test_a_model_alone_is_written_where_it_is_asked_for(task: Task, tmp_path: Pa
         "checkpointing.enabled=false",
         "checkpointing.save_hf=last",
     )
-    run = run_here("sft", tmp_path, sft_recipe(task), *words)
-    assert run.code == 0, run.err
+    run = finished("sft", tmp_path, sft_recipe(task), *words)
     assert [path.name for path in run.checkpoints.iterdir()] == ["hf"] and (
         run.checkpoints / "hf/config.json"
     ).is_file()
@@ -224,10 +221,8 @@ def test_a_lost_run_goes_on_from_its_newest_checkpoint(task: Task, tmp_path: Pat
     recipe["cluster"] = recipe["cluster"] | {"max_restarts": 1, "retry_wait_s": 0.1}
     process = start_command("sft", tmp_path, recipe, "sft.max_num_steps=30", "sft.val_at_start=false")
     saved = tmp_path / "checkpoints" / "step_5"
-    deadline = time.monotonic() + 120
-    while not saved.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.01)
+    wait_until(lambda: saved.exists() or process.poll() is not None, "a checkpoint", 120)
+    assert process.poll() is None, process.communicate()
     (driver,) = with_words("spawn_main", process.pid)
     driver.kill()
     out, err = process.communicate(timeout=120)

@@ -1,11 +1,9 @@
 """launchers/slurm/grpo_2n8g.sh, unchanged, on a real Slurm of two nodes: to the end, cancelled, out of time, a lost
 node.
 
-The last test runs wherever Slurm is or can be installed. The others take minutes and run only on request:
+They take minutes and run only on request:
 pytest --slurm -o faulthandler_timeout=1600 tests/functional/test_slurm.py
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.cluster.orphan_reaper import marked
+from grpo_mcore.base.orphan_reaper import marked
 from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
 from tests.functional.slurm import Slurm, loopback, wait_for, why_not
 
@@ -213,6 +211,7 @@ def _command(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
+@pytest.mark.slurm
 def test_ray_sub_runs_any_command(slurm: Slurm, tmp_path: Path) -> None:
     """`COMMAND=... sbatch --nodes=2 --gres=gpu:8 ray.sub`, as the documents write it."""
     count = (

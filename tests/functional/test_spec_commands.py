@@ -2,17 +2,12 @@
 
 The documents are not part of the repository, so the commands are listed here. Changed are only: paths and the model
 (`recipe`), `uv run`, which must not make an environment of its own here, and for GRPO `--check` at the end, which does
-all that a run does before it starts processes. `sbatch ... ray.sub` is tested on a real Slurm in test_slurm.py;
-run_dpo.py and run_eval.py have tests of their own.
+all that a run does before it starts processes. `sbatch ... ray.sub` is tested on a real Slurm in test_slurm.py,
+the transforming commands in unit/cli/check/test_data.py; run_dpo.py and run_eval.py have tests of their own.
 """
 
-from __future__ import annotations
-
-import json
-import os
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,15 +39,6 @@ PLACES = (
     "config.yaml",
     "examples/configs/grpo_multiple_datasets.yaml",
 )
-TRANSFORM = [
-    "transform_gym_to_grpo.py --input rollouts.jsonl --output grpo_data/train.jsonl --reward_threshold 0.0",
-    "transform_gym_to_grpo.py --input rollouts.jsonl --output grpo_data/val.jsonl --reward_threshold 0.0",
-    "transform_gym_to_grpo.py --input rollouts.jsonl --output train.jsonl",
-    "transform_gym_to_sft.py --input rollouts.jsonl --output sft_train.jsonl --reward_threshold 0.95 --format openai",
-    "transform_gym_to_sft.py --input rollouts.jsonl --output sft_train.jsonl --reward_threshold 0.95 --format simple",
-    "transform_gym_to_dpo.py --input rollouts.jsonl --output dpo_train.jsonl --min_gap 0.2 --strategy same_prompt",
-    "transform_gym_to_dpo.py --input rollouts.jsonl --output dpo_train.jsonl --min_gap 0.2 --strategy stratified",
-]
 
 
 def recipe(name: str, task: Task, folder: Path) -> Path:
@@ -107,33 +93,14 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("script", DEFAULTS)
-def test_scripts_have_the_documented_default_and_one_message_for_a_mistake(script: str) -> None:
-    """Without --config; a wrong key is reported with the file of the default, before anything is imported."""
-    ran = subprocess.run(
-        [sys.executable, f"examples/{script}", "cluster.num_node=3"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert ran.returncode == 2 and "Traceback" not in ran.stderr
-    assert f"1 problem in examples/configs/{DEFAULTS[script]}.yaml" in ran.stderr
-    assert "command line: cluster.num_node: unknown key; nearest known key: cluster.num_nodes" in ran.stderr
-
-
-@pytest.mark.parametrize("command", TRANSFORM)
-def test_transforming_commands_run_from_any_folder(command: str, tmp_path: Path) -> None:
-    rows = []
-    for reward, answer in ((1.0, "2"), (0.0, "3")):
-        prompt = [{"role": "user", "content": "1+1="}]
-        params = {"input": prompt, "metadata": {"ground_truth": "2"}}
-        output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": answer}]}]
-        rows.append({"responses_create_params": params, "output": output, "response": {"output": output}})
-        rows[-1]["reward"] = reward
-    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    script, *words = shlex.split(command)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / script), *words], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    written = [json.loads(line) for line in (tmp_path / words[3]).read_text().splitlines()]
-    fields = {"grpo": {"input", "output", "ground_truth"}, "dpo": {"prompt", "chosen", "rejected"}}.get(script[17:-3])
-    fields = fields or ({"messages"} if "openai" in command else {"input", "output"})
-    assert written and fields <= set(written[0])
+def test_scripts_have_the_documented_default_and_one_message_for_a_mistake(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --config; a wrong key is reported with the file of the default."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [script, "cluster.num_node=3"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(f"examples/{script}", run_name="__main__")
+    error = capsys.readouterr().err
+    assert f"1 problem in examples/configs/{DEFAULTS[script]}.yaml" in error
+    assert "command line: cluster.num_node: unknown key; nearest known key: cluster.num_nodes" in error

@@ -1,7 +1,5 @@
 """A script written against the documented API: a plain dict, and environments in its own process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,11 +1,9 @@
 """GRPO with LoRA: the engine generates from merged weights, or applies the adapters itself; the reference is the model
 without adapters; a run resumes from its checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-from tests.functional.runs import Task, grpo_recipe, run_here
+from tests.functional.runs import Task, finished, grpo_recipe
 
 
 def test_adapters_are_trained_refitted_and_resumed(tmp_path: Path, task: Task) -> None:
@@ -17,14 +15,12 @@ def test_adapters_are_trained_refitted_and_resumed(tmp_path: Path, task: Task) -
     megatron["optimizer"] |= {"lr": 3.0e-2, "min_lr": 3.0e-2}
     megatron["scheduler"] |= {"lr_warmup_init": 3.0e-2}
     recipe["env"] = {"tests.functional.worlds:Talkative": {"each": 1.0}}
-    short = run_here("train", tmp_path / "a", recipe, "grpo.max_num_steps=2", "checkpointing.save_period=2")
-    assert short.code == 0, short.err
+    short = finished("train", tmp_path / "a", recipe, "grpo.max_num_steps=2", "checkpointing.save_period=2")
     first, second = short.metrics()
     # The adapters add nothing before the first update. After it engine and policy agree, and differ from the reference.
     assert first["grad_norm"] > 0 and abs(first["kl_penalty"]) < 1e-6 < second["kl_penalty"]
     assert max(line["token_mult_prob_error"] for line in (first, second)) < 1.0001
     megatron["peft"]["refit"] = "adapters"
-    longer = run_here("train", tmp_path / "a", recipe, "grpo.max_num_steps=3", "--resume")
-    assert longer.code == 0, longer.err
+    longer = finished("train", tmp_path / "a", recipe, "grpo.max_num_steps=3", "--resume")
     last = longer.metrics()[-1]
     assert last["step"] == 3 and last["token_mult_prob_error"] < 1.0001 and last["kl_penalty"] > 0

@@ -1,8 +1,6 @@
 """A GRPO run under Ray for families that the other whole runs do not train: engine and policy agree after each refit,
 and transformers reads the export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,7 @@
 """Whole GRPO runs in process (cluster.backend: local): repeatable, resumable, with all terms of the loss."""
 
-from __future__ import annotations
-
+import copy
+import dataclasses
 import functools
 import json
 import math
@@ -11,11 +11,12 @@ import re
 import resource
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.driver.checkpoints.checkpoint_files import policy_folder
@@ -26,18 +27,28 @@ from grpo_mcore.driver.record.run_record import PASS_RATES_FILE
 from grpo_mcore.driver.run.checks import check_model
 from grpo_mcore.driver.run.setup import start_cluster, start_policy
 from grpo_mcore.observe import audit, read_ledger
+from grpo_mcore.observe.band import band_text, make_band, settings_of
 from grpo_mcore.observe.run_folder import EventFile, read_metrics
-from grpo_mcore.observe.samples import read_samples, sample_steps
+from grpo_mcore.observe.samples import SampleFiles, generated_mask, read_samples, sample_steps
 from grpo_mcore.recipe import load_recipe
-from tests.functional.recorded_runs import Inside, looking_inside
-from tests.functional.runs import (
-    Run,
-    Task,
-    assert_one_message,
-    grpo_recipe,
-    make_base_config,
-    run_here,
+from grpo_mcore.rollout.trajectory import Sampling
+from grpo_mcore.tools.diagnose import (
+    DiagnosedRun,
+    diagnose,
+    of_advantages,
+    of_answers,
+    of_logprobs,
+    of_loss,
+    of_mask,
+    of_prompts,
+    of_rewards,
+    of_settings,
 )
+from grpo_mcore.tools.replay.replay import recorded_step
+from grpo_mcore.tools.report.run_files import recorded_run
+from grpo_mcore.tools.verdict.judge import Judge, JudgedSample
+from tests.functional.recorded_runs import Inside, looking_inside
+from tests.functional.runs import Run, Task, assert_one_message, finished, grpo_recipe, make_base_config, run_here
 from tests.unit.tools.report_pages import assert_trace_format
 
 
@@ -56,8 +67,7 @@ def whole(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> t
     """Run all 4 steps in this process."""
     with looking_inside() as inside:
         words = ("grpo.val_at_start=true", "grpo.val_at_end=true")
-        run = run_here("train", tmp_path_factory.mktemp("whole"), recipe, *words)
-    assert run.code == 0, run.err
+        run = finished("train", tmp_path_factory.mktemp("whole"), recipe, *words)
     return run, inside
 
 
@@ -71,9 +81,7 @@ def mirrored(recipe: dict[str, Any], bucket: str) -> dict[str, Any]:
 def half(mirrored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run the first 2 of these steps."""
     words = ("grpo.max_num_steps=2", "logger.tensorboard_enabled=true", "grpo.val_at_end=true")
-    run = run_here("train", tmp_path_factory.mktemp("half"), mirrored, *words)
-    assert run.code == 0, run.err
-    return run
+    return finished("train", tmp_path_factory.mktemp("half"), mirrored, *words)
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +92,7 @@ def resumed(mirrored: dict[str, Any], half: Run) -> tuple[Run, Inside]:
     half.logs.rename(half.folder / "logs of half")
     (half.folder / "logs" / "exp_002").mkdir()
     with looking_inside() as inside:
-        run = run_here("train", half.folder, mirrored, "--resume")
-    assert run.code == 0, run.err
+        run = finished("train", half.folder, mirrored, "--resume")
     return run, inside
 
 
@@ -95,8 +102,7 @@ def penalised(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
     words = ["grpo.seed=2", "grpo.max_num_steps=2", "policy.train_global_batch_size=8"]
     words += ["loss_fn.reference_policy_kl_penalty=0.05", "checkpointing.enabled=false", "logger.profile_steps=[2]"]
     with looking_inside() as inside:
-        run = run_here("train", tmp_path_factory.mktemp("penalised"), recipe, *words)
-    assert run.code == 0, run.err
+        run = finished("train", tmp_path_factory.mktemp("penalised"), recipe, *words)
     return run, inside
 
 
@@ -107,8 +113,7 @@ def test_engine_and_policy_agree_on_a_cut_distribution(recipe: dict[str, Any], t
     words = ["grpo.max_num_steps=1", "checkpointing.enabled=false"]
     words += ["policy.generation.top_k=6", "policy.generation.top_p=0.9", "loss_fn.reference_policy_kl_penalty=0.01"]
     with looking_inside() as inside:
-        run = run_here("train", tmp_path, recipe, *words)
-    assert run.code == 0, run.err
+        run = finished("train", tmp_path, recipe, *words)
     assert any(logprob == 0.0 for _, logprobs in inside.samples.values() for logprob in logprobs), "nothing was cut"
     (step,) = run.metrics()
     assert step["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
@@ -121,8 +126,7 @@ def test_batched_by_length_a_step_is_the_same(
     words = ["grpo.max_num_steps=1", "checkpointing.enabled=false", "policy.sequence_packing.enabled=false"]
     dynamic = "policy.dynamic_batching"
     words += [f"{dynamic}.enabled=true", f"{dynamic}.sequence_length_round=4", f"{dynamic}.train_mb_tokens=32"]
-    run = run_here("train", tmp_path, recipe, *words)
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe, *words)
     packed, batched = whole[0].metrics()[0], run.metrics()[0]
     assert batched["plan/bins_per_rank"] > packed["plan/bins_per_rank"]
     for name in ("loss", "grad_norm", "approx_entropy", "token_mult_prob_error"):
@@ -135,13 +139,9 @@ def test_a_step_computes_the_prompt_of_a_group_once(recipe: dict[str, Any], tmp_
     words += [f"data.default.prompt_file={tmp_path / 'prompt.txt'}", "loss_fn.reference_policy_kl_penalty=0.05"]
     steps = []
     for name, choice in (("whole", ["policy.sequence_packing.shared_prefix.enabled=false"]), ("shared", [])):
-        folder = tmp_path / name
-        folder.mkdir()
-        run = run_here("train", folder, recipe, *words, *choice)
-        assert run.code == 0, run.err
+        run = finished("train", tmp_path / name, recipe, *words, *choice)
         steps.append(run.metrics())
-        said = "of the tokens computed: samples share prefixes" in run.out
-        assert said == (name == "shared")
+        assert ("of the tokens computed: samples share prefixes" in run.out) == (name == "shared")
     for whole, once in zip(*steps, strict=True):
         assert whole["plan/computed_tokens"] == 1.0 and once["plan/computed_tokens"] < 0.6
         assert once["token_mult_prob_error"] <= 1.0001
@@ -231,10 +231,99 @@ def test_a_weight_changed_by_hand_is_found(
     assert "first in the output of layer 2" in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", ["TP2", *(pytest.param(each, marks=pytest.mark.every_state) for each in ("PP2", "CP2"))]
-)
+@pytest.fixture(scope="module")
+def case(whole: tuple[Run, Inside], tmp_path_factory: pytest.TempPathFactory) -> DiagnosedRun:
+    """Return the run's fourth step for a diagnosis."""
+    run = whole[0].logs
+    folder, config = recorded_run(run)
+    settings, scratch = settings_of(config.model_dump(mode="json")), tmp_path_factory.mktemp("case")
+    return DiagnosedRun(folder, config, 4, *recorded_step(run, 4), whole[0].metrics(), settings, scratch)
+
+
+def test_a_run_as_it_should_be_has_nothing_to_name(case: DiagnosedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["diagnose", str(case.run), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["state"], said["step"], said["findings"]) == ("without an alarm", 4, [])
+    assert said["not judged"] == ["recipe: it names no band (logger.alarms.band); --recipe names what to compare with"]
+    changed = case.run.parents[1] / "recipe.yaml"
+    assert main(["diagnose", str(case.run), "--step", "3", "--recipe", str(changed), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 1, "of those up to 3 the last one with a checkpoint"
+    recipe = case.config.model_dump(mode="json")
+    file, runs = case.scratch / "band.json", dict.fromkeys(range(20), (recipe, case.lines, []))
+    file.write_text(band_text(make_band("own", "1", runs)))
+    assert main(["diagnose", str(case.run), "--band", str(file)]) == 0
+    assert "inside its band of 20 runs\nnothing differs in step 4\n" in capsys.readouterr().out
+    recipe["grpo"]["max_num_steps"] = 9
+    file.write_text(band_text(make_band("own", "1", runs)))
+    assert main(["diagnose", str(case.run), "--band", str(file)]) == 1
+    assert "it is of another recipe (own): grpo.max_num_steps is 4 here and 9 there" in capsys.readouterr().err
+
+
+FAULTS: list[tuple[Any, Callable[[Any], object], str, str]] = [
+    (of_mask, lambda row: row["policy_logprobs"].insert(0, row["policy_logprobs"].pop()), "mask", "was "),
+    (of_prompts, lambda row: row["turns"][1].update(text="="), "prompts", "are 'Answer.=': no question"),
+    (of_prompts, lambda row: row["turns"][1].update(text=str(row["uid"][-1] > "4")), "data", "have 2 texts"),
+    (of_prompts, lambda row: row["token_ids"].__setitem__(0, 9), "template", "data and template make '<bos>"),
+    (of_answers, lambda row: row.update(truncated=True), "truncation", "16 of 16 answers"),
+    (of_rewards, lambda row: row.update(reward=row["reward"] + 1), "reward", "16 of 16 recorded answers get another"),
+    (of_rewards, lambda row: row.update(truth="7"), "data", "was 7, and is "),
+    (of_advantages, lambda row: row.update(advantage=1 - row["advantage"]), "advantages", "its group's rewards give"),
+]
+"""Function that looks, what is done to each recorded sample, the part that it names, its evidence."""
+
+
+@pytest.mark.parametrize(("look", "plant", "part", "evidence"), FAULTS)
+def test_a_part_that_was_otherwise_is_named(
+    case: DiagnosedRun, look: Any, plant: Callable[[Any], object], part: str, evidence: str
+) -> None:
+    rows = copy.deepcopy(list(case.rows))
+    for row in rows:  # a system prompt is the same in all
+        row["turns"].insert(0, {"role": "system", "text": "Answer.", "tokens": 0, "generated": False, "flag": None})
+    assert list(look(dataclasses.replace(case, rows=rows))) == []
+    for row in rows:
+        plant(row)
+    found = list(look(dataclasses.replace(case, rows=rows)))
+    assert found and found[0].part == part and evidence in found[0].evidence
+    assert found[0].again.startswith("grpo-mcore ")
+
+
+def test_settings_and_the_loss_that_were_otherwise_are_named(case: DiagnosedRun) -> None:
+    key = "policy.megatron_cfg.optimizer.lr"
+    (found,) = of_settings(dataclasses.replace(case, reference={**case.reference, key: 3e-5}))
+    assert (found.part, found.evidence) == (key, "0.001 in the run, 3e-05 in the recipe")
+    metrics = case.recorded.metrics
+    other = dataclasses.replace(case.recorded, metrics=metrics | {"loss": metrics["loss"] + 0.5})
+    (found,) = of_loss(dataclasses.replace(case, recorded=other))
+    assert found.part == "loss" and "--step 4 --layout TP1" in found.again
+    findings, notes = diagnose(dataclasses.replace(case, config=load_recipe("grpo-math-8B").config, _prompts=None))
+    assert findings and any(note.startswith("reward: ") for note in notes), "one hides no other"
+
+
+def test_an_engine_that_was_otherwise_is_named(case: DiagnosedRun, tmp_path: Path) -> None:
+    """It drew at another temperature, or from weights that no step has had."""
+    lines = [line | {"token_mult_prob_error": 1.0 + 0.2 * (line["step"] > 2)} for line in case.lines]
+    (found,) = of_logprobs(dataclasses.replace(case, lines=lines))
+    assert found.part == "refit" and "agree until step 2 and differ from step 3 on by a factor of 1.2" in found.evidence
+    run = tmp_path / case.run.name
+    shutil.copytree(case.run, run)
+    rows = copy.deepcopy(read_samples(sample_steps(run, "train")[1]))
+    judge = Judge(Path(case.config.policy.model_name), Sampling(4, temperature=1.5))
+    for row in rows:
+        generated = torch.tensor(generated_mask(row["turns"], len(row["token_ids"])))
+        sample = JudgedSample("", torch.tensor(row["token_ids"]), generated, None, None)
+        row["engine_logprobs"] = torch.where(sample.generated, judge.logprobs(sample), 0.0).tolist()
+    sample_steps(run, "train")[1].unlink()
+    files = SampleFiles(run / "samples", str, 1e9)
+    files.add("train", 1, lambda: rows)
+    files.close()
+    lines = [line | {"token_mult_prob_error": 1.3} for line in case.lines]
+    (found,) = of_logprobs(dataclasses.replace(case, run=run, lines=lines, step=1))
+    assert found.part == "sampling temperature" and "temperature 1.5 in place of 1" in found.evidence
+
+
+@pytest.mark.every_state
+@pytest.mark.parametrize("layout", ["TP2", "PP2", "CP2"])
 def test_a_recorded_step_is_replayed_on_another_layout(
     whole: tuple[Run, Inside], layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -402,8 +491,7 @@ def test_a_run_survives_a_full_disk_and_sigterm(
     assert "the checkpoint of step 2 was not written" in printed and "the run goes on" in printed
     assert "SIGTERM asked the run to stop: what is trained so far is saved, then the run ends" in run.out
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "pass_rates.jsonl", "step_3"]
-    resumed = run_here("train", tmp_path, recipe, "--resume")
-    assert resumed.code == 0, resumed.err
+    resumed = finished("train", tmp_path, recipe, "--resume")
     assert resumed.outcome() == whole[0].outcome()
     found = audit(read_ledger(resumed.checkpoints / "ledger.jsonl"))
     assert not found.flaws and found.fates["trained on"] == 16 == sum(found.fates.values())
@@ -436,8 +524,7 @@ def test_a_branch_from_another_folder_has_a_log_of_its_own(
     logs = run.logs  # the newest folder: the branch adds one
     before = {path: path.read_bytes() for path in logs.glob("*.json*")}
     words = [f"logger.log_dir={logs.parent}", "grpo.max_num_steps=5", "--resume", str(run.checkpoints / "step_4")]
-    branch = run_here("train", tmp_path, recipe, *words)
-    assert branch.code == 0, branch.err
+    finished("train", tmp_path, recipe, *words)
     assert {path: path.read_bytes() for path in logs.glob("*.json*")} == before
     (own,) = [folder for folder in logs.parent.glob("exp_*") if folder != logs]
     shutil.move(own, tmp_path / "own")  # the other tests know one run there
@@ -458,7 +545,7 @@ def test_files_and_summary(resumed: tuple[Run, Inside]) -> None:
     compared = {line["what"]: line for line in summary["predicted_against_measured"]}
     for part in ("weights", "gradients", "optimizer", "refit buffer"):
         assert compared[part]["measured"] == pytest.approx(compared[part]["predicted"], rel=0.02), part
-    assert {"generation", "training"} < compared.keys() and "refit" not in compared, "no bandwidth predicts it on CPU"
+    assert {line["unit"] for line in compared.values()} == {"bytes"}, "no data sheet predicts the seconds of a CPU"
     assert list((run.logs / "tensorboard").glob("events.*"))
     assert (run.logs / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -467,8 +554,7 @@ def test_resuming_a_finished_run_changes_nothing(recipe: dict[str, Any], resumed
     run, _ = resumed
     names = ("summary.json", "reward_curve.png", "metrics.jsonl")
     before = [(run.logs / name).read_bytes() for name in names]
-    again = run_here("train", run.folder, recipe, "--resume")
-    assert again.code == 0, again.err
+    again = finished("train", run.folder, recipe, "--resume")
     assert "nothing is left to do: grpo.max_num_steps is 4; raise it to go on" in again.out
     assert "starting policy and engines" not in again.out
     assert again.logs == run.logs and [(run.logs / name).read_bytes() for name in names] == before
@@ -487,8 +573,7 @@ def test_validating_a_checkpoint_alone(
 ) -> None:
     """The numbers equal those of the run, and nothing is written but them and the samples."""
     checkpoint = whole[0].checkpoints / "step_4"
-    run = run_here("train", tmp_path, recipe, "--validate-only", "--resume", str(checkpoint))
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe, "--validate-only", "--resume", str(checkpoint))
     assert run.outcome("validation") == [line for line in whole[0].outcome("validation") if line["step"] == 4]
     assert "validation after step 4: accuracy" in run.out
     assert not run.metrics() and not list(run.checkpoints.iterdir())
@@ -535,8 +620,7 @@ def test_a_step_without_a_gradient_is_explained_once(tmp_path: Path, recipe: dic
     recipe = recipe | {"policy": recipe["policy"] | {"model_name": str(task.untrained)}}
     path = tmp_path / "train.jsonl"
     path.write_text('{"input": "1%2=", "output": "123456"}\n' * 4)
-    run = run_here("train", tmp_path, recipe | {"data": {"train": {"data_path": str(path)}}}, "grpo.max_num_steps=2")
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe | {"data": {"train": {"data_path": str(path)}}}, "grpo.max_num_steps=2")
     assert [line["grad_norm"] for line in run.metrics()] == [0.0, 0.0]
     assert run.out.count("every advantage is 0") == 1 and "step 1: every advantage is 0" in run.out
 
@@ -547,8 +631,7 @@ def test_a_step_without_a_sample_in_the_loss_changes_nothing_and_can_be_saved(
     """Answers of one token are truncated and filtered: the checkpoint is of an optimizer without a step."""
     words = ["grpo.max_num_steps=1", "grpo.overlong_filtering=true", "policy.generation.max_new_tokens=1"]
     words += ["policy.generation.temperature=0.05"]
-    run = run_here("train", tmp_path, recipe, *words)
-    assert run.code == 0, run.err
+    run = finished("train", tmp_path, recipe, *words)
     assert "step 1 changed nothing: 0 of 16 samples are in the loss (16 truncated or empty)" in run.out
     assert (run.checkpoints / "step_1" / "training_info.json").is_file()
 

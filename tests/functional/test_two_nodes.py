@@ -1,7 +1,5 @@
 """Policy and engine on two machines whose own names lead to 127.0.1.1, as on Debian and Ubuntu."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path

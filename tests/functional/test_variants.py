@@ -1,7 +1,5 @@
 """Every recipe of recipes/variants trains for two steps in one process, and computes what its paper says."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator
@@ -146,7 +144,7 @@ class Stage:
 def sharing_the_first_mesh() -> Iterator[None]:
     """Keep policies from joining a mesh of their own: the engine of this process uses the first policy's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_policy, "join_mesh", lambda *_: torch.device("cpu"))
+        patch.setattr(parallel_policy, "join_mesh", lambda *_, **__: torch.device("cpu"))
         patch.setattr(parallel_policy, "leave_mesh", lambda: None)
         yield
 

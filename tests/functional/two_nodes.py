@@ -1,8 +1,6 @@
 """Two machines made of this one: network namespaces joined by a cable, whose names /etc/hosts maps to 127.0.1.1 as
 Debian does. Run as a program it is a worker on one of them: its parts answer the test's calls over a Unix socket."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

@@ -1,7 +1,5 @@
 """Environments that tests name by import path."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

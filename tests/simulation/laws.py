@@ -1,7 +1,5 @@
 """Laws that every run must keep, whatever breaks. They are checked on what it leaves behind."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ A run is replayed by its seed: `python -m tests.simulation.simulation SEED`. Of 
 `shortest` looks for the least that still breaks it.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import logging
@@ -176,12 +174,7 @@ def drawn(seed: int) -> Case:
 
 
 def drawn_faults(
-    draw: random.Random,
-    count: int,
-    seconds: float,
-    workers: Sequence[str],
-    nodes: Sequence[str],
-    kinds: Sequence[Kind],
+    draw: random.Random, count: int, seconds: float, workers: Sequence[str], nodes: Sequence[str], kinds: Sequence[Kind]
 ) -> tuple[Fault, ...]:
     """Draw faults of a run that takes about `seconds`, half of them at calls."""
     faults = []

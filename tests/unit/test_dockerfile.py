@@ -1,7 +1,5 @@
 """The images install what the lock files name, hold no secret, and do not run as root."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -12,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from grpo_mcore.families.settings import SINKS_CUDNN
 from grpo_mcore.tools.launch.kubernetes import UID
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,8 +41,12 @@ def test_hashes_are_checked() -> None:
     assert len(installs) == 3 and sum("--require-hashes" in words for words in installs) == 2, "of the CPU image"
     installs = re.findall(r"pip_install (--.+)", SETUP)
     free = [words for words in installs if "--require-hashes" not in words]
-    assert len(installs) == 4 and len(free) == 3
-    here = ("transformer-engine[", "--no-deps --no-build-isolation $kernels", '--no-deps --no-build-isolation "${edit')
+    assert len(installs) == 5 and len(free) == 3
+    here = (
+        "transformer-engine[",
+        "--no-deps --no-build-isolation $(kernel_packages)",
+        '--no-deps --no-build-isolation "${edit',
+    )
     assert all(any(part in words for part in here) for words in free)
 
 
@@ -53,7 +56,7 @@ def test_the_gpu_image_is_made_by_the_script_that_users_run() -> None:
     lines = [line for line in STAGES["gpu"].splitlines() if not line.startswith(("#", "COPY"))]
     calls = [call for line in lines for call in line.split("scripts/setup_gpu.sh ")[1:]]
     run = [step for call in calls for step in re.split(r"[;\\]", call)[0].split()]
-    assert [step for step in run if step != "prefetch"] == steps.group(1).split()
+    assert run == steps.group(1).split()
 
 
 def test_the_script_says_its_steps_and_refuses_others() -> None:
@@ -63,6 +66,20 @@ def test_the_script_says_its_steps_and_refuses_others() -> None:
     env = {**os.environ, "PYTHON": "false", "VENV": "/nowhere/venv"}
     done = subprocess.run([script, "venv"], capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 1 and "the lock is for Python 3.12 and false is not that" in done.stderr
+
+
+def test_the_step_cudnn_installs_one_that_trains_sinks(tmp_path: Path) -> None:
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    env = {**os.environ, "VENV": str(tmp_path)}
+    command = [str(ROOT / "scripts/setup_gpu.sh"), "cudnn"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=True)
+    assert "install --no-deps --require-hashes" in done.stdout
+    wanted = (tmp_path / "cudnn.txt").read_text()
+    found = re.fullmatch(r"nvidia-cudnn-cu13==9\.(\d+)\.(\d+)\.\d+ --hash=sha256:[0-9a-f]{64}\n", wanted)
+    assert found is not None and 90000 + 100 * int(found[1]) + int(found[2]) >= SINKS_CUDNN
 
 
 @pytest.mark.parametrize("broken", ["transformer_engine.pytorch", "mamba_ssm", "fla"])

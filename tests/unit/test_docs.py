@@ -1,17 +1,22 @@
 """The pages name files that exist, and their links lead somewhere."""
 
-from __future__ import annotations
-
+import os
 import re
-import sys
+import signal
 import textwrap
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from grpo_mcore.base.stopping import StopRequest, on_signal, on_sigterm
+from grpo_mcore.layout import PolicyLayout
+from grpo_mcore.observe.alarms import KINDS, SIGNS
+from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.recipe import load_recipe
+from grpo_mcore.recipe.schema.keys import fixed_on_resume, known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "recipe.md")
@@ -22,8 +27,18 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 PLACEHOLDER = re.compile(r"[A-Z]{3,}|\bfile\.py")
 SHORT = ("docs", "recipes", "grpo_mcore", "grpo_mcore/algorithms", "tests", "tests/unit/objective")
 """Folders that a page may leave out of a path."""
-OF_OTHERS = ("vllm_model_for_training.yaml", "gentle.py", "gentle.yaml", "test_gentle.py")
-"""Files of NeMo Gym, and of the reader of first_loss.md."""
+OF_OTHERS = (
+    "vllm_model_for_training.yaml",
+    "gentle.py",
+    "gentle.yaml",
+    "test_gentle.py",
+    "make_task.py",
+    "sft.yaml",
+    "reward.py",
+    "task.yaml",
+    "ask.py",
+)
+"""Files of NeMo Gym, and of the reader of first_loss.md and your_task.md."""
 
 
 def exists(name: str) -> bool:
@@ -83,5 +98,83 @@ def test_the_first_loss_does_what_its_page_says(tmp_path: Path, monkeypatch: pyt
     import_module("test_gentle").test_negative_advantages_weigh_half()
     config = load_recipe(tmp_path / "gentle.yaml").config
     assert config.loss_fn.path == "gentle:GentleLoss" and config.loss_fn.options == {"negative": 0.5}
-    for name in ("gentle", "test_gentle"):
-        del sys.modules[name]
+
+
+def table_below(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of the rows of the first table below a heading of a page, without its head."""
+    text = (ROOT / "docs" / page).read_text().partition(f"\n{heading}\n")[2]
+    table = next(block for block in text.split("\n\n") if block.startswith("|"))
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+
+
+def end_after(signals: list[signal.Signals]) -> RunEnd:
+    """Return how a run ends whose loop gets these signals, and that can save."""
+    stop = StopRequest()
+    try:
+        with on_signal() as stop, on_sigterm(stop), stop.listening():
+            for number in signals:
+                os.kill(os.getpid(), number)
+    except KeyboardInterrupt as interrupt:
+        return RunEnd.by(interrupt, unsaved=1)
+    return RunEnd.in_order(str(stop.reason), early=True, at_once=stop.at_once, unsaved=0)
+
+
+def test_the_table_of_signals_says_what_a_run_does() -> None:
+    rows = table_below("operations.md", "## Signals and exit codes")
+    assert len(rows) == 5
+    for name, action, saves, code in rows:
+        names = re.findall(r"SIG(USR1|TERM|HUP|INT)\b", name)
+        for number in (signal.Signals[f"SIG{short}"] for short in names):
+            end = end_after([number] * (2 if name.startswith("a second") else 1))
+            assert (end.exit_code, end.unsaved == 0) == (int(code), saves == "yes"), name
+            assert (end.kind == "stopped") == ("finishes the step" in action), name
+    text = " ".join(row[0] for row in rows)
+    assert all(short in text for short in ("SIGUSR1", "SIGTERM", "SIGHUP", "SIGINT"))
+
+
+def test_no_other_page_tells_what_a_signal_does_without_the_table() -> None:
+    signals = re.compile(r"Ctrl-C|SIGTERM|SIGUSR1|SIGHUP|SIGINT")
+    for page in (page for page in [*GUIDES, ROOT / "README.md"] if page.name != "operations.md"):
+        text = page.read_text()
+        if signals.search(text):
+            assert "operations.md#signals-and-exit-codes" in text, page.name
+        sentences = re.split(r"(?<=[.:;])\s", text)
+        assert not [words for words in sentences if "Ctrl-C" in words and re.search(r"\bsav", words)], page.name
+
+
+def test_the_page_of_alarms_is_the_table_of_alarms() -> None:
+    rows = {row[0].strip("`"): row[1:] for row in table_below("operations.md", "## Alarms")}
+    assert rows == {
+        name: [kind.by + ", grave" * kind.grave, kind.when.replace("|", "&#124;"), kind.first]
+        for name, kind in KINDS.items()
+    }
+    assert {name for name, kind in KINDS.items() if kind.by == "run"} == {*SIGNS, "left_band"}
+    for kind in KINDS.values():  # its words name the number that the code compares with
+        assert not kind.above or f"{kind.above:g}" in kind.when, kind
+        assert kind.in_a_row == 1 or f"{kind.in_a_row} steps in a row" in kind.when, kind
+
+
+def test_the_table_of_changes_says_which_layouts_resume() -> None:
+    """`optimizer_parts` decides what a checkpoint in parts refuses; tests/distributed/test_policy_state.py resumes."""
+    rows = table_below("operations.md", "## What may change over a resume")
+    names = [row[0].strip("`") for row in rows]
+    assert set(names) == {field.name for field in fields(PolicyLayout)}
+    for name, whole, in_parts in zip(names, *list(zip(*rows, strict=True))[1:], strict=True):
+        changed = PolicyLayout(**{name: True if name == "sequence_parallel" else 4})
+        assert whole == "yes"
+        assert in_parts == ("yes" if changed.optimizer_parts() == PolicyLayout().optimizer_parts() else "no"), name
+    text = (ROOT / "docs" / "operations.md").read_text()
+    refused = text.partition("other values of ")[2].partition(".\n")[0]
+    assert set(re.findall(r"`([\w.]+)`", refused)) == {key for key in known_keys() if fixed_on_resume(key)}
+
+
+def test_the_lines_of_failures_are_those_that_the_package_prints() -> None:
+    rows = table_below("operations.md", "## Failures: the line you see, and what to type")
+    ours = [re.findall(r"`([^`]+)`", line)[0] for _, line, _ in rows]
+    source = "\n".join(path.read_text() for path in (ROOT / "grpo_mcore").rglob("*.py"))
+    of_others = ("torch.OutOfMemoryError", "No available memory for the cache blocks", "CUDA error")
+    for line in (line for line in ours if not line.startswith(of_others)):
+        parts = [
+            part for part in re.split(r"\.\.\.|\bN\b|policy-3|engine-0|training|3600|SIGKILL", line) if len(part) > 5
+        ]
+        assert parts and all(part.strip(" :;") in source for part in parts), line

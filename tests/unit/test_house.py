@@ -1,8 +1,6 @@
 """Rules of the house that a reader relies on, read from the source. Who may import whom is in pyproject.toml
 ([tool.importlinter])."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """No library is patched, and no private name of one is read, outside the files that say why (law 6)."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator
@@ -13,33 +11,31 @@ from tests.checkout import PACKAGE, python_files
 CPU_PLUG_INS = {
     "parallel/cpu_platform.py": "Megatron-Core and torch without a GPU",
     "generation/cpu_kernels.py": "kernels that vLLM's CPU build lacks",
+    "generation/cpu_experts.py": "experts with adapters that vLLM's CPU build lacks",
+    "generation/cpu_quantized.py": "FP8 layers that vLLM's CPU build lacks",
 }
 """Files that patch libraries. Nothing in them happens on a GPU."""
 
 READS = {
     "base/torch_profile.py": ({"_ExperimentalConfig"}, "torch's documented type of the profiler's option for threads"),
-    "cluster/inspection.py": (
-        {"_distributed_c10d", "_world"},
-        "which collectives a rank has entered: torch's flight recorder has no public name",
-    ),
-    "cluster/ray_session.py": (
-        {"_raylet"},
-        "whether a node lives, with a deadline: Ray's public calls have none, or need its dashboard",
-    ),
+    "cluster/inspection.py":
+        ({"_distributed_c10d", "_world"},
+         "which collectives a rank has entered: torch's flight recorder has no public name"),
+    "cluster/ray_session.py":
+        ({"_raylet"}, "whether a node lives, with a deadline: Ray's public calls have none, or need its dashboard"),
     "parallel/divergence.py": ({"_assert_async"}, "torch's only assertion that does not wait for the GPU"),
     "parallel/finite.py": ({"_foreach_norm"}, "torch documents its operations on lists under such names"),
     "parallel/mesh.py": ({"_internal"}, "torch's group without other ranks, for a rank that is only traced"),
     "refit/transport/network.py": ({"_Options"}, "torch's only options of a Gloo group"),
-    "tools/plan/counting.py": (
-        {"_subclasses", "_python_dispatch", "_pytree", "_local_scalar_dense"},
-        "torch's documented fake tensors and modes live there; the last is an operator's name",
-    ),
+    "tools/plan/counting.py":
+        ({"_subclasses", "_python_dispatch", "_pytree", "_local_scalar_dense"},
+         "torch's documented fake tensors and modes live there; the last is an operator's name"),
     "tools/plan/trace.py": ({"_subclasses"}, "torch's documented fake tensors live there"),
-}
+}  # fmt: skip
 """Files that read private names of a library: which, and why there is no public way."""
 
 PENDING = {
-    "parallel/weights/checkpoint.py": "Megatron-Core's queue of written files: its own has a manager process a rank",
+    "parallel/weights/checkpoint.py": "Megatron-Core's queue of written files: its own has a manager process a rank"
 }
 """Files that still patch a library, to be deleted from here with their patches."""
 

@@ -1,7 +1,5 @@
 """The documented entry to asynchronous training: the one loop, with the age of its argument."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

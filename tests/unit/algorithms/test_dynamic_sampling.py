@@ -1,7 +1,5 @@
 """dynamic_sampling and scale_rewards as a script of one's own calls them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The samples of an evaluation on disk, and the scores that follow from them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Addresses of a machine whose own name leads elsewhere, and of IPv6."""
 
-from __future__ import annotations
-
 import os
 import socket
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Scripts and recipes of 0.2 find what they import, under the path that it had then."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib import import_module

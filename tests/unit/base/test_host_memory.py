@@ -1,7 +1,5 @@
 """Copies of tensors in host memory that is allocated once; pages are locked if the tensors are on a GPU."""
 
-from __future__ import annotations
-
 import faulthandler
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Import paths in recipes: found in the working directory too; the error says what to do."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

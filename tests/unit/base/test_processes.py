@@ -1,7 +1,5 @@
 """Child processes are ended, die with their parent and are described; ports are free."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -12,14 +10,16 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from grpo_mcore.base import processes
 from grpo_mcore.base.processes import describe_exit, end, free_port, wait
+from tests.waiting import wait_until
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
@@ -36,10 +36,7 @@ def stubborn() -> Iterator[subprocess.Popen[str]]:
 
 def wait_for_the_end_of(pid: int) -> None:
     """A process that is nobody's child here may stay a zombie until init reaps it."""
-    deadline = time.monotonic() + 30
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_free_port_is_free_and_not_one_of_outgoing_connections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +162,25 @@ def test_a_quota_of_processor_time_bounds_the_cores(tmp_path: Path, files: dict[
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert processes.available_cores(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"), [("0-1,64-65\n", {0, 1}), ("1\n", {1}), ("64-127\n", None), ("\n", None), (None, None)]
+)
+def test_a_rank_runs_beside_its_gpu(tmp_path: Path, text: str | None, kept: set[int] | None) -> None:
+    """But not outside the cores that a batch job or container leaves it, and anywhere if nothing says where the GPU is.
+    In a thread of its own, whose cores are not those of the others."""
+    before = os.sched_getaffinity(0)
+    if not {0, 1} <= before:
+        pytest.skip("cores 0 and 1 are not this process's")
+    if text is not None:
+        (folder := tmp_path / "sys/bus/pci/devices/0001:1b:00.0").mkdir(parents=True)
+        (folder / "local_cpulist").write_text(text)
+    gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x1B, pci_device_id=0)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(processes.bind_near_gpu, gpu, tmp_path).result()
+        found = pool.submit(os.sched_getaffinity, 0).result()
+    assert found == (before if kept is None else kept) and os.sched_getaffinity(0) == before
 
 
 def garbage_is_collected_rarely() -> None:

@@ -1,7 +1,5 @@
 """SIGUSR1 asks a run to stop, and only while it runs."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Files of tensors: they come back as they were, run no code, and a full disk is an OSError."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import os

@@ -1,7 +1,5 @@
 """Text from outside that is no Unicode, or that a terminal would obey."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_mcore.base.text import escaped, has_surrogates, not_unicode, replaced, shorten

@@ -1,7 +1,5 @@
 """pack_rows and PackedBatch against a loop over the samples."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Packing algorithms: properties of all of them, their published behaviour, their speed."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

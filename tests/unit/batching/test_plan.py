@@ -1,7 +1,5 @@
 """plan_step: every sample once, equally many bins on every rank, balanced, deterministic."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import asdict
@@ -79,11 +77,7 @@ def test_properties(lengths, dp, optimizer_steps, slack, algorithm, multiple) ->
 
 
 @QUICK
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
-    dp=st.integers(1, 6),
-    size=st.integers(1, 9),
-)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), dp=st.integers(1, 6), size=st.integers(1, 9))
 def test_properties_without_packing(lengths, dp, size) -> None:
     if len(lengths) < dp:
         return

@@ -1,7 +1,5 @@
 """Shared prefixes: plans by hashes of blocks, and rows by tokens, against a set of all prefixes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

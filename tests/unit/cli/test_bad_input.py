@@ -1,7 +1,5 @@
 """Mistakes in recipe, model or data show before anything starts: one message, no traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -87,14 +85,10 @@ def refuse(
     [
         ("grpo.sed=1", "grpo.sed: unknown key; nearest known key: grpo.seed"),
         ("grpo.seed=-1", "grpo.seed: must be at least 0, got -1"),
-        (
-            "policy.megatron_cfg.optimizer.adam_beta1=1.0",
-            "policy.megatron_cfg.optimizer.adam_beta1: must be below 1, got 1.0",
-        ),
-        (
-            "policy.megatron_cfg.optimizer.lr=1e30",
-            "policy.megatron_cfg.optimizer.lr: must be at most 100000, got 1e+30",
-        ),
+        ("policy.megatron_cfg.optimizer.adam_beta1=1.0",
+         "policy.megatron_cfg.optimizer.adam_beta1: must be below 1, got 1.0"),
+        ("policy.megatron_cfg.optimizer.lr=1e30",
+         "policy.megatron_cfg.optimizer.lr: must be at most 100000, got 1e+30"),
         ("grpo.seed=one", "grpo.seed: expected a whole number, got 'one'"),
         (
             "policy.train_global_batch_size=6",
@@ -109,7 +103,7 @@ def refuse(
             "those that engines or teachers have to themselves",
         ),
     ],
-)
+)  # fmt: skip
 def test_wrong_recipe(refuse: Refuse, word: str, message: str) -> None:
     assert refuse(word, code=2) == f"1 problem in r.yaml\n  command line: {message}"
 
@@ -195,35 +189,23 @@ def test_a_check_leaves_no_folder_behind(refuse: Refuse) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["env.math.math_verify_impl=no_such_module:reward"],
-            "cannot import the verifier 'no_such_module:reward': No module named 'no_such_module'; modules are",
-        ),
-        (
-            ["env.math.math_verify_impl=broken:reward"],
-            "cannot import the verifier 'broken:reward': ZeroDivisionError: division by zero (",
-        ),
-        (
-            ["~env.math", "+env.rules={components: {own: {type: function, path: 'reward:sum_of'}}}"],
-            "cannot import the reward function 'reward:sum_of': module 'reward' has no attribute 'sum_of'",
-        ),
-        (
-            ["~env.math", "+env.rules={components: {own: {type: function, path: 'reward:of_level'}}}"],
-            "the reward function 'reward:of_level' does not fit the data: it asks for level, but a sample has extra_",
-        ),
+        (["env.math.math_verify_impl=no_such_module:reward"],
+         "cannot import the verifier 'no_such_module:reward': No module named 'no_such_module'; modules are"),
+        (["env.math.math_verify_impl=broken:reward"],
+         "cannot import the verifier 'broken:reward': ZeroDivisionError: division by zero ("),
+        (["~env.math", "+env.rules={components: {own: {type: function, path: 'reward:sum_of'}}}"],
+         "cannot import the reward function 'reward:sum_of': module 'reward' has no attribute 'sum_of'"),
+        (["~env.math", "+env.rules={components: {own: {type: function, path: 'reward:of_level'}}}"],
+         "the reward function 'reward:of_level' does not fit the data: it asks for level, but a sample has extra_"),
         (["~env.math", "+env.maths={}"], "unknown environment 'maths': did you mean 'math'?"),
-        (
-            ["grpo.num_prompts_per_step=16", "policy.train_global_batch_size=64"],
-            "the dataset has 8 usable prompts, fewer than one batch of 16",
-        ),
+        (["grpo.num_prompts_per_step=16", "policy.train_global_batch_size=64"],
+         "the dataset has 8 usable prompts, fewer than one batch of 16"),
         (["logger.log_dir=data.jsonl/logs"], "logger.log_dir: data.jsonl/logs cannot be written: Not a directory"),
-        (
-            ["checkpointing.checkpoint_dir=data.jsonl"],
-            "checkpointing.checkpoint_dir: data.jsonl is no folder, but a file, or a link to nothing",
-        ),
+        (["checkpointing.checkpoint_dir=data.jsonl"],
+         "checkpointing.checkpoint_dir: data.jsonl is no folder, but a file, or a link to nothing"),
         (["--resume"], "--resume: there is no step_N folder in results/grpo; start without --resume"),
     ],
-)
+)  # fmt: skip
 def test_the_check_finds(refuse: Refuse, words: list[str], message: str) -> None:
     Path("reward.py").write_text("def sum_of_digits(response, info): ...\ndef of_level(prompt, response, level): ...\n")
     Path("broken.py").write_text("def reward(response, truth): ...\nONE = 1 / 0\n")
@@ -350,7 +332,7 @@ def test_resume_without_a_checkpoint(refuse: Refuse) -> None:
         ("ledger .", "there is no ledger.jsonl; give a run's log folder, or its folder of checkpoints"),
         ("parity nope", "nope holds no config.json"),
         ("parity model --layouts XY3", "is not one of TP, PP, VPP, CP, DP, EP, ETP with a number"),
-        ("trian r.yaml", "invalid choice: 'trian'"),
+        ("trian r.yaml", "there is no command 'trian'; nearest: train"),
     ],
 )
 def test_typical_mistakes_of_every_verb(
@@ -368,27 +350,18 @@ def test_typical_mistakes_of_every_verb(
 @pytest.mark.parametrize(
     ("kind", "words", "message"),
     [
-        (
-            "pickled",
-            [],
-            "policy.model_name: model contains no .safetensors file; it has pytorch_model.bin, which is not",
-        ),
-        (
-            "missing",
-            [],
-            "policy.model_name: model/model.safetensors.index.json names 2 files, and 1 of them are missing",
-        ),
+        ("pickled", [],
+         "policy.model_name: model contains no .safetensors file; it has pytorch_model.bin, which is not"),
+        ("missing", [],
+         "policy.model_name: model/model.safetensors.index.json names 2 files, and 1 of them are missing"),
         ("cut", [], "policy.model_name: model/model-00001-of-00002.safetensors is no whole safetensors file"),
         ("whole", ["+policy.hf_config_overrides={intermediate_size: 64}"], "mlp.gate_proj.weight has shape [96, 64], "),
         ("whole", ["+policy.hf_config_overrides={vocab_size: 16}"], "model.embed_tokens.weight has shape [32, 64], "),
-        (
-            "whole",
-            ["+policy.hf_config_overrides={rope_thet: 1.0}"],
-            "the model's config.json has no such key; nearest: rope_theta",
-        ),
+        ("whole", ["+policy.hf_config_overrides={rope_thet: 1.0}"],
+         "the model's config.json has no such key; nearest: rope_theta"),
         ("small", [], "with number 31, but the model 'model' has 8 tokens"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("verb", ["train", "sft"])
 def test_a_model_folder_that_is_not_whole(refuse: Refuse, kind: str, words: list[str], message: str, verb: str) -> None:
     """One message, before a cluster is started."""
@@ -429,6 +402,15 @@ def test_a_model_without_weights(refuse: Refuse, monkeypatch: pytest.MonkeyPatch
     """It had passed, and was refused only when the policy loaded it."""
     monkeypatch.setattr(f"{__name__}.lay_weights", lambda _: None)
     assert refuse("--check", code=1, verb=verb) == "policy.model_name: model contains no .safetensors file"
+
+
+def test_a_model_that_no_hub_has_is_refused_by_the_plan_of_a_refit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in a traceback, after half a minute of asking again."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["refit", "plan", "grpo_math_1B", "policy.model_name=some/one"]) == 2
+    assert "'some/one' is not a folder here, and could not be fetched" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

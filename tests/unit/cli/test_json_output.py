@@ -1,7 +1,5 @@
 """Commands with `--json` print one value of JSON and nothing else."""
 
-from __future__ import annotations
-
 import json
 import logging
 

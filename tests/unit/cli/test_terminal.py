@@ -1,7 +1,5 @@
 """Completion and colours: what the command does for a person at a terminal."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.cli.completion import recipes_and_keys, words_so_far
+from grpo_mcore.cli.completion import presets, recipes_and_keys, words_so_far
 from grpo_mcore.cli.main import guarded, main
 from grpo_mcore.observe.console.colors import painted
 
@@ -125,3 +123,7 @@ def test_what_no_user_can_act_on_is_not_shown(
 
     assert guarded("train", work) == 0
     assert capfd.readouterr().err == "something else\n" and os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
+
+
+def test_presets_are_completed() -> None:
+    assert presets("gs") == ["gspo"] and {"dapo", "rloo"} <= set(presets(""))

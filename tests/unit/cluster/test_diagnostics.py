@@ -1,7 +1,5 @@
 """Text for error messages: stacks, the end of a log, who waits for whom."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -163,6 +161,8 @@ def test_the_last_line_of_a_log_is_the_newest_state_of_a_progress_bar(tmp_path: 
     assert last_line(log) == ""
     log.write_text("INFO loading\nshards:  33%\rshards:  67%\n\n")
     assert last_line(log) == "shards:  67%"
+    log.write_text("shards: 80%\nW1129 18:29:25 15289 torch/x.py:53] no Triton\nx.py:1: FutureWarning: old\n  call()\n")
+    assert last_line(log) == "shards: 80%"
     log.write_text(":job_id:01000000\n:actor_name:engine-0\n")
     assert last_line(log) == ""
 

@@ -1,7 +1,5 @@
 """Workers see allowed environment variables only."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mcore.cluster import open_cluster
 from grpo_mcore.cluster.environment import chosen, is_allowed, only_allowed
 from grpo_mcore.cluster.ray_actor import search_last
+from grpo_mcore.recipe.schema.cluster import ClusterConfig
 
 
 @pytest.mark.parametrize(
@@ -103,3 +103,11 @@ print(_maybe_modify_runtime_env({}, False))
     words = ["bash", "-c", "exec -a uv bash run"]  # Ray looks for a parent with these words
     done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
     assert answer in done.stdout, done.stderr
+
+
+def test_a_text_of_the_recipe_is_the_drivers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_SHELL", "shell")
+    monkeypatch.setenv("OF_THE_RECIPE", "shell")
+    config = ClusterConfig(backend="local", env_vars={"OF_THE_SHELL": None, "OF_THE_RECIPE": "recipe"})
+    with open_cluster(config, tmp_path):
+        assert (os.environ["OF_THE_SHELL"], os.environ["OF_THE_RECIPE"]) == ("shell", "recipe")

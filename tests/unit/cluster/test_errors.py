@@ -1,7 +1,5 @@
 """Errors of workers can be pickled, and losses are distinguished from mistakes."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import inspect

@@ -1,7 +1,5 @@
 """Many workers have one deadline and one error. The test controls the cluster's clock and answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,10 +70,7 @@ def test_the_first_failure_is_raised_and_the_others_get_a_grace(script):
     with pytest.raises(WorkerFailed, match="b: work failed: out of memory") as caught:
         gather(script, answers, timeout_s=1000, purpose="work", grace_s=5)
     assert script.clock.at == 7
-    assert caught.value.__notes__ == [
-        "a failed too: connection reset",
-        "d was still at work on work 5 s later",
-    ]
+    assert caught.value.__notes__ == ["a failed too: connection reset", "d was still at work on work 5 s later"]
 
 
 def test_the_grace_does_not_outlast_the_deadline(script):

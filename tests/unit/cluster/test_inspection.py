@@ -1,13 +1,12 @@
 """What processes are doing, and which of them the others wait for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -228,7 +227,7 @@ def test_the_command_asks_the_driver_else_the_workers_here_else_says_where_to_lo
     run = tmp_path / "logs" / "exp_001"
     (run / "workers").mkdir(parents=True)
     (run / "metrics.jsonl").write_text("")
-    args = inspect_command.parse([str(tmp_path)])
+    args = Namespace(run=tmp_path)
     assert inspect_command.run(args) == 1
     assert "is on this machine" in capsys.readouterr().err
     with LocalCluster(log_dir=run / "workers"):
@@ -244,4 +243,4 @@ def test_the_command_asks_the_driver_else_the_workers_here_else_says_where_to_lo
     told = capsys.readouterr().out
     assert "the driver does not answer" in told and "policy-0 is at <string>" in told
     with pytest.raises(NoRun, match="holds no run"):
-        inspect_command.run(inspect_command.parse([str(tmp_path / "nowhere")]))
+        inspect_command.run(Namespace(run=tmp_path / "nowhere"))

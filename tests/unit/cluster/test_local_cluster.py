@@ -1,7 +1,5 @@
 """The cluster inside this process: the same interface, the same errors."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -184,7 +182,7 @@ def test_call_all(cluster):
 
 
 def test_the_recipe_chooses(tmp_path: Path):
-    cluster = open_cluster(SimpleNamespace(backend="local", step_timeout_s=7.0), tmp_path)
+    cluster = open_cluster(SimpleNamespace(backend="local", step_timeout_s=7.0, env_vars={}), tmp_path)
     assert isinstance(cluster, LocalCluster) and cluster.call_timeout_s == 7.0
 
 

@@ -1,7 +1,5 @@
 """Addresses of a running Ray that a run cannot join are refused at once, in words of this package."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_mcore.base.processes import free_port

@@ -1,8 +1,6 @@
 """The end of a run under Ray: what cannot be cleaned up is said, and what the run has done stands. A node process
 that hangs does not keep the driver for ever."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

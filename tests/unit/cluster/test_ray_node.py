@@ -1,7 +1,5 @@
 """A launcher's Ray node has its own ports and leaves nothing behind; neighbouring ranks share a node."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -12,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mcore.base.orphan_reaper import MARKER
 from grpo_mcore.cluster import ray_node
-from grpo_mcore.cluster.orphan_reaper import MARKER
 from grpo_mcore.cluster.ray_placement import rank_order
 from grpo_mcore.rollout.workers import DeadlineExceeded
+from tests.waiting import wait_until
 
 
 def options(*words: str) -> list[str]:
@@ -113,10 +112,8 @@ def test_what_a_node_has_started_ends_with_it(tmp_path: Path, number: int) -> No
         f"sys.exit(run_node(['bash', '-c', {inner!r}], Path({str(folder)!r})))"
     )
     node = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "MY_SECRET": "x"})
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "env").exists() or not (tmp_path / "env").read_text().strip():
-        assert time.monotonic() < deadline and node.poll() is None
-        time.sleep(0.1)
+    wait_until(lambda: node.poll() is not None or (file := tmp_path / "env").exists() and file.read_text().strip())
+    assert node.poll() is None
     time.sleep(0.2)
     node.send_signal(number)
     assert node.wait(60) == 0

@@ -1,7 +1,5 @@
 """A node process that is late on a loaded machine is waited for; one that ends while it starts is started again."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Too few resources: a mistake of the recipe, or a node that is gone. (With Ray's own nodes: test_ray_cluster.py.)"""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The cluster in virtual time: the contract of all clusters, and what only processes, machines and time can do."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from typing import Any

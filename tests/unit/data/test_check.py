@@ -295,6 +295,7 @@ def test_tasks_of_nemo_gym(recipe: Path, tmp_path: Path) -> None:
         assert ("too long" in text) == (config is not None)
 
 
+@pytest.mark.slow
 def test_a_truth_that_its_own_verifier_does_not_accept_is_named(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,49 @@ def test_choices_are_shown_and_the_truth_is_a_letter(row: Row) -> None:
     assert read(row) == (SHOWN, "B")
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Which?", "options": ["1) red", "2) blue"], "answer": "2"},
+        {"question": "Which?", "options": ["1. red", "2. blue"], "answer": "2)"},
+        {"question": "Which?", "options": "1) red 2) blue", "answer": "blue"},
+        {"question": "Which?", "options": "1) red\n2) blue", "answer": "2"},
+        {"question": "Which?", "options": ["0. red", "1. blue"], "answer": "1"},
+        {"question": "Which?", "options": ["1) red", "2) blue"], "answer": 2},
+    ],
+)
+def test_numbers_in_front_of_choices_are_labels(row: Row) -> None:
+    assert read(row) == (SHOWN, "B")
+
+
+def test_a_number_that_may_be_a_label_or_an_index_is_refused() -> None:
+    with pytest.raises(DataError, match="could be several"):
+        read({"question": "Which?", "options": ["1) red", "2) blue"], "answer": 1})
+
+
+@pytest.mark.parametrize(
+    ("lines", "answer", "ground_truth"),
+    [
+        ("1) red\n2) blue", 1, "2"),
+        ("1) red\n2) blue", "B", "2"),
+        ("1) red\n2) blue", "2", "2"),
+        ("(1) red (2) blue", 1, "2"),
+        ("(a) red\n(b) blue", 1, "B"),
+        ("A) red\nB) blue", "B", "B"),
+    ],
+)
+def test_the_ground_truth_is_the_label_that_the_question_shows(lines: str, answer: Any, ground_truth: str) -> None:
+    row = {"question": f"Which?\n{lines}", "options": ["red", "blue"], "answer": answer}
+    assert read(row) == (row["question"], ground_truth)
+    extra = question_and_answer(row | {"ground_truth": answer}, question="question", answer="none")
+    assert extra["ground_truth"] == ground_truth
+
+
+def test_choices_without_labels_get_letters() -> None:
+    row = {"question": "Which?\n- red\n- blue", "options": ["red", "blue"], "answer": 1}
+    assert read(row) == (f"{row['question']}\n\nA) red\nB) blue", "B")
+
+
 def test_wrong_answers_are_choices_in_an_order_of_the_question() -> None:
     row = {"question": "Which?", "correct_answer": "blue", **{f"distractor{i}": f"c{i}" for i in (3, 1, 2)}}
     text, letter = read(row)
@@ -175,21 +218,21 @@ def test_pairs_show_their_choices_and_context_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("media", "refused"),
+    ("media", "message"),
     [
-        ({"images": ["a.png"]}, True),
-        ({"image": {"bytes": b"", "path": "a.png"}}, True),
-        ({"image": "a.JPG"}, True),
-        ({"video": "data:video/mp4;base64,"}, True),
-        ({"images": []}, False),
-        ({"image": None}, False),
-        ({"image": "swebench/sweb.eval.x86_64:latest"}, False),  # of a container
+        ({"images": ["a.png"]}, "no file a.png for an image"),
+        ({"image": "a.JPG"}, "no file a.JPG for an image"),
+        ({"image": "https://example.org/a.jpg"}, "images are not fetched"),
+        ({"video": "data:video/mp4;base64,"}, "only text and images are supported"),
+        ({"images": []}, None),
+        ({"image": None}, None),
+        ({"image": "swebench/sweb.eval.x86_64:latest"}, None),  # of a container
     ],
 )
-def test_rows_with_an_image_are_refused(media: Row, refused: bool) -> None:
+def test_rows_whose_media_cannot_be_read_are_refused(media: Row, message: str | None) -> None:
     row = {"question": "How many?", "answer": "3", **media}
-    if refused:
-        with pytest.raises(DataError, match="only text is supported"):
+    if message is not None:
+        with pytest.raises(DataError, match=message):
             read(row)
     else:
         assert read(row) == ("How many?", "3")

@@ -27,11 +27,7 @@ from tests.unit.data.conftest import sums
 def test_rows_become_conversations_with_task_uid_and_other_fields(write_jsonl):
     path = write_jsonl(
         "train.jsonl",
-        [
-            {"question": "1+1=", "answer": "2", "level": 3},
-            "",
-            {"question": "1+2=", "answer": 3, "ground_truth": "3.0"},
-        ],
+        [{"question": "1+1=", "answer": "2", "level": 3}, "", {"question": "1+2=", "answer": 3, "ground_truth": "3.0"}],
     )
     entry = {
         "data_path": path,
@@ -243,7 +239,7 @@ def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):
         ({"messages": "hello"}, "'messages' must be a list of messages, got text"),
         ({"messages": [{"role": "user"}]}, "message 0 of 'messages' has no content"),
         ({"messages": [{"from": "function_call", "value": "f()"}]}, 'the call" is text that is not JSON'),
-        ({"messages": ONE, "images": ["a.png"]}, "'images' has an image, video or sound"),
+        ({"messages": ONE, "images": ["a.png"]}, "no file a.png for an image"),
         ({"messages": ONE, "tools": "{"}, "'tools' is text that is not JSON"),
         ({"messages": ONE, "tools": [1]}, "'tools' must be a list of tools, got a list with a number"),
         ({"message": ONE}, r"no 'messages' in it; .*; nearest: 'message'"),
@@ -353,10 +349,7 @@ def test_tables_of_the_datasets_library(write_jsonl, tmp_path, kind):
 
 
 def test_a_null_in_a_table_names_the_row(tmp_path):
-    rows = [
-        {"input": "1", "output": "2", "ground_truth": None},
-        {"input": None, "output": "2", "ground_truth": "3"},
-    ]
+    rows = [{"input": "1", "output": "2", "ground_truth": None}, {"input": None, "output": "2", "ground_truth": "3"}]
     hf_datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     data = load_response_dataset({"data_path": str(tmp_path / "saved"), "task_name": "t"})
     assert data.dataset[0]["messages"][1]["content"] == "2"
@@ -389,14 +382,8 @@ def test_a_file_is_its_own_split(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (
-            ['{"input": "1", "output": "2"}', "", "{bad"],
-            r"a\.jsonl:3: not JSON \(Expecting property name.*column 2",
-        ),
-        (
-            ['{"output": "1"}', '{"output": "2"}'],
-            r"a\.jsonl:1: no 'input' in it; it has \['output'\]",
-        ),
+        (['{"input": "1", "output": "2"}', "", "{bad"], r"a\.jsonl:3: not JSON \(Expecting property name.*column 2"),
+        (['{"output": "1"}', '{"output": "2"}'], r"a\.jsonl:1: no 'input' in it; it has \['output'\]"),
         (['{"input": "1"}'], r"a\.jsonl:1: no 'output' in it; it has \['input'\]"),
         (['{"input": null, "output": "2"}'], r"a\.jsonl:1: 'input' is null"),
         (['{"input": 5, "output": "2"}'], r"a\.jsonl:1: 'input' must be text or a list of messages, got a number"),
@@ -513,7 +500,7 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
         ({"data_path": "./no_such_folder"}, r"data not found: \./no_such_folder"),
         ({}, "data_path is missing"),
         ({"dataset_name": "DeepScale"}, "dataset_name 'DeepScale' is not known; nearest: DeepScaler; known are "),
-        ({"dataset_name": "BinaryPreferenceDataset"}, "pairs of answers are for DPO; GRPO and SFT cannot use them"),
+        ({"dataset_name": "BinaryPreferenceDataset"}, "pairs of answers are for DPO and Bradley-Terry reward models"),
         ({"input_key": "inputs"}, r"a\.jsonl:1: no 'inputs' in it; it has \['input', 'output'\]; nearest: 'input'"),
         ({"split": "train[:2]"}, r"a\.jsonl: split 'train\[:2\]' is for tables; a JSON file is read whole"),
         ({"dataset_name": "no_such.module:Data"}, "cannot import the dataset_name 'no_such.module:Data'"),
@@ -622,9 +609,9 @@ def test_tasks_of_nemo_gym_stay_unchanged(write_jsonl):
     data = load_response_dataset({"dataset_name": "nemo_gym", "data_path": path})
     first, second, third = data.dataset
     assert first["messages"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q"}]
-    assert first["tools"][0]["function"]["name"] == "look" and first["gym_task"] == rows[0]
+    assert first["tools"][0]["function"]["name"] == "look" and first["agent_task"] == rows[0]
     assert [message["content"] for message in second["messages"]] == ["rules", "plain"]
-    assert third["messages"] == [] and third["gym_task"] == rows[2]
+    assert third["messages"] == [] and third["agent_task"] == rows[2]
     assert data.processor is find_processor("nemo_gym_data_processor")
 
 

@@ -133,6 +133,7 @@ def config(write_jsonl: Any) -> MasterConfig:
     )
 
 
+@pytest.mark.slow
 def test_datasets_and_environments_from_a_mapping(config: MasterConfig, tokenizer: Any) -> None:
     """The example that builds datasets and environments, word by word."""
     data_config, env_configs = config["data"], config["env"]

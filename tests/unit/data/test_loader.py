@@ -10,14 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from grpo_mcore.data import (
-    AllTaskProcessedDataset,
-    DataError,
-    DatumSpec,
-    TaskDataSpec,
-    build_dataloader,
-    task_datasets,
-)
+from grpo_mcore.data import AllTaskProcessedDataset, DataError, DatumSpec, TaskDataSpec, build_dataloader, task_datasets
 
 
 def by_length(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec:

@@ -105,9 +105,9 @@ def test_a_prompt_that_is_too_long_is_marked_and_not_truncated(tokenizer, limit,
 
 def test_a_task_of_a_gym_stays_unchanged(tokenizer):
     task = {"responses_create_params": {"input": "1+1="}, "expected_answer": 0}
-    row = {"messages": ROW["messages"][:1], "gym_task": task, "uid": "t:1", "task_name": "t"}
+    row = {"messages": ROW["messages"][:1], "agent_task": task, "uid": "t:1", "task_name": "t"}
     datum = find_processor("nemo_gym")(row, TaskDataSpec("t"), tokenizer, 9, 3)
-    assert datum["extra_env_info"] == {"gym_task": task, "ground_truth": 0}
+    assert datum["extra_env_info"] == {"agent_task": task, "ground_truth": 0}
     assert (datum["length"], datum["loss_multiplier"], datum["uid"]) == (9, 0.0, "t:1")
     unknown = find_processor("nemo_gym")(row | {"messages": []}, TaskDataSpec("t"), tokenizer, 9, 3)
     assert (unknown["message_log"], unknown["length"], unknown["loss_multiplier"]) == ([], 0, 1.0)

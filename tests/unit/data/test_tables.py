@@ -96,6 +96,18 @@ def test_cells_of_csv_files_are_the_text_that_they_hold(
     assert [(row["messages"][0]["content"], row["messages"][1]["content"], row["note"]) for row in rows] == CELLS
 
 
+def test_text_files_of_a_folder_are_read_as_each_by_itself(
+    table: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "f").mkdir()
+    entry = table("f/train.csv", CSV) | {"data_path": str(tmp_path / "f")}
+    (tmp_path / "f" / "test.jsonl").write_text('{"input": "When?", "output": "2024-01-02"}')
+    assert [(row["messages"][0]["content"], row["messages"][1]["content"], row["note"]) for row in read(entry)] == CELLS
+    assert [row["messages"][1]["content"] for row in read({**entry, "split": "test"})] == ["2024-01-02"]
+    with pytest.raises(DataError, match="no split 'tset'; set split to one of .'test', 'train'.; nearest: test"):
+        read({**entry, "split": "tset"})
+
+
 def test_a_csv_file_as_the_check_sees_it(table: Callable[..., dict[str, Any]], capsys: Any) -> None:
     entry = table("a.csv", CSV)
     assert main(["data", "check", entry["data_path"]]) == 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import socketserver
 import string
+import threading
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from jinja2.exceptions import SecurityError
 
@@ -165,3 +168,26 @@ def test_a_template_that_shows_no_question_is_refused_and_one_without_a_header_i
     assert (
         "has no generation prompt: the policy has to write '<assistant>' before each answer" in package_log.messages[-1]
     )
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks it six times in 100 s. What was fetched before is read from its cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    asked = []
+    with socketserver.TCPServer(("127.0.0.1", 0), lambda request, *_: asked.append(request)) as hub:  # it hangs up
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")
+        answering = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
+        answering.start()
+        try:
+            with pytest.raises(DataError, match="not a folder here, and could not be fetched from the Hugging Face"):
+                load_tokenizer("someone/model")
+            assert len(asked) <= 2
+            fetched = tmp_path / "models--someone--model"
+            make_tokenizer(fetched / "snapshots" / "abc")
+            (fetched / "refs").mkdir()
+            (fetched / "refs" / "main").write_text("abc")
+            assert len(load_tokenizer("someone/model")) > 1
+        finally:
+            hub.shutdown()
+            answering.join()

@@ -34,11 +34,7 @@ CLOSED_PROMPT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         ("<think><answer>5</answer></think> 6", "", "6"),
         ("<think><answer>5</answer>", "", None),
         ("<thinking>5</thinking>6", "", "6"),
-        (
-            "<|begin_of_thought|>5<|end_of_thought|>\n<|begin_of_solution|>\n6\n<|end_of_solution|>",
-            "",
-            "6",
-        ),
+        ("<|begin_of_thought|>5<|end_of_thought|>\n<|begin_of_solution|>\n6\n<|end_of_solution|>", "", "6"),
         ("<reasoning>\n5\n</reasoning>\n<answer>\n6\n</answer>\n", "", "6"),
         ("[THINK]5[/THINK]6", "", "6"),
         ("◁think▷5◁/think▷6", "", "6"),

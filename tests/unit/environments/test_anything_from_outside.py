@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from examples.sliding_puzzle.environment import SlidingPuzzleEnvironment
 from examples.sliding_puzzle.puzzle import shuffled
-from grpo_mcore.environments.gym.gym_result import GymFailure, read_result
+from grpo_mcore.environments.agents.samples import AgentFailure
+from grpo_mcore.environments.gym.gym_result import read_result
 from grpo_mcore.environments.math.dapo import dapo_math_verify
 from grpo_mcore.environments.math.multiple_choice import english_choice, multilingual_choice
 from tests.fuzz import JSON, TEXTS, examples
@@ -66,7 +67,7 @@ def test_any_gym_result_is_read_or_refused(place: tuple[Any, ...], value: Any) -
     inner[place[-1]] = value
     try:
         rollout = read_result(damaged, 1.0)
-    except GymFailure as failure:
+    except AgentFailure as failure:
         assert str(failure)
         return
     assert math.isfinite(rollout.score.reward or 0.0)

@@ -19,15 +19,9 @@ import aiohttp
 import httpx
 import pytest
 
+from grpo_mcore.environments.agents.samples import AgentFailure
 from grpo_mcore.environments.gym.gym_client import GymClient
-from grpo_mcore.environments.gym.gym_result import GymFailure
-from grpo_mcore.environments.http_retries import (
-    RetryPolicy,
-    failure_of,
-    is_transient,
-    repetition_wait_s,
-    retry_after_s,
-)
+from grpo_mcore.environments.http_retries import RetryPolicy, failure_of, is_transient, repetition_wait_s, retry_after_s
 
 
 def test_which_failures_pass() -> None:
@@ -133,7 +127,7 @@ def url() -> Iterator[str]:
 
 
 async def with_client(url: str, method: str, *arguments: Any) -> Any:
-    client = GymClient(None, {"agent": url}, start_timeout_s=1, timeout_s=10)
+    client = GymClient(None, {"agent": url}, start_timeout_s=1)
     await client.open()
     try:
         return await getattr(client, method)(*arguments)
@@ -144,8 +138,8 @@ async def with_client(url: str, method: str, *arguments: Any) -> Any:
 @pytest.mark.parametrize(("status", "again"), [(408, True), (425, True), (429, True), (503, True), (404, False)])
 def test_an_agents_reply_says_whether_to_ask_again_and_when(url: str, status: int, again: bool) -> None:
     Agent.left = [status]
-    with pytest.raises(GymFailure) as failure:
-        asyncio.run(with_client(url, "run", "agent", {}))
+    with pytest.raises(AgentFailure) as failure:
+        asyncio.run(with_client(url, "run", "agent", url, {}))
     assert (failure.value.again, failure.value.wait_s) == (again, 0.3)
 
 
@@ -157,5 +151,5 @@ def test_the_policys_endpoint_is_asked_again(url: str) -> None:
     assert time.monotonic() - start > 0.6
     for left in ([404], [503] * 3):
         Agent.left = list(left)
-        with pytest.raises(GymFailure, match="the policy's endpoint at"):
+        with pytest.raises(AgentFailure, match="the policy's endpoint at"):
             asyncio.run(with_client(url, "weight_versions", endpoint, ["f"]))

@@ -147,10 +147,7 @@ def test_a_registered_name_is_found_and_not_taken_twice():
     ("name", "message"),
     [
         ("maths", r"unknown environment 'maths': did you mean 'math'\? known are"),
-        (
-            "no_such.module:Env",
-            "cannot import the environment 'no_such.module:Env': No module named 'no_such'",
-        ),
+        ("no_such.module:Env", "cannot import the environment 'no_such.module:Env': No module named 'no_such'"),
         ("json:Env", "cannot import the environment 'json:Env'"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from grpo_mcore.rollout.trajectory import Trajectory
+from grpo_mcore.rollout.trajectory import Trajectory, Turn, fingerprint
 
 GOOD: dict[str, Any] = {
     "observations": {"role": "tool", "content": "ok"},
@@ -29,6 +29,8 @@ GOOD: dict[str, Any] = {
     "rewards_by_name": {"form": 1.0},
     "tracebacks": None,
     "failures": ["judge: HTTP 503"],
+    "turn_rewards": [None, 0.25],
+    "state_keys": "b4",
 }
 
 
@@ -44,7 +46,8 @@ class Careless(EnvironmentInterface):
 
 
 def advance(environment: Careless, count: int = 3) -> Any:
-    trajectory = Trajectory("u", 0, (), (), "stop", truncated=False)
+    turns = (Turn("user", torch.arange(3)), *[Turn("assistant", torch.arange(2), loss_mask=True)] * 2)
+    trajectory = Trajectory("u", 0, turns, (), "stop", truncated=False)
     return environment.advance([{}] * count, *[trajectory] * count)
 
 
@@ -73,6 +76,12 @@ WRONG: list[tuple[str, Any, str]] = [
     ("tracebacks", 3, "tracebacks with 3, which is not text but int"),
     ("failures", "busy", "failures with .busy.; a list of strings is needed"),
     ("failures", [503], "failures with 503, which is not text but int"),
+    ("turn_rewards", [0.5], "turn_rewards with 1 entries for the 2 turns of the policy"),
+    ("turn_rewards", [0.5, None, 1], "turn_rewards with 3 entries for the 2 turns"),
+    ("turn_rewards", [0.5, "1"], r"turn_rewards\[1\] with '1', which is not a finite number"),
+    ("turn_rewards", float("nan"), r"turn_rewards\[1\] with nan, which is not a finite number"),
+    ("turn_rewards", {"a": 1}, "must be real number"),
+    ("state_keys", 3, "state_keys with 3, which is not text but int"),
 ]
 
 
@@ -118,6 +127,14 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     assert type(outcome.reward) is float and other.answer == "5"
     whole = Careless([GOOD] * 2, rewards=torch.tensor([1.0, 0.0]), terminateds=np.array([True, False]))
     assert [(one.reward, one.terminated) for one in advance(whole, 2)] == [(1.0, True), (0.0, False)]
+
+
+def test_a_number_is_the_reward_of_the_last_turn_and_without_a_key_the_tokens_before_it_are_its_state() -> None:
+    rows = [GOOD, GOOD | {"turn_rewards": torch.tensor(2.0), "state_keys": None}, GOOD | {"turn_rewards": None}]
+    listed, number, nothing = advance(Careless(rows))
+    assert (listed.turn_rewards, number.turn_rewards, nothing.turn_rewards) == ((None, 0.25), (None, 2.0), ())
+    assert number.turn_states == (fingerprint([0, 1, 2, 0, 1]),)
+    assert listed.turn_states == nothing.turn_states != number.turn_states
 
 
 def test_text_that_is_only_shown_is_made_printable() -> None:

@@ -1,7 +1,5 @@
 """The puzzle's rules, on all 2 x 2 boards and on samples of larger ones."""
 
-from __future__ import annotations
-
 import random
 import time
 from itertools import permutations

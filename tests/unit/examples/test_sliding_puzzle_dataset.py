@@ -1,7 +1,5 @@
 """Sliding puzzles as a dataset: prompts for GRPO, and games to imitate."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.sliding_puzzle.puzzle import direction_of, find_action, moves, solved_board, write_board

@@ -1,7 +1,5 @@
 """The puzzle as an environment: games are played turn by turn, with all state in the metadata."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,11 +1,9 @@
 """Which weights get an adapter, how its parts are split, and which choices are rejected."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_mcore.families import AdapterShape, FamilyError, Split, adapters_of, local_shape, params_of, shape_of
-from grpo_mcore.families.adapters import check_adapters, layer_name
+from grpo_mcore.families.adapters import check_adapters, is_trained, layer_name
 from grpo_mcore.families.known import known_configs
 
 NANO = shape_of(known_configs()["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
@@ -41,6 +39,12 @@ def test_the_part_on_the_split_side_of_the_weight_is_split() -> None:
     assert local_shape(out.down, DENSE, 4) == (16, 12288 // 4) and local_shape(out.up, DENSE, 4) == (4096, 16)
 
 
+def test_what_is_trained_is_what_is_adapted_and_without_adapters_what_is_not_frozen() -> None:
+    qkv = next(param for param in params_of(DENSE) if param.megatron.endswith("self_attention.linear_qkv.weight"))
+    frozen = (".self_attention.",)
+    assert not is_trained(qkv, None, frozen=frozen) and is_trained(qkv, AdapterShape(16, 32.0), frozen=frozen)
+
+
 @pytest.mark.parametrize(
     ("patterns", "split", "message"),
     [
@@ -58,9 +62,30 @@ def test_impossible_choices_are_rejected(patterns: dict[str, tuple[str, ...]], s
     check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0), 2, 2)
 
 
-def test_adapters_of_experts_are_not_sent_to_engines() -> None:
-    with pytest.raises(FamilyError, match="peft.refit: engines take no adapters of experts; use merged, or"):
-        check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0), 2, 2, refitted=True)
-    without = AdapterShape(16, 32.0, excluded=("*.local_experts.*",))
-    check_adapters(params_of(NANO), NANO, without, 2, 2, refitted=True)
-    check_adapters(params_of(DENSE), DENSE, AdapterShape(16, 32.0), 2, 2, refitted=True)
+@pytest.mark.parametrize("excluded", [(), ("*.local_experts.*",), ("*.layers.1.mlp.experts.*",)])
+def test_engines_take_adapters_of_all_experts_of_a_layer(excluded: tuple[str, ...]) -> None:
+    check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0, excluded=excluded), 2, 2, refitted=True)
+
+
+@pytest.mark.parametrize("excluded", ["linear_fc2", "*.local_experts.3.*", "*.layers.3.*.local_experts.0.linear_fc1"])
+def test_engines_refuse_adapters_of_some_experts_of_a_layer(excluded: str) -> None:
+    adapters = AdapterShape(16, 32.0, excluded=(excluded,))
+    check_adapters(params_of(NANO), NANO, adapters, 2, 2)
+    with pytest.raises(
+        FamilyError, match=r"peft.refit: vLLM takes adapters .* or none; decoder.layers.[13].* has none; use"
+    ):
+        check_adapters(params_of(NANO), NANO, adapters, 2, 2, refitted=True)
+
+
+def test_engines_refuse_adapters_of_what_vllm_absorbs() -> None:
+    shape = shape_of(known_configs()["Moonlight-16B-A3B"])
+    with pytest.raises(FamilyError, match="peft.refit: vLLM ignores adapters of linear_kv_up_proj"):
+        check_adapters(params_of(shape), shape, AdapterShape(16, 32.0), 1, 1, refitted=True)
+    without = AdapterShape(16, 32.0, excluded=("linear_kv_up_proj",))
+    check_adapters(params_of(shape), shape, without, 1, 1, refitted=True)
+
+
+def test_adapters_of_the_experts_of_gpt_oss_go_merged() -> None:
+    shape = shape_of(known_configs()["gpt-oss-20b"])
+    with pytest.raises(FamilyError, match="peft.refit: adapters of gpt_oss's experts go to engines merged only"):
+        check_adapters(params_of(shape), shape, AdapterShape(16, 32.0), 2, 2, refitted=True)

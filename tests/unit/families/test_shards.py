@@ -1,7 +1,5 @@
 """Published configs, and the layers of pipeline stages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

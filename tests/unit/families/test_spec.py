@@ -1,7 +1,5 @@
 """The declaration of parameters: every element of every tensor on exactly one rank, or on all of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -241,39 +239,29 @@ def test_the_27m_model_has_its_parameters() -> None:
         ({"model_type": "bert"}, "model_type 'bert' is not supported; choose one of"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen3 models; only silu"),
         ({"use_sliding_window": True}, "use_sliding_window True .*; only False"),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
-            "RoPE scaling .* is not supported; known are plain",
-        ),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+         "RoPE scaling .* is not supported; known are plain"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings 8192"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "YaRN needs original_max_position_embeddings"),
         ({"rope_parameters": YARN | {"attention_factor": 1.2}}, "YaRN with attention_factor, or with one of mscale"),
-        (
-            {"rope_parameters": YARN | {"attn_factor": 0.878}},
-            "hf_config_overrides.rope_scaling.attn_factor: 1 to train",
-        ),
-        (
-            {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
-            "known are plain RoPE, YaRN without mscale",
-        ),
+        ({"rope_parameters": YARN | {"attn_factor": 0.878}},
+         "hf_config_overrides.rope_scaling.attn_factor: 1 to train"),
+        ({"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+         "known are plain RoPE, YaRN without mscale"),
         ({"attention_bias": True}, "attention_bias"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for qwen3 models; only 1"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_scaling and other rope_parameters"),
-        (
-            {"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 5e6}},
-            "has rope_scaling and other rope_param",
-        ),
+        ({"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 5e6}},
+         "has rope_scaling and other rope_param"),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"beta_fast": 64}}, "has rope_scaling and other rope_parame"),
         ({"rope_scaling": YARN | {"beta_fast": 64}, "rope_parameters": YARN}, "has rope_scaling and other rope_parame"),
         ({"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e4}, "has rope_scaling and other rope_parameters"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "has no head for tokens, so it cannot be a policy"),
-        (
-            {"architectures": ["Qwen2ForProcessRewardModel"]},
-            "ProcessRewardModel has no head for tokens, so it cannot be",
-        ),
+        ({"architectures": ["Qwen2ForProcessRewardModel"]},
+         "ProcessRewardModel has no head for tokens, so it cannot be"),
         ({"layer_types": ["sliding_attention"] * 8}, "layer_types sliding_attention are not supported"),
     ],
-)
+)  # fmt: skip
 def test_unsupported_config_values_are_rejected(change: dict, message: str) -> None:
     with pytest.raises(FamilyError, match=message):
         shape_of(QWEN3 | change)

@@ -5,8 +5,6 @@ weights are real: a refit brings them as bytes from a policy rank. All elements 
 brings. A token tells the weights that computed it, and its log-prob the oldest weights whose keys and values it read.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,12 +1,10 @@
 """Weights, samples and the prefix cache under the queue of two batches that vLLM has on GPU and not on CPU."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +21,7 @@ from tests.functional.engine_callers import CALLERS
 from tests.functional.engine_cases import CONTEXT
 from tests.functional.preload import preload
 from tests.unit.refit.shards import Handle
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow  # exhaustive, on vLLM
 
@@ -316,17 +315,15 @@ def test_a_dropped_stream_is_ended_by_a_collection_inside_a_call_of_vllm(engine:
             assert engine._device.submit(gc.collect).result(timeout=60)
     finally:
         gc.enable()
-    until = time.monotonic() + 60
-    while engine.health()["requests"]:
-        assert time.monotonic() < until, "the stream was not ended"
-        time.sleep(0.01)
+    wait_until(lambda: not engine.health()["requests"], "the stream's end")
 
 
 def test_an_engine_that_sleeps_before_a_refit_drops_its_weights(engine: Engine) -> None:
     """Instead of copying them to the host and back, unless the model has tensors that nobody would restore."""
-    executor, version = executor_of(engine), engine.weight_version
-    for only, keep, level in ((True, False, 2), (True, True, 1), (False, False, 1)):
-        engine._sleep_level = None
+    executor, version, config = executor_of(engine), engine.weight_version, engine.config
+    for only, keep, kept, level in ((True, False, (), 2), (True, True, (), 1), (False, False, (), 1),
+                                    (True, False, ("visual.",), 1)):  # fmt: skip
+        engine._sleep_level, engine.config = None, replace(config, kept=kept)
         if not only:
             executor.rank.model.unregistered = torch.ones(2)
         engine.release(keep_weights=keep)
@@ -338,8 +335,8 @@ def test_an_engine_that_sleeps_before_a_refit_drops_its_weights(engine: Engine) 
         assert engine.weight_version is not None
         engine.prepare(engine.weight_version)
         check_versions(engine, *engine.generate([request(0)], Sampling(max_new_tokens=2)))
-    del executor.rank.model.unregistered
-    engine._sleep_level = None
+        vars(executor.rank.model).pop("unregistered", None)
+    engine._sleep_level, engine.config = None, config
 
 
 def test_tensors_that_a_sleep_without_weights_would_lose() -> None:

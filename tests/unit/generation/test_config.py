@@ -1,21 +1,15 @@
-from __future__ import annotations
-
 import os
 from importlib.metadata import entry_points
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from grpo_mcore.generation.config import (
     EngineConfig,
     drop_addresses,
-    engine_argument_names,
     engine_arguments,
     engine_environment,
     set_engine_environment,
 )
-from grpo_mcore.recipe.validation.layout import DECIDED, HAVE_KEYS
 
 
 def test_the_environment_is_a_pure_function_of_the_config() -> None:
@@ -64,30 +58,15 @@ def test_invalid_configurations() -> None:
         EngineConfig("model", threads=0)
 
 
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        (None, set()),
-        ("x = 1", set()),
-        ("class EngineArgs:\n    model: str\n    seed: int = 0\n    y = 2", {"model", "seed"}),
-    ],
-)
-def test_names_of_arguments_are_read_where_vllm_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, names: set[str]
-) -> None:
-    (tmp_path / "vllm" / "engine").mkdir(parents=True)
-    (tmp_path / "vllm" / "__init__.py").touch()
-    if source is not None:
-        (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(source)
-    spec = SimpleNamespace(origin=str(tmp_path / "vllm" / "__init__.py"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
-    assert engine_argument_names() == names
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert engine_argument_names() == set()
-
-
-def test_arguments_that_a_recipe_may_not_choose_exist() -> None:
-    assert {*HAVE_KEYS, *DECIDED} - engine_argument_names() == set()
+def test_a_quantised_engine_keeps_its_layers_and_its_bytes() -> None:
+    config = EngineConfig("model", quantization="mxfp8", unquantized=(r"re:.*\.gate$",), deep_gemm=True)
+    arguments, environment = engine_arguments(config), engine_environment(config)
+    assert arguments["quantization"] == "online" and arguments["dtype"] == "bfloat16"
+    assert arguments["quantization_config"] == {"linear": "mxfp8", "moe": "mxfp8", "ignore": [r"re:.*\.gate$"]}
+    assert environment["VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD"] == "0" and environment["VLLM_USE_DEEP_GEMM"] == "1"
+    assert "quantization" not in engine_arguments(EngineConfig("model"))
+    with pytest.raises(ValueError, match="fp8_per_block weights need bfloat16 activations, not float32"):
+        EngineConfig("model", dtype="float32", quantization="fp8_per_block")
 
 
 def test_a_list_of_vllms_plugins_gets_ours() -> None:

@@ -1,7 +1,6 @@
 """The norms of engines on CPU against the formula in float64."""
 
-from __future__ import annotations
-
+import subprocess
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mcore.generation.config import engine_argument_names
 from grpo_mcore.generation.cpu_kernels import (
     PROVIDER,
     register_cpu_kernels,
@@ -17,6 +15,7 @@ from grpo_mcore.generation.cpu_kernels import (
     rounds_to_bfloat16,
     takes_norm,
 )
+from grpo_mcore.recipe.validation.rules import tables
 
 EPSILON = 1e-6
 
@@ -120,8 +119,20 @@ def test_rounded_rows_change_no_bit_of_a_product(bias: torch.Tensor | None) -> N
 
 
 @pytest.mark.slow  # imports vLLM
-def test_the_names_of_arguments_are_those_of_the_class() -> None:
-    """They are read from its source, without an import."""
+def test_the_arguments_that_recipes_name_are_those_of_the_class() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    assert engine_argument_names() == {each.name for each in fields(EngineArgs)}
+    names = {name for table in ("set_by", "decided", "decided_of_policy") for name in tables()[table]}
+    names |= set(" ".join(tables()["passed"].values()).split())
+    assert names - {each.name for each in fields(EngineArgs)} == set()
+
+
+@pytest.mark.slow  # imports vLLM
+def test_a_kind_of_model_that_is_new_to_the_machine_is_looked_at_in_this_process(monkeypatch) -> None:
+    register_cpu_kernels()
+    from vllm import ModelRegistry
+
+    kind = ModelRegistry.models["GPT2LMHeadModel"]
+    monkeypatch.setattr(type(kind), "_load_modelinfo_from_cache", lambda *_: None)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it started a process"))
+    assert kind.inspect_model_cls().architecture == "GPT2LMHeadModel"

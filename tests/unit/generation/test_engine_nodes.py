@@ -1,7 +1,5 @@
 """Connections between the nodes of an engine, on real sockets."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import threading
@@ -29,12 +27,12 @@ def connect(configs: list[EngineConfig]) -> tuple[list[Any], list[queue.Queue[st
     found: list[Any] = [None] * len(configs)
 
     def follow(rank: int) -> None:
-        found[rank] = join_first(configs[rank], reports[rank].put, 10.0)
+        found[rank] = join_first(configs[rank], reports[rank].put, 60.0)
 
     threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, len(configs))]
     for thread in threads:
         thread.start()
-    found[0] = await_followers(configs[0], reports[0].put, 10.0)
+    found[0] = await_followers(configs[0], reports[0].put, 60.0)
     for thread in threads:
         thread.join()
     for line in [*found[0][0], *(line for line, _ in found[1:])]:
@@ -46,13 +44,13 @@ def test_nodes_connect_and_report_deaths() -> None:
     (first, second, third), reports = connect(nodes(3))
     assert first[1] == second[1] == third[1] > 0, "one port for the ranks of all"
     second[0].tell("rank 2 of 6 has died")
-    assert reports[0].get(timeout=5) == "rank 2 of 6 has died"
+    assert reports[0].get(timeout=60) == "rank 2 of 6 has died"
     third[0].close()
-    assert reports[0].get(timeout=5) == "its node 2 of 3 (ranks 4 to 5, at 127.0.0.1) is gone"
+    assert reports[0].get(timeout=60) == "its node 2 of 3 (ranks 4 to 5, at 127.0.0.1) is gone"
     for line in first[0]:
         line.close()
         line.close()
-    assert reports[1].get(timeout=5) == "its node 0 of 3 (ranks 0 to 1, at 127.0.0.1) is gone"
+    assert reports[1].get(timeout=60) == "its node 0 of 3 (ranks 0 to 1, at 127.0.0.1) is gone"
     second[0].tell("nobody is there any more")
     assert reports[2].empty(), "a node that closes a connection gets no report"
 

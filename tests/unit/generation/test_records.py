@@ -1,7 +1,5 @@
 """Records of an engine's forward passes: what comes out of each layer, at each token's place."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

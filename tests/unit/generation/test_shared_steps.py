@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -10,6 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
+from tests.waiting import wait_until
 
 
 class Machine:
@@ -39,13 +37,6 @@ class Machine:
             self.left[f"{name}-{number}"] = count
             self.steps.add(caller, f"{name}-{number}", f"engine {name}-{number}")
         return caller
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds()
 
 
 def ids(outputs: list[Any]) -> list[str]:
@@ -108,10 +99,11 @@ def test_a_caller_waits_for_the_requests_that_are_about_to_join() -> None:
     with machine.steps.held_open(caller) as is_open:
         thread = threading.Thread(target=collect)
         thread.start()
-        assert is_open and eventually(lambda: got == [["a-0"]])
+        assert is_open
+        wait_until(lambda: got == [["a-0"]])
         machine.left["b"] = 2
         machine.steps.add(caller, "b", "engine b")
-        assert eventually(lambda: got == [["a-0"], ["b"]])
+        wait_until(lambda: got == [["a-0"], ["b"]])
         assert thread.is_alive(), "others may still join"
     thread.join(60)
     assert not thread.is_alive() and caller.closed
@@ -188,16 +180,16 @@ def test_a_pause_does_not_time_out() -> None:
     machine.steps = SharedSteps(machine.step, 0.05, lambda: paused[0])
     leader, other = machine.ask("a", 1), machine.ask("b", 2)
     go_on, inside = threading.Event(), threading.Event()
-    machine.before_step = lambda: (inside.set(), go_on.wait(10))[0]
+    machine.before_step = lambda: (inside.set(), go_on.wait(60))[0]
     leading = threading.Thread(target=machine.steps.next, args=(leader,))
     leading.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     got: list[Any] = []
     waiting = threading.Thread(target=lambda: got.extend(machine.steps.next(other)))
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive(), "the caller keeps waiting through the pause"
     go_on.set()
-    leading.join(10)
-    waiting.join(10)
+    leading.join(60)
+    waiting.join(60)
     assert ids(got) == ["b-0"]

@@ -1,7 +1,5 @@
 """Layouts that do not fit the ranks or the model are refused with the key to change, by all in the same words."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
@@ -68,11 +66,8 @@ def test_allowed_layouts(shape: ModelShape, sizes: dict[str, Any]) -> None:
     [
         (DENSE, {"tensor": 16}, "does not divide num_attention_heads 8"),
         (DENSE, {"tensor": 3}, r"tensor_model_parallel_size: 3 does not .*_heads 8, .* can be one of \[1, 2, 4, 8\]"),
-        (
-            dataclasses.replace(DENSE, num_heads=24),
-            {"tensor": 6},
-            r"6 does not divide .*num_key_value_heads 4 of .* can be one of \[1, 2, 4, 8\]",
-        ),
+        (dataclasses.replace(DENSE, num_heads=24), {"tensor": 6},
+         r"6 does not divide .*num_key_value_heads 4 of .* can be one of \[1, 2, 4, 8\]"),
         (dataclasses.replace(DENSE, num_heads=12, head_dim=1), {"tensor": 12}, "rows of queries, keys and values 20"),
         (dataclasses.replace(DENSE, wide_qk_norm=True), {"tensor": 8}, "heads 4, over which their norm is split"),
         (MAMBA, {"tensor": 4}, r"4 does not divide n_groups 2 of this nemotron_h model; it can be one of \[1, 2\]"),
@@ -91,7 +86,7 @@ def test_allowed_layouts(shape: ModelShape, sizes: dict[str, Any]) -> None:
         (SECOND_HALF, {"pipeline": 2}, "the 3 layers of the first stage have no experts"),
         (EXPERTS, {"tensor": 2}, "experts under tensor parallelism need sequence_parallel: true"),
     ],
-)
+)  # fmt: skip
 def test_refused_by_the_model(shape: ModelShape, sizes: dict[str, Any], message: str) -> None:
     layout = PolicyLayout(**sizes)
     found = fits(layout, layout.world_size, shape)
@@ -111,14 +106,11 @@ def test_refused_by_the_model(shape: ModelShape, sizes: dict[str, Any], message:
         (EngineLayout(4, expert_parallel=True), EXPERTS, "expert_parallel_size: 4 does not divide the 6 experts"),
         (EngineLayout(2, expert_parallel=True), EXPERTS, ""),
         (EngineLayout(2, expert_parallel=True), DENSE, "expert_parallel_size: 2: .* no experts; set it to 1"),
-        (
-            EngineLayout(2),
-            dataclasses.replace(EXPERTS, biases=True),
-            "which have biases, into engines of one rank only",
-        ),
+        (EngineLayout(2), dataclasses.replace(EXPERTS, biases=True),
+         "which have biases, into engines of one rank only"),
         (EngineLayout(8), dataclasses.replace(DENSE, wide_qk_norm=True), "over which their norm is split"),
     ],
-)
+)  # fmt: skip
 def test_engines_and_models(engine: EngineLayout, shape: ModelShape, message: str) -> None:
     devices = EngineDevices(engine, 1, DevicePool(1, 768), counted=True)
     said = messages(fits(PolicyLayout(data=768), 768, shape, devices))

@@ -2,7 +2,8 @@
 gradient by hand. Nothing here is shared with the package, not even automatic differentiation.
 
 arXiv: PPO 1707.06347, dual clip 1912.09729, GRPO 2402.03300, token-level loss 2503.14476, Dr. GRPO 2503.20783,
-CISPO 2506.13585, GSPO 2507.18071, gradient of the KL 2506.09477, positive NLL 2504.05118.
+CISPO 2506.13585, GSPO 2507.18071, SAPO 2511.20347, DPPO 2602.04879, GMPO 2507.20673, VESPO 2602.10693, DRO
+2405.19107, Clip-Cov and KL-Cov 2505.22617, gradient of the KL 2506.09477, positive NLL 2504.05118.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Token:
     ref: float
     advantage: float
     age: int
+    marked: bool
     log_ratio: float = 0.0
     """Return log(curr / prev), or its mean over the sequence."""
 
@@ -41,6 +43,8 @@ class Term:
     """Derivative by `log_ratio`, which the sequence may share."""
     by_curr: float = 0.0
     """Derivative by this token's own log-prob, apart from the ratio."""
+    moves: float = 1.0
+    """Derivative of the token's part of a mean over the sequence by its log-ratio."""
 
 
 Sequences = list[list[Token]]
@@ -53,7 +57,8 @@ def sequences_of(cfg: Any, samples: list[Sample]) -> Sequences:
         prev, gen, ref = (s.columns[name].tolist() for name in LOGPROBS)
         curr, advantages, ages = s.curr.tolist(), s.columns["advantages"].tolist(), s.columns["ages"].tolist()
         prev = curr if cfg.force_on_policy_ratio else prev  # the previous policy is the current one
-        tokens = [Token(t, curr[t], prev[t], gen[t], ref[t], advantages[t], ages[t]) for t in s.trained]
+        marks = (s.columns["covariance_marks"] > 0).tolist()
+        tokens = [Token(t, curr[t], prev[t], gen[t], ref[t], advantages[t], ages[t], marks[t]) for t in s.trained]
         for token in tokens:
             token.log_ratio = token.curr - token.prev
         if cfg.sequence_level_importance_ratios and tokens:
@@ -78,8 +83,8 @@ def reference_loss(cfg: Any, samples: list[Sample]) -> tuple[dict[str, float], l
             values += [weight * term.value for term in row]
             shared = math.fsum(term.by_log_ratio for term in row)
             for token, term in zip(tokens, row, strict=True):
-                if cfg.sequence_level_importance_ratios:  # the mean moves by 1/n with each of its tokens
-                    slope = shared / len(tokens) + term.by_curr
+                if cfg.sequence_level_importance_ratios or cfg.policy_term == "gmpo":
+                    slope = shared / len(tokens) * term.moves + term.by_curr  # the mean moves by 1/n with each token
                 else:
                     slope = term.by_log_ratio + term.by_curr
                 grad[token.at] += factor * weight * slope
@@ -121,7 +126,9 @@ def policy_terms(cfg: Any, tokens: list[Token]) -> list[Term]:
         a, r = token.advantage, math.exp(token.log_ratio)
         low, high = 1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max
         clipped = min(max(r, low), high)
-        if cfg.disable_ppo_ratio:
+        if cfg.policy_term != "clip":
+            term = named_term(cfg, tokens, token)[0]
+        elif cfg.disable_ppo_ratio:
             term = Term(-a * token.curr, by_curr=-a)
         elif cfg.use_cispo:
             term = Term(-a * clipped * token.curr, by_curr=-a * clipped)
@@ -132,8 +139,62 @@ def policy_terms(cfg: Any, tokens: list[Token]) -> list[Term]:
             if cfg.ratio_clip_c is not None and a < 0 and term.value > -a * cfg.ratio_clip_c:
                 term = Term(-a * cfg.ratio_clip_c)
         w = weight(cfg, tokens, token)[1] if cfg.use_importance_sampling_correction else 1.0
-        terms.append(Term(w * term.value, w * term.by_log_ratio, w * term.by_curr))
+        terms.append(Term(w * term.value, w * term.by_log_ratio, w * term.by_curr, term.moves))
     return terms
+
+
+def named_term(cfg: Any, tokens: list[Token], token: Token) -> tuple[Term, float]:
+    """Return a token's term under a policy_term other than clip, without importance weight, and its clipped ratio."""
+    name, options, a, x = cfg.policy_term, cfg.policy_term_options, token.advantage, token.log_ratio
+    r, up, down = math.exp(x), cfg.ratio_clip_max, cfg.ratio_clip_min
+    if name == "sapo":
+        tau = options.get("tau_pos", 1.0) if a > 0 else options.get("tau_neg", 1.05)
+        gate = 1 / (1 + math.exp(-tau * (r - 1)))
+        return Term(-a * 4 / tau * gate, by_log_ratio=-a * 4 * gate * (1 - gate) * r), r
+    if name == "kl_cov":
+        beta = options.get("beta", 1.0) * token.marked
+        return Term(-a * r + beta * abs(x), by_log_ratio=-a * r + math.copysign(beta, x)), r
+    if name == "clip_cov":
+        clipped = min(max(r, 1 - down), 1 + up)
+        cut = r > 1 + up if a > 0 else r < 1 - down
+        if token.marked:
+            return Term(0.0), 0.0
+        return Term(-a * clipped) if cut else Term(-a * r, by_log_ratio=-a * r), clipped
+    if name == "dro":
+        beta = options.get("beta", 1.0)
+        return Term(-a * token.curr + beta / 2 * x**2, by_curr=-a + beta * x), r
+    if name == "gmpo":
+        parts = [min(t.log_ratio, up) if t.advantage > 0 else max(t.log_ratio, -down) for t in tokens]
+        mean = math.exp(math.fsum(parts) / len(parts))
+        inside = x < up if a > 0 else x > -down
+        clipped = math.exp(min(x, up) if a > 0 else max(x, -down))
+        return Term(-a * mean, by_log_ratio=-a * mean, moves=float(inside)), clipped
+    if name == "vespo":
+        w = math.exp(max(math.fsum(t.log_ratio for t in tokens), math.log(1e-8)))
+        sign = "pos" if a >= 0 else "neg"
+        default_k, default_decay = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+        k, decay = options.get(f"k_{sign}", default_k), options.get(f"lambda_{sign}", default_decay)
+        factor = w**k * math.exp(decay * (1 - w))
+    elif name == "flash_reinforce":
+        kl = math.fsum(two_way_kl(math.exp(t.prev), math.exp(t.curr)) for t in tokens) / len(tokens)
+        factor = r if kl <= options.get("max_kl", 0.005) else 0.0
+    elif name == "masked":
+        factor = r if 1 - down <= r <= 1 + up else 0.0
+    else:
+        p, q = math.exp(token.prev), math.exp(token.curr)
+        distance = abs(q - p)
+        if name == "dppo_kl":
+            distance = two_way_kl(p, q)
+        follows = q > p if a > 0 else q < p
+        far = follows and distance > (up if a > 0 else down)
+        factor = 0.0 if far else min(r, options.get("max_ratio", 20.0))
+    return Term(-a * factor * token.curr, by_curr=-a * factor), r if name == "vespo" else factor
+
+
+def two_way_kl(p: float, q: float) -> float:
+    """Return the KL from p to q, the probabilities of a token, between it and all others."""
+    rest = [max(1 - chance, 0.0) + 1e-8 for chance in (p, q)]
+    return p * math.log(p / q) + (rest[0] - 1e-8) * math.log(rest[0] / rest[1])
 
 
 def weight(cfg: Any, tokens: list[Token], token: Token) -> tuple[float, float, bool]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from .reference import Token, kl, sequences_of, weight
+from .reference import Token, kl, named_term, sequences_of, weight
 from .samples import Sample, counts
 
 
@@ -26,11 +26,15 @@ def reference_metrics(cfg: Any, samples: list[Sample], max_age: int | None) -> d
     ratios = [math.exp(token.log_ratio) for _, token in every]
     bounds = 1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max
     clipped = ratios if cfg.disable_ppo_ratio else [min(max(r, bounds[0]), bounds[1]) for r in ratios]
+    if cfg.policy_term != "clip":
+        clipped = [named_term(cfg, *pair)[1] for pair in every]
     for name, values in (("probs_ratio", ratios), ("probs_ratio_clamped", clipped)):
         found[name] = mean(values)
         if values:
             found |= {f"{name}_min": min(values), f"{name}_max": max(values)}
     cuts = [cut_by(cfg, token, *bounds) for _, token in every]
+    if cfg.policy_term != "clip":
+        cuts = [(c != r and r < 1, c != r and r >= 1, False) for r, c in zip(ratios, clipped, strict=True)]
     found["clip_fraction_low"] = mean(low for low, _, _ in cuts)
     found["clip_fraction_high"] = mean(high for _, high, _ in cuts)
     if cfg.ratio_clip_c is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 LOGPROBS = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
-COLUMNS = (*LOGPROBS, "advantages", "token_mask", "entropies", "ages")
+COLUMNS = (*LOGPROBS, "advantages", "token_mask", "entropies", "ages", "covariance_marks")
 OLDEST = 3
 
 Batch = tuple[Tensor, dict[str, Any]]
@@ -60,6 +60,7 @@ def draw(
         columns["advantages"] = normal(1).expand(length).clone() + 0.1 * normal(length)
         columns["token_mask"] = mask.double()
         columns["entropies"] = normal(length).abs()
+        columns["covariance_marks"] = (columns["entropies"] > 0.9).double()
         samples.append(
             Sample(
                 curr=curr.to(dtype),

@@ -277,6 +277,7 @@ def test_missing_inputs_are_named() -> None:
         ("reinforce_plus_plus", {}, "trained tokens"),
         ("reinforce_plus_plus", {"tokens": torch.ones(3)}, "tokens has shape"),
         ("reinforce_plus_plus", {"tokens": tokens, "kl": kl, "kl_penalty": 0.1}, r"KL of samples \[1\]"),
+        ("remax", {}, "pass which samples are first"),
         ("rloo", {"kl_penalty": 0.1}, "KL of the samples is missing"),
         ("rloo", {"kl": kl, "kl_penalty": 0.1}, r"KL of samples \[1\]"),
         ("gdpo", {}, "at least two named rewards, not 0"),
@@ -290,3 +291,75 @@ def test_missing_inputs_are_named() -> None:
             estimate_advantages(name, rewards, ids, **options)
     fine = torch.tensor([True, False])  # a sample that failed has no KL
     assert not estimate_advantages("rloo", rewards, ids, fine, kl=kl, kl_penalty=0.1).advantages.any()
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=SAMPLES)
+def test_maxrl_divides_by_the_mean_of_the_group(rows: list) -> None:
+    rows = [(group, abs(reward), *rest) for group, reward, *rest in rows]
+    ids, rewards, _, valid, _ = columns(rows)
+    found = estimate_advantages("maxrl", rewards, ids, valid)
+    for i, row in enumerate(rows):
+        members = [Fraction(rows[j][1]) for j in others(rows, i, itself=True)] if row[3] else []
+        centre = mean(members) if members else 0
+        expected = float((Fraction(row[1]) - centre) / centre) if centre else 0.0
+        assert found.advantages[i].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_maxrl_refuses_negative_rewards() -> None:
+    with pytest.raises(ValueError, match="must be at least 0: use grpo.reward_scaling"):
+        estimate_advantages("maxrl", torch.tensor([1.0, -0.5]), torch.tensor([0, 0]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=SAMPLES)
+def test_opo_weighs_the_baseline_by_length(rows: list) -> None:
+    ids, rewards, _, valid, kls = columns(rows)
+    lengths = torch.tensor([1 + len(kl) for kl in kls])
+    found = estimate_advantages("opo", rewards, ids, valid, lengths=lengths)
+    for i, row in enumerate(rows):
+        members = others(rows, i, itself=True)
+        expected = 0.0
+        if row[3] and len(members) > 1:
+            total = sum(int(lengths[j]) * Fraction(rows[j][1]) for j in members)
+            expected = float(Fraction(row[1]) - total / sum(int(lengths[j]) for j in members))
+        assert found.advantages[i].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=SAMPLES)
+def test_flash_reinforce_subtracts_the_mean_of_the_step(rows: list) -> None:
+    ids, rewards, _, valid, _ = columns(rows)
+    found = estimate_advantages("flash_reinforce", rewards, ids, valid)
+    scored = [Fraction(row[1]) for row in rows if row[3]]
+    for i, row in enumerate(rows):
+        expected = float(Fraction(row[1]) - mean(scored)) if row[3] else 0.0
+        assert found.advantages[i].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=SAMPLES)
+def test_remax_subtracts_the_reward_of_the_first_sample(rows: list) -> None:
+    ids, rewards, _, valid, _ = columns(rows)
+    first = torch.tensor([row[0] not in [before[0] for before in rows[:i]] for i, row in enumerate(rows)])
+    found = estimate_advantages("remax", rewards, ids, valid, first=first)
+    for i, row in enumerate(rows):
+        greedy = next(other for other in rows if other[0] == row[0])
+        expected = float(Fraction(row[1]) - Fraction(greedy[1])) if row[3] and greedy[3] else 0.0
+        assert found.advantages[i].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize(("keep_by", "kept"), [("length", [1, 2, 5, 6]), ("token_efficiency", [2, 3, 5, 6])])
+def test_gfpo_compares_only_the_samples_that_it_keeps(keep_by: str, kept: list[int]) -> None:
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, math.nan, 0.0, 1.0])
+    ids, lengths = torch.tensor([0, 0, 0, 0, 1, 1, 1]), torch.tensor([9, 3, 4, 5, 1, 7, 8])
+    found = estimate_advantages("gfpo", rewards, ids, ~rewards.isnan(), lengths=lengths, keep=2, keep_by=keep_by)
+    alone = estimate_advantages("grpo", rewards[kept], ids[kept])
+    assert found.advantages[kept].tolist() == alone.advantages.tolist()
+    assert found.advantages.count_nonzero() == alone.advantages.count_nonzero()
+
+
+@pytest.mark.parametrize("name", ["opo", "gfpo"])
+def test_lengths_are_needed(name: str) -> None:
+    with pytest.raises(ValueError, match="pass the number of generated tokens of each sample"):
+        estimate_advantages(name, torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))

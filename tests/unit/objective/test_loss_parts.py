@@ -59,6 +59,9 @@ def test_what_comes_through_each_token_is_the_formula_of_the_clipped_term() -> N
     torch.testing.assert_close(found, torch.tensor([[0.0, -2.0 * 1.1, 0.0, 0.0, 1.5]], dtype=torch.float64) / 4)
     assert regions(loss, curr, batch, 1, 4).tolist() == [[STOPPED, INSIDE, STOPPED, STOPPED, BOUNDED]]
     assert signs(batch).tolist() == [[0, 0, 0, 1, 1]]
+    to_engine = ClippedPGLossFn(checked_loss({"ratio_to_engine": True, "reference_policy_kl_penalty": 0.0}))
+    recorded = {key: value for key, value in batch.items() if key != "prev_logprobs"} | {"generation_logprobs": prev}
+    assert torch.equal(regions(to_engine, curr, recorded, 1, 4), regions(loss, curr, batch, 1, 4))
     cispo = ClippedPGLossFn(checked_loss({"use_cispo": True, "reference_policy_kl_penalty": 0.0}))
     part = LossPart(cispo, "regions", STOPPED, of=loss)
     assert part(curr, batch, 1, 4)[1]["num_valid_tokens"] == 2  # what GRPO stops, CISPO lets through, bounded

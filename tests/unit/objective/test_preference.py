@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_mcore.batching.packed_batch import pack_rows
-from grpo_mcore.objective import PreferenceLossFn, combine_metrics
+from grpo_mcore.objective import PreferenceLossFn, RewardLossFn, combine_metrics
 from grpo_mcore.recipe import DPOConfig
 
 LENGTHS, PROMPT = (9, 6, 5, 12, 7, 7), 3
@@ -108,6 +108,47 @@ def test_a_chosen_answer_gets_likelier_and_a_rejected_one_less() -> None:
     _, gradients = computed({}, [[0, 1, 2]])
     for sample, gradient in enumerate(gradients):
         assert ((gradient[PROMPT:] > 0) if sample % 2 else (gradient[PROMPT:] < 0)).all()
+
+
+@pytest.mark.parametrize("rows", [[[0, 1, 2]], [[2, 0], [1]]])
+@pytest.mark.parametrize("pairs", [True, False])
+def test_rewards_equal_the_formula(pairs: bool, rows: list[list[int]]) -> None:
+    """The value of the only trained token, the last one, is a sample's reward."""
+    values, labels = answers()
+    loss_fn, parts = RewardLossFn(pairs=pairs), []
+    for row in rows:
+        samples = [sample for pair in row for sample in (2 * pair, 2 * pair + 1)]
+        columns = [
+            {"token_mask": (torch.arange(LENGTHS[i]) == LENGTHS[i] - 1).float(), "sample_mask": torch.tensor(1.0)}
+            | {"rewards": labels[i] if not (pairs and i % 2) else torch.zeros(()), "values": values[i]}
+            for i in samples
+        ]
+        batch = pack_rows([torch.ones(LENGTHS[i], dtype=torch.int64) for i in samples], columns, 16)
+        read = batch.columns.pop("values").requires_grad_()
+        loss, metrics = loss_fn(read, batch.loss_inputs(), PAIRS if pairs else 2 * PAIRS, 1)
+        loss.backward()
+        assert read.grad is not None and read.grad.count_nonzero() == len(samples)
+        parts.append(metrics)
+    rewards, wanted = [float(of_sample[-1]) for of_sample in values], labels.tolist()
+    gaps = [rewards[i] - rewards[i + 1] for i in range(0, 2 * PAIRS, 2)]
+    expected = {
+        "loss": sum(math.log1p(math.exp(m - gap)) for gap, m in zip(gaps, wanted[::2], strict=True)) / PAIRS,
+        "accuracy": sum(gap > 0 for gap in gaps) / PAIRS,
+        "rewards_chosen_mean": sum(rewards[::2]) / PAIRS,
+        "rewards_rejected_mean": sum(rewards[1::2]) / PAIRS,
+        "rewards_margin_mean": sum(gaps) / PAIRS,
+        "num_valid_samples": PAIRS,
+    }
+    errors = [reward - score for reward, score in zip(rewards, wanted, strict=True)]
+    regression = {
+        "loss": sum(error**2 / 2 for error in errors) / len(errors),
+        "rewards_mean": sum(rewards) / len(rewards),
+        "reward_error_mean": sum(map(abs, errors)) / len(errors),
+        "num_valid_samples": 2 * PAIRS,
+    }
+    combined = combine_metrics(parts)
+    for name, value in (expected if pairs else regression).items():
+        assert combined[name] == pytest.approx(value, abs=1e-6), name
 
 
 def test_padding_and_masked_pairs_count_nothing() -> None:

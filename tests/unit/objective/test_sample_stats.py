@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import pack_rows
-from grpo_mcore.objective import SampleKL, estimate_advantages, kl_to_go, sample_stats, token_advantages
+from grpo_mcore.objective import (
+    SampleKL,
+    estimate_advantages,
+    kl_to_go,
+    sample_stats,
+    stats_by_sample,
+    token_advantages,
+)
 
 from .samples import Sample, draw, packed, padded
 
@@ -179,3 +186,38 @@ def test_reinforce_plus_plus_from_the_ranks_to_the_tokens(minus_baseline: bool) 
             expected = (torch.tensor(values, dtype=torch.float64) - flat.mean()) / (flat.std(correction=0) + 1e-6)
             torch.testing.assert_close(row[tokens_of(sample)], expected, rtol=1e-9, atol=1e-9)
         at += len(part)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=30)
+def test_statistics_of_parts_add_up_to_those_of_the_sample(seed: int) -> None:
+    """Samples cut in up to four parts, each with a token before it that is not trained."""
+    generator = torch.Generator().manual_seed(seed)
+    names = ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "teacher_logprobs")
+    whole: list[list[dict[str, Tensor]]] = []
+    for _ in range(3):
+        sizes = torch.randint(1, 6, (int(torch.randint(1, 5, (), generator=generator)),), generator=generator).tolist()
+        whole.append(
+            [
+                {name: -torch.rand(size + 1, generator=generator, dtype=torch.float64) for name in names}
+                | {"token_mask": torch.tensor([0.0] + [1.0] * size), "sample_mask": torch.tensor(1.0)}
+                for size in sizes
+            ]
+        )
+
+    def stats(rows: list[dict[str, Tensor]], kind: Any = None) -> dict[str, Tensor]:
+        ids = [torch.ones(len(row["token_mask"]), dtype=torch.int64) for row in rows]
+        return sample_stats(pack_rows(ids, rows, 4).loss_inputs(), kind)
+
+    joined = [
+        {name: torch.cat([part[name].expand(len(part["token_mask"])) for part in parts]) for name in parts[0]}
+        for parts in whole
+    ]
+    expected = stats(joined)
+    index = torch.tensor([3 * i % 5 for i, parts in enumerate(whole) for _ in parts])  # samples 0, 3 and 1 of 5
+    found = stats_by_sample(index, stats([part for parts in whole for part in parts]), 5)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name][[0, 3, 1]], values, rtol=1e-12, atol=1e-14)
+        assert not found[name][[2, 4]].any()
+    alone = stats_by_sample(torch.tensor([2, 0, 1]), expected, 3)
+    assert all(alone[name][[2, 0, 1]].equal(values) for name, values in expected.items())

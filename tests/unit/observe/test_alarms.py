@@ -1,7 +1,5 @@
 """Alarms of a running training: raised once, with the numbers; the run stops where the recipe asks for that."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping
@@ -10,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.observe.alarms import AGAIN, Alarm, StepAlarms, alarms_of, post_alarm
+from grpo_mcore.observe.alarms import KINDS, Alarm, StepAlarms, alarms_of, post_alarm
+
+AGAIN = KINDS["equal_rewards"].in_a_row
 
 GOOD = {
     **{"loss": 0.1, "lr": 1e-6, "grad_norm": 0.3, "token_mult_prob_error": 1.001, "zero_advantage_rate": 0.2},
@@ -26,11 +26,13 @@ AT_ONCE = [
     ("refit_mismatch", {"refit/mult_prob_error": 1.06}),
     ("refit_mismatch", {"refit/mult_prob_error": float("nan")}),
     ("failed_samples", {"num_failed_samples": 7.0}),
+    ("tokens_left_out", {"token_mult_prob_error": 0.75}),
 ]
 IN_A_ROW = [
     ("equal_rewards", {"zero_advantage_rate": 1.0, "grad_norm": 0.0}),
     ("policy_stands_still", {"grad_norm": 0.0}),
     ("policy_stands_still", {"lr": 0.0}),
+    ("answers_cut", {"truncation_rate": 0.95}),
 ]
 
 
@@ -71,6 +73,13 @@ def test_what_may_happen_once_is_said_after_some_steps(kind: str, changed: dict[
     assert kinds(alarms, 10, {}) == []  # it has stopped: they are counted from 0 again
     said = [kinds(alarms, step, changed) for step in range(AGAIN + 1)]
     assert said == [[]] * (AGAIN - 1) + [[kind], []]
+
+
+def test_a_run_that_solves_everything_is_told_so() -> None:
+    solved = {"zero_advantage_rate": 1.0, "accuracy": 1.0}
+    alarms = StepAlarms()
+    (alarm,) = [alarm for step in range(AGAIN) for alarm in alarms.of_step(step, GOOD | solved)]
+    assert alarm.text.startswith("every sample is solved") and "too hard" not in alarm.text
 
 
 def test_recorded_metrics_raise_the_alarms_that_the_run_raised() -> None:

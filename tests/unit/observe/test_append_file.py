@@ -1,7 +1,5 @@
 """Lines survive a kill and a full disk: none is missing, none is torn."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

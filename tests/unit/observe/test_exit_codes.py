@@ -1,7 +1,5 @@
 """How a run ended is written once, and read by all in the same way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

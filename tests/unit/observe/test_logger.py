@@ -1,7 +1,5 @@
 """The metrics file, the run's folder, and the optional loggers."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

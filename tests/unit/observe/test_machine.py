@@ -1,23 +1,19 @@
 """Metrics of the machines, and the throughput of a step."""
 
-from __future__ import annotations
-
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_mcore.observe.machine import MachineMonitor, peak_flops, throughput
+from tests.waiting import wait_until
 
 
 def test_processors_and_memory_of_this_machine() -> None:
     monitor = MachineMonitor(None, 0.02)
     try:
-        end = time.monotonic() + 5
-        while len(monitor._samples) < 2 and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: len(monitor._samples) > 1)
         taken = monitor.take()
         assert 0 <= taken["cpu.util"] <= 100 and 0 < taken["mem_gb"] < taken["mem_total_gb"]
         assert not any(name.startswith("gpu") for name in taken) or monitor.gpu_names()

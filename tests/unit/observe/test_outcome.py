@@ -1,7 +1,5 @@
 """The summary and the curve."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,10 +1,7 @@
 """The samples of a run as files: whole or not there, never in the way of the run."""
 
-from __future__ import annotations
-
 import logging
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +23,7 @@ from grpo_mcore.observe.samples import (
     read_samples,
     sample_steps,
 )
+from tests.waiting import wait_until
 
 SPAN = {"version": 3, "first": 0, "end": 3}
 TURN = {"role": "assistant", "text": "a", "tokens": 3, "generated": True}
@@ -52,7 +50,7 @@ def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (left["uid"], left["reward"], left["left_out"], left["policy_logprobs"]) == ("left", None, "equal", None)
     assert (trained["reward"], trained["policy_logprobs"]) == (1.0, [0, -0.5, -1.0])
     assert (trained["token_ids"], trained["engine_logprobs"]) == ([5, 7, 5], [0, -0.5, -1.25])
-    assert (trained["versions"], trained["turns"]) == ([SPAN], [TURN | {"flag": None}])
+    assert (trained["versions"], trained["turns"]) == ([SPAN], [TURN | {"flag": None, "images": None}])
     with (tmp_path / "samples" / "tokens.jsonl").open("ab") as tokens:
         tokens.write(b"\xff\n[]\nnull\n[8]")
     assert read_token_texts(tmp_path / "samples") == {5: "<5>", 7: "<7>"}
@@ -153,10 +151,7 @@ def test_the_folder_is_a_table_while_a_file_is_being_written(tmp_path: Path) -> 
     writer.add("train", 1, lambda: [row("a")])
     writer.add("train", 2, lambda: [row("b")], last=False)
     folder = tmp_path / "samples" / "train"
-    end = time.monotonic() + 30
-    while not list(folder.glob("*2.tmp")):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: list(folder.glob("*2.tmp")))
     assert pq.read_table(folder)["uid"].to_pylist() == ["a"]  # as pandas reads it
     writer.close()
 

@@ -1,7 +1,5 @@
 """The events of a run by process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Seconds by phase, on a clock that the test moves."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_mcore.observe.timeline import Timeline, shares

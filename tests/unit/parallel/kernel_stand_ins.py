@@ -4,8 +4,6 @@ Each has the signature of the real one (causal_conv1d 1.7.0, mamba_ssm 2.3.0, fl
 refuses what that refuses, and computes from exactly its arguments, token by token in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

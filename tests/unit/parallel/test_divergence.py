@@ -1,7 +1,5 @@
 """Divergences and their gradients in chunks and tiles, against formulas over whole rows in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Values that are not finite are found, without temporaries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

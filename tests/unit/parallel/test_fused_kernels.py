@@ -1,7 +1,5 @@
 """Mixers with fused kernels equal those in plain PyTorch, forward and backward (the kernels: kernel_stand_ins.py)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Chunked token log-probs and entropies against float64 log-softmax over the whole vocabulary."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The weights of a teacher live on the host between its turns."""
 
-from __future__ import annotations
-
 import torch
 
 from grpo_mcore.parallel.memory import WeightsOffload

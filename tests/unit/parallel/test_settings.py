@@ -1,7 +1,5 @@
 """`model_overrides`: each field that may be set acts, and no other may."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -75,17 +73,14 @@ def test_messages_between_stages_need_not_wait_for_the_device(waits: bool, monke
         ("DeepSeek-V3", {"rotary_percent": 0.5}, "model_overrides.rotary_percent: it would have no effect, or compute"),
         ("Qwen3-8B", {"qk_clip": True}, "model_overrides.qk_clip: it would have no effect"),
         ("Qwen3-8B", {"fp16": True}, "model_overrides.fp16: it would have no effect"),
-        (
-            "Qwen3-8B",
-            {"window_size": [3, 0]},
-            "model_overrides.window_size: it would have no effect, or compute another",
-        ),
+        ("Qwen3-8B", {"window_size": [3, 0]},
+         "model_overrides.window_size: it would have no effect, or compute another"),
         ("Qwen3-8B", {"batch_p2p_sink": True}, "can be set; nearest: batch_p2p_sync"),
         ("Qwen3-8B", {"attention_backend": "local"}, "attention_backend: expected one of .*, got 'local'"),
         ("Qwen3-8B", {"batch_p2p_sync": 1}, "batch_p2p_sync: expected one of false, true, got 1"),
         ("Qwen3-8B", {"deterministic_mode": [True]}, "deterministic_mode: expected one of false, true, got"),
     ],
-)
+)  # fmt: skip
 def test_no_other_field_may_be_set(model: str, overrides: dict[str, Any], problem: str) -> None:
     with pytest.raises(FamilyError, match=problem):
         config(model, **overrides)

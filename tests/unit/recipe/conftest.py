@@ -1,7 +1,5 @@
 """Fixtures for recipes in temporary files. The working directory is the temporary folder, so that sources are short."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable
 from pathlib import Path

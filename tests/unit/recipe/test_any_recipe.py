@@ -1,7 +1,5 @@
 """A recipe with any value at any place loads, or is refused with a RecipeError."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

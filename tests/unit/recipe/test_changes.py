@@ -1,7 +1,5 @@
 """The values of a recipe that differ from a checkpoint's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ FIXED = {
     "policy.megatron_cfg.peft.exclude_modules",
     "policy.megatron_cfg.peft.target_modules",
     "policy.precision",
+    "rm.seed",
     "sft.seed",
 }
 
@@ -32,6 +31,12 @@ def config(**sections: Any) -> MasterConfig:
 
 def test_the_keys_that_a_resumed_run_keeps() -> None:
     assert {key for key in known_keys() if fixed_on_resume(key)} == FIXED
+
+
+def test_a_resumed_run_keeps_of_a_critic_what_it_keeps_of_the_policy() -> None:
+    critics = [config(ppo={}, value={"megatron_cfg": {"peft": {"enabled": True, "dim": dim}}}) for dim in (4, 8)]
+    key = "value.megatron_cfg.peft.dim"
+    assert changes(critics[0].model_dump(mode="json"), critics[1]) == [Change(key, "4", "8", fixed=True)]
 
 
 def test_an_unchanged_recipe() -> None:
@@ -51,6 +56,17 @@ def test_changed_values_in_the_order_of_the_schema() -> None:
         Change("grpo.seed", "42", "7", fixed=True),
         Change("env.math.timeout", "not set", "5", fixed=False),
     ]
+
+
+def test_keys_that_follow_from_a_changed_one_are_left_out() -> None:
+    before, after = (config(policy={"model_name": "m", "max_total_sequence_length": size}) for size in (512, 1024))
+    assert [change.key for change in changes(before.model_dump(mode="json"), after)] == [
+        "policy.max_total_sequence_length"
+    ]
+    written = {"model_name": "m", "max_grad_norm": 0.5}
+    before = config(policy=written)
+    after = config(policy=written | {"max_grad_norm": 0.25})
+    assert [change.key for change in changes(before.model_dump(mode="json"), after)] == ["policy.max_grad_norm"]
 
 
 @pytest.mark.parametrize("side", ["saved", "now"])

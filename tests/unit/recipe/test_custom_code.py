@@ -1,7 +1,5 @@
 """Custom code is `{path, options}` in every key that takes some; earlier spellings load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

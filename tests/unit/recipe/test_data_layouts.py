@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from grpo_mcore.recipe import load_recipe
 
 FLAT = """\
@@ -90,11 +88,7 @@ def test_a_flat_file_replaces_inherited_datasets(write) -> None:
     write(NESTED, "nested.yaml")
     data = load_recipe(write("defaults: nested\ndata: {train_data_path: mine.jsonl}\n")).config.data
     (train,) = data.train
-    assert (train.data_path, train.dataset_name, train.split_validation_size) == (
-        "mine.jsonl",
-        "ResponseDataset",
-        0.2,
-    )
+    assert (train.data_path, train.dataset_name, train.split_validation_size) == ("mine.jsonl", "ResponseDataset", 0.2)
     assert train.prompt_file == "p.txt", "data.default is still inherited"
     assert data.validation == [], "the inherited validation data belonged to the inherited training data"
     assert data.max_input_seq_length == 100
@@ -184,16 +178,14 @@ def test_environments_of_datasets(load, problems) -> None:
         "command line: data.train.env_name: 'mth' is not in env, which has math; nearest: math"
     ]
     assert problems(text + "  code: {}\n") == [
-        "r.yaml:2: data.train: ResponseDataset: name the environment that scores it with env_name: math, code"
+        "r.yaml:2: data.train: ResponseDataset: name the environment that scores it with env_name: math, code "
+        "(_override_: true in env leaves out those that a recipe inherits)"
     ]
 
 
 def test_a_file_replaces_a_known_dataset(write) -> None:
     def train(inherited: str) -> tuple[str, float]:
-        write(
-            f"policy: {{model_name: m}}\ndata: {{train: {{{inherited}, split_validation_size: 0.3}}}}\n",
-            "base.yaml",
-        )
+        write(f"policy: {{model_name: m}}\ndata: {{train: {{{inherited}, split_validation_size: 0.3}}}}\n", "base.yaml")
         entry = load_recipe(write("defaults: base\n"), ["data.train.data_path=x.jsonl"]).config.data.train[0]
         assert entry.data_path == "x.jsonl"
         return entry.dataset_name, entry.split_validation_size

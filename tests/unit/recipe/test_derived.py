@@ -1,7 +1,5 @@
 """Numbers that follow from a recipe: batch sizes, and the devices of policy and engines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from grpo_mcore.recipe import (
     data_parallel_size,
     engine_nodes,
     engine_pool,
+    needs_prev,
     num_engines,
     policy_pool,
     prompts_per_generation_batch,
@@ -39,11 +38,7 @@ from tests.unit.recipe.conftest import MINIMAL
             "in micro-batches of at most 2,048 tokens",
         ),
         (
-            [
-                "grpo.num_prompts_per_step=1",
-                "grpo.num_generations_per_prompt=2",
-                "policy.train_global_batch_size=2",
-            ],
+            ["grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=2"],
             "1 prompt x 2 generations = 2 samples = 1 optimizer step x 2 = DP 1 x 2 samples, "
             "packed into bins of at most 2,048 tokens",
         ),
@@ -58,6 +53,12 @@ def test_a_generation_batch_is_rounded_up_in_decimal(load, prompts: int, multipl
     words = [f"grpo.num_prompts_per_step={prompts}", f"policy.train_global_batch_size={prompts * 16}"]
     config = load(MINIMAL, *words, "grpo.use_dynamic_sampling=true", f"grpo.batch_multiplier={multiplier}").config
     assert prompts_per_generation_batch(config) == size
+
+
+def test_passes_of_a_critic_that_is_off_need_no_logprobs_of_before_the_update(load) -> None:
+    words = ("ppo.ppo_epochs=2", "loss_fn.reference_policy_kl_penalty=0")
+    assert needs_prev(load(MINIMAL, *words, "ppo.enabled=true").config)
+    assert not needs_prev(load(MINIMAL, *words, "ppo.enabled=false").config)
 
 
 def test_the_batch_equation_of_sft(load) -> None:

@@ -1,7 +1,5 @@
 """The section on_policy_distillation: NeMo RL's keys load, teachers get a layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_mcore.recipe import (

@@ -1,7 +1,5 @@
 """Distillations in NeMo RL's form: `distillation`, `teacher` and the divergence in `loss_fn`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -123,20 +121,15 @@ def test_what_became_of_every_key_is_said(tmp_path: Path) -> None:
         (["~teacher"], ["names no teacher"]),
         (["+teacher.modelname=x"], ["teacher.modelname: unknown key of a teacher; nearest: model_name"]),
         (["+teacher.hf_config_overrides={x: 1}"], ["teacher.hf_config_overrides: not supported for a teacher"]),
-        (
-            ["teacher.dtensor_cfg.enabled=true", "+policy.dtensor_as_megatron=false"],
-            ["teacher.dtensor_cfg", "the policy is Megatron-Core"],
-        ),
+        (["teacher.dtensor_cfg.enabled=true", "+policy.dtensor_as_megatron=false"],
+         ["teacher.dtensor_cfg", "the policy is Megatron-Core"]),
         (["+teacher.megatron_cfg.tensor_model_parallel=2"], ["tensor_model_parallel_size"]),
         (["+teacher.megatron_cfg.sequence_paralell=true"], ["is not a key of policy.megatron_cfg; nearest: seq"]),
-        (
-            ["teacher.megatron_cfg.tensor_model_parallel_size=3"],
-            ["teacher: the teacher: one copy of the model needs TP 3", "8 is not a multiple"],
-        ),
+        (["teacher.megatron_cfg.tensor_model_parallel_size=3"],
+         ["teacher: the teacher: one copy of the model needs TP 3", "8 is not a multiple"]),
         (["teacher.megatron_cfg.sequence_parallel=3"], ["valid boolean, got 3"]),
-        (["+teacher.is_vlm=true"], ["teacher.is_vlm: a key of NeMo RL; images, audio and video are not supported"]),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit(tmp_path: Path, words: list[str], messages: list[str]) -> None:
     with pytest.raises(RecipeError) as error:
         load(tmp_path, *words)

@@ -1,7 +1,5 @@
 """Recipes that name NeMo RL's DTensor policy are read as those of the Megatron-Core policy."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_mcore.recipe import load_recipe
@@ -23,6 +21,7 @@ def test_a_recipe_of_the_dtensor_policy_loads(write, name: str, section: str) ->
             found = found[part]
         assert found == pytest.approx(value) if isinstance(value, float) else found == value, key
     check_plan(recipe.config)
+    assert recipe.config.policy.head == ("value" if base == "rm" else "tokens")
     lines = [note for note in map(str, recipe.imported) if "read as policy.megatron_cfg" in note]
     assert len(lines) == (2 if base == "distillation" else 1)
     assert lines[-1].endswith("policy.dtensor_as_megatron: false forbids it")
@@ -120,7 +119,9 @@ def test_a_remedy_in_a_recipe_on_ours_works_as_written(load) -> None:
     [
         ("policy.dtensor_as_megatron=false", "policy.dtensor_cfg.enabled: a key of NeMo RL; the policy is Mega"),
         ("policy.dtensor_cfg.tensor_paralel_size=2", "key of the DTensor policy; nearest: tensor_parallel_size"),
-        ("policy.dtensor_cfg.automodel_kwargs={freeze_config: {freeze_a: true}}", "freezing of parameters"),
+        ("policy.dtensor_cfg.automodel_kwargs={freeze_config: {freeze_a: true}}", "freezing of other parameters"),
+        ("policy.dtensor_cfg.automodel_kwargs={freeze_config: {freeze_vision_tower: false}}", "is always frozen"),
+        ("policy.dtensor_cfg.automodel_kwargs={freeze_config: {freeze_language_model: true}}", "is what is trained"),
         ("policy.dtensor_cfg.lora_cfg.use_dora=true", "policy.dtensor_cfg.lora_cfg.use_dora: not supported"),
         ("policy.dtensor_cfg={lora_cfg: {enable: true}}", "lora_cfg.enable: not supported; nearest: enabled"),
         ("policy.optimizer.name=torch.optim.SGD", "'torch.optim.SGD' is not supported yet; torch.optim.AdamW is"),

@@ -1,7 +1,5 @@
 """Evaluations in NeMo RL's form, and in ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

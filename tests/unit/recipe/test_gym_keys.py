@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -123,7 +121,7 @@ def test_the_switch_removes_the_gym() -> None:
         ({"env__should_use_nemo_gym": "yes"}, "env.should_use_nemo_gym: expected true or false"),
         ({"env__should_mask_flagged_samples": False}, "samples that NeMo Gym flags"),
         ({"policy__generation__vllm_cfg__expose_http_server": False}, "expose_http_server: .* set it to true"),
-        ({"policy__generation__stop_strings": ["x"]}, "cannot be requested through NeMo Gym"),
+        ({"policy__generation__stop_strings": ["x"]}, "cannot be requested by agents"),
         ({"policy__generation__vllm_cfg__http_server_host": "0.0.0.0"}, "the endpoint listens on one interface"),
         (
             {"policy__generation__vllm_cfg__http_server_serving_chat_kwargs": {"tool_parser": "hermes"}},

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -134,8 +132,8 @@ def test_a_decoded_list_or_mapping_is_one(load, problems) -> None:
     policy = load(
         MINIMAL,
         """policy.generation.stop_token_ids=${oc.decode:"[1, 2]"}""",
-        """policy.generation.vllm_kwargs='${oc.decode:"{max_num_seqs: 7}"}'""",
+        """policy.generation.vllm_kwargs='${oc.decode:"{max_num_batched_tokens: 7}"}'""",
     ).config.policy
-    assert policy.generation.stop_token_ids == [1, 2] and policy.generation.vllm_kwargs == {"max_num_seqs": 7}
+    assert policy.generation.stop_token_ids == [1, 2] and policy.generation.vllm_kwargs == {"max_num_batched_tokens": 7}
     message = "command line: data.train.data_path: expected text or null, got [1, 2]"
     assert problems(MINIMAL, """data.train.data_path=${oc.decode:"[1, 2]"}""") == [message]

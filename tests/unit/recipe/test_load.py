@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -63,12 +61,7 @@ def test_inheritance_by_name_path_and_list(write) -> None:
     assert recipe.provenance["grpo.seed"] == "deep/grandchild.yaml:3"
     assert recipe.provenance["grpo.max_num_steps"] == "parts/steps.yaml:1"
     names = [file.name for file in recipe.files]
-    assert names[0] == "grandchild.yaml" and set(names) == {
-        "grandchild.yaml",
-        "child.yaml",
-        "steps.yaml",
-        "base.yaml",
-    }
+    assert names[0] == "grandchild.yaml" and set(names) == {"grandchild.yaml", "child.yaml", "steps.yaml", "base.yaml"}
 
 
 def test_self_in_the_list_sets_the_order(write) -> None:

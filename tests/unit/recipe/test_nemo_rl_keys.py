@@ -1,6 +1,6 @@
 """Recipes written for NeMo RL load, or the error says what to use instead."""
 
-from __future__ import annotations
+from pathlib import Path
 
 import pytest
 
@@ -12,115 +12,9 @@ from tests.unit.recipe.conftest import MINIMAL
 TABLES = key_tables()
 REMOVED = [key for table in ("mapped", "dropped", "refused", "refused_unless") for key in TABLES[table]]
 
-# A whole file in NeMo RL's keys, Megatron policy, features off.
-WHOLE = """\
-grpo:
-  num_prompts_per_step: 32
-  num_generations_per_prompt: 16
-  max_rollout_turns: 1
-  max_num_epochs: 1
-  max_num_steps: 1000000
-  normalize_rewards: true
-  use_leave_one_out_baseline: true
-  val_period: 10
-  val_at_start: false
-  overlong_filtering: false
-  max_val_samples: 256
-  val_batch_size: 256
-  use_dynamic_sampling: false
-  dynamic_sampling_max_gen_batches: 10
-  batch_multiplier: 1
-  calculate_advantages_on_gpu: false
-  seed: 42
-  adv_estimator: {name: grpo, minus_baseline: true, reward_weights: null}
-  reward_shaping: {enabled: false, overlong_buffer_length: 128, overlong_buffer_penalty: 1}
-  async_grpo: {enabled: false, max_trajectory_age_steps: 1}
-loss_fn:
-  reference_policy_kl_penalty: 0.01
-  ratio_clip_min: 0.2
-  ratio_clip_max: 0.2
-  ratio_clip_c: null
-  use_kl_in_reward: false
-  truncated_importance_sampling_ratio: null
-checkpointing:
-  enabled: true
-  metric_name: "val:accuracy"
-  checkpoint_must_save_by: null
-  model_save_format: safetensors
-  save_consolidated: false
-policy:
-  model_name: "Qwen/Qwen2.5-1.5B"
-  tokenizer: {name: "${policy.model_name}"}
-  generation_batch_size: 32
-  logprob_batch_size: 4
-  logprob_chunk_size: null
-  offload_optimizer_for_logprob: false
-  dtensor_cfg: {_v2: true, enabled: false, tensor_parallel_size: 4, cpu_offload: true}
-  megatron_cfg:
-    enabled: true
-    converter_type: Qwen2ForCausalLM
-    pipeline_dtype: ${policy.precision}
-    moe_router_dtype: fp64
-    moe_enable_deepep: false
-    apply_rope_fusion: True
-    defer_fp32_logits: null
-    mtp_num_layers: 0
-    env_vars: null
-    fp8_cfg: {enabled: false, fp8: e4m3, fp8_recipe: blockwise}
-    peft: {enabled: false, dim: 8, alpha: 32, lora_dtype: None}
-    optimizer:
-      fp16: false
-      bf16: true
-      use_precision_aware_optimizer: true
-      optimizer_cpu_offload: true
-      optimizer_offload_fraction: 0.5
-      overlap_cpu_optimizer_d2h_h2d: true
-      clip_grad: ${policy.max_grad_norm}
-    distributed_data_parallel_config:
-      use_custom_fsdp: false
-      average_in_collective: true
-      overlap_param_gather: true
-      data_parallel_sharding_strategy: optim_grads_params
-  dynamic_batching:
-    enabled: False
-    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
-    sequence_length_round: 64
-  sequence_packing: {enabled: True, sequence_length_round: 64, algorithm: modified_first_fit_decreasing}
-  make_sequence_length_divisible_by: ${policy.megatron_cfg.tensor_model_parallel_size}
-  optimizer: null
-  scheduler: null
-  precision: bfloat16
-  generation:
-    backend: vllm
-    port_range_low: 3000
-    vllm_cfg:
-      async_engine: false
-      precision: ${policy.precision}
-      use_deep_gemm: False
-      num_last_layers_in_bf16: 0
-    colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}
-data:
-  train: {dataset_name: OpenMathInstruct-2, split_validation_size: 0.05, seed: 42, num_frames: null}
-  validation: null
-  default: {prompt_file: null, processor: math_hf_data_processor, env_name: math}
-env:
-  math: {num_workers: 8, math_verify_impl: hf_math_verify}
-logger:
-  mlflow_enabled: false
-  swanlab_enabled: false
-  monitor_gpus: false
-  tensorboard: {}
-  mlflow: {experiment_name: grpo-dev, run_name: x}
-  gpu_monitoring: {collection_interval: 10, flush_interval: 10}
-  wandb: {project: grpo-dev, name: x}
-cluster: {gpus_per_node: 1, num_nodes: 1, master_port_range_low: 1400}
-data_plane: {enabled: false}
-async_rl: null
-"""
-
 
 def test_a_whole_file_loads(load) -> None:
-    config = load(WHOLE).config
+    config = load(Path(__file__).with_name("nemo_rl_whole.yaml").read_text()).config
     assert config.policy.logprob_chunk_size == 1024
     assert config.policy.make_sequence_length_divisible_by == 1
     megatron = config.policy.megatron_cfg
@@ -144,14 +38,11 @@ def test_a_whole_file_loads(load) -> None:
             "policy.optimizer.name: a key of NeMo RL; use policy.megatron_cfg.optimizer "
             "(lr, weight_decay, adam_beta1, ...)",
         ),
-        (
-            "policy.megatron_cfg.peft={enabled: true, a2a_experimental: true}",
-            "policy.megatron_cfg.peft.a2a_experimental: a key of NeMo RL; not supported; remove the key",
-        ),
-        (
-            "policy.megatron_cfg.fp8_cfg={enabled: true}",
-            "policy.megatron_cfg.fp8_cfg.enabled: a key of NeMo RL; FP8 is not supported yet; remove the key",
-        ),
+        ("policy.megatron_cfg.peft={enabled: true, a2a_experimental: true}",
+         "policy.megatron_cfg.peft.a2a_experimental: a key of NeMo RL; not supported; remove the key"),
+        ("policy.megatron_cfg.fp8_cfg={enabled: true}",
+         "policy.megatron_cfg.fp8_cfg.enabled: a key of NeMo RL; training in FP8 is not supported yet; remove the "
+         "key, FP8 rollouts (vllm_cfg.precision) do without"),
         (
             "policy.megatron_cfg.dynamic_context_parallel={enabled: true, max_size: 4}",
             "policy.megatron_cfg.dynamic_context_parallel.enabled: a key of NeMo RL; context parallelism with a size "
@@ -162,20 +53,39 @@ def test_a_whole_file_loads(load) -> None:
             "policy.megatron_cfg.moe_aux_loss_coeff: a key of NeMo RL; a balancing loss changes the log-probs; "
             "leave it 0",
         ),
-        (
-            "data.train.num_frames=8",
-            "data.train.num_frames: a key of NeMo RL; images, audio and video are not supported; remove the key",
-        ),
+        ("data.train.num_frames=8",
+         "data.train.num_frames: a key of NeMo RL; audio and video are not supported; remove the key"),
         (
             "async_rl={sampler: {name: mine.Sampler}}",
             "async_rl.sampler.name: expected in_order, weight_fifo, windowed, ready_first, got 'mine.Sampler'; custom "
             "samplers are not supported",
         ),
-        ("rm={}", "rm: a key of NeMo RL; this algorithm is not supported yet; remove the section"),
+        ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg.enabled: a key of NeMo RL; a reward model is "
+         "trained by a recipe with a section rm; remove the key"),
     ],
-)
+)  # fmt: skip
 def test_keys_with_an_effect_are_rejected(problems, text: str, line: str) -> None:
     assert problems(MINIMAL, text) == [f"command line: {line}"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "quantization"),
+    [
+        ("use_deep_gemm: true", "fp8_per_block"),
+        ("use_deep_gemm: true, num_first_layers_in_bf16: 1, pow2_weight_scaling_factors: false", "fp8_per_block"),
+        (
+            "is_mx: true, refit_prequantize: true, refit_cache_loader_routes: true, "
+            "quantization_ignored_layer_kws: [q_proj, k_proj, v_proj, o_proj, .mlp.gate]",
+            "mxfp8",
+        ),
+        ("is_mx: true, quantization_ignore_patterns: [model.layers.*.self_attn.*, mtp.*]", "mxfp8"),
+    ],
+)
+def test_fp8_rollouts_load(load, keys: str, quantization: str) -> None:
+    """The keys of the peer's recipes with fp8-rollouts and mxfp8-rollout in their names."""
+    texts = ["loss_fn.use_importance_sampling_correction=true", "policy.precision=bfloat16"]
+    config = load(MINIMAL, f"policy.generation.vllm_cfg={{precision: fp8, {keys}}}", *texts).config
+    assert config.policy.generation.vllm_cfg.quantization == quantization
 
 
 @pytest.mark.parametrize(
@@ -273,12 +183,8 @@ def test_every_other_key_exists() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "value", "note"),
     [
-        (
-            ["policy.megatron_cfg.checkpoint={async_save: true, ckpt_fully_parallel_save_process_group: dp}"],
-            "checkpointing.is_async",
-            True,
-            "policy.megatron_cfg.checkpoint.async_save: used as checkpointing.is_async",
-        ),
+        (["policy.megatron_cfg.checkpoint={async_save: true, ckpt_fully_parallel_save_process_group: dp}"],
+         "checkpointing.is_async", True, "policy.megatron_cfg.checkpoint.async_save: used as checkpointing.is_async"),
         (
             ["policy.generation.vllm_cfg.enable_prefix_caching=true"],
             "policy.generation.vllm_kwargs.enable_prefix_caching",
@@ -286,30 +192,18 @@ def test_every_other_key_exists() -> None:
             "policy.generation.vllm_cfg.enable_prefix_caching: used as "
             "policy.generation.vllm_kwargs.enable_prefix_caching",
         ),
-        (
-            ["policy.dtensor_cfg={activation_checkpointing: true}"],
-            "policy.megatron_cfg.activation_checkpointing",
-            True,
-            "policy.dtensor_cfg.activation_checkpointing: used as policy.megatron_cfg.activation_checkpointing",
-        ),
-        (
-            ["policy.dtensor_cfg={enabled: false}", "policy.optimizer={name: torch.optim.AdamW}"],
-            "policy.megatron_cfg.optimizer.optimizer",
-            "adam",
-            "policy.optimizer: dropped: policy.megatron_cfg.optimizer is used",
-        ),
-        (
-            ["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
-            "loss_fn.use_on_policy_kl_approximation",
-            False,
-            "loss_fn.use_on_policy_kl_approximation: dropped: no effect at a penalty of 0",
-        ),
-        (
-            ["policy.sequence_packing={enabled: false, algorithm: modified_ffd}"],
-            "policy.sequence_packing.enabled",
-            False,
-            "policy.sequence_packing.algorithm: dropped: no effect without packing",
-        ),
+        (["policy.generation.vllm_kwargs={max_num_seqs: 512}"], "policy.generation.vllm_cfg.max_num_seqs", 512,
+         "policy.generation.vllm_kwargs.max_num_seqs: used as policy.generation.vllm_cfg.max_num_seqs"),
+        (["policy.dtensor_cfg={activation_checkpointing: true}"], "policy.megatron_cfg.activation_checkpointing", True,
+         "policy.dtensor_cfg.activation_checkpointing: used as policy.megatron_cfg.activation_checkpointing"),
+        (["policy.dtensor_cfg={enabled: false}", "policy.optimizer={name: torch.optim.AdamW}"],
+         "policy.megatron_cfg.optimizer.optimizer", "adam",
+         "policy.optimizer: dropped: policy.megatron_cfg.optimizer is used"),
+        (["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
+         "loss_fn.use_on_policy_kl_approximation", False,
+         "loss_fn.use_on_policy_kl_approximation: dropped: no effect at a penalty of 0"),
+        (["policy.sequence_packing={enabled: false, algorithm: modified_ffd}"], "policy.sequence_packing.enabled",
+         False, "policy.sequence_packing.algorithm: dropped: no effect without packing"),
         (["grpo.val_period=-1"], "grpo.val_period", 0, "grpo.val_period: -1 is 0: no validation"),
         (
             ["policy.megatron_cfg.moe_token_dispatcher_type=flex"],
@@ -333,21 +227,47 @@ def test_every_other_key_exists() -> None:
             "policy.megatron_cfg.recompute_modules.1: 'moe_act' is 'moe': the whole expert layer is recomputed, not "
             "its activation alone",
         ),
-        (
-            ["policy.megatron_cfg={cuda_graph_impl: transformer_engine, cuda_graph_scope: [attn]}"],
-            "policy.megatron_cfg.enabled",
-            True,
-            "policy.megatron_cfg.cuda_graph_scope: dropped: CUDA graphs are not used in training",
-        ),
+        (["policy.megatron_cfg={cuda_graph_impl: transformer_engine, cuda_graph_scope: [attn]}"],
+         "policy.megatron_cfg.enabled", True,
+         "policy.megatron_cfg.cuda_graph_scope: dropped: CUDA graphs are not used in training"),
         (["policy.megatron_cfg.env_vars={A: b}"], "policy.megatron_cfg.env_vars", {"A": "b"}, None),
         (["policy.megatron_cfg.env_vars=null"], "policy.megatron_cfg.env_vars", {}, None),
     ],
-)
+)  # fmt: skip
 def test_keys_that_change_nothing_are_accepted_with_a_note(load, overrides, key: str, value, note: str | None) -> None:
     recipe = load(MINIMAL, *overrides)
     assert value_at(recipe.config, key) == value
     notes = [str(line) for line in recipe.imported]
     assert f"command line: {note}" in notes if note else notes == []
+
+
+def test_keys_that_a_critic_does_not_read_are_dropped_with_a_note(load) -> None:
+    words = ("policy.generation.temperature=0.7", "policy.megatron_cfg.env_vars={A: a}", "ppo.async_ppo={}")
+    own = ("value.generation.temperature=0.5", "value.megatron_cfg.env_vars={A: b}", "value.head=tokens")
+    late = "ppo.async_ppo.warmup_generation_lead_steps=1"
+    recipe = load(MINIMAL, *words, *own, late)
+    dropped = ("value.generation", "value.megatron_cfg.env_vars", "value.head", late.partition("=")[0])
+    assert {note.key for note in recipe.imported if note.message == "dropped: it has no effect here"} == set(dropped)
+    critic = recipe.config.value
+    assert (critic.generation.temperature, critic.head, critic.megatron_cfg.env_vars) == (1.0, "value", {"A": "a"})
+
+
+def test_a_reward_model_of_nemo_rl(load, problems) -> None:
+    text = "rm: {max_num_steps: -1, val_batches: -1}\npolicy: {model_name: m, reward_model_cfg: {enabled: true}}\n"
+    text += "data: {train: {dataset_name: HelpSteer3}}\n"
+    config = load(text).config
+    assert (config.rm.max_num_steps, config.rm.val_batches, config.rm.reward_model_type) == (
+        10**9,
+        None,
+        "bradley_terry",
+    )
+    kind = load(text, "+policy.reward_model_cfg.reward_model_type=regression").config.rm.reward_model_type
+    assert kind == "regression"
+    for word in ("policy.reward_model_cfg.enabled=false", "+policy.reward_model_cfg.other=1"):
+        (line,) = problems(text, word)
+        assert line.endswith("only enabled: true and reward_model_type go with a section rm")
+    twice = ("+policy.reward_model_cfg.reward_model_type=regression", "rm.reward_model_type=bradley_terry")
+    assert "contradicts rm.reward_model_type" in problems(text, *twice)[0]
 
 
 def test_a_key_that_is_off_needs_no_note(load) -> None:
@@ -438,7 +358,7 @@ def test_raw_log_probs_are_dropped_with_a_note(load) -> None:
     """They are always those of the distribution that is sampled from."""
     recipe = load(MINIMAL, "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs")
     assert [str(note).partition(": ")[2] for note in recipe.imported] == [
-        "policy.generation.vllm_cfg.logprobs_mode: dropped: no effect here",
+        "policy.generation.vllm_cfg.logprobs_mode: dropped: no effect here"
     ]
 
 
@@ -452,7 +372,6 @@ def test_sequence_parallelism_that_experts_need_is_on(load) -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        "policy.generation.vllm_cfg.max_num_seqs=256",
         "policy.generation.vllm_cfg.max_num_batched_tokens=8192",
         "policy.megatron_cfg.first_last_layers_bf16=true",
         "policy.megatron_cfg.pinned_reference_swap=true",

@@ -1,7 +1,5 @@
 """Rules of the loss, as a library and with their places; bad_recipes.yaml has the others."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -28,7 +26,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("share", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [13, pytest.param(1, marks=pytest.mark.every_state)])
 def test_findings_name_keys_that_are_set(share: int) -> None:
     """Every `share`-th of 49,152 combinations; 13 divides no number of choices, so every two values meet."""
     accepted = 0

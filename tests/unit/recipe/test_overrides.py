@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from grpo_mcore.recipe import is_override
@@ -11,31 +9,35 @@ def test_values_are_yaml(load) -> None:
         MINIMAL,
         "policy.megatron_cfg.optimizer.lr=1e-6",
         "policy.generation.stop_strings=['</a>', \"b=c\"]",
-        "policy.generation.vllm_kwargs={max_num_seqs: 8}",
+        "policy.generation.vllm_kwargs={max_num_batched_tokens: 8}",
         "loss_fn.ratio_clip_c=null",
         "grpo.val_at_end=true",
         "checkpointing.checkpoint_dir=results/a b",
     ).config
     assert config.policy.megatron_cfg.optimizer.lr == 1e-6
     assert config.policy.generation.stop_strings == ["</a>", "b=c"]
-    assert config.policy.generation.vllm_kwargs == {"max_num_seqs": 8}
+    assert config.policy.generation.vllm_kwargs == {"max_num_batched_tokens": 8}
     assert config.loss_fn.ratio_clip_c is None
     assert config.grpo.val_at_end is True
     assert config.checkpointing.checkpoint_dir == "results/a b"
 
 
 def test_mappings_may_be_written_without_spaces_as_for_hydra(load) -> None:
-    kwargs = load(MINIMAL, "policy.generation.vllm_kwargs={max_num_seqs:8,additional_config:{a:1e-6,b:[1,x:y]}}").config
-    assert kwargs.policy.generation.vllm_kwargs == {
-        "max_num_seqs": 8,
-        "additional_config": {"a": 1e-6, "b": [1, "x:y"]},
-    }
+    kwargs = load(MINIMAL, "policy.generation.vllm_kwargs={seed:8,additional_config:{a:1e-6,b:[1,x:y]}}").config
+    assert kwargs.policy.generation.vllm_kwargs == {"seed": 8, "additional_config": {"a": 1e-6, "b": [1, "x:y"]}}
 
 
 def test_mappings_are_merged_and_free_keys_may_be_new(load) -> None:
     text = MINIMAL + "env: {math: {num_workers: 8}}\n"
     env = load(text, "env.math.stop_strings=[x]", "+env.code={num_workers: 2}", "data.train.env_name=math")
     assert env.config.env == {"math": {"num_workers": 8, "stop_strings": ["x"]}, "code": {"num_workers": 2}}
+
+
+def test_an_empty_mapping_empties_one(load) -> None:
+    text = MINIMAL + "loss_fn: {path: 'm:L', options: {weight: 2, other: 3}}\n"
+    assert load(text, "loss_fn.options={weight: 1}").config.loss_fn.options == {"weight": 1, "other": 3}
+    assert load(text, "loss_fn.options={}").config.loss_fn.options == {}
+    assert load(text, "loss_fn.options={}", "loss_fn.options={new: 1}").config.loss_fn.options == {"new": 1}
 
 
 def test_plus_adds_and_tilde_removes(load) -> None:
@@ -119,7 +121,7 @@ def test_variables_of_the_environment_are_named_as_omegaconf_names_them(
     ):
         (line,) = problems(text % written)
         assert line.startswith("r.yaml:6: checkpointing.checkpoint_dir: ") and said in line
-    assert load(MINIMAL, "launch.env.OMP_NUM_THREADS=8").config.launch.env == {"OMP_NUM_THREADS": "8"}
+    assert load(MINIMAL, "launch.env.OMP_NUM_THREADS=8").config.cluster.env_vars == {"OMP_NUM_THREADS": "8"}
     assert load(text % "a$SCRATCH").config.checkpointing.checkpoint_dir == "a$SCRATCH/runs"
 
 
@@ -140,3 +142,15 @@ def test_words_that_are_overrides(word: str) -> None:
 @pytest.mark.parametrize("word", ["a.yaml", "recipes/a=b.yaml", "grpo_math_1B", "+a.b", "=c", "--a=b", "./x=y"])
 def test_words_that_are_not_overrides(word: str) -> None:
     assert not is_override(word)
+
+
+def test_variables_of_the_environment_have_one_key(load, problems) -> None:
+    assert load(MINIMAL, "cluster.env_vars=[A, B_*]").config.cluster.env_vars == {"A": None, "B_*": None}
+    found = load(MINIMAL, "cluster.env_vars={NCCL_SOCKET_IFNAME: ib0, PORT: 7, MY_TOKEN: null}").config.cluster.env_vars
+    assert found == {"NCCL_SOCKET_IFNAME": "ib0", "PORT": "7", "MY_TOKEN": None}
+    assert "a secret does not belong in a recipe" in str(problems(MINIMAL, "cluster.env_vars={MY_TOKEN: abc}"))
+    assert "a pattern has no value" in str(problems(MINIMAL, "cluster.env_vars={'NCCL_*': x}"))
+    both = load(MINIMAL, "cluster.env_vars=[A]", "+launch.env={A: x, B: y}")
+    assert both.config.cluster.env_vars == {"A": "x", "B": "y"}
+    assert "launch.env: used as cluster.env_vars" in str(both.imported[0])
+    assert "contradicts" in str(problems(MINIMAL, "cluster.env_vars={A: z}", "+launch.env={A: x}"))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -27,7 +25,7 @@ def test_the_package_imports_none_of_the_large_libraries() -> None:
 
 
 def test_the_package_imports_no_room_but_the_layouts() -> None:
-    for_every_room = ("grpo_mcore.base.files", "grpo_mcore.base.imports")
+    for_every_room = ("grpo_mcore.base.files", "grpo_mcore.base.imports", "grpo_mcore.base.processor")
     own = ("grpo_mcore.recipe", "grpo_mcore.layout", "grpo_mcore.families", *for_every_room)
     others = {"omegaconf", "pydantic", "yaml"} | sys.stdlib_module_names
     for file in PACKAGE.rglob("*.py"):
@@ -83,6 +81,7 @@ def test_the_nearest_known_key(wrong: str, right: str | None) -> None:
 def test_every_key_of_the_policy_is_read_or_refused() -> None:
     """The code beside the schema names it as an attribute or in a table of keys."""
     sources = [path for path in PACKAGE.parent.rglob("*.py") if path.parent.name != "schema"]
+    sources.append(PACKAGE / "validation" / "rules.yaml")
     words = set(re.findall(r"""(?<=[."])\w+""", "\n".join(path.read_text() for path in sources)))
     assert not [key for key in known_keys() if key.startswith("policy.") and key.rpartition(".")[2] not in words]
 

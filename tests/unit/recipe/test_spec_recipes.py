@@ -1,7 +1,5 @@
 """The recipes in the documents that the project was created from load unchanged."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.recipe.spec_templates import DPO_TEMPLATE, GRPO_TEMPLATE, GYM_GRPO, SFT_TEMPLATE
@@ -49,11 +47,7 @@ def test_grpo_template(load, base: str) -> None:
 def test_sft_template(load) -> None:
     config = load(SFT_TEMPLATE).config
     (train,) = config.data.train
-    assert (train.dataset_name, train.data_path, train.chat_key) == (
-        "openai_format",
-        "sft_train.jsonl",
-        "messages",
-    )
+    assert (train.dataset_name, train.data_path, train.chat_key) == ("openai_format", "sft_train.jsonl", "messages")
     assert train.processor == "sft_processor"
     assert config.data.validation == [] and config.sft.max_num_steps == 60
     assert config.policy.train_global_batch_size == 32
@@ -67,8 +61,8 @@ def test_dpo_template(load, problems) -> None:
     assert config.data.validation == [] and train.processor == "preference_processor"
     assert config.dpo.sft_average_log_probs is False and config.dpo.val_global_batch_size == 128
     refusal = (
-        "r.yaml:4: data.dataset_name: BinaryPreferenceDataset holds pairs of answers for DPO; GRPO and SFT cannot use "
-        "them. A recipe for DPO has a section dpo"
+        "r.yaml:4: data.dataset_name: BinaryPreferenceDataset holds pairs of answers for DPO and Bradley-Terry reward "
+        "models; a recipe for them has a section dpo or rm"
     )
     for base in ("sft", "grpo_math_1B"):
         assert problems(DPO_TEMPLATE.replace("- dpo", f"- {base}")) == [refusal]

@@ -1,7 +1,5 @@
 """Types, unknown keys, and reports of several problems."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -38,7 +36,7 @@ def test_all_problems_of_a_recipe_are_reported_at_once(problems) -> None:
         "r.yaml:4: policy.train_global_batchsize: unknown key; nearest known key: policy.train_global_batch_size",
         "r.yaml:5: policy.tensor_model_parallel_size: unknown key; "
         "nearest known key: policy.megatron_cfg.tensor_model_parallel_size",
-        "r.yaml:6: policy.precision: expected one of 'bfloat16', 'float32', got 'bf16'; nearest: 'bfloat16'",
+        "r.yaml:6: policy.precision: expected one of 'auto', 'bfloat16', 'float32', got 'bf16'; nearest: 'bfloat16'",
         "r.yaml:7: policy.max_total_sequence_length: expected a whole number, got '512'",
         "r.yaml:8: policy.sequence_packing.enabled: expected true or false, got 'yes'",
         "r.yaml:8: policy.sequence_packing.algorithm: expected one of 'concatenative', "
@@ -94,19 +92,12 @@ def test_sections_that_are_off_by_default_may_be_null(load, problems) -> None:
 
 
 def test_scripts_validate_dicts() -> None:
-    plain = {
-        "policy": {"model_name": "m"},
-        "data": {"dataset_name": "ResponseDataset", "train_data_path": "x"},
-    }
+    plain = {"policy": {"model_name": "m"}, "data": {"dataset_name": "ResponseDataset", "train_data_path": "x"}}
     config = MasterConfig.model_validate(plain)
     assert config.data.train[0].data_path == "x" and config.policy.tokenizer.name == "m"
     assert MasterConfig.model_validate(config) is config
     assert MasterConfig.model_validate(config.model_dump()) == config
-    plain = {
-        "policy": {"modle_name": "m"},
-        "data": {"train": {"data_path": "x"}},
-        "grpo": {"max_rollout_turns": 2},
-    }
+    plain = {"policy": {"modle_name": "m"}, "data": {"train": {"data_path": "x"}}, "grpo": {"max_rollout_turns": 2}}
     with pytest.raises(RecipeError) as error:
         MasterConfig.model_validate(plain)
     assert str(error.value) == (

@@ -1,7 +1,5 @@
 """recipes/presets: the keys of one algorithm, for any recipe. recipes/variants: the demo with each of them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -18,13 +16,11 @@ ALGORITHMS = [path for path in PRESETS if path.stem != "async"]  # which goes be
 DEMO = "grpo-arithmetic-cpu"
 COMMON = (
     {"grpo.adv_estimator", "grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"}
-    | {
-        "grpo.use_dynamic_sampling",
-        "grpo.batch_multiplier",
-    }
+    | {"grpo.use_dynamic_sampling", "grpo.batch_multiplier"}
     | {
         f"loss_fn.{key}"
         for key in (
+            "policy_term",
             "disable_ppo_ratio",
             "use_cispo",
             "token_level_loss",
@@ -39,12 +35,25 @@ COMMON = (
     }
 )
 NAMES = ["async", "cispo", "dapo", "dr-grpo", "gdpo", "grpo", "gspo", "reinforce-plus-plus", "rloo"]
-OF_AN_ALGORITHM = ("grpo.", "loss_fn.", "policy.train_global_batch_size", "env.math.format_pattern")
+WITHOUT_A_VARIANT = [
+    *("clip-cov", "dppo-kl", "dppo-tv", "flash-reinforce", "gfpo", "gmpo", "kl-cov", "luspo", "maxrl", "opo", "ppo"),
+    *("remax", "sao", "sapo", "vespo"),
+]
+OF_AN_ALGORITHM = ("grpo.", "loss_fn.", "ppo.", "policy.train_global_batch_size", "env.math.format_pattern")
 OF_PLACES = {"checkpointing.checkpoint_dir", "logger.log_dir"}
 
 
-def test_each_algorithm_has_a_variant() -> None:
-    assert [path.stem for path in VARIANTS] == [path.stem for path in PRESETS] == NAMES
+def test_each_variant_has_a_preset() -> None:
+    assert [path.stem for path in VARIANTS] == NAMES
+    assert [path.stem for path in PRESETS] == sorted(NAMES + WITHOUT_A_VARIANT)
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_VARIANT)
+def test_a_preset_goes_on_the_demo(name: str) -> None:
+    config = load_recipe(DEMO, [f"defaults=presets/{name}"]).config
+    named = {name.replace("-", "_"), *({"clip"} if name == "luspo" else ())}
+    critic = {name} if config.ppo.enabled else set()
+    assert named & {config.loss_fn.policy_term, config.grpo.adv_estimator.name, *critic}
 
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
@@ -65,8 +74,8 @@ def test_a_variant_is_the_demo_with_the_preset_of_its_name(path: Path) -> None:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_holds_only_an_algorithm_and_says_what_it_is(path: Path) -> None:
     text = path.read_text()
-    assert set(yaml.safe_load(text)) <= {"grpo", "loss_fn"}
-    head = text.partition("\n\n")[0].partition("grpo:")[0].splitlines()
+    assert set(yaml.safe_load(text)) <= {"grpo", "loss_fn", "ppo", "value", "value_loss_fn"}
+    head = re.split("^[a-z]+:", text, flags=re.MULTILINE)[0].splitlines()
     assert 2 <= len(head) <= 4 and all(line.startswith("# ") for line in head)
     assert re.search(r"arXiv \d{4}\.\d{5}", head[0])
 
@@ -77,7 +86,9 @@ def test_of_two_presets_of_algorithms_the_last_decides_alone(path: Path) -> None
     """Each sets the same keys, so that nothing of the recipe's own algorithm is left."""
     keys = {f"{section}.{key}" for section, values in yaml.safe_load(path.read_text()).items() for key in values}
     alone = load_recipe(DEMO, [f"defaults=presets/{path.stem}"])
-    for other in ALGORITHMS:
+    number = ALGORITHMS.index(path)
+    neighbours = [ALGORITHMS[number - 1], ALGORITHMS[number - 5]]
+    for other in {*neighbours, FOLDER.parent / "presets" / "dapo.yaml"}:  # which sets most keys
         after_other = load_recipe(DEMO, [f"defaults=[presets/{other.stem}, presets/{path.stem}]"])
         theirs = yaml.safe_load(other.read_text())
         common = {f"{section}.{key}" for section, values in theirs.items() for key in values} & keys

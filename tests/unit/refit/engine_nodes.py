@@ -1,7 +1,5 @@
 """Nodes of an engine that receive a refit, each rank a thread."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +70,7 @@ class Node(RefitReceiver):
 
     def commit_refit(self, version: int, recompute_kv: bool) -> dict[str, Any]:
         self.version = version
-        return {"version": version, "fallbacks": 0}
+        return {"version": version, "fallbacks": 0, "quantized": []}
 
     def finish_refit(self) -> None: ...
 

@@ -1,8 +1,6 @@
 """A whole model's weights cut as Megatron-Core's tensor-parallel ranks hold them, by the family's
 declaration."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """What a refit does on GPUs, on CPU tensors: its checksum, pinned shared memory, slices, and IPC within one process."""
 
-from __future__ import annotations
-
 import uuid
 from typing import Any
 

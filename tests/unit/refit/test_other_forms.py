@@ -1,8 +1,6 @@
 """Parameters that vLLM holds in another form than Megatron-Core: Mamba2 mixers by heads and groups, -exp(A_log), two
 projections in one, float32 among bfloat16. Every engine rank's tensors are split from the checkpoint by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

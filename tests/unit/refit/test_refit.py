@@ -154,7 +154,7 @@ class World:
         assert self.staged[worker] == len(self.plan.buckets) and self.state() is RefitState.COMMITTING
         self.staged[worker], self.held[worker] = None, True
         self.before[worker], self.version[worker] = self.version[worker], version
-        return {"version": version, "parameters": 3, "fallbacks": 0}
+        return {"version": version, "parameters": 3, "fallbacks": 0, "quantized": []}
 
     def finish_refit(self, worker: str) -> None:
         assert set(self.version.values()) == {self.version[worker]}, "an engine goes on before all have committed"
@@ -225,10 +225,7 @@ FAILURES = [
     for when in ("before", "after")
     for workers, methods in (
         (POLICY, [("open_refit", 0), ("send_refit", 0)]),
-        (
-            ENGINES,
-            [("start_refit", 0), ("stage_refit", 0), ("commit_refit", 0), ("finish_refit", 0)],
-        ),
+        (ENGINES, [("start_refit", 0), ("stage_refit", 0), ("commit_refit", 0), ("finish_refit", 0)]),
     )
     for worker in workers
     for method, number in methods

@@ -1,8 +1,6 @@
 """Whole tensors split by hand, as Megatron-Core and vLLM do it, and models and layouts drawn at random: the independent
 side of the tests of layouts and plans. Nothing here reads the declaration's pieces."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from functools import cached_property

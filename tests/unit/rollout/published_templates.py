@@ -1,7 +1,5 @@
 """Templates of chats as published models have them, and a tokenizer with one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 WORDS = [

@@ -1,7 +1,5 @@
 """Groups of samples with given rewards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_mcore.rollout.group import Group

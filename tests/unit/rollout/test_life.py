@@ -1,7 +1,5 @@
 """When a sample goes on, with what, and what it has earned: its life is resumed by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.rollout.life import Life, OpenGroup, OpenSample, Rules, RunAgent, ScoreTurn, TurnLimits, Wait, life_of
+from grpo_mcore.rollout.life import Life, OpenGroup, OpenSample, Rules, ScoreTurn, TurnLimits, Wait, life_of
 from grpo_mcore.rollout.trajectory import (
+    AgentRequest,
     GenerationRequest,
     Outcome,
     Sampling,
@@ -41,7 +40,7 @@ def group(template: Template, limits: TurnLimits = LIMITS) -> OpenGroup:
     row: Any = {
         "uid": "p", "length": 6, "message_log": [message], "extra_env_info": {"state": [0]}, "stop_strings": ["stop"],
     }  # fmt: skip
-    return OpenGroup(row, 7, Sampling(8), Rules(limits, 5, template.turn), 4)
+    return OpenGroup(row, 7, Sampling(8), Rules(limits, 5, lambda *said: (template.turn(*said), {})), 4)
 
 
 def after(outcome: Outcome, trajectory: TrajectoryRef = FIRST, template: Template | None = None) -> Wait | tuple:
@@ -74,8 +73,20 @@ def test_a_life_of_three_turns() -> None:
         if turns < 3:
             seed = sample_seed(5, 7, "p", 2, turns)
             assert request == GenerationRequest("p", 2, request.prompt, seed, ("stop",), continues=f"turn {turns}")
-    assert request == (trajectory, Score(0.75, "a", "why", 1.5, terminated=False))
+    assert request == (trajectory, Score(0.75, "a", "why", 1.5, terminated=False, step_rewards=(0.25,) * 3))
     assert template.calls == [("more", "user", 9)] * 2
+
+
+def test_a_later_call_may_score_earlier_turns() -> None:
+    life = life_of(group(Template()), 0)
+    next(life)
+    scored: list[tuple[tuple[float | None, ...], str]] = [((None,), "a"), ((), "b"), ((0.5, None, 2.0), "c")]
+    for turns, (rewards, state) in enumerate(scored, start=1):
+        life.send(replace(FIRST, turns=turns))
+        end = resumed(life, replace(GOES_ON, turn_rewards=rewards, turn_states=(state,)))
+    _, score = end
+    assert score.turn_rewards == (0.5, None, 2.0) and score.turn_states == ("a", "b", "c")
+    assert score.step_rewards == (0.25, 0.25, 0.25)
 
 
 def test_a_sample_has_its_own_state_where_it_has_several_turns() -> None:
@@ -90,9 +101,10 @@ def test_a_sample_has_its_own_state_where_it_has_several_turns() -> None:
 def test_agents_take_all_turns() -> None:
     open_group = group(Template())
     open_group.has_agents = True
+    open_group.prompt["extra_env_info"]["agent_task"] = {"question": "?"}
+    open_group.prompt["idx"] = 4
     life = life_of(open_group, 2)
-    wait = next(life)
-    assert type(wait) is RunAgent and wait.seed == sample_seed(5, 7, "p", 2)
+    assert next(life) == AgentRequest("p", 2, {"question": "?"}, 4, sample_seed(5, 7, "p", 2))
     assert resumed(life, ("trajectory", "score")) == ("trajectory", "score")
 
 
@@ -170,7 +182,10 @@ def test_rewards_add_up_over_turns() -> None:
     last = Outcome(1.0, "the answer", "the end", 0.25, {}, terminated=True, solved_at=0.2)
     _, score = resumed(life, last)
     by_name = {"a": 1.0, "b": 2.5, "c": 4.0}
-    assert score == Score(0.25, "the answer", "the end", 1.25, by_name, terminated=True, solved_at=0.2)
+    rewards = (0.25, -1.0, 1.0)
+    assert score == Score(
+        0.25, "the answer", "the end", 1.25, by_name, terminated=True, solved_at=0.2, step_rewards=rewards
+    )
     assert score.solved
 
 

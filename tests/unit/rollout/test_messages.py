@@ -1,7 +1,5 @@
 """A conversation has one form, whichever door it comes in by, and so one prompt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -134,7 +132,7 @@ def test_one_conversation_has_one_prompt_through_all_doors(
         ),
     }
     chats |= {
-        door: prompts.tokens(ChatRequest.read(body, ChatConfig("policy", (Sampling(8),))))
+        door: prompts.turn(ChatRequest.read(body, ChatConfig("policy", (Sampling(8),))))[0].token_ids.tolist()
         for door, body in bodies.items()
     }
     # Where the answer follows, gpt-oss leaves out the reasoning before a call.
@@ -190,31 +188,16 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
     [
         ({"from": "human", "value": "a"}, [{"role": "user", "content": "a"}]),
         ({"role": "user", "content": ["a", {"text": "b"}]}, [{"role": "user", "content": ["a", "b"]}]),
-        (
-            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
-            [{"role": "assistant", "content": "no"}],
-        ),
-        (
-            {
-                "role": "assistant",
-                "content": [{"type": "thinking", "thinking": "t"}, "a"],
-                "reasoning": "r",
-                "weight": 0,
-            },
-            [{"role": "assistant", "content": "a", "reasoning_content": "r\nt", "weight": 0}],
-        ),
-        (
-            {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "id": None, "arguments": None}]},
-            [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
-        ),
-        (
-            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": " "}},
-            [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
-        ),
-        (
-            {"role": "assistant", "content": None, "reasoning_content": "t"},
-            [{"role": "assistant", "content": "", "reasoning_content": "t"}],
-        ),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+         [{"role": "assistant", "content": "no"}]),
+        ({"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, "a"], "reasoning": "r", "weight": 0},
+         [{"role": "assistant", "content": "a", "reasoning_content": "r\nt", "weight": 0}]),
+        ({"role": "assistant", "content": None, "tool_calls": [{"name": "f", "id": None, "arguments": None}]},
+         [{"role": "assistant", "content": "", "tool_calls": [CALL]}]),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": " "}},
+         [{"role": "assistant", "content": "", "tool_calls": [CALL]}]),
+        ({"role": "assistant", "content": None, "reasoning_content": "t"},
+         [{"role": "assistant", "content": "", "reasoning_content": "t"}]),
         (
             {
                 "role": "assistant",
@@ -230,12 +213,10 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
         ),
         ({"role": "tool", "content": {"a": 1}}, [{"role": "tool", "content": '{"a": 1}'}]),
         ({"role": "tool", "content": [1, "é"]}, [{"role": "tool", "content": '[1, "é"]'}]),
-        (
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": None}]},
-            [{"role": "tool", "tool_call_id": "c", "content": ""}],
-        ),
+        ({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": None}]},
+         [{"role": "tool", "tool_call_id": "c", "content": ""}]),
     ],
-)
+)  # fmt: skip
 def test_forms_of_a_message(message: dict[str, Any], normal: list[dict[str, Any]]) -> None:
     read = read_messages([message], "messages")
     parts = [
@@ -258,26 +239,18 @@ def test_forms_of_a_message(message: dict[str, Any], normal: list[dict[str, Any]
         ([{"role": "user", "content": 5}], "the content must be text or a list of parts, got a number"),
         ([{"role": "user", "content": [5]}], "a part of the content must be text or an object, got a number"),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "the text of a part must be text, got null"),
-        (
-            [{"role": "user", "content": [{"type": "image", "text": ""}]}],
-            "has a part of type 'image', which is not text",
-        ),
-        ([{"role": "user", "content": [{"image": "u"}]}], "has a part of type None, which is not text"),
-        (
-            [{"role": "assistant", "content": "a", "reasoning_content": ["t"]}],
-            "'reasoning_content' must be text, got a list",
-        ),
-        (
-            [{"role": "assistant", "content": "a", "tool_calls": {"name": "f"}}],
-            "'tool_calls' must be a list, got an object",
-        ),
+        ([{"role": "user", "content": [{"type": "video", "text": ""}]}],
+         "has a part of type 'video', which is not text"),
+        ([{"role": "user", "content": [{"video": "u"}]}], "has a part of type None, which is not text"),
+        ([{"role": "assistant", "content": "a", "reasoning_content": ["t"]}],
+         "'reasoning_content' must be text, got a list"),
+        ([{"role": "assistant", "content": "a", "tool_calls": {"name": "f"}}],
+         "'tool_calls' must be a list, got an object"),
         ([{"role": "assistant", "content": "a", "tool_calls": [{"id": "c"}]}], "must have the name of its function"),
-        (
-            [{"role": "assistant", "content": "a", "tool_calls": [{"name": "f", "arguments": [1]}]}],
-            "the arguments of a call must be an object or text, got a list",
-        ),
+        ([{"role": "assistant", "content": "a", "tool_calls": [{"name": "f", "arguments": [1]}]}],
+         "the arguments of a call must be an object or text, got a list"),
     ],
-)
+)  # fmt: skip
 def test_messages_that_are_refused_by_every_door(messages: Any, why: str) -> None:
     with pytest.raises(MessageError, match=why):
         read_messages(messages, "messages")
@@ -300,5 +273,5 @@ def test_a_role_that_the_template_does_not_name_is_refused(tokenizer: Any) -> No
     prompts = ChatPrompts(tokenizer, ChatConfig("policy", (Sampling(8),)), len(tokenizer))
     request = ChatRequest.read({"messages": [{"role": "critic", "content": "a"}]}, ChatConfig("policy", (Sampling(8),)))
     with pytest.raises(RequestError, match="the role 'critic' is neither one of .* nor named in the chat template"):
-        prompts.tokens(request)
+        prompts.turn(request)[0].token_ids.tolist()
     entrance.refuse_unknown_roles([{"role": "critic"}], "{% if m.role == 'critic' %}")

@@ -1,7 +1,5 @@
 """Pass rates of prompts, and by columns of their rows."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

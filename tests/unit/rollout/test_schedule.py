@@ -1,7 +1,5 @@
 """The schedule's laws, over every interleaving of small cases: each prompt trains once, none too old, no deadlock."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The schedule counts groups as they come and go: it decides what a look at all of them after each event decides."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Seeds by prompt, generation, step and turn."""
 
-from __future__ import annotations
-
 from itertools import product
 
 from grpo_mcore.rollout.trajectory import sample_seed

@@ -1,7 +1,5 @@
 """Texts behind others have the tokens that they have in the whole, where a tokenizer puts a space before a text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -62,7 +60,7 @@ def test_what_follows_a_recorded_answer_has_no_further_space(kind: str) -> None:
     answer = {"role": "assistant", "content": "2", "prompt_token_ids": asked, "generation_token_ids": said}
     config = ChatConfig("policy", (Sampling(8, stop_token_ids=(tokenizer.eos_token_id,)),))
     body = {"messages": [{"role": "user", "content": "1"}, answer, {"role": "user", "content": "3"}]}
-    shown = ChatPrompts(tokenizer, config, len(tokenizer)).tokens(ChatRequest.read(body, config))
+    shown = ChatPrompts(tokenizer, config, len(tokenizer)).turn(ChatRequest.read(body, config))[0].token_ids.tolist()
     assert shown[: len(asked) + len(said)] == [*asked, *said]
     behind = tokenizer.convert_ids_to_tokens(shown[len(asked) + len(said) :])
     assert "".join(behind) == "\nuser:3\na:"

@@ -1,13 +1,11 @@
 """Turns, trajectories and what the driver keeps of them."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
 import torch
 
-from grpo_mcore.rollout.trajectory import GenerationRequest, Trajectory, TrajectoryRef, Turn, fingerprint
+from grpo_mcore.rollout.trajectory import GenerationRequest, ImageSpan, Trajectory, TrajectoryRef, Turn, fingerprint
 
 
 def ids(*values: int) -> torch.Tensor:
@@ -55,6 +53,42 @@ def test_a_turn_comes_back_from_a_pickle_as_it_was(tokens: int, generated: bool)
     found.token_ids.add_(1)  # its own memory, and writable
 
 
+CAT, DOG = ("c" * 32, (1, 4, 2)), ("d" * 32, (1, 4, 2))
+
+
+def test_images_of_turns_travel_and_count_from_the_samples_start():
+    shown = Turn("user", ids(4, 6, 6, 5, 1), images=(ImageSpan(1, 2, *CAT),))
+    asked = Turn("environment", ids(6, 6, 9, 6, 6), images=(ImageSpan(0, 2, *DOG), ImageSpan(3, 2, *CAT)))
+    answer = Turn("assistant", ids(6), logprobs(-1.0), loss_mask=True)  # the policy sampled the id: no image
+    trajectory = two_turns(turns=(shown, answer, asked), weight_versions=())
+    assert [(i.offset, i.digest) for i in trajectory.images()] == [(1, CAT[0]), (6, DOG[0]), (9, CAT[0])]
+    assert pickle.loads(pickle.dumps(shown)) == shown != Turn("user", shown.token_ids)
+    with pytest.raises(ValueError, match="has images in its prompt"):
+        trajectory.with_prompt(ids(1))
+    for wrong in ((ImageSpan(4, 2, *CAT),), (ImageSpan(1, 2, *CAT), ImageSpan(2, 1, *CAT)), (ImageSpan(0, 0, *CAT),)):
+        with pytest.raises(ValueError, match="is out of order or beyond the 5 tokens"):
+            Turn("user", shown.token_ids, images=wrong)
+
+
+def test_content_tells_images_apart_and_leaves_text_as_it_is():
+    def content(*images):
+        return (
+            two_turns(turns=(Turn("user", ids(1, 6, 6, 6), images=images),), weight_versions=()).content_ids().tolist()
+        )
+
+    assert content() == [1, 6, 6, 6]
+    cat, dog = content(ImageSpan(1, 2, *CAT)), content(ImageSpan(1, 2, *DOG))
+    assert cat[0] == dog[0] == 1 and cat[3] == dog[3] == 6 and len({*cat[1:3], *dog[1:3]}) == 4
+    assert max(*cat[1:3], *dog[1:3]) < 0 and cat == content(ImageSpan(1, 2, *CAT))
+    sketches = [
+        TrajectoryRef.of(
+            two_turns(turns=(Turn("user", ids(*[6] * 64), images=images),), weight_versions=((0, 0, 1),)), None
+        )
+        for images in ((ImageSpan(0, 64, *CAT),), (ImageSpan(0, 64, *DOG),), ())
+    ]
+    assert len({sample.prompt_sketch for sample in sketches}) == 3
+
+
 def test_branches_stand_side_by_side():
     assert two_turns().sequences == (8,)
     branched = two_turns(branches=(5, 3))
@@ -67,11 +101,7 @@ def test_branches_stand_side_by_side():
 
 
 def test_a_prompt_of_several_turns_counts_up_to_the_first_generated_one():
-    turns = (
-        Turn("system", ids(1)),
-        Turn("user", ids(2, 3)),
-        Turn("assistant", ids(4), logprobs(0.0), loss_mask=True),
-    )
+    turns = (Turn("system", ids(1)), Turn("user", ids(2, 3)), Turn("assistant", ids(4), logprobs(0.0), loss_mask=True))
     trajectory = two_turns(turns=turns, weight_versions=((0, 3, 4),))
     assert trajectory.prompt_length == 3
     assert two_turns(turns=turns[:2], weight_versions=()).prompt_length == 3

@@ -1,7 +1,5 @@
 """Which token ends an answer, in the published chat templates' ways of ending one."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_mcore.rollout.turn_end import end_length, said_already, turn_ends

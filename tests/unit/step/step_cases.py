@@ -1,7 +1,5 @@
 """Recipes and scored groups for the tests of a step's parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grpo_mcore.recipe import MasterConfig

@@ -1,8 +1,7 @@
 """Targets of a step: each key of the recipe changes them as documented."""
 
-from __future__ import annotations
-
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,6 +143,14 @@ def test_clipping_is_passed_on_and_reported() -> None:
     assert metrics["advantage_max"] == 0.25 and metrics["advantage_min"] == -0.5
 
 
+def test_the_greedy_first_sample_is_a_baseline_and_no_part_of_the_loss() -> None:
+    found, metrics = targets(config(adv_estimator={"name": "remax"}))
+    assert found.advantages is not None and found.advantages.tolist() == [0, -1, -1, -1, 0, 0, 0, -1]
+    assert found.weights.tolist() == [0, 1, 1, 1, 0, 1, 0, 1]
+    assert metrics["num_trained_samples"] == sum(found.valid_seqs) == 5 and metrics["num_failed_samples"] == 1
+    assert metrics["reward"] == metrics["accuracy"] == 1 / 5, "of what the policy draws"
+
+
 def test_rewards_are_passed_on_if_the_loss_needs_them() -> None:
     found, _ = targets(config({"positive_example_nll_weight": 0.1}))
     assert found.rewards is not None and found.rewards.tolist() == [1, 0, 0, 0, 1, 1, 0, 0]
@@ -151,11 +158,71 @@ def test_rewards_are_passed_on_if_the_loss_needs_them() -> None:
 
 def test_a_step_without_samples_has_metrics_and_no_counts() -> None:
     recipe = config(
-        {"use_kl_in_reward": True},
-        overlong_filtering=True,
-        seq_logprob_error_threshold=2.0,
-        normalize_rewards=False,
+        {"use_kl_in_reward": True}, overlong_filtering=True, seq_logprob_error_threshold=2.0, normalize_rewards=False
     )
     nothing = [group("a", [1, 0, 0, 0], lengths=[0, 0, 0, 0])]
     found, metrics = targets(recipe, nothing)
     assert not any(found.valid_toks) and metrics["num_trained_samples"] == 0
+
+
+def with_turns(uid: str, scored: list[tuple[float | None, tuple[float | None, ...], str]]) -> Group:
+    """Return a group of samples with (reward, rewards of turns, states of turns, a letter each)."""
+    plain = group(uid, [reward for reward, _, _ in scored])
+    return replace(
+        plain,
+        samples=tuple(replace(s, turns=len(states)) for s, (_, _, states) in zip(plain.samples, scored, strict=True)),
+        scores=tuple(
+            replace(
+                score,
+                turn_rewards=rewards,
+                turn_states=tuple(states),
+                step_rewards=(*[0.0] * (len(states) - 1), score.reward or 0.0) if score.reward else (),
+            )  # fmt: skip
+            for score, (_, rewards, states) in zip(plain.scores, scored, strict=True)
+        ),
+    )
+
+
+TALKS = [
+    with_turns("a", [(1, (0.0, None, 1.0), "abc"), (0, (0.5, 0.0), "ab"), (None, (1.0, 2.0), "ab"), (0, (), "a")]),
+    group("b", [1, 1, None, 0]),
+]
+
+
+def test_credit_by_turn_is_added_with_its_weight_and_0_changes_nothing() -> None:
+    plain, no_metrics = targets(config(), TALKS)
+    none, metrics = targets(config(turn_credit={"weight": 0.0, "mode": "gigpo"}), TALKS)
+    assert plain.turn_credits is none.turn_credits is None and metrics == no_metrics
+    found, metrics = targets(config(turn_credit={"weight": 2.0, "gamma": 0.5}), TALKS)
+    assert found.turn_credits is not None and plain.advantages is not None
+    assert found.turn_credits[:2].flatten().tolist() == pytest.approx([0, 2 / 3, 4 / 3, 0, -1, 0])
+    assert not found.turn_credits[2:].any() and found.advantages.equal(plain.advantages)  # type: ignore[union-attr]
+    turns = [3, 2, 0, 1, 1, 1, 0, 1]
+    of_sample = sum(count * abs(a) for count, a in zip(turns, plain.advantages.tolist(), strict=True))
+    assert metrics["turn_credit/mean_abs"] == pytest.approx(3 / 9)
+    assert metrics["turn_credit/share"] == pytest.approx(3 / (3 + of_sample))
+    assert metrics["turn_credit/nonzero_rate"] == pytest.approx(3 / 9)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gigpo_compares_turns_of_equal_states_among_the_scored_samples_of_a_group(normalize: bool) -> None:
+    recipe = config(turn_credit={"weight": 1.0, "gamma": 0.5, "mode": "gigpo"}, normalize_rewards=normalize)
+    found, _ = targets(recipe, TALKS)
+    assert found.turn_credits is not None
+    first, second = torch.tensor([0.25, 0.0, 0.0]), torch.tensor([0.5, 0.0])  # the third sample failed
+    scale = (first.std(), second.std()) if normalize else (1.0, 1.0)
+    expected = torch.zeros(8, 3)
+    expected[[0, 1, 3], 0] = (first - first.mean()) / scale[0]
+    expected[[0, 1], 1] = (second - 0.25) / scale[1]
+    assert found.turn_credits.float()[:4].allclose(expected[:4], atol=1e-5)
+    assert not found.turn_credits[4:].any()  # their environment names no states
+    sparse = [with_turns("a", [(1, (), "ab"), (0, (), "ab")])]
+    assert targets(recipe, sparse)[0].turn_credits[:, 0].tolist() == pytest.approx(  # type: ignore[index]
+        [0.25, -0.25] if not normalize else [math.sqrt(0.5), -math.sqrt(0.5)], rel=1e-5
+    )
+
+
+def test_what_is_wrong_with_a_critics_values_names_the_section_of_the_critic() -> None:
+    plain = config().model_dump(mode="json") | {"ppo": {"enabled": True}}
+    with pytest.raises(TargetsError, match=r"^ppo.adv_estimator: it reads a critic's values, and there are none"):
+        targets(MasterConfig.model_validate(plain))

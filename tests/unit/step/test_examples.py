@@ -1,7 +1,5 @@
 """Examples of the data as trajectories and groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

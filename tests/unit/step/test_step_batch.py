@@ -1,7 +1,5 @@
 """From scored groups to the ranks' samples: distribution, failures, steps with few samples."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -121,6 +119,17 @@ def test_the_answers_of_a_pair_share_their_prompt(answers: list[int], shares: bo
         assert plan.lengths == tuple(pairs)
         assert sorted(i for bin in rank.batches[0] for i in bin) == list(range(8))
         assert all(bin[i] + 1 == bin[i + 1] for bin in rank.batches[0] for i in range(0, len(bin), 2))
+
+
+def test_a_rank_gets_the_images_of_its_samples_once() -> None:
+    given = [
+        replace(it, samples=tuple(replace(sample, images={it.uid: f"bytes of {it.uid}"}) for sample in it.samples))
+        for it in (group(uid, [1.0, 0.0, 1.0, 0.0]) for uid in "ab")
+    ]
+    recipe = config()
+    recipe.policy.deterministic, recipe.policy.train_global_batch_size = True, 8
+    first, second = build_step_batch(given, recipe, PolicyLayout(1, 1, 2)).ranks
+    assert (first.images, second.images) == ({"a": "bytes of a"}, {"b": "bytes of b"})
 
 
 def test_counts_exclude_masked_samples_and_are_exact() -> None:

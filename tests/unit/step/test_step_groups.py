@@ -1,7 +1,5 @@
 """Which groups are informative, and what a step reports of those that it did not train on."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace
@@ -51,6 +49,15 @@ def test_named_rewards_count_only_if_the_estimator_uses_them_separately() -> Non
     for estimator, kept in (("grpo", False), ("gdpo", True)):
         step = StepGroups(config(use_dynamic_sampling=True, adv_estimator={"name": estimator}))
         assert step.add(balanced) == kept
+
+
+def test_a_greedy_first_sample_is_compared_with_and_no_part_of_the_rewards() -> None:
+    step = StepGroups(config(use_dynamic_sampling=True, adv_estimator={"name": "remax"}))
+    groups = [group("a", [1, 0, 0, 0]), group("b", [None, 1, 0, 0])]
+    assert [step.add(each) for each in groups] == [True, False], "without its baseline a group has no gradient"
+    _, _, metrics = step.take(Train(1, ("a",), surplus=(), filtered=1), version=1)
+    assert metrics["reward"] == metrics["accuracy"] == 1 / 6 and metrics["filtered_reward"] == 0
+    assert metrics["num_generated_samples"] == 8 and metrics["num_failed_samples"] == 1
 
 
 def test_the_metrics_cover_all_generated_samples() -> None:

@@ -1,7 +1,5 @@
 """Writes the files of a run, and reads back its page and its trace."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import io
@@ -18,6 +16,7 @@ from rich.console import Console
 from grpo_mcore.observe.samples import SampleFiles
 from grpo_mcore.tools.report.run_files import read_run
 from grpo_mcore.tools.report.watch import screen
+from tests.pictures import noise
 
 
 def unpack(text: str) -> Any:
@@ -30,6 +29,8 @@ def data_of(text: str) -> dict[str, Any]:
     return unpack(script[1])
 
 
+IMAGE = {"offset": 1, "length": 1, "digest": "a picture", "grid": [1, 2, 2]}
+"""The image in the first group's prompt."""
 DEVICES = {"policy-0": ["policy-0", "engine-0"]}
 STEP_S = 10.0
 
@@ -73,7 +74,7 @@ def rows(step: int, groups: int, length: int) -> list[dict[str, Any]]:
         for generation in range(2):
             logprobs = -draw.random(length).astype(np.float32)
             turns = [
-                {"role": "user", "text": "?", "tokens": 2, "generated": False},
+                {"role": "user", "text": "?", "tokens": 2, "generated": False, "images": [] if group else [IMAGE]},
                 {"role": "assistant", "text": "</script>", "tokens": length - 2, "generated": True},
             ]
             sample = {"uid": f"p{group}", "generation": generation, "reward": float(generation), "turns": turns}
@@ -85,6 +86,8 @@ def rows(step: int, groups: int, length: int) -> list[dict[str, Any]]:
             sample |= {"advantage": (reward - baseline) / scale, "columns": '{"level": "hard"}'}
             sample |= {"policy_logprobs": logprobs + 0.25, "weight": 1.0, "trained_version": step}
             sample |= {"teacher_logprobs": logprobs + 0.5}
+            if group == generation == 0:
+                sample["images"] = [{"digest": IMAGE["digest"], "bytes": noise(32, 32)}]
             found.append(sample | {"versions": [{"version": step - 1, "first": 0, "end": length}]})
     return found
 

@@ -1,7 +1,5 @@
 """An advantage of the page can be computed by hand from the formula beside it, to the last digit printed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

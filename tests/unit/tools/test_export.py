@@ -1,7 +1,5 @@
 """Which checkpoints of a run are exported, and what the command refuses before it reads a weight."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,7 @@ def checkpoints(folder: Path, accuracies: dict[int, float | None]) -> None:
 
 @pytest.mark.parametrize(
     ("save_hf", "higher_is_better", "steps"),
-    [
-        ("none", True, []),
-        ("last", True, [10]),
-        ("best", True, [2]),
-        ("best", False, [4]),
-        ("all", True, [2, 4, 8, 10]),
-    ],
+    [("none", True, []), ("last", True, [10]), ("best", True, [2]), ("best", False, [4]), ("all", True, [2, 4, 8, 10])],
 )
 def test_save_hf_chooses_among_the_kept_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_hf: Any, higher_is_better: bool, steps: list[int]
@@ -79,6 +71,14 @@ def test_the_command_says_what_is_wrong_and_writes_nothing(tmp_path: Path, capsy
         main(["export", str(tmp_path)])
 
 
+def test_a_run_whose_critic_was_off_has_none_to_export(tmp_path: Path) -> None:
+    checkpoints(tmp_path, {2: 0.5})
+    recipe = load_recipe("grpo-arithmetic-cpu", ["defaults=presets/ppo", "ppo.enabled=false"]).config
+    (tmp_path / "step_2" / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    with pytest.raises(tools.ExportError, match="step_2 has no critic: its run trained none"):
+        tools.export(tmp_path, tmp_path / "out", critic=True)
+
+
 DATA = ("openai/gsm8k", "data/train.jsonl", "/data/mine.jsonl")
 
 
@@ -97,3 +97,20 @@ def test_the_card_names_a_base_model_that_a_hub_can_know(model: str, base: str |
     card = tools.model_card(tools.SavedCheckpoint(Path("step_1"), 1, {"loss": 0.5}, recipe), "transformers")
     header = yaml.safe_load(card.split("---")[1])
     assert header.get("base_model") == base and header["datasets"] == ["openai/gsm8k"]
+
+
+def test_the_card_says_what_a_reader_wants(tmp_path: Path) -> None:
+    """Base model, data, algorithm, and the validation before and after; the 60 metrics of a step are no card."""
+    rows = [{"step": step, "prefix": "validation", "accuracy": value} for step, value in ((0, 0.25), (7, 0.75))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = load_recipe("grpo-arithmetic-cpu", ["defaults=presets/gspo"]).config
+    metrics = {"val:accuracy": 0.75, "train:refit/bytes": 2.0, "train:reward": 0.7}
+    card = tools.model_card(tools.SavedCheckpoint(Path("step_7"), 7, metrics, recipe, tmp_path), "transformers")
+    for line in (
+        "| base model | `results/demo/base/hf` |", "| training data | train.jsonl |", "| rewards | math |",
+        "| metric | before | after 7 steps |", "| val:accuracy | 0.25 | 0.75 |",
+    ):  # fmt: skip
+        assert line in card
+    assert "| algorithm | preset gspo, " in card and "refit/bytes" not in card and "train:reward" not in card
+    alone = tools.model_card(tools.SavedCheckpoint(Path("step_7"), 7, {"train:reward": 0.7}, recipe), "transformers")
+    assert "| train:reward |  | 0.7 |" in alone

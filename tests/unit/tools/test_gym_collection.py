@@ -1,16 +1,19 @@
 """`grpo-mcore data collect` writes every rollout, whatever its text is."""
 
-from __future__ import annotations
-
 import json
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from openai.types.responses import EasyInputMessageParam
+from pydantic import TypeAdapter
 
 from grpo_mcore.data import DataError
-from grpo_mcore.tools.gym_collection import Collected, UnfinishedCollection, write_rollout
+from grpo_mcore.data.datasets.files import gym_task
+from grpo_mcore.rollout.trajectory import ImageSpan, Score, Trajectory, Turn, content_number
+from grpo_mcore.tools.gym_collection import Collected, UnfinishedCollection, rollout_line, write_rollout
 
 
 def test_a_text_that_is_no_unicode_does_not_cost_all_rollouts() -> None:
@@ -22,6 +25,29 @@ def test_a_text_that_is_no_unicode_does_not_cost_all_rollouts() -> None:
     )
     (line,) = kept.getvalue().decode().splitlines()
     assert json.loads(line)["response"]["output"] == [{"output": "cut \ufffd"}] and collected.rows == 1
+
+
+def test_images_of_a_prompt_are_data_urls_and_an_environments_are_refused() -> None:
+    image, said = (
+        ImageSpan(1, 2, "cat", (1, 2, 4)),
+        Turn("assistant", torch.tensor([9]), torch.tensor([-0.5]), True, "cat"),
+    )
+    prompt = Turn("user", torch.tensor([4, 6, 6, 5]), images=(image,))
+    parts = [{"type": "image", "image": b"bytes of a cat"}, {"type": "text", "text": "which?"}]
+    more: Any = {"task": {}, "task_index": 0, "agent": "a", "sampling": {}, "model": "m", "token_ids": True}
+    score, end = Score(1.0, None, "", 0.0), (((1, 0, 5),), "stop", False)
+
+    def line(*turns: Turn) -> Any:
+        return rollout_line([{"role": "user", "content": parts}], Trajectory("p", 0, turns, *end), score, **more)
+
+    written = json.loads(json.dumps(line(prompt, said)))
+    TypeAdapter(EasyInputMessageParam).validate_python(written["responses_create_params"]["input"][0])
+    (question,) = gym_task(written)["messages"]
+    assert question["content"] == parts
+    first = content_number("cat")
+    assert written["response"]["output"][0]["prompt_token_ids"] == [4, first, first - 1, 5]
+    with pytest.raises(DataError, match="p#0: images in an environment's answers cannot be collected yet"):
+        line(prompt, said, prompt)
 
 
 def test_an_interrupted_collection_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`grpo-mcore prefetch` fetches from a hub that serves real HTTP, and opens everything again without it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -42,6 +40,7 @@ def test_what_a_recipe_needs() -> None:
     assert any("teacher_model_by_agent_name" in need.key for need in needs_of(teacher))
 
 
+@pytest.mark.slow
 def test_fetched_opened_offline_and_staged(tmp_path, monkeypatch, capsys, recipe) -> None:
     """A model and a dataset come from the hub; without it, with the cache alone, both open. A file that is lost from
     the cache is noticed, and a node's disk gets the model whole."""

@@ -1,7 +1,5 @@
 """Where two computations of a step differ first."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,8 @@ import torch
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.recipe import MasterConfig, teacher_pools, world_size
-from grpo_mcore.tools.replay.losses import with_loss
+from grpo_mcore.tools.demo.tiny_models import make_tiny_model
+from grpo_mcore.tools.replay.losses import compare_losses, with_loss
 from grpo_mcore.tools.replay.replay import Replay, ReplayError, compare, replay_config
 from grpo_mcore.tools.report.run_files import recorded_run
 from tests.unit.step import step_cases
@@ -55,6 +54,21 @@ def test_a_run_that_may_restart_is_replayed_without_checkpoints() -> None:
     recipe["checkpointing"] |= {"enabled": True, "mirror": "s3://bucket/run", "save_hf": "best"}
     config = replay_config(MasterConfig.model_validate(recipe), None)
     assert (config.cluster.max_restarts, config.checkpointing.enabled) == (0, False)
+
+
+def test_a_critic_has_the_layout_and_precision_of_the_policys_replay(tmp_path: Path) -> None:
+    recipe = step_cases.config().model_dump(mode="json") | {"ppo": {"enabled": True}}
+    recipe["policy"]["model_name"] = str(make_tiny_model("qwen3", tmp_path / "model"))
+    config = replay_config(MasterConfig.model_validate(recipe), "TP2", "float32")
+    assert config.value is not None
+    for model in (config.policy, config.value):
+        assert (model.megatron_cfg.tensor_model_parallel_size, model.precision) == (2, "float32")
+
+
+def test_losses_of_a_step_with_a_critic_are_not_compared(tmp_path: Path) -> None:
+    plain = step_cases.config().model_dump(mode="json") | {"ppo": {"enabled": True}}
+    with pytest.raises(ReplayError, match="--loss: a step with a critic cannot be compared"):
+        compare_losses({"own": MasterConfig.model_validate(plain)}, [], 1, None, tmp_path, tmp_path)
 
 
 def test_teachers_with_nodes_of_their_own_share_the_policys_in_a_replay() -> None:

@@ -1,20 +1,23 @@
 """The page of a run: what it says is what the run wrote, also of a run that was killed."""
 
-from __future__ import annotations
-
+import base64
 import io
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.observe.samples import sample_steps
+from grpo_mcore.families.images import image_size
+from grpo_mcore.observe.band import band_text, make_band
+from grpo_mcore.observe.samples import SampleFiles, bytes_and_images, sample_steps
 from grpo_mcore.tools.report import page
 from grpo_mcore.tools.report.comparison import (
     WIDE,
@@ -30,6 +33,7 @@ from grpo_mcore.tools.report.page_alarms import alarms
 from grpo_mcore.tools.report.run_files import RunFiles, read_run
 from grpo_mcore.tools.report.watch import sparkline
 from grpo_mcore.tools.sweep import SweepRun, state
+from tests.pictures import noise
 from tests.unit.tools.report_pages import assert_trace_format, data_of, shown, step_events, unpack, write_run
 
 
@@ -77,7 +81,7 @@ def test_the_page_of_a_killed_run_holds_what_it_wrote(tmp_path: Path, capsys: py
         [pytest.approx(step / 3, rel=1e-5) for step in (1, 2, 3)],
     ]
     assert data["state"]["end"].startswith("not over") and data["state"]["max_steps"] == 9
-    assert any("disagree" in alarm["text"] for alarm in data["alarms"])
+    assert any("disagree" in alarm["text"] for alarm in data["heads"][0]["alarms"])
     samples = unpack(data["samples"]["train"]["3"])["samples"]
     assert [(sample["u"], sample["g"], sample["r"]) for sample in samples] == [
         ("p0", 0, 0.0), ("p0", 1, 1.0), ("p1", 0, 0.0), ("p1", 1, 1.0),
@@ -94,6 +98,38 @@ def test_the_page_of_a_killed_run_holds_what_it_wrote(tmp_path: Path, capsys: py
     assert "3" not in data_of((run / "report.html").read_text())["samples"]["train"]
 
 
+def test_the_band_of_the_recipe_is_behind_the_curves(tmp_path: Path) -> None:
+    """And the run that leaves it has an alarm, as it had while it trained."""
+    run = write_run(tmp_path)
+    recipe = json.loads((run / "hyperparams.json").read_text())
+    lines = [[{"step": step, "reward": seed / 100, "entropy": 1} for step in (1, 2, 3)] for seed in range(20)]
+    (file := tmp_path / "b.json").write_text(
+        band_text(make_band("own", "1.0", {seed: (recipe, rows, []) for seed, rows in enumerate(lines)}))
+    )
+    (run / "hyperparams.json").write_text(json.dumps(recipe | {"logger": {"alarms": {"band": str(file)}}}))
+    data = data_of(page.build_page(read_run(run)))
+    assert [shown["name"] for shown in data["runs"]][1:] == ["band of 20 runs"]
+    assert data["runs"][1]["curves"] == {"train/reward": [[1, 2, 3], [0.095] * 3, [0.0] * 3, [0.19] * 3]}
+    assert any("reward 0.667 in step 2, theirs 0 to 0.19" in alarm["text"] for alarm in data["heads"][0]["alarms"])
+
+
+def test_what_comes_after_the_last_step_is_no_step_of_the_page(tmp_path: Path) -> None:
+    """The end of a run was shown as step 701 of 700."""
+    run = write_run(tmp_path)
+    whole = (run / "events.jsonl").read_text().rpartition("\n")[0]
+    (run / "events.jsonl").write_text("\n".join([whole, *map(json.dumps, step_events(4, 130.0))]) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    data = data_of((run / "report.html").read_text())
+    assert sorted(data["timelines"]) == sorted(data["ledger"]["steps"]) == ["1", "2", "3"]
+
+
+def test_credit_by_turn_is_shown_as_the_turns_stand() -> None:
+    turns = [{"generated": generated} for generated in (False, True, False, True)]
+    row = {"turns": turns, "turn_credits": [0.5, -1.0, 0.0], "turn_numbers": None}
+    assert page._credits(row) == [0.5, -1.0] and page._credits(row | {"turn_numbers": [1, 0]}) == [-1.0, 0.5]
+    assert page._credits(row | {"turn_credits": None}) is None
+
+
 def test_a_big_run_makes_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that do not fit stay on disk: chosen ones can be put in, all can be written beside the page."""
     run = read_run(write_run(tmp_path, steps=9, groups=6, length=200))
@@ -108,6 +144,58 @@ def test_a_big_run_makes_a_small_page(tmp_path: Path, monkeypatch: pytest.Monkey
     script = (tmp_path / "shards" / "train_000007.js").read_text()
     packed = re.fullmatch(r'addSamples\("train", 7, "([^"]*)"\);\n', script)
     assert packed and len(unpack(packed[1])["samples"]) == 12
+
+
+def test_images_are_small_pictures_in_the_page_once(tmp_path: Path) -> None:
+    writer, big, cut = SampleFiles(tmp_path / "samples", str, 1e9), noise(640, 320), noise(64, 64)[:-40]
+    spans = [{"offset": 1, "length": 2, "digest": digest, "grid": [1, 2, 4]} for digest in ("big", "cut")]
+    user = {"role": "user", "text": "?", "tokens": 4, "generated": False}
+    sample = {
+        "uid": "p",
+        "token_ids": np.arange(8),
+        "turns": [{**user, "images": spans[:1]}, {**user, "images": spans[1:]}],
+    }
+    files = [{"digest": "big", "bytes": big}, {"digest": "cut", "bytes": cut}]
+    writer.add("train", 1, lambda: [{**sample, "images": files}, sample])
+    writer.close()
+    found = page._page_samples(path := tmp_path / "samples" / "train" / "step_000001.parquet")
+    assert [row["im"] for row in found["samples"]] == [[(1, 2, "big"), (5, 2, "cut")]] * 2
+    assert list(found["pictures"]) == ["big"]  # what is damaged has none
+    data = base64.b64decode(found["pictures"]["big"].removeprefix("data:image/webp;base64,"))
+    bare, images = bytes_and_images(path)
+    assert image_size(data) == (128, 64) and len(data) < 10_000 < bare + 10_000 < len(big) and images == 2
+
+
+def test_of_a_step_with_more_pictures_than_the_page_holds_some_groups_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "PAGE_BYTES", 60_000)
+    writer = SampleFiles(tmp_path / "samples", str, 1e9)
+    files = [[{"digest": str(seed), "bytes": noise(128, 128, seed)}] for seed in range(12)]
+    turns = [{"role": "user", "text": "?", "tokens": 8, "generated": False}]
+    rows = [{"uid": file["digest"], "token_ids": np.arange(8), "turns": turns, "images": [file]} for [file] in files]
+    writer.add("train", 1, lambda: [row | more for row in rows for more in ({}, {"images": None})])
+    writer.close()
+    path = tmp_path / "samples" / "train" / "step_000001.parquet"
+    run: Any = SimpleNamespace(samples={"train": {1: path}, "validation": {}})
+    assert bytes_and_images(path)[1] == 12
+    shown = unpack(page._chosen_samples(run, 60_000, [])["train"][1])
+    assert 0 < len(shown["pictures"]) < 12 == shown["prompts"]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "rewards", "raised"),
+    [(0.95, (0.1, 0.95), False), (0.4, (0.1, 0.4), True), (None, (0.5, 0.99), False), (None, (0.0, 0.0), True)],
+)
+def test_equal_groups_are_no_alarm_where_the_task_is_solved(
+    tmp_path: Path, accuracy: float | None, rewards: tuple[float, float], raised: bool
+) -> None:
+    """Graded rewards have no accuracy: those that rose and stay at their highest are as good."""
+    line = {"prefix": "train", "loss": 1.0, "zero_advantage_rate": 0.8, "accuracy": accuracy}
+    lines = [line | {"step": step, "reward": rewards[step > 1]} for step in range(1, 12)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = alarms(read_run(tmp_path), DeviceSeconds(1.0, {}, {}))
+    assert ("equal_groups" in {alarm.kind for alarm in found}) == raised
 
 
 def test_alarms_name_what_went_wrong(tmp_path: Path) -> None:
@@ -247,7 +335,7 @@ def test_a_table_of_unlike_runs_stays_readable() -> None:
     settings = differing_settings(recipes)
     assert "data.train.0.q" in settings[0] and "data.train.0.p" not in settings[0]
     settings = [{"first": "/long" * 20 + f"/{n}"} | each for n, each in enumerate(settings)]
-    lines = [Standing(f"run{n}", "over", 1, 1, "reward", 1.0, 1, True, 0.1, each) for n, each in enumerate(settings)]
+    lines = [Standing(f"run{n}", "over", 1, 1, "reward", 1.0, 1, 1, True, 0.1, each) for n, each in enumerate(settings)]
     console = Console(width=WIDE, record=True, file=io.StringIO())
     console.print(table(lines))
     text = console.export_text()
@@ -331,6 +419,7 @@ def test_the_untrained_model_ranks_nothing(tmp_path: Path) -> None:
     better = of_validations(tmp_path / "better", 0.9, 0.2, 0.4)
     lines = standings([worse, better])
     assert [(line.name, line.score, line.score_step) for line in lines] == [("better", 0.4, 2), ("worse", 0.2, 1)]
+    assert [line.count for line in lines] == [2, 2]  # of which the best one counts
     assert standings([of_validations(tmp_path / "untrained", 0.9)])[0].score is None
 
 
@@ -362,3 +451,16 @@ def test_watching_goes_on_while_a_lost_run_may_be_restarted(six: Path) -> None:
     assert not read_run(logs).may_go_on
     (logs / "hyperparams.json").write_text(json.dumps({"cluster": {"max_restarts": 2}}))
     assert read_run(logs).may_go_on
+
+
+def test_each_run_of_a_page_has_its_own_headline_and_alarms(tmp_path: Path) -> None:
+    better = of_validations(tmp_path / "better", 0.2, 0.4, 0.9)
+    worse = of_validations(tmp_path / "worse", 0.9, 0.5, 0.2)
+    text = page.build_page(better, [worse])
+    assert "<title>2 runs</title>" in text
+    heads = data_of(text)["heads"]
+    assert [(head["name"], head["headline"]["before"], head["headline"]["after"]) for head in heads] == [
+        ("better", 0.2, 0.9), ("worse", 0.9, 0.2),
+    ]  # fmt: skip
+    assert [any("well below" in alarm["text"] for alarm in head["alarms"]) for head in heads] == [False, True]
+    assert page.headline(of_validations(tmp_path / "untrained", 0.9)) is None

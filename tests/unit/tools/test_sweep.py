@@ -1,7 +1,5 @@
 """A sweep is planned as ordinary runs, and knows which of them are finished."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -10,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cli.main import main
+from grpo_mcore.cli.train import sweep
 from grpo_mcore.cli.train.sweep import Stop, _show, run_command
+from grpo_mcore.observe.band import read_band
 from grpo_mcore.recipe import RecipeError, load_recipe
 from grpo_mcore.tools.sweep import SweepError, SweepRun, by_setting, claim_folder, split_values, state, sweep_runs
 
@@ -47,6 +47,11 @@ def test_each_combination_and_seed_is_a_run_of_its_own(tmp_path: Path) -> None:
         assert config.logger.log_dir == str(run.folder / "logs")
         assert config.checkpointing.checkpoint_dir == str(run.folder / "checkpoints")
         assert config.checkpointing.mirror == f"s3://bucket/sweep/{run.folder.name}"
+
+
+def test_a_recipe_of_distillation_has_its_seed_in_its_own_section(tmp_path: Path) -> None:
+    runs = sweep_runs("distill-arithmetic-cpu", [], 2, tmp_path)
+    assert [load_recipe("distill-arithmetic-cpu", run.words).config.grpo.seed for run in runs] == [1, 2]
 
 
 def test_keys_of_the_same_last_part_are_written_in_full(tmp_path: Path) -> None:
@@ -118,6 +123,50 @@ def test_a_dry_run_prints_the_commands(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["sweep", DEMO, *words, "--jobs", "k8s", "--algorithm", "sft"]) == 2
     assert main(["sweep", DEMO, *words, "--preset", "gspo", "--preset", "async"]) == 0
     assert "each run has all presets, gspo, async; preset=gspo,async compares them" in capsys.readouterr().out
+
+
+def test_the_finished_runs_of_twenty_seeds_make_a_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each run is a demo's, which makes its model too."""
+    began = list[list[str]]()
+
+    def run(words: list[str], output: Path, stop: Stop) -> int:
+        began.append(words)
+        seed = int(output.parent.name.removeprefix("seed="))
+        (logs := output.parent / "logs" / "exp_001").mkdir(parents=True)
+        (logs / "hyperparams.json").write_text(load_recipe(DEMO, words[2:]).config.model_dump_json())
+        (logs / "metrics.jsonl").write_text(json.dumps({"step": 1, "prefix": "train", "reward": seed / 20}) + "\n")
+        (logs / "summary.json").write_text(json.dumps({"end": "it is done", "end_kind": "finished", "exit_code": 0}))
+        return 0
+
+    monkeypatch.setattr(sweep, "run_command", run)
+    words = [
+        "sweep",
+        DEMO,
+        "--seeds",
+        "20",
+        "--folder",
+        str(tmp_path / "s"),
+        "--band",
+        str(tmp_path / "b" / "own.json"),
+    ]
+    words += ["logger.alarms.band=bands/not_there_yet.json"]
+    assert main([*words, "--algorithm", "demo"]) == 0
+    assert load_recipe(DEMO, began[0][2:]).config.logger.alarms.band is None
+    assert len(began) == 20 and began[0][:2] == ["demo", f"--recipe={DEMO}"] and "grpo.seed=1" in began[0]
+    band = read_band(str(tmp_path / "b" / "own.json"))
+    assert (band.recipe, band.seeds[-1], band.curves["reward"][-1, 0]) == (DEMO, 20, 1.0)
+    assert "own.json: the band of 20 runs; logger.alarms.band=" in capsys.readouterr().out
+    (tmp_path / "s" / "seed=3" / "logs" / "exp_001" / "summary.json").unlink()
+    monkeypatch.setattr(sweep, "run_command", lambda *_: 0)
+    assert main([*words, "--algorithm", "demo"]) == 1
+    assert "a band needs 20 runs or more, and 19 are finished" in capsys.readouterr().err
+    for changed in (["--seeds", "19"], ["grpo.max_num_steps=3,4"]):
+        assert main([*words, *changed]) == 1
+        assert "--band is of one setting with --seeds 20 or more" in capsys.readouterr().err
+    assert main([*words, "--band", str(tmp_path)]) == 1 and len(began) == 20
+    assert "cannot be written: Is a directory" in capsys.readouterr().err
 
 
 def test_settings_with_several_seeds_are_ranked_under_the_table(

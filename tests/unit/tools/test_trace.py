@@ -1,7 +1,5 @@
 """A traced rank against the plan, and ceilings for its kernels and synchronisations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,16 @@ from grpo_mcore.tools.plan.trace import TracedPhase, trace
 
 pytestmark = pytest.mark.slow  # full-size models without values
 
-LIMITS = {"log-probs": 0.07, "refit": 0.008}  # in a refit nothing of a pass may be left
+LIMITS = {"refit": 0.008}  # nothing of a pass may be left
+OTHERS = 0.02
+BINS = [f"policy.sequence_packing.{phase}_mb_tokens=4096" for phase in ("train", "logprob")]
+"""With few layers, longer bins would be nearly all of a rank's memory; docs/gpu.md has whole models with theirs."""
 DISPATCHER = {"moe_utils:permute", "moe_utils:sort_chunks_by_idxs", "experts:forward"}
 
 
 def traced(folder: Path, recipe: str, cut: dict[str, Any]) -> dict[str, TracedPhase]:
     """Trace a recipe whose model has fewer layers. Return the phases of its last stage."""
-    config = load_recipe(recipe).config
+    config = load_recipe(recipe, BINS).config
     path = folder / "config.json"
     model = plan_config(config) | cut
     if "text_config" in model:
@@ -31,8 +32,8 @@ def traced(folder: Path, recipe: str, cut: dict[str, Any]) -> dict[str, TracedPh
     plan = make_plan(config, plan_shape(config, path), plan_device(config, None, None), kernels="torch")
     found = trace(config, plan, json.loads(path.read_text()))
     assert not torch.distributed.is_initialized()
-    for phase in found:  # with few layers, what a forward pass needs at a time is a large part
-        limit = LIMITS.get(phase.name, 0.05)
+    for phase in found:
+        limit = LIMITS.get(phase.name, OTHERS)
         assert phase.planned_bytes == pytest.approx(phase.peak_bytes, rel=limit), phase.name
     return {phase.name: phase for phase in found if phase.stage == found[-1].stage}
 
@@ -50,27 +51,21 @@ def traced(folder: Path, recipe: str, cut: dict[str, Any]) -> dict[str, TracedPh
         ),  # as `test_the_command`
         # Measured: 1,633. The models below have experts too.
         pytest.param("grpo-qwen3-30BA3B-4n8g", {"num_hidden_layers": 2}, 1800, marks=pytest.mark.every_state),
-        # Attention with sinks, in a window and without. Measured: 3,541.
-        (
-            "grpo-gpt-oss-20B-1n8g",
-            {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-            3900,
+        # Attention with sinks, in a window and without. Measured: 3,439.
+        pytest.param(
+            "grpo-gpt-oss-20B-1n8g", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+            3800, marks=pytest.mark.every_state,
         ),
-        # A Gated DeltaNet layer, which goes through its chunks in turn, and an attention layer. Measured: 3,148.
-        (
-            "grpo-qwen3.5-35BA3B-4n8g",
-            {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-            3450,
+        # A Gated DeltaNet layer, which goes through its chunks in turn, and an attention layer. Measured: 3,018.
+        pytest.param(
+            "grpo-qwen3.5-35BA3B-4n8g", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+            3300, marks=pytest.mark.every_state,
         ),
         # A Mamba2, an expert and an attention layer. Measured: 2,318.
-        (
-            "grpo-nanov3-30BA3B-2n8g",
-            {"num_hidden_layers": 3, "hybrid_override_pattern": "ME*"},
-            2550,
-        ),
+        ("grpo-nanov3-30BA3B-2n8g", {"num_hidden_layers": 3, "hybrid_override_pattern": "ME*"}, 2550),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_a_rank_does_what_is_planned(tmp_path: Path, recipe: str, cut: dict[str, Any], launches: int) -> None:
     """In a layer only the experts' dispatcher waits for the device."""
     phases = traced(tmp_path, recipe, cut)
@@ -92,14 +87,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", recipe, f"policy.model_name={tmp_path}", "--trace", "--json"]) == 0
     phases = {phase["name"]: phase for phase in json.loads(capsys.readouterr().out)["phases"]}
     assert 0 < phases["training"]["launches"] <= 2700
-    assert all(phase["planned_bytes"] == pytest.approx(phase["peak_bytes"], rel=0.07) for phase in phases.values())
+    assert all(phase["planned_bytes"] == pytest.approx(phase["peak_bytes"], rel=OTHERS) for phase in phases.values())
 
 
 @pytest.mark.every_state
 def test_all_layers_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "grpo-nanov3-30BA3B-2n8g", "--trace", "--json"]) == 0
     phases = {phase["name"]: phase for phase in json.loads(capsys.readouterr().out)["phases"]}
-    assert phases["training"]["launches"] <= 16_500
+    assert phases["training"]["launches"] <= 15_500  # measured: 15,371 a bin of 8,192
     for phase in phases.values():
         assert phase["peak_bytes"] < 80e9
-        assert phase["planned_bytes"] == pytest.approx(phase["peak_bytes"], rel=0.05), phase["name"]
+        assert phase["planned_bytes"] == pytest.approx(phase["peak_bytes"], rel=OTHERS), phase["name"]

@@ -1,7 +1,5 @@
 """The verdict names planted faults: numbers of a float32 model that is really wrong, beside numbers that are right."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from grpo_mcore.refit.engine_side.fp8 import Format, dequantized, quantized
 from grpo_mcore.rollout.trajectory import Sampling
 from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.verdict.collect import overridden
@@ -186,6 +185,26 @@ def halves(tensor: Tensor, old: Tensor) -> None:
     tensor.copy_(tensor.roll(len(tensor) // 2, 0))
 
 
+def in_fp8(kind: Format) -> Says:
+    """The model with the values that FP8 weights stand for. What an engine fuses is quantised together."""
+
+    def wrong(new: nn.Module, old: nn.Module, sample: JudgedSample) -> Tensor:
+        tensors = dict(new.named_parameters())
+        for first, *others in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",)):
+            for name, tensor in tensors.items():
+                if name.endswith(f"{first}.weight"):
+                    parts = [tensor, *(tensors[name.replace(first, other)] for other in others)]
+                    values = dequantized(kind, *quantized(kind, torch.cat(parts).bfloat16()))
+                    for part, value in zip(parts, values.split([len(part) for part in parts]), strict=True):
+                        part.copy_(value)
+        for name, tensor in tensors.items():
+            if ".experts." in name:
+                tensor.copy_(dequantized(kind, *quantized(kind, tensor.bfloat16())))
+        return says(new, sample)
+
+    return wrong
+
+
 DENSE: dict[str, tuple[str, Says, str, str]] = {
     "one version too old": ("engine", lambda new, old, sample: says(old, sample), "version", "all weights"),
     "stale tied head": ("engine", stale_head, "weights", "lm_head.weight"),
@@ -200,16 +219,16 @@ DENSE: dict[str, tuple[str, Says, str, str]] = {
     "position off by one": ("engine", one_position_late, "positions", "shifted by 1"),
     "norm cast before the multiply": ("policy", norm_cast, "precision", "norms rounded"),
     "bfloat16": ("engine", lambda new, old, sample: says(new.bfloat16(), sample), "precision", "bfloat16"),
+    "FP8 blocks": ("engine", in_fp8("fp8_per_block"), "quantisation", "quantised to fp8_per_block"),
+    "FP8 channels": ("engine", in_fp8("fp8_per_channel"), "quantisation", "quantised to fp8_per_channel"),
+    "MXFP8": ("engine", in_fp8("mxfp8"), "quantisation", "quantised to mxfp8"),
     "swapped heads": ("policy", changed("0.self_attn.q_proj.weight", heads_swapped), "layout", "two heads"),
     "swapped halves": ("policy", changed("1.mlp.up_proj.weight", halves), "layout", "halves"),
 }  # fmt: skip
 EXPERTS: dict[str, tuple[str, Says, str, str]] = {
-    "stale expert": (
-        "engine",
-        changed("layers.1.mlp.experts.gate_up_proj", lambda t, old: t[2].copy_(old[2])),
-        "weights",
-        "expert 2 of model.layers.1.mlp.experts.gate_up_proj of the older version",
-    ),
+    "stale expert":
+        ("engine", changed("layers.1.mlp.experts.gate_up_proj", lambda t, old: t[2].copy_(old[2])), "weights",
+         "expert 2 of model.layers.1.mlp.experts.gate_up_proj of the older version"),
     "wrong expert group": (
         "policy",
         lambda new, old, sample: changed("0.mlp.experts.down_proj", lambda t, _: t.copy_(t.roll(2, 0)))(
@@ -219,9 +238,10 @@ EXPERTS: dict[str, tuple[str, Says, str, str]] = {
         "moved by 2",
     ),
     "stale expert, whole": ("engine", stale_expert, "weights", "expert 1 of model.layers.0.mlp of the older version"),
+    "FP8 blocks": ("engine", in_fp8("fp8_per_block"), "quantisation", "quantised to fp8_per_block"),
     "shifted routes": ("policy", routes_of_the_token_before, "routing", "token before"),
     "stale router": ("engine", changed("layers.0.mlp.gate.weight", stale), "weights", "mlp.gate"),
-}
+}  # fmt: skip
 
 
 def _rolled(network: nn.Module, name: str, by: int) -> nn.Module:

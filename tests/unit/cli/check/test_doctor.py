@@ -1,7 +1,5 @@
 """`grpo-mcore doctor`: exit codes, JSON, and what a recipe asks for."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The demo replaces everything in its folder, but nothing that lives."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +9,8 @@ import pytest
 from grpo_mcore.cli.main import main
 from grpo_mcore.cli.train import demo
 from grpo_mcore.driver.checkpoints.lease import LEASE_FILE, FolderInUse, Lease
+from grpo_mcore.observe.band import LARGEST_BYTES, band_of, band_text
+from grpo_mcore.recipe import changes, load_recipe
 
 
 @pytest.mark.parametrize("held", [".", "checkpoints", "deep/inside/it"])
@@ -26,6 +26,14 @@ def test_a_folder_with_a_live_run_is_left_alone(
     said = capsys.readouterr().err
     assert f"the demo replaces everything in its folder, and {folder / held} is in use by process" in said
     assert (folder / "logs" / "metrics.jsonl").read_text() == "results"
+
+
+def test_the_band_of_the_quick_demo_is_of_the_recipe_as_it_is() -> None:
+    """A changed recipe needs a new one: `grpo-mcore sweep grpo-arithmetic-cpu --algorithm demo-quick --seeds 20`."""
+    config = load_recipe(demo.GRPO, demo.quick_recipe()).config
+    band, reason = band_of(config.model_dump(mode="json"))
+    assert band is not None and reason is None and len(band.seeds) >= 20 and len(band_text(band)) <= LARGEST_BYTES
+    assert [change for change in changes(band.settings, config) if change.key in band.settings] == []
 
 
 def test_what_a_run_that_is_over_has_left_is_replaced(tmp_path: Path) -> None:

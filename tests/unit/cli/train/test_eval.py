@@ -1,7 +1,5 @@
 """The words of `grpo-mcore eval`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The signals of a sweep are passed on to its run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

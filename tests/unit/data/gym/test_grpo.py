@@ -13,10 +13,7 @@ from tests.unit.data.gym.conftest import call, message, rollout, spec_rollout
 def test_the_documented_rows(run: Any) -> None:
     """The output has exactly the fields that the specification shows."""
     _, rows = run("grpo", [spec_rollout("What is 2+2?", "4", ground_truth="4"), spec_rollout("Say hi", "hi")])
-    assert rows == [
-        {"input": "What is 2+2?", "output": "4", "ground_truth": "4"},
-        {"input": "Say hi", "output": "hi"},
-    ]
+    assert rows == [{"input": "What is 2+2?", "output": "4", "ground_truth": "4"}, {"input": "Say hi", "output": "hi"}]
 
 
 def test_the_same_rows_as_the_documented_script(run: Any) -> None:

@@ -1,16 +1,9 @@
 """Checkpoints written at once, by the steps that a run takes in the background."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_mcore.driver.checkpoints.checkpoint_files import (
-    RunSnapshot,
-    policy_folder,
-    recipe_text,
-    write_driver_files,
-)
+from grpo_mcore.driver.checkpoints.checkpoint_files import RunSnapshot, policy_folder, recipe_text, write_driver_files
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
 

@@ -1,7 +1,5 @@
 """Checkpoints in the background: complete or not at all, one at a time; one that fails does not affect the run."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Checkpoint folders: complete or not at all, the best are kept, two runs are never mixed."""
 
-from __future__ import annotations
-
 import errno
 import io
 import itertools
@@ -42,50 +40,48 @@ def test_the_recipe_in_a_checkpoint_is_yaml() -> None:
         assert recipe_text(cast(MasterConfig, recipe)) == yaml.dump(sections, sort_keys=False)
 
 
-def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, keep_top_k=2)
-    for step, accuracy in ((1, 0.9), (2, 0.5), (3, 0.8), (4, 0.1)):
-        save(checkpoints, step, val_accuracy=accuracy)
-    assert kept(tmp_path) == ["step_1", "step_3", "step_4"]
-    assert checkpoints.latest() == tmp_path / "step_4"
-    assert checkpoints.read(tmp_path / "step_3") == ({"current_step": 3}, {"place": 3})
+BY_ACCURACY = {"metric_name": "val:accuracy"}
 
 
-def test_a_lower_metric_can_be_the_better_one(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, keep_top_k=1, metric_name="val:loss", higher_is_better=False)
-    for step, loss in ((1, 0.2), (2, 0.9), (3, 0.5)):
-        save(checkpoints, step, val_loss=loss)
-    assert kept(tmp_path) == ["step_1", "step_3"]
+@pytest.mark.parametrize(
+    ("settings", "saved", "left"),
+    [
+        ({"keep_top_k": 2}, {1: 0.9, 2: 0.5, 3: 0.8, 4: 0.1}, [1, 3, 4]),
+        ({"keep_top_k": 1, **BY_ACCURACY}, {1: 0.5, 2: float("nan"), 3: 0.1}, [1, 3]),
+        # Checkpoints for recovery do not compete with the best.
+        ({"keep_top_k": 1, "save_period": 4, "ft_save_period": 1, "ft_keep_latest_k": 2},
+         {step: 1 / step for step in range(1, 8)}, [4, 6, 7]),
+        ({"keep_top_k": 1, "save_period": 4, "ft_save_period": 1, "ft_keep_latest_k": 2},
+         {step: 1 / step for step in range(1, 8)} | {8: 0.9}, [7, 8]),
+        # The newest are kept, whatever they were saved for.
+        ({"keep_top_k": 1, "save_period": 2, "ft_keep_latest_k": 3},
+         {step: 1 / step for step in (1, 2, 3, 4, 5, 6, 8)}, [2, 5, 6, 8]),
+        ({"keep_top_k": None, "save_period": 2, "ft_keep_latest_k": 2}, dict.fromkeys(range(1, 8)), [2, 4, 6, 7]),
+        ({"keep_top_k": None, "save_period": 3, "ft_save_period": 1}, dict.fromkeys(range(1, 6)), [3, 5]),
+    ],
+)  # fmt: skip
+def test_what_is_kept(tmp_path: Path, settings: Any, saved: dict[int, float | None], left: list[int]) -> None:
+    checkpoints = manager(tmp_path, **settings)
+    for step, accuracy in saved.items():
+        save(checkpoints, step, **({} if accuracy is None else {"val_accuracy": accuracy}))
+    assert kept(tmp_path) == [f"step_{step}" for step in left]
+    newest = tmp_path / f"step_{left[-1]}"
+    assert checkpoints.latest() == newest
+    assert checkpoints.read(newest) == ({"current_step": left[-1]}, {"place": left[-1]})
 
 
-def test_checkpoints_for_recovery_do_not_compete_with_the_best(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, keep_top_k=1, save_period=4, ft_save_period=1, ft_keep_latest_k=2)
-    for step in range(1, 8):
-        save(checkpoints, step, val_accuracy=1.0 / step)
-    assert kept(tmp_path) == ["step_4", "step_6", "step_7"]
-    save(checkpoints, 8, val_accuracy=0.9)
-    assert kept(tmp_path) == ["step_7", "step_8"]
-
-
-def test_the_newest_are_kept_whatever_they_were_saved_for(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, keep_top_k=1, save_period=2, ft_keep_latest_k=3)
-    for step in (1, 2, 3, 4, 5, 6, 8):
-        save(checkpoints, step, val_accuracy=1.0 / step)
-    assert kept(tmp_path) == ["step_2", "step_5", "step_6", "step_8"]
-
-
-def test_those_of_save_period_all_stay_without_keep_top_k(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, keep_top_k=None, save_period=2, ft_keep_latest_k=2)
-    for step in range(1, 8):
-        save(checkpoints, step)
-    assert kept(tmp_path) == ["step_2", "step_4", "step_6", "step_7"]
-
-
-def test_one_for_recovery_is_kept_by_default(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, keep_top_k=None, save_period=3, ft_save_period=1)
-    for step in range(1, 6):
-        save(checkpoints, step)
-    assert kept(tmp_path) == ["step_3", "step_5"]
+@pytest.mark.parametrize(
+    ("settings", "name", "values", "best"),
+    [
+        ({"metric_name": "val:loss", "higher_is_better": False}, "val_loss", (0.2, 0.9, 0.5), 1),
+        (BY_ACCURACY, "val_reward", (0.5, 0.7, 0.1), 2),  # graded rewards have no accuracy
+    ],
+)
+def test_what_ranks_as_best(tmp_path: Path, settings: Any, name: str, values: tuple[float, ...], best: int) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=1, **settings)
+    for step, value in enumerate(values, 1):
+        save(checkpoints, step, **{name: value})
+    assert kept(tmp_path) == [f"step_{best}", "step_3"]
 
 
 def test_the_one_just_saved_is_always_kept(tmp_path: Path) -> None:
@@ -522,20 +518,6 @@ def test_a_published_checkpoint_is_never_deleted_for_another(tmp_path: Path, mon
     assert checkpoint_files.damage(tmp_path / "abandoned_step_4") is None
 
 
-def test_a_metric_that_is_nan_ranks_last(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, keep_top_k=1, metric_name="val:accuracy")
-    for step, accuracy in ((1, 0.5), (2, float("nan")), (3, 0.1)):
-        save(checkpoints, step, val_accuracy=accuracy)
-    assert kept(tmp_path) == ["step_1", "step_3"]
-
-
-def test_graded_rewards_rank_by_their_mean(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, keep_top_k=1, metric_name="val:accuracy")
-    for step, reward in ((1, 0.5), (2, 0.7), (3, 0.1)):
-        save(checkpoints, step, val_reward=reward)
-    assert kept(tmp_path) == ["step_2", "step_3"]
-
-
 @pytest.mark.parametrize(
     ("metrics", "why"), [({"val_accuracy": 0.0}, "the same"), ({}, "missing")], ids=["constant", "without validation"]
 )
@@ -579,8 +561,7 @@ def left_by_another_run(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("left", "written"),
-    [("hf", ("hf",)), ("hf_step_4", ("hf_step_*",)), ("hf", ()), ("hf_step_4", ("hf",))],
+    ("left", "written"), [("hf", ("hf",)), ("hf_step_4", ("hf_step_*",)), ("hf", ()), ("hf_step_4", ("hf",))]
 )
 def test_a_model_of_another_run_is_refused_before_the_start(
     tmp_path: Path, left: str, written: tuple[str, ...]

@@ -1,8 +1,6 @@
 """Copies of a run's checkpoints at a URL: whole or not there, whatever fails and when; each run writes below its own
 id; a machine without checkpoints goes on from them."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

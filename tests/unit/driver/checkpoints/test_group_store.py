@@ -1,7 +1,5 @@
 """Finished groups pass through a checkpoint unchanged; those too old for the current recipe are left out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +7,10 @@ import pytest
 import torch
 
 from grpo_mcore.driver.checkpoints.group_store import read_groups, write_groups
-from grpo_mcore.driver.run.resume import young_enough
+from grpo_mcore.driver.run.loop_parts import young_enough
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.schedule import ScheduleConfig
-from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
+from grpo_mcore.rollout.trajectory import ImageSpan, Score, Trajectory, TrajectoryRef, Turn
 from tests.unit.driver.rollouts.fake_rollouts import Shuffling, prompt
 
 
@@ -35,6 +33,20 @@ def test_groups_come_back_with_their_trajectories(tmp_path: Path) -> None:
     back = found["p2"]
     assert back.prompt["uid"] == "p2" and back.weight_version == 3 and back.scores == group(first, 2).scores
     assert [then.store.fetch(sample.ref).token_ids().tolist() for sample in back.samples] == [[2, 0], [2, 1]]
+
+
+def test_the_bytes_of_images_come_back_once_for_a_group(tmp_path: Path) -> None:
+    first, then = Shuffling(0), Shuffling(0)
+    turns = (Turn("user", torch.tensor([4, 6, 5]), images=(ImageSpan(1, 1, "cat", (1, 2, 2)),)),)
+    samples, images = [], {"cat": first.store.put(b"bytes of a cat")}
+    for index in range(2):
+        trajectory = Trajectory("p2", index, turns, ((3, 0, 3),), "stop", truncated=False)
+        samples.append(TrajectoryRef.of(trajectory, first.store.put(trajectory), images))
+    write_groups(tmp_path, [Group(prompt(2), tuple(samples), group(first, 2).scores)], first)
+    back = read_groups(tmp_path, [prompt(2)], then, {"p2": 3}, range(2, 3))["p2"]
+    (of_first, of_second) = (sample.images["cat"] for sample in back.samples)
+    assert of_first is of_second and then.store.fetch(of_first) == b"bytes of a cat"
+    assert then.store.fetch(back.samples[1].ref).images() == turns[0].images
 
 
 def test_groups_of_another_size_are_left_out(tmp_path: Path) -> None:

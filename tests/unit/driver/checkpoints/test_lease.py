@@ -1,7 +1,5 @@
 """Only one run at a time works in a folder; one that died does not block the next."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -22,6 +20,7 @@ from grpo_mcore.driver.checkpoints.checkpoint_files import ResumeError, RunSnaps
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from grpo_mcore.driver.checkpoints.lease import LEASE_FILE, FolderInUse, Holder, Lease, LeaseLost, dead_holder
 from tests.unit.driver.checkpoints.saving import RECIPE, manager, save_now, write_policy
+from tests.waiting import wait_until
 
 HOLD = "import sys, pathlib, time; from grpo_mcore.driver.checkpoints.lease import Lease; "
 HOLD += "lease = Lease(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(100)"
@@ -176,10 +175,7 @@ def test_it_beats(tmp_path: Path) -> None:
     with Lease(tmp_path, beat_s=0.01):
         file = tmp_path / LEASE_FILE
         os.utime(file, (0, 0))
-        deadline = time.monotonic() + 10
-        while file.stat().st_mtime == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: file.stat().st_mtime)
 
 
 @pytest.mark.parametrize("left", ["a dead run's file", "half a file", "nothing"])

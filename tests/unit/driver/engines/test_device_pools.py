@@ -1,7 +1,5 @@
 """Policy and engines on separate devices: who makes room, who receives, and when a network group is left."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Next to which policy ranks each engine runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every wait for engines hears an urgent request to stop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,17 +73,21 @@ def test_the_wait_before_the_next_start_hears_it() -> None:
     assert cluster.clock.now() - began < 6.0
 
 
-def test_what_must_not_be_left_half_done_is_not_interrupted() -> None:
+@pytest.mark.parametrize(("grace_s", "result"), [(START_S, "whole"), (20.0, None)])
+def test_what_should_not_be_left_half_done_is_interrupted_after_its_grace(grace_s: float, result: str | None) -> None:
     cluster = VirtualCluster()
     engines, stop = start_group(cluster), StopRequest()
     cluster.watch = stop.check
     ask_after(stop, cluster, 5.0)
+    cluster.clock.after(25.0, lambda: None)  # a virtual wait looks at the watch where something happens
+    began = cluster.clock.now()
 
     def prepare() -> str:
-        with cluster.uninterrupted():
+        with cluster.uninterrupted(grace_s):
             engines.prepare()
         return "whole"
 
-    assert stop.interruptible(prepare) == "whole"
+    assert stop.interruptible(prepare) == result
+    assert cluster.clock.now() - began == pytest.approx(START_S if result else 25.0, abs=0.2)
     ask_after(stop, cluster, 5.0)
     engines.prepare()  # outside of what may be interrupted: an optimizer step, for example

@@ -1,7 +1,5 @@
 """How many failures are tolerated, and how long each retry waits."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_mcore.base.stopping import StopNow

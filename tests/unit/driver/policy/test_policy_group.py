@@ -1,8 +1,8 @@
 """What the driver makes of the answers of the policy's ranks."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.driver.policy.policy_group import PolicyGroup
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.policy import TrainReport
+from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.step.step_batch import TrainTargets
 from tests.unit.step.step_cases import config, group
 
@@ -91,13 +92,46 @@ class Recorder:
         return lambda *_: self.calls.append(name)
 
 
-@pytest.mark.parametrize("offloads", [False, True])
-def test_the_optimizer_may_stay_away_until_the_update(offloads: bool) -> None:
-    policy: Any = Recorder(offloads_for_logprobs=offloads)
-    recipe = config()
+def train(policy: Any, recipe: MasterConfig, samples: Any = None) -> None:
     engines: Any = SimpleNamespace(release=lambda **_: None, pauses=False)
     clock: Any = SimpleNamespace(phase=lambda _: nullcontext())
     nothing: Any = None
-    train_on_groups(policy, engines, [group("a", [1, 0, 0, 1]), group("b", [0, 1, 1, 0])], nothing, recipe, clock)
+    groups = [group("a", [1, 0, 0, 1]), group("b", [0, 1, 1, 0])]
+    train_on_groups(policy, engines, groups, nothing, recipe, clock, samples)
+
+
+@pytest.mark.parametrize(("critic", "updates", "trains"), [(True, 1, False), (True, 2, True), (False, 1, True)])
+def test_steps_of_the_critic_alone_are_recorded_and_need_a_critic(critic: bool, updates: int, trains: bool) -> None:
+    policy: Any = Recorder(offloads_for_logprobs=False)
+    policy.updates, ones = updates, torch.ones(8, dtype=torch.float64)
+    policy.infer_values = lambda *_: {"gae_sum": ones, "gae_square": ones, "tokens": ones}
+    policy.train_critic, policy.token_logprobs = (lambda *_: {}), lambda: ["log-probs"]
+    recorded: list[Any] = []
+    samples = SimpleNamespace(wants_logprobs=True, trained=lambda *given: recorded.append(given[-1]))
+    ppo = {"enabled": critic, "policy_training_start_step": 2}
+    train(policy, MasterConfig.model_validate(config().model_dump() | {"ppo": ppo}), samples)
+    assert policy.calls[-1] == ("train" if trains else "skip")
+    assert recorded == [["log-probs"] if trains else []]
+
+
+def test_rewards_are_shaped_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_shaping.py").write_text(
+        "CALLS = []\ndef shape(samples):\n    CALLS.append(1)\n    return samples.rewards\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    policy: Any = Recorder(offloads_for_logprobs=False)
+    ones = torch.ones(8, dtype=torch.float64)
+    policy.infer_values = lambda *_: {"gae_sum": ones, "gae_square": ones, "tokens": ones}
+    policy.train_critic = lambda *_: {}
+    shaping = {"enabled": True, "path": "own_shaping:shape"}
+    recipe = config(reward_shaping=shaping).model_dump() | {"ppo": {"enabled": True}}
+    train(policy, MasterConfig.model_validate(recipe))
+    assert import_module("own_shaping").CALLS == [1]
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_the_optimizer_may_stay_away_until_the_update(offloads: bool) -> None:
+    policy: Any = Recorder(offloads_for_logprobs=offloads)
+    train(policy, config())
     before = "offload" if offloads else "onload"
     assert policy.calls == [before, "receive", "log-probs", "onload", "train"]

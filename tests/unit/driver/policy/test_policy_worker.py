@@ -1,8 +1,6 @@
 """A policy rank's bins: the log-prob passes join them into longer rows and hand each its own values; samples of a bin
 share prefixes where the plan says so. The last update of a step leaves all weights gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.driver.policy.policy_worker import Bin, PolicyWorker
 from grpo_mcore.families import FamilyError
 from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import PolicyConfig, bins_per_logprob_row
 from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING, Trajectory, Turn
 from grpo_mcore.step.step_batch import RankStep, TrainTargets
@@ -65,11 +64,25 @@ def test_the_last_update_of_a_step_is_marked(tokens: tuple[int, ...], last: list
     worker._bins, worker.step_logprobs = [[make_bin((3, 4))] for _ in tokens], []
     worker.is_last_stage, worker.advance_schedule = False, lambda: None  # type: ignore[method-assign]
     worker.train_step = lambda *_, last, **__: marked.append(last)  # type: ignore[method-assign, assignment, return-value]
-    targets = SimpleNamespace(
-        valid_seqs=tokens, valid_toks=tokens, weights=torch.ones(2), rewards=None, reference_sums=None, advantages=None
-    )
-    worker.train(lambda: None, targets)  # type: ignore[arg-type]
+    worker.train(lambda: None, TrainTargets(torch.ones(2), tokens, tokens))  # type: ignore[arg-type]
     assert marked == last
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_schedules_of_policy_and_critic_advance_once_a_step(skips: bool) -> None:
+    worker, critic, advanced = object.__new__(PolicyWorker), object.__new__(Policy), []
+    worker._bins, worker.is_last_stage, worker.critic = [[make_bin((3, 4))]], False, critic
+    for name, model in (("policy", worker), ("critic", critic)):
+        model.step_logprobs = []
+        model.scheduler = SimpleNamespace(step=lambda increment, name=name: advanced.append(name))
+        model.train_step = lambda *_, **__: None  # type: ignore[method-assign, assignment, return-value]
+    if not skips:
+        targets: Any = TrainTargets(torch.ones(2), (7,), (7,), critic_epochs=2)
+        worker.train_critic(lambda: None, targets)  # type: ignore[arg-type]
+        worker.train(lambda: None, targets)  # type: ignore[arg-type]
+    else:
+        worker.skip()
+    assert advanced == ["policy", "critic"]
 
 
 @pytest.mark.parametrize(("shares", "block", "new_tokens"), [(True, 32, 6), (True, 64, 38), (False, 32, None)])
@@ -114,6 +127,35 @@ def test_tokens_of_flagged_turns_have_an_advantage_of_their_own_before_clipping(
     assert advantages(both, (-6.0, None)) == [0.5, 0.5, -5, -5, 0.5, -6, -6, -1, -1, -1]
     assert advantages({MALFORMED_THINKING: 0.0}) == [0.5, 0.5, 0.5, 0.5, 0.5, 0, 0, -1, -1, -1]
     assert advantages({}) == [0.5] * 7 + [-1] * 3
+
+
+def test_credit_of_a_turn_is_added_to_its_tokens_before_flags_and_bounds() -> None:
+    def turn(size: int, flag: str = "", generated: bool = True) -> Turn:
+        return Turn("x", torch.arange(size), torch.zeros(size) if generated else None, generated, flag=flag)
+
+    talk = (turn(2, generated=False), turn(2), turn(1, generated=False), turn(1, INVALID_TOOL_CALL), turn(1))
+    kept = [
+        Trajectory("a", 0, talk, (), "stop", truncated=False, branches=(3, 4), turn_numbers=(2, 0, 1)),
+        Trajectory("a", 1, (turn(2),), (), "stop", truncated=False),
+    ]
+    worker = object.__new__(PolicyWorker)
+    worker.config, worker.is_last_stage = PolicyConfig.model_validate({"model_name": "tiny"}), True
+    worker.layout = SimpleNamespace(tensor=1, sequence_parallel=False)  # type: ignore[assignment]
+    worker._store = SimpleNamespace(fetch_many=lambda refs: [kept[ref] for ref in refs])  # type: ignore[assignment]
+    credits = torch.tensor([[0.125, 0.25, 8.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+
+    def advantages(bin: tuple[int, ...], **how: Any) -> list[float]:
+        worker.receive(RankStep(((bin,),), {i: i for i in bin}), weight_version=1)
+        weights, own = torch.ones(2, dtype=torch.float64), torch.tensor([0.5, -1.0], dtype=torch.float64)
+        targets = TrainTargets(weights, (2,), (8,), own, turn_credits=credits, **how)
+        (batch,) = worker._with_targets(worker._bins[0], targets)
+        trained = batch.columns["token_mask"] > 0
+        return batch.columns["advantages"][trained].tolist()
+
+    assert advantages((0, 1)) == [8.5, 8.5, 0.625, 0.75, 0, 0]
+    assert advantages((1,)) == [0, 0]
+    flagged = {INVALID_TOOL_CALL: -5.0}
+    assert advantages((0, 1), flag_advantages=flagged, clip=(None, 2.0)) == [2, 2, -5, 0.75, 0, 0]
 
 
 def make_bin(lengths: tuple[int, ...]) -> Bin:

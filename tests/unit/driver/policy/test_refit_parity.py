@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,14 +5,7 @@ import pytest
 import torch
 
 from grpo_mcore.cluster import Parcel
-from grpo_mcore.driver.policy.refit_parity import (
-    SHARE,
-    EngineParity,
-    Parity,
-    SampledParity,
-    measure_parity,
-    probes,
-)
+from grpo_mcore.driver.policy.refit_parity import SHARE, EngineParity, Parity, SampledParity, measure_parity, probes
 from grpo_mcore.driver.policy.refit_settings import ParityCheck
 
 

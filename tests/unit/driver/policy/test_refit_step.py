@@ -1,7 +1,5 @@
 """A refit goes on until every engine has the weights, even if engines die in it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which teacher scores a sample, how its samples reach its ranks, and what happens when it is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,13 +14,7 @@ from grpo_mcore.cluster.local_cluster import LocalStore, LocalWorker
 from grpo_mcore.driver.engines.engine_group import EngineGroup, EngineSlot
 from grpo_mcore.driver.engines.retries import Retries
 from grpo_mcore.driver.policy.teacher_engines import TeacherEngines, TeacherEngineWorker
-from grpo_mcore.driver.policy.teachers import (
-    Teacher,
-    TeacherError,
-    Teachers,
-    check_aliases,
-    teacher_steps,
-)
+from grpo_mcore.driver.policy.teachers import Teacher, TeacherError, Teachers, check_aliases, teacher_steps
 from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.recipe import MasterConfig, OnPolicyDistillationConfig
 from grpo_mcore.rollout.group import Group

@@ -1,7 +1,5 @@
 """A record is followed entry by entry; what chance did comes at its place, and where runs part, that is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,7 @@ def trained(step: int, *uids: str) -> Entry:
 def row(uid: str, **more: Any) -> Entry:
     turns = [{"role": "assistant", "text": uid, "tokens": 1, "generated": True, "flag": None}]
     base = {"uid": uid, "generation": 0, "task": "t", "reward": 1.0, "rewards": "{}", "reason": "", "truncated": False}
-    base |= {"score_seconds": 0.0, "terminated": True, "finish_reason": "stop", "cut_turns": 0, "turns": turns}
+    base |= {"score_seconds": 0.0, "terminated": True, "finish_reason": "stop", "turns": turns}
     base |= {"versions": [], "token_ids": np.array([3]), "engine_logprobs": np.array([-0.5], np.float32)}
     base["versions"] = [{"version": 1, "first": 0, "end": 1}]
     return base | {"policy_logprobs": np.array([-0.5], np.float32), **more}

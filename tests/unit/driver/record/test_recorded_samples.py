@@ -1,9 +1,8 @@
 """Samples that were written to files come back as they were."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,11 @@ import torch
 
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.driver.record.recorded_samples import recorded_groups
-from grpo_mcore.driver.record.sample_writer import sample_row
+from grpo_mcore.driver.record.sample_writer import SampleWriter, sample_row
 from grpo_mcore.observe.samples import SampleFiles, read_samples
+from grpo_mcore.recipe import GRPOLoggerConfig
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, Score, Trajectory, TrajectoryRef, Turn
+from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, ImageSpan, Score, Trajectory, TrajectoryRef, Turn
 
 
 def test_a_recorded_sample_comes_back_with_its_branches() -> None:
@@ -24,7 +24,7 @@ def test_a_recorded_sample_comes_back_with_its_branches() -> None:
         Turn("user", torch.tensor([1, 4])),
         Turn("assistant", torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), loss_mask=True, text="b"),
     )
-    trajectory = Trajectory("p", 0, turns, ((1, 0, 7),), "stop", False, 6, (3, 4))
+    trajectory = Trajectory("p", 0, turns, ((1, 0, 7),), "stop", False, 6, (3, 4), turn_numbers=(1, 0))
     sample = TrajectoryRef.of(trajectory, None)
     prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": {}}
     score = Score(1.0, None, "", 0.0)
@@ -54,6 +54,31 @@ def test_a_recorded_sample_comes_back_with_its_experts(tmp_path: Path, last: int
     assert back == trajectory and back.routed_experts.equal(routes) and back.routed_experts.dtype == torch.int16
 
 
+def test_images_are_written_once_a_group_and_come_back(tmp_path: Path) -> None:
+    """One that both samples have, and one that an environment showed to the second alone."""
+    cluster = LocalCluster()
+    files = {"cat": cluster.store.put(b"bytes of a cat"), "dog": cluster.store.put(b"bytes of a dog")}
+    turns = (
+        Turn("user", torch.tensor([4, 6, 6, 5]), images=(ImageSpan(1, 2, "cat", (1, 2, 4)),)),
+        Turn("assistant", torch.tensor([6]), torch.tensor([-0.5]), True),
+        Turn("user", torch.tensor([6, 5]), images=(ImageSpan(0, 1, "dog", (1, 2, 2)),)),
+    )
+    trajectories = [Trajectory("p", i, turns[: 2 + i], ((1, 0, 5),), "stop", False) for i in range(2)]
+    few = [{"cat": files["cat"]}, files]
+    samples = [TrajectoryRef.of(it, cluster.store.put(it), few[i]) for i, it in enumerate(trajectories)]
+    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": {}}
+    writer = SampleWriter(GRPOLoggerConfig(samples="all"), tmp_path, cluster, SimpleNamespace(decode=str))
+    writer.validated(1, [Group(prompt, tuple(samples), (Score(1.0, None, "", 0.0),) * 2)])
+    writer.close()
+    rows = read_samples(tmp_path / "samples" / "validation" / "step_000001.parquet")
+    assert [[file["digest"] for file in row["images"]] for row in rows] == [["cat"], ["dog"]]
+    (group,) = recorded_groups(rows, cluster.store)
+    first, second = group.samples
+    assert cluster.store.fetch_many([first.ref, second.ref]) == trajectories
+    assert cluster.store.fetch_many(list(second.images.values())) == [b"bytes of a cat", b"bytes of a dog"]
+    assert list(first.images) == ["cat"] and first.images["cat"] is second.images["cat"]
+
+
 def test_a_group_comes_back_whole_through_a_file(tmp_path: Path) -> None:
     """Flags of turns, failed attempts to score, and a sample whose rollout left no tokens."""
     turns = (
@@ -65,7 +90,19 @@ def test_a_group_comes_back_whole_through_a_file(tmp_path: Path) -> None:
     store = LocalCluster().store
     samples = (TrajectoryRef.of(trajectory, store.put(trajectory)), cut)
     scores = (
-        Score(0.1, "7", "right", 0.5, {"a": 0.1}, True, 0.9, ("judge: timeout", "judge: timeout")),
+        Score(
+            0.1,
+            "7",
+            "right",
+            0.5,
+            {"a": 0.1},
+            True,
+            0.9,
+            ("judge: timeout", "judge: timeout"),
+            (None, 1.5),
+            ("", "s"),
+            (0.0, 0.1),
+        ),
         Score(None, None, "the agent failed", 0.0, terminated=False),
     )
     prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": {}}

@@ -1,7 +1,5 @@
 """One event reaches the schedule, the ledger, the report and the prompt stream."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +119,14 @@ def test_a_failed_group_is_consumed_and_replaced(tmp_path: Path) -> None:
         train_a_step(record, failing=True)
     assert "group_failed" in report.told
     assert events(tmp_path).count("dispatched") == 2 and events(tmp_path).count("failed") == 1
+
+
+def test_a_greedy_first_sample_is_no_part_of_the_pass_rate(tmp_path: Path) -> None:
+    with new_record(config(adv_estimator={"name": "remax"}), tmp_path) as record:
+        record.dispatched(record.prompts.take(2), data_ended=False)
+        record.group_finished(group("p0", [0.0, 1.0, 1.0, 1.0]), informative=True)
+    assert record.prompts.rates.prompts["p0"].solved_in_a_row == 1
+    assert record.prompts.rates.prompts["p0"].samples == 3
 
 
 def test_a_checkpoint_and_a_run_that_resumes_from_it(tmp_path: Path) -> None:

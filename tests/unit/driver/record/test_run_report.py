@@ -1,27 +1,28 @@
 """What a run reports of each step: throughput, and the metrics of its machines."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from matplotlib.figure import Figure
 
 from grpo_mcore.base.clock import REAL, Clock
-from grpo_mcore.driver.record.run_report import RunReport
+from grpo_mcore.driver.record.run_report import RunReport, prompt_metrics
 from grpo_mcore.driver.rollouts.validation import Validation
 from grpo_mcore.families import forward_flops, shape_of
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.observe import Logger, read_metrics
+from grpo_mcore.observe.band import BandError, band_text, make_band
 from grpo_mcore.observe.exit_codes import RunEnd
+from grpo_mcore.observe.logger import check_loggers
 from grpo_mcore.recipe import MasterConfig, policy_layout
-from grpo_mcore.rollout.trajectory import Score
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import ImageSpan, Score
 from tests.clocks import StandingClock
 
 SHAPE = shape_of(next(iter(known_configs().values())))
@@ -38,17 +39,19 @@ STEP = {
 }
 
 
-def new_report(folder: Path, clock: Clock = REAL, schedule: Any = None) -> RunReport:
+def new_report(
+    folder: Path, clock: Clock = REAL, schedule: Any = None, *, band: str | None = None, run: str | None = None
+) -> RunReport:
     config = MasterConfig.model_validate(
         {
             "policy": {"model_name": "m", "train_global_batch_size": 8},
             "data": {"train": {"data_path": "x.jsonl"}},
             "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4},
-            "logger": {"log_dir": str(folder)},
+            "logger": {"log_dir": str(folder), "alarms": {"band": band}},
             "cluster": {"gpus_per_node": 2},
         }
     )
-    logger = Logger(config.logger, clock=clock)
+    logger = Logger(config.logger, run=run, clock=clock)
     policy: Any = SimpleNamespace(
         shape=SHAPE,
         precision="bfloat16",
@@ -67,8 +70,8 @@ def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool, comput
     report = new_report(tmp_path)
     logger = report.logger
     logger.machines, logger.peak_flops = lambda: {"node.0.cpu.util": 7.0}, 1e12
-    samples = [SimpleNamespace(length=length, cut_turns=0) for length in (10, 30)]
-    groups: Any = [SimpleNamespace(samples=samples, ended_at=(), scores=[Score(1.0, None, "", 0.0)] * 2)]
+    samples = [SimpleNamespace(length=length) for length in (10, 30)]
+    groups: Any = [SimpleNamespace(prompt={}, samples=samples, ended_at=(), scores=[Score(1.0, None, "", 0.0)] * 2)]
     clock: Any = SimpleNamespace(take=lambda: {"total": 8.0, "train": 2.0})
     metrics = STEP | {"tokens": 40.0} | ({"loss": 0.1, "plan/computed_tokens": computed} if trained else {})
     report.step(1, groups, metrics, clock)
@@ -87,8 +90,8 @@ def test_a_steps_line_says_which_attempts_to_score_failed(tmp_path: Path, capsys
         Score(None, None, "the engine aborted the sample", 0.0),
         Score(0.0, None, "", 0.0),
     ]
-    samples = [SimpleNamespace(uid="p0", generation_index=n, cut_turns=0, length=3) for n in range(4)]
-    groups: Any = [SimpleNamespace(samples=samples, ended_at=(), scores=scores)]
+    samples = [SimpleNamespace(uid="p0", generation_index=n, length=3) for n in range(4)]
+    groups: Any = [SimpleNamespace(prompt={}, samples=samples, ended_at=(), scores=scores)]
     report = new_report(tmp_path)
     clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
     metrics = report.step(1, groups, STEP | {"tokens": 4.0, "loss": 0.1}, clock)
@@ -159,6 +162,39 @@ def test_alarms_and_outages_are_in_the_console_and_in_the_summary(
     written = json.loads((report.logger.log_dir / "summary.json").read_text())
     assert [(alarm["kind"], alarm["step"]) for alarm in written["alarms"]] == [("engine_mismatch", 1)]
     assert written["outages"] == summary["outages"] == {"logger.mlflow_enabled": "lacks 3 calls: 503"}
+
+
+def test_prompts_that_are_repeated_are_counted() -> None:
+    logs: list[Any] = [[{"role": "user", "content": text}] for text in ("1+1=", "2+2=", "1+1=", "1+1=")]
+    logs[3][0]["images"] = (ImageSpan(1, 4, "digest", (1, 2, 2)),)
+    prompts: list[Any] = [{"uid": str(number), "message_log": log} for number, log in enumerate(logs)]
+    assert prompt_metrics([Group(prompt, (), ()) for prompt in prompts]) == {"distinct_prompts": 0.75}
+    assert prompt_metrics([Group(cast(Any, {"uid": "of a replay"}), (), ())]) == {}
+
+
+def test_a_resumed_run_is_compared_with_its_band_from_its_first_step_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], package_log: pytest.LogCaptureFixture
+) -> None:
+    recipe = new_report(tmp_path).config.model_dump(mode="json")
+    runs = {seed: (recipe, [{"step": step, "reward": 0.1 + seed / 50} for step in (1, 2, 3)], []) for seed in range(20)}
+    (file := tmp_path / "band.json").write_text(band_text(make_band("own", "1.0", runs)))
+    clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
+    first = new_report(tmp_path, band=str(file))
+    for step in (1, 2):
+        first.step(step, [], STEP | {"tokens": 4.0, "reward": 0.3}, clock)
+    first.logger.close()
+    resumed = new_report(tmp_path, schedule=SimpleNamespace(step=2), band=str(file), run="exp_002")
+    assert first.alarms.band is not None and resumed.alarms.band is not None
+    assert resumed.alarms.band.evidence == first.alarms.band.evidence > 0 and not package_log.records
+    assert resumed.trouble() == resumed.trouble_facts() == {"band": "inside the band of 20 runs"}
+    resumed.step(3, [], STEP | {"tokens": 4.0, "reward": 9.0}, clock)
+    assert resumed.trouble()["alarms"][0]["kind"] == "left_band"
+    assert resumed.trouble()["band"] == "outside the band of 20 runs"
+    assert "ALARM in step 3, said once: this run is not like the 20 of its band (own)" in capsys.readouterr().out
+    file.write_text(file.read_text().replace('"digest"', '"of"'))
+    assert new_report(tmp_path, band=str(file)).alarms.band is None and "is damaged" in package_log.text
+    with pytest.raises(BandError, match="is damaged"):
+        check_loggers(resumed.config.logger)
 
 
 def test_files_that_cannot_be_written_do_not_change_the_end(

@@ -1,7 +1,5 @@
 """Engines and environments without models, for rollouts. They record what they are asked."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence

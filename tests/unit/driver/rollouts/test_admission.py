@@ -1,7 +1,5 @@
 """Engines get as many samples as they may run; next turns go first, then those that will be long."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import replace
 from typing import Any

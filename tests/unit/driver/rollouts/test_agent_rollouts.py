@@ -1,12 +1,11 @@
 """Samples from environments that run agents: given up ones do not come back, and come again when asked for again."""
 
-from __future__ import annotations
-
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_mcore.base.clock import REAL
 from grpo_mcore.cluster import Parcel, WorkerDied, WorkerFailed
@@ -15,9 +14,20 @@ from grpo_mcore.driver.engines.retries import Retries
 from grpo_mcore.driver.rollouts.agent_rollouts import AgentRollouts
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.environments.gym.nemo_gym import GymOutcome, GymRequest
+from grpo_mcore.environments.agents.samples import AgentOutcome
+from grpo_mcore.generation import endpoint
+from grpo_mcore.generation.endpoint import ChatRecord
 from grpo_mcore.rollout.life import OpenGroup, OpenSample, Rules, TurnLimits
-from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef
+from grpo_mcore.rollout.trajectory import (
+    AgentRequest,
+    ImageSpan,
+    Sampling,
+    Score,
+    Trajectory,
+    TrajectoryRef,
+    Turn,
+    content_ids,
+)
 from tests.unit.driver.rollouts.fake_rollouts import Shuffling, engine_group, prompt
 
 
@@ -26,14 +36,14 @@ class Stream:
 
     whom, purpose = "gym", "samples"
 
-    def __init__(self, samples: list[GymRequest]) -> None:
+    def __init__(self, samples: list[AgentRequest]) -> None:
         self.asked, self.played = samples, deque[Any]()
         self.error: type[WorkerFailed] | None = None
 
-    def play(self, sample: GymRequest) -> None:
+    def play(self, sample: AgentRequest, content: Any = None) -> None:
         ref = TrajectoryRef(sample.uid, sample.generation_index, 3, 2, 0, 1, False, "stop", None, turns=1)
-        outcome = GymOutcome(sample.uid, sample.generation_index, None, Score(1.0, "1", "", 0.0))
-        self.played.append(Parcel((ref, outcome), f"seed {sample.seed}"))
+        outcome = AgentOutcome(sample.uid, sample.generation_index, None, Score(1.0, "1", "", 0.0))
+        self.played.append(Parcel((ref, outcome), f"seed {sample.seed}" if content is None else content))
 
     def __next__(self) -> Any:
         if self.error:
@@ -49,7 +59,7 @@ class Gym(EnvironmentWorker):
         self.streams: list[Stream] = []
         self.samples: list[TrajectoryRef] = []
 
-    def stream(self, method: str, samples: list[GymRequest], *_: Any, **__: Any) -> Stream:  # type: ignore[override]
+    def stream(self, method: str, samples: list[AgentRequest], *_: Any, **__: Any) -> Stream:  # type: ignore[override]
         self.streams.append(Stream(samples))
         return self.streams[-1]
 
@@ -65,17 +75,17 @@ def gym() -> Gym:
 @pytest.fixture
 def agents(gym: Gym) -> AgentRollouts:
     engines: Any = SimpleNamespace(
-        endpoint=SimpleNamespace(address="here"), weight_version=1, cluster=SimpleNamespace(clock=REAL)
+        endpoint=SimpleNamespace(address="here"), weight_version=1, images=None, cluster=SimpleNamespace(clock=REAL)
     )
     return AgentRollouts(gym, engines, lambda sample, result: gym.samples.append(result[0]))
 
 
-def dispatch(agents: AgentRollouts, *numbers: int, step: int = 1) -> list[OpenSample]:
-    rows: Any = [prompt(number, idx=number, extra_env_info={"gym_task": {}}) for number in numbers]
-    groups = [OpenGroup(row, step, Sampling(8), Rules(TurnLimits(1, 99), 5), 2) for row in rows]
+def dispatch(agents: AgentRollouts, *numbers: int, step: int = 1, size: int = 2) -> list[OpenSample]:
+    rows: Any = [prompt(number, idx=number, extra_env_info={"agent_task": {}}) for number in numbers]
+    groups = [OpenGroup(row, step, Sampling(8), Rules(TurnLimits(1, 99), 5), size) for row in rows]
     for group in groups:
         group.has_agents = True
-    samples = [OpenSample(group, index) for group in groups for index in range(2)]
+    samples = [OpenSample(group, index) for group in groups for index in range(size)]
     agents.add(samples)
     agents.send()
     return samples
@@ -143,6 +153,37 @@ def test_an_environment_that_dies_after_its_last_sample_costs_nothing(agents: Ag
     assert agents.awaited() == [] and gym.restarts == 0
 
 
+def test_images_that_the_endpoint_has_forgotten_cost_their_sample_alone(
+    gym: Gym, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The endpoint remembers as many bytes as fit; each image is stored once a group."""
+    spans = [ImageSpan(0, 2, name, (1, 2, 4)) for name in ("old", "new")]
+    monkeypatch.setattr(endpoint, "MAX_IMAGE_BYTES", 12)
+    record, cluster = ChatRecord(0), Shuffling(0)
+    record.note_images(spans[:1], [b"old bytes"])
+    record.note_images([*spans[1:], *spans[1:]], [b"new bytes"] * 2)
+    shown = [Turn("user", torch.tensor([6, 6]), images=(span,)) for span in (spans[0], spans[1], spans[1])]
+    turns = [Turn("user", content_ids([turn])) for turn in shown]
+    told = [Trajectory("p0", i, (turn,), ((1, 0, 2),), "stop", False) for i, turn in enumerate(turns)]
+    engines: Any = SimpleNamespace(
+        endpoint=SimpleNamespace(address="here", record=record), weight_version=1, cluster=cluster,
+        images=SimpleNamespace(vision=SimpleNamespace(image_token=6)),
+    )  # fmt: skip
+    came: list[Any] = []
+    agents = AgentRollouts(gym, engines, lambda sample, result: came.append(result))
+    samples = dispatch(agents, 0, size=3)
+    (stream,) = gym.streams
+    for asked, trajectory in zip(stream.asked, told, strict=True):
+        stream.play(asked, cluster.store.put(trajectory))
+        assert agents.take(stream)
+    (lost, score), *kept = came
+    assert (lost.ref, score.reward) == (None, None) and "does not know an image" in score.reason
+    assert [it.images for it, _ in kept] == [samples[0].group.images] * 2 and list(samples[0].group.images) == ["new"]
+    assert cluster.store.fetch(kept[0][0].images["new"]) == b"new bytes"
+    (turn,) = cluster.store.fetch(kept[0][0].ref).turns
+    assert turn.token_ids.tolist() == [6, 6] and turn.images == (spans[1],) and kept[0][1].reward == 1
+
+
 @pytest.mark.parametrize("engines", [1, 2])
 def test_an_engine_whose_death_only_the_endpoint_noticed_is_replaced(gym: Gym, engines: int) -> None:
     """Its successor is refitted at once if the agents have no other engine."""
@@ -159,7 +200,7 @@ def test_an_engine_whose_death_only_the_endpoint_noticed_is_replaced(gym: Gym, e
             restore_engines=lambda: (entries.append("refit"), group.lost.clear()),
         ),
     )  # fmt: skip
-    rollouts.dispatch([prompt(0, idx=0, extra_env_info={"gym_task": {}})], Sampling(8), generations=2, step=1)
+    rollouts.dispatch([prompt(0, idx=0, extra_env_info={"agent_task": {}})], Sampling(8), generations=2, step=1)
     assert not group.unanswered(dead, OSError("too long a line"))
     assert group.reachable() == list(range(engines)) and not group.returning
     dead.target.health = lambda: 1 / 0

@@ -1,7 +1,5 @@
 """Engines that fail, die or hang during generation: which are replaced, what is generated again and where."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -380,13 +380,9 @@ FREE = {
     "free-joins-dropped": (1, 1, {"turns": 2, "accidents": 0, "together": False}, 100),
     "free-at-once": (2, 1, {"turns": 2, "accidents": 0, "together": False, "at_once": True}, 100),
     "free-two-engines": (2, 0, {"accidents": 1, "num_engines": 2, "generations": 1, "together": False}, 100),
-    "free-enough": (
-        1,
-        0,
-        {"accidents": 1, "turns": 2, "generations": 3, "enough": 2, "obeys": False, "together": False},
-        100,
-    ),
-}
+    "free-enough":
+        (1, 0, {"accidents": 1, "turns": 2, "generations": 3, "enough": 2, "obeys": False, "together": False}, 100),
+}  # fmt: skip
 LARGE = {
     "two-engines-two-turns": (2, 0, {"accidents": 1, "num_engines": 2, "turns": 2}, 5000),
     "two-accidents-two-engines": (2, 0, {"accidents": 2, "num_engines": 2}, 5000),

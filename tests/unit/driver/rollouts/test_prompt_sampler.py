@@ -1,7 +1,5 @@
 """Prompts are taken by the pools of their pass rates, and a resumed run takes those that it would have taken."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

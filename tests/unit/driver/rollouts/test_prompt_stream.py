@@ -1,7 +1,5 @@
 """Prompts over epochs: each once an epoch, those put back first, and a state to resume from."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any

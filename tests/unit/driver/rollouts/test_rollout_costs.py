@@ -1,7 +1,5 @@
 """What rollouts cost in virtual time, and what a save reads. benchmarks/driver.py measures the driver's own time."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.driver import checkpoint_bytes_read

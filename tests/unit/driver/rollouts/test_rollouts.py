@@ -1,7 +1,5 @@
 """Rollouts on engines and environments without models: what is sent to whom and when, and what comes back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,7 +38,9 @@ def test_every_sample_gets_its_turns_in_any_order_of_events(engines: int, seed: 
             trajectory = world.trajectory(group, index)
             assert (trajectory.uid, trajectory.generation_index, turns_of(trajectory)) == (uid, index, turns)
             assert (sample.turns, sample.length, sample.truncated) == (turns, trajectory.length, False)
-            assert score == Score(float(turns), str(turns), "", 0.5 * turns, {"turns": float(turns)}, terminated=True)
+            assert score == Score(
+                float(turns), str(turns), "", 0.5 * turns, {"turns": float(turns)}, True, step_rewards=(1.0,) * turns
+            )
             between = [turn for turn in trajectory.turns[1:] if not turn.loss_mask]
             assert [turn.text for turn in between] == [f"$(u:turn {turn})(a:" for turn in range(1, turns)]
             assert all(END not in turn.token_ids for turn in between)  # the policy generated it

@@ -152,8 +152,7 @@ def test_an_environment_gets_no_more_calls_than_it_takes_at_a_time(world: World)
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
-    [("hangs", "no score within 10 s"), ("dies", "the environment died: it was killed")],
+    ("fault", "reason"), [("hangs", "no score within 10 s"), ("dies", "the environment died: it was killed")]
 )
 class TestFaults:
     def test_only_the_sample_that_caused_it_has_no_reward(self, world: World, fault: str, reason: str) -> None:

@@ -1,7 +1,5 @@
 """Validation metrics from scored groups, and ending a run by one of them."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any

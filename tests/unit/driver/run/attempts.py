@@ -1,7 +1,5 @@
 """Functions that test_supervise.py starts in processes of their own, in place of a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,22 +1,27 @@
 """Warnings about a machine, and refusals of a recipe, before a run starts."""
 
-from __future__ import annotations
-
 import json
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_mcore.base.processor import lacks_bfloat16
 from grpo_mcore.driver.run import checks, environment_checks
-from grpo_mcore.driver.run.checks import SetupError, check_engine_arguments, check_vllm_build
-from grpo_mcore.families import FamilyError
+from grpo_mcore.driver.run.checks import SetupError, check_vllm_build
+from grpo_mcore.families import FamilyError, shape_of
+from grpo_mcore.families.known import known_configs
+from grpo_mcore.layout import PolicyLayout
 from grpo_mcore.parallel.platform import Platform, PlatformError
 from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.recipe.schema import master
 from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 
 
@@ -81,12 +86,16 @@ def test_engines_need_the_build_for_their_platform(
             check_vllm_build(gpu=gpu)
 
 
-def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_recipe("grpo-arithmetic-cpu", ["policy.generation.vllm_kwargs={max_num_seq: 8}"]).config
-    with pytest.raises(SetupError, match="vllm_kwargs.max_num_seq: vLLM's EngineArgs has no .*; nearest: max_num_seqs"):
-        check_engine_arguments(config)
-    monkeypatch.setattr(checks, "engine_argument_names", frozenset)
-    check_engine_arguments(config)  # nothing to compare with
+def test_a_refit_buffer_on_one_gpu_is_not_in_expandable_segments() -> None:
+    name, value = "PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True"
+    one = load_recipe("grpo-qwen3-8B-1n1g").config
+    with pytest.raises(SetupError, match=f"{name}=max_split.*: a policy on one GPU shares its refit buffer"):
+        checks.check_allocator(one, {name: value})
+    checks.check_allocator(one, {name: "expandable_segments:False"})
+    key = f"policy.megatron_cfg.env_vars={{{name}: '{value}'}}"
+    with pytest.raises(SetupError, match="expandable segments only"):
+        checks.check_allocator(load_recipe("grpo-qwen3-8B-1n1g", [key]).config, {})
+    checks.check_allocator(load_recipe("grpo-qwen3-8B-1n2g").config, {name: value})  # the buffer is on the host
 
 
 @pytest.mark.parametrize(
@@ -206,14 +215,14 @@ def test_a_loss_that_ranks_by_its_highest_is_said(
         ("qwen3", True, ["policy.precision=float32"], "policy.precision float32: attention kernels .* bfloat16 only"),
         ("gpt_oss", False, ["policy.precision=bfloat16"], "attention sinks on GPUs need the attention of Transformer"),
         ("gpt_oss", True, ["policy.precision=bfloat16"], None),
-        (
-            "qwen3",
-            False,
-            ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true"],
-            "use_precision_aware_optimizer: true needs TransformerEngine's FusedAdam, but it is not installed here",
-        ),
+        ("gpt_oss", True,
+         ["policy.precision=bfloat16", "policy.megatron_cfg.env_vars={NVTE_ALLOW_NONDETERMINISTIC_ALGO: '0'}"],
+         "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: .* no deterministic attention for .* sinks; remove the variable"),
+        ("qwen3", False,
+         ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true"],
+         "use_precision_aware_optimizer: true needs TransformerEngine's FusedAdam, but it is not installed here"),
     ],
-)
+)  # fmt: skip
 def test_what_no_kernel_of_this_gpu_computes_is_refused_before_engines_start(
     family: str, has_engine: bool, overrides: list[str], problem: str | None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -228,3 +237,87 @@ def test_what_no_kernel_of_this_gpu_computes_is_refused_before_engines_start(
     refused = nullcontext() if problem is None else pytest.raises((FamilyError, PlatformError), match=problem)
     with refused:
         checks.check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "platform", "saved", "chosen", "said"),
+    [
+        ("avx2 fma", "bfloat16", "cpu", None, "bfloat16", "avoids it, for the engines too"),
+        ("avx512f amx_bf16", "bfloat16", "cpu", None, "bfloat16", ""),
+        ("avx2 fma", "float32", "cpu", None, "float32", ""),
+        ("avx2 fma", "auto", "cpu", None, "float32", "policy.precision: auto is float32 here: this processor has no"),
+        ("avx2 fma", "auto", "auto", None, "float32", "policy.precision: auto is float32 here: this processor has no"),
+        ("avx2 fma", "auto", "cpu", "bfloat16", "bfloat16", "auto is bfloat16 here: as "),
+        ("avx512f amx_bf16", "auto", "cpu", None, "bfloat16", ""),
+        ("avx512f amx_bf16", "auto", "cpu", "float32", "float32", "auto is float32 here: as "),
+    ],
+)
+def test_a_processor_without_bfloat16_computes_in_float32_or_is_named(
+    flags: str, precision: str, platform: str, saved: str | None, chosen: str, said: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, package_log: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """auto is resolved where the recipe is read, and for a run by the checkpoint that it resumes."""
+    (tmp_path / "cpuinfo").write_text(f"processor: 0\nflags\t\t: sse {flags}\n")
+    assert not lacks_bfloat16(tmp_path / "unknown")
+    for module in (checks, master):
+        monkeypatch.setattr(module, "lacks_bfloat16", partial(lacks_bfloat16, tmp_path / "cpuinfo"))
+    optimizer = ["policy.megatron_cfg.optimizer.lr=1e-6", "logger.log_dir=logs-${policy.precision}"]
+    words = [f"policy.precision={precision}", f"cluster.platform={platform}", *optimizer]
+    config = load_recipe("grpo_math_1B", [*words, "ppo.enabled=true"]).config
+    assert (config.policy.precision == chosen) == (platform == "cpu" and saved is None)
+    assert config.logger.log_dir == f"logs-{config.policy.precision}"
+    if saved is not None:
+        (tmp_path / "config.yaml").write_text(f"policy: &policy {{precision: {saved}}}\nvalue: *policy\n")
+    on_cpu = SimpleNamespace(on_gpu=False)
+    checks.choose_precision(config, on_cpu, None if saved is None else tmp_path)
+    for policy in (config.policy, config.value):
+        followers = (policy.generation.vllm_cfg.precision, policy.megatron_cfg.pipeline_dtype)
+        assert {policy.precision, *followers} == {chosen}
+        assert policy.megatron_cfg.optimizer.bf16 == (chosen == "bfloat16")
+    assert said in package_log.text and bool(package_log.text) == bool(said or saved == "bfloat16")
+    offloads = load_recipe("grpo_math_1B", [*words, "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true"][1:])
+    assert offloads.config.policy.precision == "bfloat16"
+    on_gpus = load_recipe("grpo_math_1B", [*words, "cluster.platform=gpu"][1:])
+    assert on_gpus.config.policy.precision == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key", "message"),
+    [
+        (
+            {"hidden_size": 1984},
+            "use_deep_gemm",
+            "128, which do not divide the model's hidden size, 1984; fp8_per_chan",
+        ),
+        ({"hidden_size": 1984}, "fp8_per_channel", None),
+        ({"inner": 96}, "is_mx", "32, which do not divide the experts' size on a rank, 24"),
+        ({"inner": 128}, "is_mx", None),
+    ],
+)
+def test_blocks_of_fp8_divide_the_experts_of_a_rank(sizes: dict[str, int], key: str, message: str | None) -> None:
+    gemm = [] if key == "use_deep_gemm" else ["policy.generation.vllm_cfg.use_deep_gemm=false"]
+    config = load_recipe(
+        "grpo-qwen3-30BA3B-4n8g-fp8-rollouts", [*gemm, f"policy.generation.vllm_cfg.{key}=true"]
+    ).config
+    shape = shape_of(known_configs()["Qwen3-30B-A3B"])
+    assert shape.experts is not None
+    experts = replace(shape.experts, ffn_hidden_size=sizes.get("inner", 128))
+    shape = replace(shape, hidden_size=sizes.get("hidden_size", 2048), experts=experts)
+    with nullcontext() if message is None else pytest.raises(SetupError, match=message):
+        assert checks.layers_in_bf16(config, checks.Model("", shape, PolicyLayout(), Platform("gpu")))
+
+
+@pytest.mark.parametrize(
+    ("peft", "message"),
+    [
+        ({"refit": "adapters"}, "precision fp8: engines with experts in FP8 take no adapters of them; set policy.meg"),
+        ({"refit": "adapters", "exclude_modules": ["*.local_experts.*"]}, None),
+        ({"refit": "merged"}, None),
+    ],
+)
+def test_fp8_engines_take_no_adapters_of_experts(peft: dict[str, Any], message: str | None) -> None:
+    text = f"policy.megatron_cfg.peft={json.dumps({'enabled': True} | peft)}"
+    config = load_recipe("grpo-qwen3-30BA3B-4n8g-fp8-rollouts", [text]).config
+    model = checks.Model("", shape_of(known_configs()["Qwen3-30B-A3B"]), PolicyLayout(), Platform("gpu"))
+    with nullcontext() if message is None else pytest.raises(SetupError, match=message):
+        assert checks.layers_in_bf16(config, model)

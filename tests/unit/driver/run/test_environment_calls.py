@@ -1,7 +1,5 @@
 """`env.NAME.concurrency` and `env.NAME.batch`: read beside the environment's own keys, and checked before the start."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Environment variables of the policy's ranks: what the platform needs, and the recipe's."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_mcore.driver.run.setup import rank_environment

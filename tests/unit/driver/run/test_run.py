@@ -1,7 +1,5 @@
 """A run is prepared and opened in one place."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """On GPUs that policy and engines share, the engines take their memory first and give it away; elsewhere both start at
 once. A replaced engine waits until the policy has given its memory away."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +55,7 @@ class Node:
 
     def spawn_group(self, name: str, cls: Any, arguments: list[Any], env: Any, **_: Any) -> list[Any]:
         self.variables[name] = env
-        self.events.append(f"spawn {name}" + (", built later" if arguments[0][-1] is True else ""))
+        self.events.append(f"spawn {name}" + (", built later" if arguments[0][6] is True else ""))
         return [self.worker(f"{name}-{rank}") for rank in range(len(arguments))]
 
     def ready(self, things: Any, timeout_s: float, purpose: str, watch: Any = None, *, patient: bool = False) -> Any:
@@ -115,10 +113,15 @@ def test_the_start_tells_who_is_ready_and_what_the_late_ones_do(
     with caplog.at_level("INFO", "grpo_mcore"):
         wait_until_ready(config(), node, workers)  # type: ignore[arg-type]
     assert [line.strip() for line in caplog.messages] == [
-        "still starting after 20 s: policy-0 and 2 more: policy-0 loads shard 3 of 8",
-        "still starting after 40 s: policy-1 and 1 more: policy-1 loads shard 3 of 8",
+        "still starting after 9 s: policy-0 and 2 more: policy-0 loads shard 3 of 8",
+        "still starting after 18 s: policy-0 and 2 more: policy-0 loads shard 3 of 8",
+        "still starting after 27 s: policy-1 and 1 more: policy-1 loads shard 3 of 8",
+        "still starting after 36 s: policy-1 and 1 more: policy-1 loads shard 3 of 8",
+        "still starting after 45 s: policy-1 and 1 more: policy-1 loads shard 3 of 8",
         "policy: ready after 50 s",
-        "still starting after 60 s: engine-0: engine-0 loads shard 3 of 8",
+        "still starting after 54 s: engine-0: engine-0 loads shard 3 of 8",
+        "still starting after 63 s: engine-0: engine-0 loads shard 3 of 8",
+        "still starting after 72 s: engine-0: engine-0 loads shard 3 of 8",
         "engine: ready after 75 s",
     ]
 
@@ -155,7 +158,7 @@ def test_a_successor_waits_for_the_policys_memory(shared: bool, monkeypatch: pyt
     engines.replace([0], WorkerDied("engine-0", "generate_refs", "its process ended"))
     assert node.events == ["stop engine-0"] + ([] if shared else ["spawn engine-0"])
 
-    cluster = SimpleNamespace(uninterrupted=nullcontext)
+    cluster = SimpleNamespace(uninterrupted=lambda grace_s: nullcontext())
     policy = SimpleNamespace(offload=lambda: node.events.append("offload"), cluster=cluster)
     monkeypatch.setattr(refit_step, "refit_once", lambda policy, group, **_: node.events.append("refit"))
     refit_step.refit_engines(policy, engines, config())  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """A run that is lost starts again from its newest checkpoint; any other end is its end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """logger.monitor_gpus: a monitor on each node, whose metrics the logger takes with each step."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -62,12 +62,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object
         abstract = f"\0grpo-mcore-test-{os.getpid()}"
         unix.bind(abstract)
         unix.listen()
-        yield {
-            "PORT": tcp.getsockname()[1],
-            "ABSTRACT": abstract,
-            "OUTSIDE": str(outside),
-            "PARENT": os.getpid(),
-        }
+        yield {"PORT": tcp.getsockname()[1], "ABSTRACT": abstract, "OUTSIDE": str(outside), "PARENT": os.getpid()}
     assert sorted(outside.parent.iterdir()) == [outside] and outside.read_text() == SECRET
 
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mcore.environments.gym.gym_result import GymFailure, read_result
+from grpo_mcore.environments.agents.samples import AgentFailure
+from grpo_mcore.environments.gym.gym_result import read_result
 from grpo_mcore.rollout.trajectory import fingerprint
 from tests.unit.environments.gym.gym_results import TWO, item, result
 
@@ -25,7 +26,26 @@ def test_turns_their_masks_and_their_weights() -> None:
     assert [turn.role for turn in trajectory.turns] == ["user", "assistant", "environment", "assistant"]
     assert [turn.text for turn in trajectory.turns] == ["why?", "one", "", "two"]
     assert rollout.score.rewards_by_name == {"right": 1.0, "short": 0.5}
-    assert (rollout.score.reward, rollout.score.answer, rollout.cut_calls) == (1.0, "two", 0)
+    assert (rollout.score.reward, rollout.score.answer) == (1.0, "two")
+
+
+def test_rewards_and_states_of_turns_are_in_the_order_of_the_calls() -> None:
+    outcome = result(TWO[0], item([8], [6]), TWO[2], turn_rewards=[0.5, None, 1])
+    rollout = read_result(outcome, 1.0)
+    assert rollout.score.turn_rewards == (0.5, None, 1.0)
+    assert rollout.score.turn_states == ("", fingerprint([8]), fingerprint([1, 2, 3, 4, 5]))
+    trajectory = rollout.trajectory("p", 0, [[[7, 0, 4]], [[7, 0, 6]], [[7, 0, 2]]])
+    assert trajectory.branches == (6, 2) and trajectory.turn_numbers == (0, 2, 1)
+    assert trajectory.turn_of_tokens().tolist() == [0, 0, 0, 0, 0, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [([0.5], "turn_rewards with 1 entries for the 2 turns"), ([0.5, "x"], "turn_rewards.1. with 'x'")],
+)
+def test_wrong_rewards_of_turns_cost_the_sample(wrong: list[Any], message: str) -> None:
+    with pytest.raises(AgentFailure, match=message):
+        read_result(result(TWO[0], TWO[2], turn_rewards=wrong), 1.0)
 
 
 def test_an_empty_word_between_two_turns_is_no_turn() -> None:
@@ -33,6 +53,14 @@ def test_an_empty_word_between_two_turns_is_no_turn() -> None:
         "p", 0, [[[1, 0, 2]], [[1, 0, 3]]]
     )
     assert [turn.role for turn in trajectory.turns] == ["user", "assistant", "assistant"]
+
+
+def test_texts_in_parts_are_joined_as_everywhere_and_malformed_ones_are_refused() -> None:
+    parts = [{"type": "output_text", "text": "one"}, {"type": "refusal", "refusal": "two"}]
+    rollout = read_result(result(item([1], [2], content=parts)), 1.0)
+    assert rollout.score.answer == "one\ntwo"
+    with pytest.raises(AgentFailure, match="malformed: .* the text of a part must be text, got a number"):
+        read_result(result(item([1], [2], content=[{"type": "output_text", "text": 5}])), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +75,7 @@ def test_an_empty_word_between_two_turns_is_no_turn() -> None:
 def test_what_does_not_continue_is_another_branch(later: list[Any], branches: list[list[int]]) -> None:
     rollout = read_result(result(TWO[0], *later), 1.0)
     assert [[len(call.tokens) for call in branch] for branch in rollout.branches] == branches
-    assert rollout.cut_calls == 0 and rollout.score.reason == f"{1 + len(later)} turns in 2 branches"
+    assert rollout.score.reason == f"{1 + len(later)} turns in 2 branches"
 
 
 def test_branches_are_a_trajectory_side_by_side() -> None:
@@ -62,14 +90,6 @@ def test_branches_are_a_trajectory_side_by_side() -> None:
     assert trajectory.weight_versions == ((7, 0, 6), (8, 6, 14))
     assert [turn.role for turn in trajectory.turns][-2:] == ["user", "assistant"]
     assert rollout.score.answer == "four"
-
-
-@pytest.mark.parametrize(("room", "kept"), [(None, 4), (13, 4), (11, 3), (10, 2), (6, 2), (5, 1), (1, 1)])
-def test_branches_without_room_are_cut_off(room: int | None, kept: int) -> None:
-    """The calls need 4, 6, 11 and 13 tokens; what the first one says is always kept."""
-    rollout = read_result(result(*TWO, item([1, 2, 4], [9, 10]), item([1, 2, 4, 9, 10, 3], [4])), 1.0, room)
-    assert (sum(map(len, rollout.branches)), rollout.cut_calls) == (kept, 4 - kept)
-    assert ("there is no room are cut off" in rollout.score.reason) == (kept < 4)
 
 
 def test_calls_and_nested_items() -> None:
@@ -117,7 +137,7 @@ def test_a_limit_of_the_last_turn() -> None:
     ],
 )
 def test_results_of_which_nothing_can_be_learned(found: Any, why: str, again: bool) -> None:
-    with pytest.raises(GymFailure, match=why.replace(".", r"\.")) as error:
+    with pytest.raises(AgentFailure, match=why.replace(".", r"\.")) as error:
         read_result(found, 1.0)
     assert error.value.again is again
 
@@ -147,7 +167,7 @@ _JSON = st.recursive(
 def test_whatever_comes_is_a_rollout_or_a_failure(fields: dict[str, Any], output: list[Any]) -> None:
     try:
         rollout = read_result({"response": {"output": output}, "reward": 1.0} | fields, 1.0)
-    except GymFailure:
+    except AgentFailure:
         return
     trajectory = rollout.trajectory("p", 0, [[] for _ in rollout.fingerprints()])
     calls = [call for branch in rollout.branches for call in branch]

@@ -130,6 +130,16 @@ def test_one_of_several_outputs_and_its_sigmoid(two: Path) -> None:
         assert classifier(two, label, True)(conversations("82")) == pytest.approx([expected.sigmoid().item()], abs=1e-6)
 
 
+def test_texts_in_parts_are_joined_as_everywhere(folder: Path) -> None:
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    model = classifier(folder, template="{prompt}?{response}.")
+    conversation = [{"role": "user", "content": parts("4", "1")}, {"role": "assistant", "content": parts("8", "2")}]
+    plain = [{"role": "user", "content": "4\n1"}, {"role": "assistant", "content": "8\n2"}]
+    assert model.tokens(conversation) == model.tokens(plain)
+
+
 def test_a_text_of_ones_own(folder: Path) -> None:
     [score] = classifier(folder, template="{prompt}?{response}.")(conversations("82"))
     assert score == pytest.approx(logit(folder, "+\n\n37+45=?82."), abs=1e-6)
@@ -208,7 +218,7 @@ def test_a_batch_that_fails_costs_one_sample() -> None:
     assert pool.sizes == [3, 3, 2, 1, 1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.every_state  # as any function that does not load: test_verifier_pool.py
 def test_a_model_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentConfigError, match="reward model '.*nowhere' does not load: "):
         create_env("reward_model", {"model_name": str(tmp_path / "nowhere")})

@@ -28,6 +28,32 @@ def value(rule: dict[str, Any], response: str, **info: Any) -> Any:
     return found["values"]["it"] if "values" in found else {name: found[name] for name in ("failed", "error")}
 
 
+BOX = "[100, 100, 200, 200]"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "reward"),
+    [
+        (BOX, BOX, 1.0),
+        ("150, 100, 250, 200", BOX, 1 / 3),  # no gap in the box around both
+        ("[900, 900, 0, 0]", BOX, 0.0),  # crossed corners, whose area would be the product of two negative sides
+        ("[0, 900, 900, 0]", BOX, 0.0),
+        ("[nan, 0, 1, 1]", BOX, 0.0),
+        ("[0, 0, inf, inf]", BOX, 0.0),
+        (BOX, "[200, 200, 100, 100]", 0.0),
+    ],
+)
+def test_a_box_is_upright(answer: str, truth: str, reward: float) -> None:
+    found = value({"type": "bbox_giou"}, f"<answer>{answer}</answer>", ground_truth=truth)
+    assert found == pytest.approx(reward)
+
+
+def test_each_of_the_reward_functions_has_its_own_name() -> None:
+    twice = [{"name": "format", "weight": 0.2}, {"name": "format", "weight": 0.8}]
+    with pytest.raises(EnvironmentConfigError, match="reward_functions has a name twice: format"):
+        RuleEnvConfig.read({"reward_functions": twice})
+
+
 @pytest.mark.parametrize(
     ("rule", "response", "expected"),
     [
@@ -52,7 +78,8 @@ def value(rule: dict[str, Any], response: str, **info: Any) -> Any:
         ({"type": "verifier", "verifier": "dapo_math_verify"}, "Answer: 6", -1.0),
         ({"type": "verifier", "verifier": "english_multichoice"}, "Answer: A", {
             "failed": "it",
-            "error": "ValueError: the ground truth of a multiple choice is a letter from A to J, got '5'",
+            "error": "ValueError: the ground truth of a multiple choice is a letter from A to J, got '5'; "
+            "verifier_type: math compares numbers",
         }),
         ({"type": "function", "path": f"{FUNCTIONS}:nan"}, "", {"failed": "it", "error": "its value is nan"}),
     ],

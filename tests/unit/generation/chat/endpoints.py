@@ -1,7 +1,5 @@
 """Engines behind an endpoint that answer with their names, and connections to it."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Any bytes that a client sends get an answer with a 4xx status or a reply, never a 500, and the endpoint goes on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +31,7 @@ class Engine:
 
     def stream(self, method: str, kind: str, body: Any, seed: int, **_: Any) -> Iterator[Reply]:
         try:
-            yield Reply(200, {"tokens": self.prompts.tokens(ChatRequest.read(body, CONFIG))})
+            yield Reply(200, {"tokens": self.prompts.turn(ChatRequest.read(body, CONFIG))[0].token_ids.tolist()})
         except RequestError as error:
             yield Reply(400, {"error": {"message": str(error)}})
 

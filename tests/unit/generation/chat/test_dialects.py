@@ -1,15 +1,11 @@
 """Responses and Messages at the endpoint: OpenAI's and Anthropic's own clients, against a completion with a thought, a
 text and a call, or cut off."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,13 +80,17 @@ def endpoint(engines: ChatEngines) -> Iterator[Endpoint]:
 
 
 @pytest.fixture
-def gpt(endpoint: Endpoint) -> Iterator[openai.OpenAI]:
+def gpt(endpoint: Endpoint) -> Iterator[Any]:
+    import openai
+
     with openai.OpenAI(base_url=endpoint.address.url + "/v1", api_key="secret", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def claude(endpoint: Endpoint) -> Iterator[anthropic.Anthropic]:
+def claude(endpoint: Endpoint) -> Iterator[Any]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=endpoint.address.url, api_key="secret", max_retries=0) as client:
         yield client
 
@@ -134,7 +134,7 @@ MESSAGES: dict[str, Any] = {
 }
 
 
-def test_responses(gpt: openai.OpenAI, engines: ChatEngines) -> None:
+def test_responses(gpt: Any, engines: ChatEngines) -> None:
     found = gpt.responses.create(**RESPONSES)
     (asked,) = engines.bodies
     assert asked["messages"] == CONVERSATION and asked["max_tokens"] == 50
@@ -150,7 +150,7 @@ def test_responses(gpt: openai.OpenAI, engines: ChatEngines) -> None:
     assert cut.incomplete_details.reason == "max_output_tokens" and cut.output_text == "I"
 
 
-def test_responses_as_events(gpt: openai.OpenAI) -> None:
+def test_responses_as_events(gpt: Any) -> None:
     """The client builds the answer again from its events."""
     with gpt.responses.stream(**RESPONSES) as stream:
         events = list(stream)
@@ -163,7 +163,9 @@ def test_responses_as_events(gpt: openai.OpenAI) -> None:
     assert arguments == '{"a": 1}'
 
 
-def test_messages(claude: anthropic.Anthropic, engines: ChatEngines) -> None:
+def test_messages(claude: Any, engines: ChatEngines) -> None:
+    import anthropic
+
     found = claude.messages.create(**MESSAGES)
     (asked,) = engines.bodies
     assert asked["messages"] == CONVERSATION and (asked["max_tokens"], asked["stop"]) == (50, ["END"])
@@ -193,7 +195,7 @@ def test_messages(claude: anthropic.Anthropic, engines: ChatEngines) -> None:
     assert claude.messages.create(**MESSAGES).content[-1].input == {"_raw": "{"}  # type: ignore[union-attr]
 
 
-def test_messages_as_events(claude: anthropic.Anthropic) -> None:
+def test_messages_as_events(claude: Any) -> None:
     with claude.messages.stream(**MESSAGES) as stream:
         text = "".join(stream.text_stream)
         found = stream.get_final_message()
@@ -202,7 +204,7 @@ def test_messages_as_events(claude: anthropic.Anthropic) -> None:
     assert thought.thinking == "so" and said.text == "I add." and use.input == {"a": 1}  # type: ignore[union-attr]
 
 
-def test_chat_completions_as_chunks(gpt: openai.OpenAI, engines: ChatEngines) -> None:
+def test_chat_completions_as_chunks(gpt: Any, engines: ChatEngines) -> None:
     stream = gpt.chat.completions.create(
         model="policy", messages=[{"role": "user", "content": "1 + 1?"}], stream=True,
         stream_options={"include_usage": True},
@@ -217,9 +219,10 @@ def test_chat_completions_as_chunks(gpt: openai.OpenAI, engines: ChatEngines) ->
     assert last.choices[0].finish_reason == "tool_calls" and usage.usage is not None and usage.usage.total_tokens == 12
 
 
-def test_what_no_completion_has_is_refused(
-    gpt: openai.OpenAI, claude: anthropic.Anthropic, engines: ChatEngines, endpoint: Endpoint
-) -> None:
+def test_what_no_completion_has_is_refused(gpt: Any, claude: Any, engines: ChatEngines, endpoint: Endpoint) -> None:
+    import anthropic
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="previous_response_id: nothing is kept"):
         gpt.responses.create(model="policy", input="?", previous_response_id="resp_1")
     engines.message = None
@@ -242,7 +245,7 @@ def test_what_no_completion_has_is_refused(
         ({"input": [{"type": "computer_call"}]}, "an item of type 'computer_call', which chat"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "a part of type 'input_image', which is not text",
+            "input: message 0 of 'input': an image must be a data URL",
         ),
         ({"input": "?", "text": {"format": {"type": "json_schema"}}}, "'json_schema' is not served"),
         ({"input": "?", "tools": [{"type": "web_search"}]}, "'web_search' is not served, only function"),
@@ -258,7 +261,7 @@ def test_responses_that_are_refused(body: dict[str, Any], why: str) -> None:
     [
         ({"messages": []}, "a list of messages"),
         ({"messages": [{"role": "tool", "content": "?"}]}, "user, assistant or system"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image', which is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "an image must be a data URL"),
         ({"messages": [{"role": "user", "content": "?"}], "tools": [{"type": "bash_20250124"}]}, "input_schema"),
         (
             {"messages": [{"role": "user", "content": "?"}], "output_config": {"format": {"type": "json_schema"}}},

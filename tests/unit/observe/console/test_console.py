@@ -1,7 +1,5 @@
 """The console's output, with and without a terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os
@@ -268,4 +266,4 @@ def test_a_reader_that_comes_back_gets_what_was_kept(monkeypatch: pytest.MonkeyP
         reading.join(60.0)
     assert lines[-1] == "last\n"
     numbers = [int(line.partition(" ")[0]) for line in lines if "x" in line]
-    assert numbers == list(range(len(numbers))) and 80 < len(numbers) < 300
+    assert numbers == sorted(set(numbers)) and 80 < len(numbers) < 300  # a slow thread may leave out some in between

@@ -1,7 +1,5 @@
 """The ledger on disk, and the audit: it passes what is right and finds what is lost, doubled or too old."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,22 +1,13 @@
 """Trackers that are down, slow, or wrong: the run goes on, and says what they lack."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from grpo_mcore.observe.trackers import tracker as module
 from grpo_mcore.observe.trackers.tracker import Tracker
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+from tests.waiting import wait_until
 
 
 class Server:
@@ -62,16 +53,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_an_outage_and_its_end_are_logged_once_and_its_calls_are_counted(
-    package_log: pytest.LogCaptureFixture,
-) -> None:
+def test_an_outage_and_its_end_are_logged_once_and_its_calls_are_counted(package_log: pytest.LogCaptureFixture) -> None:
     server = Server()
     tracker = Tracker("logger.x", lambda: server)
     send(tracker, 1)
-    wait_for(lambda: server.rows == [1])
+    wait_until(lambda: server.rows == [1])
     server.down = True
     send(tracker, 2, 3)
-    wait_for(lambda: server.attempts == 1 + 3 + 1)  # further attempts at the first alone
+    wait_until(lambda: server.attempts == 1 + 3 + 1)  # further attempts at the first alone
     assert "logger.x does not take step 2: ConnectionError: 503 Service Unavailable" in package_log.text
     assert package_log.text.count("does not take") == 1
     assert tracker.missing == 2 and tracker.outage == "ConnectionError: 503 Service Unavailable"
@@ -94,7 +83,7 @@ def test_a_tracker_that_is_down_at_the_start_is_opened_later() -> None:
 
     tracker = Tracker("logger.x", connect)
     send(tracker, 1, 2)
-    wait_for(lambda: server.rows == [2])
+    wait_until(lambda: server.rows == [2])
     tracker.close(Server.close)
     assert server.rows == [2, -1] and tracker.missing == 1
 
@@ -110,7 +99,7 @@ def test_a_call_that_fails_for_a_moment_is_not_lost() -> None:
 
     tracker = Tracker("logger.x", Server)
     tracker.call("the alarm of step 1", refuse_once)
-    wait_for(lambda: tracker.missing == 0)
+    wait_until(lambda: tracker.missing == 0)
     tracker.close(Server.close)
 
 
@@ -152,7 +141,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, package_log: pytest.
     assert taken.wait(60)
     send(tracker, *range(1, 20))
     released.set()
-    wait_for(lambda: len(server.rows) == 6)
+    wait_until(lambda: len(server.rows) == 6)
     tracker.close(Server.close)
     assert server.rows == [0, 1, 2, 3, 4, 5, -1]
     assert "logger.x lacks 14 calls, from step 6 on: 5 calls wait for it" in package_log.text

@@ -1,7 +1,5 @@
 """A small Mamba2 mixer, and its recurrence token by token."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

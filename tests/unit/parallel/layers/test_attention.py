@@ -1,7 +1,5 @@
 """Packed attention against one masked softmax per sequence; the GPU branch with a stand-in for torch's kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock

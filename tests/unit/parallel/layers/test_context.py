@@ -1,7 +1,5 @@
 """The zigzag split: every token on exactly one rank, chunks in the order that rotary embeddings assume."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The delta rule of policy and CPU engine against its recurrence in float64, over a packed row."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The Mamba2 mixer: its scan against the recurrence, and the mixer against float64 and against vLLM's operators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """RMS norm against float64 and against autograd's derivative."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rotary angles by position give the very numbers of Megatron-Core's own way, sequence by sequence."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +17,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from grpo_mcore.batching.packed_batch import pack_rows  # noqa: E402
 from grpo_mcore.parallel.layers.attention import RotaryByPosition  # noqa: E402
 from grpo_mcore.parallel.layers.context import share_of_row, take  # noqa: E402
-from grpo_mcore.parallel.layers.packed_row import describe_row  # noqa: E402
+from grpo_mcore.parallel.layers.packed_row import ImagesHere, PackedRow, describe_row  # noqa: E402
 
 LENGTHS = [3, 9, 1, 30]
 
@@ -77,3 +75,21 @@ def test_a_table_serves_rows_of_many_lengths() -> None:
         row = describe_row(ends, Platform("gpu"), positions=positions)
         assert torch.equal(by_position(row), table.get_emb(length)[:, 0])
     assert len(set(asked)) == 9
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_axes_turn_their_own_sections(interleaved: bool) -> None:
+    sections = (4, 2, 2)
+    vision: Any = SimpleNamespace(rotary_sections=sections, rotary_interleaved=interleaved)
+    by_position = RotaryByPosition(RotaryEmbedding(16, 1.0, use_cpu_initialization=True, cp_group=group(0, 1)), vision)
+    axes = torch.tensor([[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]])
+    row = PackedRow(qkv_format="thd", max_seqlen_q=7, positions=torch.arange(7))
+    plain = by_position(row)
+    row.images = ImagesHere(axes, torch.full((7,), -1), None)
+    found = by_position(row)
+    axis_of = [0] * 4 + [1] * 2 + [2] * 2
+    if interleaved:
+        axis_of = [next((a for a in (1, 2) if i % 3 == a and i < 3 * sections[a]), 0) for i in range(8)]
+    angles = [[float(axes[axis_of[i % 8], t]) * 10000 ** (-(i % 8) / 8) for i in range(16)] for t in range(7)]
+    torch.testing.assert_close(found[:, 0].double(), torch.tensor(angles, dtype=torch.float64), atol=1e-6, rtol=1e-6)
+    assert torch.equal(found[:2], plain[:2]), "text is turned as without axes"

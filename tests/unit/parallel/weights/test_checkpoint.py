@@ -1,7 +1,5 @@
 """Parts of checkpointing that need no process group."""
 
-from __future__ import annotations
-
 import os
 import queue
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A model's folder as a whole: which files are read, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.parallel.weights.hf_folder import (
     INDEX,
     SINGLE,
+    Formats,
     HfFolderWriter,
     SafetensorsFolder,
     WeightsError,
@@ -145,6 +144,14 @@ def test_a_folder_that_is_not_whole_is_refused(sharded: Path, message: str) -> N
     REFUSED[message](sharded)
     with pytest.raises(WeightsError, match=message):
         stored_tensors(sharded)
+
+
+def test_an_export_says_what_to_do_where_the_folder_that_the_run_started_from_is_gone(single: Path) -> None:
+    shape = shape_of(read_hf_config(single))
+    with pytest.raises(
+        WeightsError, match="gone is gone, .*: put it back, or give a copy .* export CHECKPOINT --model"
+    ):
+        Formats.of(torch.float32, single / "gone", shape, lambda param: True)
 
 
 def test_a_folder_without_safetensors_says_what_it_has(single: Path) -> None:
@@ -418,6 +425,20 @@ def test_transformers_loads_the_export_of_a_model_whose_padding_token_has_no_emb
     writer.create(single)
     assert "pad_token_id" not in json.loads((tmp_path / "out" / "generation_config.json").read_text())
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("pad", "written"), [("<eos>", None), ("?", 31)])
+def test_a_classifier_has_no_padding_token_that_ends_a_conversation(
+    single: Path, tmp_path: Path, pad: str, written: int | None
+) -> None:
+    """transformers would read the score before it."""
+    from tests.unit.rollout.published_templates import tokenizer_of
+
+    tokenizer = tokenizer_of("{% for message in messages %}{{ message['content'] }}<eos>{% endfor %}")
+    tokenizer.pad_token = pad
+    tokenizer.save_pretrained(single)
+    HfFolderWriter(tmp_path / "out", shape_of(read_hf_config(single), "value"), torch.float32).create(single)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] == written
 
 
 def test_layers_for_multi_token_prediction_are_copied_into_an_export(

@@ -1,7 +1,5 @@
 """Loading a rank's weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast

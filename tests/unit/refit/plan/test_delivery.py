@@ -1,7 +1,5 @@
 """The sender of each block to each node, against the plan carried out on arrays with a buffer for each node."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -103,8 +101,7 @@ def test_what_a_refit_costs_beyond_its_bytes(recipe: str, capsys: pytest.Capture
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe",
-    [recipe if recipe in QUICK else pytest.param(recipe, marks=pytest.mark.every_state) for recipe in OTHERS],
+    "recipe", [recipe if recipe in QUICK else pytest.param(recipe, marks=pytest.mark.every_state) for recipe in OTHERS]
 )
 def test_the_buffers_of_the_other_recipes_hold_their_models(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["refit", "plan", recipe]) == 0, capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The part of a plan that each process gets, against the deliveries of every block."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_mcore.layout import EngineLayout, PolicyLayout

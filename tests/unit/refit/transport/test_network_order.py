@@ -1,7 +1,5 @@
 """Transfers of a bucket on a model network in which every call blocks until the other side makes its own."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

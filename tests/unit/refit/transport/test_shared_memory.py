@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import time
 import uuid
 
 import pytest
@@ -22,6 +19,7 @@ from grpo_mcore.refit.transport.shared_memory import (
     remove_stale_segments,
 )
 from grpo_mcore.rollout.workers import is_fault
+from tests.waiting import wait_until
 
 OWNER = """
 import sys, time, torch
@@ -47,13 +45,6 @@ def run_id() -> str:
 
 def segments(run_id: str) -> list[str]:
     return [path.name for path in SEGMENTS.glob(f"{PREFIX}-{run_id}-*")]
-
-
-def until(condition, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 @pytest.mark.slow
@@ -97,7 +88,7 @@ def test_a_killed_owner_leaves_nothing_behind(run_id: str) -> None:
     assert remove_stale_segments() == [] and segments(run_id), "a living owner's segment stays"
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    assert until(lambda: not segments(run_id)), "the resource tracker frees it"
+    wait_until(lambda: not segments(run_id), "the end of the segment, which the resource tracker frees")
 
 
 def test_a_segment_without_a_living_owner_is_freed_by_the_next_run(run_id: str) -> None:

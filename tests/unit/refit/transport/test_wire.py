@@ -1,7 +1,5 @@
 """Policy ranks and nodes that share no memory, as threads of this process with a real Gloo network between them."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -216,8 +214,8 @@ def test_a_rank_that_fails_ends_it_for_all_at_once_and_the_next_refit_works(
     setattr(target, method, fail)
     began = time.monotonic()
     with pytest.raises(RefitError) as caught:
-        setting.refit(2, timeout_s=30.0)
-    assert time.monotonic() - began < 15.0
+        setting.refit(2, timeout_s=90.0)
+    assert time.monotonic() - began < 60.0
     assert "out of luck" in " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert [node.version for node in setting.nodes] == [1, 1] and all(node.aborted for node in setting.nodes)
     setattr(target, method, honest)

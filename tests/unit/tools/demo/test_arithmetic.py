@@ -1,7 +1,5 @@
 """The arithmetic task: disjoint problems, correct truths, wrong demonstrations, a tokenizer and a model."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,18 +1,17 @@
 """The demo's untrained models, and its end: the most likely answers of a model, asked from its folder."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from grpo_mcore.cli.train.demo import DISTILL, FOLDERS, GRPO, make_untrained
+from grpo_mcore.cli.train.demo import DISTILL, FOLDERS, GRPO, VISION, make_untrained
 from grpo_mcore.families import check_settings, read_hf_config, shape_of
 from grpo_mcore.families.known import known_config
-from grpo_mcore.recipe import layout_findings, load_recipe, teacher_policies
+from grpo_mcore.recipe import layout_findings, load_recipe, teacher_policies, uses_images
 from grpo_mcore.tools.demo.arithmetic import make_arithmetic_task, make_base_config
+from grpo_mcore.tools.demo.colours import make_colour_task, named
 from grpo_mcore.tools.demo.demo import Answers, Course, ask, courses_png, learned, read_course
 
 
@@ -33,7 +32,7 @@ def test_an_untrained_model_answers_every_problem(tmp_path: Path) -> None:
     assert found.accuracy < 0.3
 
 
-@pytest.mark.parametrize("recipe", FOLDERS)
+@pytest.mark.parametrize("recipe", [recipe for recipe in FOLDERS if recipe != VISION])
 def test_the_untrained_model_fits_its_recipe(tmp_path: Path, recipe: str) -> None:
     """The recipe trains what the demo makes, and counts its parameters as transformers does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,6 +51,20 @@ def test_the_untrained_model_fits_its_recipe(tmp_path: Path, recipe: str) -> Non
     check_settings(shape, config.policy.megatron_cfg)
     assert not layout_findings(config, shape)
     assert (shape.mamba is not None) == (shape.experts is not None) == (recipe == "grpo-nano-v3-cpu")
+
+
+def test_the_model_with_images_is_the_one_that_plan_knows(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    config = load_recipe(VISION).config
+    assert Path(config.policy.model_name).is_relative_to(FOLDERS[VISION]) and uses_images(config)
+    make_colour_task(tmp_path / "task", tmp_path / "base", rows=8)
+    shape, known = shape_of(read_hf_config(tmp_path / "base")), known_config(config.policy.model_name)
+    assert known is not None and shape_of(known) == shape and not layout_findings(config, shape)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "base")) <= shape.vocab_size
+    rows = [json.loads(line) for line in (tmp_path / "task" / "train.jsonl").read_text().splitlines()]
+    assert len({row["input"] for row in rows}) == 1 and len({row["image"] for row in rows}) == 8
+    assert {named(f"{row['output']} ", row["output"]) for row in rows} == {1.0} and named("red", "blue") == 0.0
 
 
 def test_a_course_says_what_it_took_to_reach_a_goal(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The doctor finds faults: real ones if a test can make them on this machine, otherwise simulated probe results."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket
@@ -91,6 +89,26 @@ def test_missing_kernels_are_a_note_where_there_are_gpus() -> None:
     (found,) = look("GPU kernels", Needs(gpu=True, gpu_packages=("torch",)))
     assert (found.state, found.saw) == ("ok", "torch")
     assert look("GPU kernels", Needs(gpu=False, gpu_packages=("fla",))) == look("GPU kernels", Needs(gpu=True)) == []
+
+
+def test_flashinfers_kernels_are_installed_or_compiled_or_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(checks, "pips_cuda", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert look("FlashInfer", Needs(gpu=True)) == look("FlashInfer", Needs(gpu=False)) == []
+    (tmp_path / "flashinfer.py").touch()
+    assert look("FlashInfer", Needs(gpu=False)) == []
+    (found,) = look("FlashInfer", Needs(gpu=True))
+    assert found.state == "note" and "do without the fused all-reduce" in found.saw and "prefetch" in found.advice
+    (tmp_path / "nvcc").write_text("#!/bin/sh\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    (found,) = look("FlashInfer", Needs(gpu=True))
+    assert found.state == "note" and "at their first start" in found.saw
+    (tmp_path / "flashinfer_jit_cache.py").touch()
+    (found,) = look("FlashInfer", Needs(gpu=True))
+    assert found.state == "ok"
 
 
 def test_kernels_that_are_installed_and_cannot_be_imported_are_a_fault(
@@ -329,10 +347,10 @@ def test_a_check_that_hangs_does_not_hold_up_the_others() -> None:
     hangs, fine = examine(
         Needs(),
         deadline_s=0.3,
-        checks={"mount": lambda: [] if release.wait(20) else [], "disk": lambda: [CheckResult("disk", "ok", "fine")]},
+        checks={"mount": lambda: [] if release.wait(100) else [], "disk": lambda: [CheckResult("disk", "ok", "fine")]},
     )
     release.set()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert fine.state == "ok"
     fault(hangs, "mount", "no answer in")
 

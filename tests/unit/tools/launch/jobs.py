@@ -1,7 +1,5 @@
 """Jobs of two and three nodes as the tests of the launchers render them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grpo_mcore import __version__

@@ -1,7 +1,5 @@
 """The manifests hold what a cluster needs, and the check finds what KubeRay's schema forbids."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -13,9 +11,10 @@ import pytest
 import yaml
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.recipe import load_recipe
+from grpo_mcore.observe.alarms import KINDS
+from grpo_mcore.recipe import RecipeError, load_recipe
 from grpo_mcore.tools.launch import launch_spec
-from grpo_mcore.tools.launch.kubernetes import _Dumper, documents
+from grpo_mcore.tools.launch.kubernetes import _Dumper, documents, manifest
 from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check
 from tests.unit.tools.launch.jobs import DISAGGREGATED, H100, ROOT, TWO_NODES
 
@@ -134,7 +133,7 @@ def test_what_a_site_adds_reaches_all_pods_as_it_is_written() -> None:
     assert not check(written[1], bundled_schema())
     for template in (head(written[1])["template"], group(written[1])["template"]):
         pod = template["spec"]
-        assert template["metadata"] == {"annotations": {"sidecar.istio.io/inject": "false"}}
+        assert template["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
         assert [toleration["key"] for toleration in pod["tolerations"]] == ["nvidia.com/gpu", "reserved"]
         assert pod["affinity"]["podAffinity"] and pod["securityContext"]["runAsUser"] == 4000
         assert pod["volumes"][-1] == {"name": "volume-0", "hostPath": {"path": "/local"}}
@@ -211,9 +210,9 @@ def test_a_recipe_that_differs_has_a_configmap_of_its_own(
         documents(launch_spec(load_recipe(str(ROOT / TWO_NODES), [*H100, *more]), "k8s"))
         for more in ((), ("grpo.seed=7",))
     ]
-    names = [recipe["metadata"]["name"] for recipe, _ in made]
+    names = [recipe["metadata"]["name"] for recipe, *_ in made]
     assert names[0] != names[1]
-    for name, (_, job) in zip(names, made, strict=True):
+    for name, (_, job, *_) in zip(names, made, strict=True):
         assert box(job)["volumeMounts"][0]["name"] == "recipe"
         assert group(job)["template"]["spec"]["volumes"][0]["configMap"]["name"] == name
     kubectl = tmp_path / "kubectl"
@@ -246,3 +245,59 @@ def test_pods_have_a_system_call_filter_unless_they_hold_sandboxes(env: str, pro
     for part in (head(job), group(job)):
         security = part["template"]["spec"]["securityContext"]
         assert security["seccompProfile"] == {"type": profile} and security["runAsNonRoot"]
+
+
+def rendered(*words: str) -> list[dict[str, Any]]:
+    return documents(launch_spec(load_recipe(str(ROOT / TWO_NODES), [*H100, *words]), "k8s"))
+
+
+def test_a_network_policy_guards_the_pods_of_the_job() -> None:
+    _, job, policy = rendered("launch.name=train-7")
+    spec = policy["spec"]
+    assert policy["kind"] == "NetworkPolicy" and spec["policyTypes"] == ["Ingress"]
+    label = {"grpo-mcore/job": "train-7"}
+    assert spec["podSelector"] == {"matchLabels": label}
+    assert all(template["metadata"]["labels"] == label for template in (head(job)["template"], group(job)["template"]))
+    from_pods, from_cluster = spec["ingress"]
+    assert from_pods == {"from": [{"podSelector": {"matchLabels": label}}]}
+    assert [port["port"] for port in from_cluster["ports"]] == [8265], "the operator asks Ray's dashboard for the job"
+    assert len(rendered("launch.k8s.network_policy=false")) == 2
+
+
+def test_prometheus_finds_the_drivers_pod() -> None:
+    served = ("logger.prometheus_enabled=true", "logger.prometheus.host=0.0.0.0", "logger.prometheus.port=9500")
+    _, _, policy, monitor = rendered(*served, "launch.k8s.pod_monitor=true")
+    assert [port["port"] for port in policy["spec"]["ingress"][1]["ports"]] == [8265, 9500]
+    assert monitor["kind"] == "PodMonitor" and monitor["spec"]["podMetricsEndpoints"] == [{"portNumber": 9500}]
+    assert monitor["spec"]["selector"]["matchLabels"]["ray.io/node-type"] == "head"
+    with pytest.raises(RecipeError, match=r"nobody outside the pod reaches this; 0.0.0.0 listens to the cluster"):
+        rendered("logger.prometheus_enabled=true")
+    with pytest.raises(RecipeError, match="there are no metrics to take"):
+        rendered("launch.k8s.pod_monitor=true")
+
+
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        (("launch.k8s.rdma_resource=null",), "restricted"),
+        ((), "privileged (launch.k8s.rdma_resource adds IPC_LOCK)"),
+        (("launch.k8s.rdma_resource=null", "launch.k8s.host_network=true"), "privileged (launch.k8s.host_network)"),
+    ],
+)
+def test_the_manifest_names_the_pod_security_level(words: tuple[str, ...], level: str) -> None:
+    spec = launch_spec(load_recipe(str(ROOT / TWO_NODES), [*H100, *words]), "k8s")
+    assert f"# Pod Security level of its pods: {level}\n" in manifest(spec)
+    for template in (head(documents(spec)[1])["template"], group(documents(spec)[1])["template"]):
+        (container,) = template["spec"]["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+
+
+def test_the_alert_rules_are_those_of_the_table_of_alarms() -> None:
+    (group_of_rules,) = yaml.safe_load((ROOT / "launchers/k8s/alerts.yaml").read_text())["spec"]["groups"]
+    rules = {rule["alert"]: rule for rule in group_of_rules["rules"]}
+    raised = {name: kind for name, kind in KINDS.items() if kind.by == "run"}
+    assert set(rules) == {*raised, "no_step", "no_metrics"}
+    for name, kind in raised.items():
+        assert rules[name]["expr"] == f"grpo_mcore_alarm_{name} > 0"
+        assert rules[name]["annotations"] == {"summary": kind.when, "description": f"First: {kind.first}"}

@@ -1,7 +1,5 @@
 """The values and scripts that NeMo-Run gets, tested without NeMo-Run."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """ray.sub and launchers/slurm/grpo_2n8g.sh: sbatch's options, and where they find the script that they source."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A recorded run predicts others. What it recorded is a run in virtual time here, so that the truth is known."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,8 @@ from grpo_mcore.tools.rehearse.rehearse import calibration, open_rehearsal, plan
 from grpo_mcore.tools.rehearse.world import World
 from grpo_mcore.tools.report.run_files import NoRun
 from tests.simulation.simulation import TINY, Case, tiny_shape
+
+pytestmark = pytest.mark.slow  # a dozen runs in virtual time
 
 TRUE = {"decode": 3.0, "train": 300.0, "refit": 4.0, "receive": 20.0}
 """Factors of the planned durations in the recorded world."""
@@ -82,10 +82,20 @@ def test_calibration_finds_the_durations_of_the_recorded_world(factors: dict[str
     assert factors == {name: pytest.approx(factor, rel=0.05) for name, factor in TRUE.items()}
 
 
-def test_a_recording_predicts_other_settings(recorded: Path, factors: dict[str, float], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [{"engines": 1}],
+        pytest.param([{"age": 0}, {"age": 2}, {"engines": 1}, {"generations": 2}], marks=pytest.mark.every_state),
+    ],
+    ids=["one", "all"],
+)
+def test_a_recording_predicts_other_settings(
+    recorded: Path, factors: dict[str, float], tmp_path: Path, settings: list[dict[str, int]]
+) -> None:
     recording = read_recording(recorded)
     errors = []
-    for changes in ({"age": 0}, {"age": 2}, {"engines": 1}, {"generations": 2}):
+    for changes in settings:
         other = replace(RECORDED, **changes)
         place = tmp_path / "-".join(changes) / str(other.age)
         truth = step_seconds(run(other, place / "truth", durations(other, TRUE)))
@@ -98,14 +108,8 @@ def test_a_sweep_from_a_recording(recorded: Path, tmp_path: Path, capsys: pytest
     """The recorded setting takes as long again. The model is known by its config alone."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "recipe.yaml").write_text(json.dumps(read_recording(recorded).config.model_dump(mode="json")))
-    command = [
-        "rehearse",
-        str(tmp_path / "recipe.yaml"),
-        "--config-json",
-        str(tmp_path / "config.json"),
-        "--steps",
-        "8",
-    ]
+    command = ["rehearse", str(tmp_path / "recipe.yaml"), "--config-json", str(tmp_path / "config.json")]
+    command += ["--steps", "8"]
     sweep = ["--sweep", "grpo.async_grpo.max_trajectory_age_steps=1,2", "--folder", str(tmp_path / "swept"), "--json"]
     assert main([*command, "--from", str(recorded), *sweep]) == 0
     same, other = json.loads(capsys.readouterr().out)

@@ -1,7 +1,5 @@
 """A recipe in virtual time: what it predicts, what it leaves in its folder, and how it is called."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import shutil
@@ -85,6 +83,7 @@ def test_plan_and_rehearsal_agree(recipe: Path, capsys: pytest.CaptureFixture[st
         assert phases[timer] == pytest.approx(planned[name], rel=0.15, abs=0.005), name  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_a_recipe_is_rehearsed_again_in_place_of_the_last_time(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +105,23 @@ def test_an_engine_that_is_killed_costs_time_and_no_prompt(recipe: Path, capsys:
     )
 
 
+def test_a_rank_that_is_killed_between_critic_and_policy_trains_nothing_twice(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("ppo.critic_epochs=2", "grpo.num_prompts_per_step=32", "grpo.num_generations_per_prompt=1")
+    values = rehearsed(recipe, capsys, *words, "rehearse.spread=0")
+    config = load_recipe(recipe, words).config
+    plan = make_plan(config, plan_shape(config, str(recipe.with_name("config.json"))), plan_device(config, None, None))
+    planned = sum(phase.likely for phase in plan.times.phases if phase.name in ("critic", "training"))
+    assert values["phases"]["train"] == pytest.approx(planned, rel=0.15)  # type: ignore[index]
+    shutil.rmtree(recipe.with_name("out"))
+    saved = ("checkpointing.save_period=1", "checkpointing.metric_name=null", "cluster.max_restarts=1")
+    values = rehearsed(recipe, capsys, *words, *saved, "--kill", "policy-3@step2.train")
+    told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
+    assert values["steps"] == 3 and told.fates["trained on"] == 96 and not told.flaws
+
+
+@pytest.mark.slow
 def test_a_teacher_is_rehearsed_and_one_that_is_killed_costs_no_sample(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,8 +3,6 @@
 `python -m tests.simulation.simulation 0 10000` simulates more seeds.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -33,10 +31,11 @@ from grpo_mcore.tools.rehearse.faults import Fault
 from tests.simulation import simulation
 from tests.simulation.simulation import Case, drawn, shortest, simulate
 
-pytestmark = pytest.mark.slow  # a thousand runs
+pytestmark = pytest.mark.slow  # some hundred runs
 
-SEEDS, SHARDS = 2000, 8
-"""Seeds that are simulated, and the tests among which they are spread."""
+SEEDS, SHARDS = 2000, 10
+"""Seeds that are simulated, and the tests among which they are spread. `make test` runs one of these: in as many seeds
+every planted fault is found."""
 MOST_SEEDS = 200
 """Seeds within which a planted fault must be found."""
 
@@ -48,7 +47,11 @@ def _rare_collections() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("shard", range(SHARDS), ids=lambda shard: f"shard-{shard}")
+@pytest.mark.parametrize(
+    "shard",
+    [0, *(pytest.param(shard, marks=pytest.mark.every_state) for shard in range(1, SHARDS))],
+    ids=lambda shard: f"shard-{shard}",
+)
 def test_the_laws_hold(shard: int) -> None:
     for seed in range(shard, SEEDS, SHARDS):
         case = drawn(seed)
@@ -193,11 +196,7 @@ def a_checkpoint_that_is_not_written_passes_for_saved(plant: Plant) -> None:
 
 
 def an_early_end_passes_for_the_end(plant: Plant) -> None:
-    plant(
-        RunRecord,
-        "ended",
-        lambda right, *args, **how: right(*args, **how) | {"exit_code": 0},
-    )
+    plant(RunRecord, "ended", lambda right, *args, **how: right(*args, **how) | {"exit_code": 0})
 
 
 def the_returned_prompts_are_not_in_the_ledger(plant: Plant) -> None:
@@ -217,10 +216,9 @@ def a_version_is_counted_twice(plant: Plant) -> None:
     plant(PolicyGroup, "train", twice)
 
 
-def a_rank_trains_without_what_the_teacher_said(plant: Plant) -> None:
+def ranks_train_without_what_the_teacher_said(plant: Plant) -> None:
     def forgetful(right: Any, *args: Any, **how: Any) -> Any:
-        *others, last = right(*args, **how)
-        return *others, replace(last, teacher={})
+        return tuple(replace(step, teacher={}) for step in right(*args, **how))
 
     plant(Teachers, "score_ranks", forgetful)
 
@@ -267,7 +265,7 @@ PLANTED: dict[Callable[[Plant], None], tuple[int, str]] = {
     an_early_end_passes_for_the_end: (11, "exit code 0 after"),
     the_returned_prompts_are_not_in_the_ledger: (4, "ledger: .* dispatched at step"),
     a_version_is_counted_twice: (0, "weights"),
-    a_rank_trains_without_what_the_teacher_said: (1, "trained on samples that no teacher had scored"),
+    ranks_train_without_what_the_teacher_said: (1, "trained on samples that no teacher had scored"),
     a_late_engine_is_asked_as_patiently_as_others: (55, "owed the answer to"),
     groups_that_were_trained_on_are_kept: (2, "samples are kept of at most"),
     a_signal_is_not_heard: (12, "further steps after SIG"),

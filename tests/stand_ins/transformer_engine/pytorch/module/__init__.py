@@ -1,26 +1,24 @@
-"""Layers. Their forward pass is a kernel; without FP8 their extra state is empty."""
+"""Layers. Without FP8 their extra state is empty."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from transformer_engine.pytorch.kernels import kernel
+from transformer_engine.pytorch.kernels import communicate, kernel, on_cpu
 
 Tracker = Callable[[], Any]
 
 
-class _Module(torch.nn.Module):
+class TransformerEngineBaseModule(torch.nn.Module):
     def get_extra_state(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
         assert state is None or not state.numel()
 
-    forward = kernel
 
-
-class Linear(_Module):
+class Linear(TransformerEngineBaseModule):
     def __init__(
         self,
         in_features: int,
@@ -55,6 +53,8 @@ class Linear(_Module):
         rows = out_features // (self.tp_size if parallel_mode == "column" else 1)
         columns = in_features // (self.tp_size if parallel_mode == "row" else 1)
         self.in_features, self.out_features, self.use_bias = columns, rows, bias
+        self.tp_group, self.return_bias = tp_group, return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.parallel_mode, self.sequence_parallel = parallel_mode, self.tp_size > 1 and sequence_parallel
         self.weight = torch.nn.Parameter(torch.empty(rows, columns, device=device, dtype=params_dtype))
         if bias:
@@ -67,17 +67,56 @@ class Linear(_Module):
             if parallel_mode == "row" and parameter is self.bias:
                 parameter.sequence_parallel = self.sequence_parallel
 
+    @on_cpu
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        for name, parameter in self.named_parameters():
+            if parameter.dtype != inp.dtype:
+                raise TypeError(f"found input dtype: {inp.dtype} and {name!r} dtype: {parameter.dtype}")
+        if self.parallel_mode == "column":
+            inp = communicate(inp, self.tp_group, "gather" if self.sequence_parallel else "same")
+        out = _Product.apply(inp, self.weight, self.fuse_wgrad_accumulation)
+        if self.parallel_mode == "row":
+            out = communicate(out, self.tp_group, "scatter" if self.sequence_parallel else "reduce")
+        if self.return_bias:
+            return out, self.bias
+        return out + self.bias if self.use_bias else out
 
-class LayerNormLinear(_Module): ...
+
+class _Product(torch.autograd.Function):
+    """x [..., K] times weight [N, K], transposed. If fused, the weight's gradient is added to its `main_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, fused: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.fused = fused
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        above, of_weight = gradients[0], None
+        if ctx.needs_input_grad[1]:
+            of_weight = above.flatten(0, -2).T @ x.flatten(0, -2)
+            if ctx.fused:
+                weight.main_grad.add_(of_weight)
+                weight.grad_added_to_main_grad = True
+                of_weight = torch.full_like(weight, torch.nan)  # memory that nobody may read
+        return above @ weight if ctx.needs_input_grad[0] else None, of_weight, None
 
 
-class GroupedLinear(_Module): ...
+class LayerNormLinear(TransformerEngineBaseModule):
+    forward = kernel  # no layer of ours
 
 
-class LayerNorm(_Module): ...
+class GroupedLinear(TransformerEngineBaseModule):
+    forward = kernel  # no layer of ours
 
 
-class RMSNorm(_Module):
+class LayerNorm(TransformerEngineBaseModule):
+    forward = kernel  # no family has it
+
+
+class RMSNorm(TransformerEngineBaseModule):
     def __init__(
         self,
         normalized_shape: int | None = None,
@@ -94,41 +133,13 @@ class RMSNorm(_Module):
         make = torch.zeros if zero_centered_gamma else torch.ones
         self.weight = torch.nn.Parameter(make(size, device=settings.get("device", "cuda"), dtype=dtype))
         self.weight.sequence_parallel = self.sequence_parallel = sequence_parallel
-        self.eps = eps
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+
+    @on_cpu
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        x, weight = inp.to(self.weight.dtype).float(), self.weight.float() + float(self.zero_centered_gamma)
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight).to(self.weight.dtype)
 
     # A norm is an operation, not a module with FP8 state.
     get_extra_state = torch.nn.Module.get_extra_state
     set_extra_state = torch.nn.Module.set_extra_state
-
-
-class DotProductAttention(_Module):
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        softcap: float = 0.0,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Tracker | None = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: bool | None = False,
-        name: str | None = None,
-    ) -> None:
-        super().__init__()
-        self.softmax_type = softmax_type
-        if softmax_type == "learnable":  # float32, whatever the other parameters are
-            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads // tp_size, device="cuda"))

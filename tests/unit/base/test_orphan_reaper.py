@@ -1,7 +1,5 @@
 """The processes and files of a run are removed, even when its driver is killed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -11,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.cluster import orphan_reaper
+from grpo_mcore.base import orphan_reaper
+from tests.waiting import wait_until
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 
@@ -26,7 +25,7 @@ def test_marked_processes_are_ended_and_no_others():
     try:
         assert orphan_reaper.marked(mark) == [one.pid]
         assert orphan_reaper.end_marked(mark) == []
-        assert one.wait(5) == -9 and other.poll() is None and longer.poll() is None
+        assert one.wait(60) == -9 and other.poll() is None and longer.poll() is None
     finally:
         for process in (other, longer):
             process.kill()
@@ -45,12 +44,10 @@ def test_the_shared_memory_of_killed_processes_is_removed():
     try:
         assert process.stdout is not None
         segment = Path("/dev/shm", process.stdout.readline().strip())
-        deadline = time.monotonic() + 30
-        while not any(map(orphan_reaper.is_tracker, orphan_reaper.marked(mark))):
-            assert segment.is_file() and time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: any(map(orphan_reaper.is_tracker, orphan_reaper.marked(mark))), "the tracker", pause=0.02)
+        assert segment.is_file()
         assert orphan_reaper.end_marked(mark) == []
-        assert process.wait(5) == -9 and not segment.exists()
+        assert process.wait(60) == -9 and not segment.exists()
     finally:
         process.kill()
         process.communicate()
@@ -77,10 +74,7 @@ time.sleep(60)
     assert len(orphan_reaper.marked(mark)) == 1 and folder.exists()  # it waits while the driver lives
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
-    while (orphan_reaper.marked(mark) or folder.exists()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not orphan_reaper.marked(mark) and not folder.exists()
+    wait_until(lambda: not orphan_reaper.marked(mark) and not folder.exists(), "the end of all", pause=0.05)
     shutil.rmtree(folder, ignore_errors=True)
 
 
