@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 _SUFFIXES = ("", ".yaml", ".yml")
 PRESET = "defaults="
 # Base recipes of NeMo RL whose algorithm is not supported.
-_UNSUPPORTED = {"rm": "training a reward model"}
 _SHELL_VARIABLE = re.compile(r"\$([A-Z_][A-Z0-9_]*)/")
 # Keys that name a file. A file that does not exist relative to the working directory is taken from the folder of the
 # recipe that names it.
@@ -244,10 +243,6 @@ def _find(
         for file in sorted(folder.glob("*.yaml")):
             if file.stem.replace("_", "-") == written and file.resolve() != other_than:
                 return file.resolve()
-    if (algorithm := _UNSUPPORTED.get(Path(name).stem)) is not None:
-        raise RecipeError(
-            [Problem(*written_at, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe
-        )
     below = Path(name).parent  # such as presets
     known: list[str] = []
     for inside in dict.fromkeys((below, Path())):  # recipes/X, where X is meant

@@ -1,4 +1,4 @@
-"""Batch sizes must divide into optimizer steps, ranks and micro-batches, and token limits must fit each other."""
+"""Batch sizes must divide into optimizer steps, ranks and micro-batches."""
 
 import math
 from collections.abc import Iterator
@@ -66,20 +66,6 @@ def _advice(config: RecipeSections, dp: int) -> str:
     if unit == gbs or not sizes:
         parts.append(f"nearest num_prompts_per_step: {_either(prompts)}")
     return "; ".join(parts)
-
-
-def check_lengths(config: RecipeSections) -> Iterator[Finding]:
-    """Bins must hold the longest sequence."""
-    policy, longest = config.policy, config.policy.max_total_sequence_length
-    limit_key = "policy.max_total_sequence_length"
-    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    for section, bounded in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
-        for name in ("train_mb_tokens", "logprob_mb_tokens"):
-            if bounded.enabled and bounded[name] is not None and bounded[name] < longest:
-                yield Finding(
-                    (f"policy.{section}.{name}", limit_key),
-                    f"a bin of {bounded[name]} tokens cannot hold a sequence of {limit_key} = {longest}",
-                )
 
 
 def _divisors(number: int) -> list[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from grpo_mcore.layout import Finding
-from grpo_mcore.recipe.derived import samples_together, uses_images
+from grpo_mcore.recipe.derived import samples_together
 from grpo_mcore.recipe.errors import in_yaml, nearest_hint
 from grpo_mcore.recipe.schema.data import (
     FILE_DATASETS,
@@ -65,45 +65,13 @@ def _check_dataset(entry: DatasetEntry, prefix: str, config: RecipeSections) -> 
         yield Finding((prefix + "data_path", prefix + "dataset_name"), f"{entry.dataset_name} needs a data_path")
 
 
-def check_images(config: RecipeSections) -> Iterator[Finding]:
-    """Prompts with images go with a tower that engines read from the model's files, and with no teachers."""
-    if not uses_images(config):
-        return
-    vllm, cause = config.policy.generation.vllm_cfg, "the data has images"
-    if config.on_policy_distillation.enabled:
-        yield Finding(("on_policy_distillation.enabled",), f"{cause}, which teachers do not get yet; leave it false")
-    if vllm.quantization is not None and algorithm_of(config) != "sft":
-        key = "policy.generation.vllm_cfg.precision"
-        yield Finding((key,), f"{cause}, and the tower of an engine is not quantised apart yet; set bfloat16")
-    if vllm.load_format == "dummy":
-        key = "policy.generation.vllm_cfg.load_format"
-        yield Finding((key,), f"{cause}, and a refit brings no tower; leave it null")
-
-
-def check_sampler(config: RecipeSections) -> Iterator[Finding]:
-    """Prompts can be sampled by their pass rates in GRPO only."""
-    if config.data.sampler.enabled and not runs_grpo(config):
-        yield Finding(("data.sampler.enabled",), f"{algorithm_of(config).upper()} has no pass rates; leave it false")
-
-
 def check_loaders(config: RecipeSections) -> Iterator[Finding]:
     """If each dataset has a data loader of its own, a step must consist of whole batches."""
     data, key = config.data, "data.num_prompts_per_dataloader"
-    if not data.use_multiple_dataloader:
-        return
-    if not runs_grpo(config):
-        yield Finding(
-            ("data.use_multiple_dataloader",),
-            f"{algorithm_of(config).upper()} reads all datasets with one data loader; leave it false",
-        )
-        return
     size, prompts = data.num_prompts_per_dataloader, config.grpo.num_prompts_per_step
-    if size is None:
-        yield Finding(
-            (key, "data.use_multiple_dataloader"),
-            "required with use_multiple_dataloader: the number of prompts per loader",
-        )
-    elif prompts % size:
+    if not data.use_multiple_dataloader or not runs_grpo(config) or size is None:
+        return
+    if prompts % size:
         below = prompts // size * size
         sizes = " or ".join(str(number) for number in (below, below + size) if number)
         yield Finding(

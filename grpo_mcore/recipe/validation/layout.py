@@ -1,23 +1,15 @@
-"""Layouts of policy and engines on their devices, and arguments and endpoint of the engines."""
+"""Layouts of policy and engines on their devices, and arguments of the engines."""
 
 from collections.abc import Iterator
 
 from grpo_mcore.layout import Finding
-from grpo_mcore.recipe.derived import (
-    engine_pool,
-    environment_class,
-    has_greedy_baseline,
-    layout_findings,
-    policy_pool,
-)
-from grpo_mcore.recipe.errors import in_yaml
-from grpo_mcore.recipe.schema.master import GYM, VERIFIERS, RecipeSections
+from grpo_mcore.recipe.derived import engine_pool, layout_findings, policy_pool
+from grpo_mcore.recipe.schema.master import RecipeSections
 from grpo_mcore.recipe.validation.rules import engine_argument_findings, tables
 
 _COLOCATED = "policy.generation.colocated."
 _NODES, _GPUS = _COLOCATED + "resources.num_nodes", _COLOCATED + "resources.gpus_per_node"
 _VLLM = "policy.generation.vllm_cfg."
-_CHAT = _VLLM + "http_server_serving_chat_kwargs."
 _KWARGS = "policy.generation.vllm_kwargs"
 
 
@@ -72,34 +64,3 @@ def check_engine_experts(config: RecipeSections) -> Iterator[Finding]:
             f"{vllm.expert_parallel_size} is neither 1 nor tensor_parallel_size = {vllm.tensor_parallel_size}; experts "
             "are divided among all ranks of an engine or none",
         )
-
-
-def check_endpoint(config: RecipeSections) -> Iterator[Finding]:
-    """The endpoint's keys must fit each other, and NeMo Gym needs an endpoint that samples as training does."""
-    generation = config.policy.generation
-    vllm = generation.vllm_cfg
-    chat = vllm.http_server_serving_chat_kwargs
-    if chat.enable_auto_tools != (chat.tool_parser is not None):
-        yield Finding(
-            (_CHAT + "tool_parser", _CHAT + "enable_auto_tools"),
-            "tool calls are parsed only if both are set: enable_auto_tools: true and a tool_parser, such as hermes",
-        )
-    classes = {name: environment_class(name, section)[0] for name, section in config.env.items()}
-    agents = [name for name, kind in classes.items() if kind in (GYM, VERIFIERS)]
-    if not agents:
-        return
-    agents_key = f"env.{agents[0]}"
-    if not vllm.expose_http_server:
-        yield Finding(
-            (_VLLM + "expose_http_server", agents_key), "its agents query the policy's endpoint: set it to true"
-        )
-    if has_greedy_baseline(config):
-        yield Finding(
-            ("grpo.adv_estimator.name", agents_key), "remax decodes greedily what agents cannot request so; use rloo"
-        )
-    for name in ("stop_strings", "val_top_k"):
-        if generation[name] is not None:
-            yield Finding(
-                (f"policy.generation.{name}", agents_key),
-                f"{in_yaml(generation[name])} cannot be requested by agents; leave it null",
-            )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_mcore.layout import Finding
-from grpo_mcore.recipe.derived import trains_on_rewards, uses_images
+from grpo_mcore.recipe.derived import trains_on_rewards
 from grpo_mcore.recipe.errors import in_yaml
 from grpo_mcore.recipe.schema.grpo import (
     POLICY_TERM_OPTIONS,
@@ -20,16 +20,6 @@ from grpo_mcore.recipe.validation.rules import check_rules, check_rules_of_loss
 _ESTIMATOR = "grpo.adv_estimator."
 _LOSS = "loss_fn."
 _TRUNCATION = "loss_fn.truncated_importance_sampling_"
-# Estimators with fixed options: their (normalize_rewards, use_leave_one_out_baseline, what they compute).
-_FIXED: dict[str, tuple[bool, bool, str]] = {
-    "dr_grpo": (False, False, "takes the reward minus the group's mean"),
-    "maxrl": (False, False, "divides by the group's mean"),
-    "opo": (False, False, "takes the reward minus the mean weighted by length"),
-    "remax": (False, False, "takes the reward minus that of the group's first sample, decoded greedily"),
-    "rloo": (False, True, "takes the reward minus the mean of the others"),
-    "flash_reinforce": (False, False, "takes the reward minus the mean of the step"),
-    "reinforce_plus_plus": (True, False, "takes the reward, minus the group's mean if any, and standardises"),
-}
 
 
 def loss_findings(loss: ClippedPGLossConfig) -> list[Finding]:
@@ -82,24 +72,6 @@ def check_kl(config: RecipeSections) -> Iterator[Finding]:
         )
 
 
-def check_rewards(config: RecipeSections) -> Iterator[Finding]:
-    """Intervals of reward scaling and lengths of reward shaping must not be empty."""
-    scaling, shaping = config.grpo.reward_scaling, config.grpo.reward_shaping
-    if scaling.enabled and scaling.source_min >= scaling.source_max:
-        yield Finding(
-            ("grpo.reward_scaling.source_min", "grpo.reward_scaling.source_max"),
-            f"the source interval [{scaling.source_min:g}, {scaling.source_max:g}] is empty",
-        )
-    longest, buffer = shaping.max_response_length, shaping.overlong_buffer_length
-    if shaping.path is not None:
-        return
-    if shaping.enabled and shaping.stop_properly_penalty_coef is None and longest is not None and buffer > longest:
-        yield Finding(
-            tuple(f"grpo.reward_shaping.{key}" for key in ("overlong_buffer_length", "max_response_length", "enabled")),
-            f"overlong_buffer_length = {buffer} tokens exceed max_response_length = {longest}",
-        )
-
-
 def check_shaping_acts(config: RecipeSections) -> Iterator[Finding]:
     """Some answers must be able to reach the length at which the penalty on long answers begins."""
     shaping, generation = config.grpo.reward_shaping, config.policy.generation
@@ -125,19 +97,6 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
     """Options of the advantage estimator must be options that it reads."""
     grpo, estimator = config.grpo, config.grpo.adv_estimator
     name: str = estimator.path or estimator.name
-    if name in _FIXED:
-        *values, reason = _FIXED[name]
-        for key, fixed in zip(("normalize_rewards", "use_leave_one_out_baseline"), values, strict=True):
-            if estimator[key] not in (None, fixed):
-                yield Finding(
-                    (_ESTIMATOR + key, _ESTIMATOR + "name"),
-                    f"{in_yaml(estimator[key])} contradicts the estimator {name}, which {reason}; remove the key",
-                )
-    if not estimator.minus_baseline and name != "reinforce_plus_plus":
-        yield Finding(
-            (_ESTIMATOR + "minus_baseline", _ESTIMATOR + "name"),
-            f"only the estimator reinforce_plus_plus can do without a baseline, not {name}",
-        )
     leaves_out, divides = (
         grpo[key] if estimator[key] is None else estimator[key]
         for key in ("use_leave_one_out_baseline", "normalize_rewards")
@@ -146,19 +105,6 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
         yield Finding(
             (_ESTIMATOR + "std_of_others", _ESTIMATOR + "name"),
             "has no effect but with the estimators grpo and gdpo, use_leave_one_out_baseline and normalize_rewards",
-        )
-    if estimator.reward_weights is not None and name != "gdpo":
-        yield Finding(
-            (_ESTIMATOR + "reward_weights", _ESTIMATOR + "name"),
-            f"only the estimator gdpo reads rewards by name, not {name}",
-        )
-    if (name == "gfpo") != (estimator.keep is not None):
-        message = "gfpo needs the number of samples that it keeps of each group" if name == "gfpo" else "is for gfpo"
-        yield Finding((_ESTIMATOR + "keep", _ESTIMATOR + "name"), message)
-    if estimator.keep is not None and estimator.keep > grpo.num_generations_per_prompt:
-        yield Finding(
-            (_ESTIMATOR + "keep", "grpo.num_generations_per_prompt"),
-            f"keeps {estimator.keep} samples of groups of {grpo.num_generations_per_prompt}",
         )
     no_group = estimator.path is not None or name == "flash_reinforce"
     no_group = no_group or (name == "reinforce_plus_plus" and not estimator.minus_baseline)
@@ -192,8 +138,6 @@ def check_critic(config: RecipeSections) -> Iterator[Finding]:
         return
     if critic is None:
         return
-    if not runs_grpo(config):
-        yield Finding(("ppo.enabled",), "a critic is for a run with rewards, not for sft or dpo; remove the section")
     known, alone = set(check_rules(config)), config.model_copy(update={"policy": critic, "value": None})
     for finding in check_rules(alone):
         if finding not in known and not any(".generation." in key for key in finding.keys):
@@ -210,18 +154,6 @@ def check_critic(config: RecipeSections) -> Iterator[Finding]:
         key = next(key for key in AdvEstimatorConfig.model_fields if config.grpo.adv_estimator[key] != _default(key))
         message = "has no effect with a critic, whose advantages are those of ppo.adv_estimator; remove it"
         yield Finding((_ESTIMATOR + key,), message)
-    if config.on_policy_distillation.enabled:
-        yield Finding(
-            ("on_policy_distillation.enabled", "ppo.enabled"), "teachers and a critic together are not supported"
-        )
-    if config.loss_fn.force_on_policy_ratio and ppo.ppo_epochs > 1:
-        message = "requires exactly one optimizer step per RL step: set ppo.ppo_epochs: 1"
-        yield Finding(("loss_fn.force_on_policy_ratio", "ppo.ppo_epochs"), message)
-    if ppo.policy_training_start_step >= (steps := config.grpo.max_num_steps):
-        message = f"the run ends after {steps} steps, so the policy would never train"
-        yield Finding(("ppo.policy_training_start_step", "grpo.max_num_steps"), message)
-    if uses_images(config):
-        yield Finding(("ppo.enabled",), "a critic reads no images: train on them without one")
 
 
 def _default(key: str) -> Any:

@@ -1,6 +1,6 @@
 """Rules between keys whose form is the same, by the tables of rules.yaml."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ from typing import Any
 import yaml
 
 from grpo_mcore.layout import Finding
+from grpo_mcore.recipe.derived import environment_class, trains_on_rewards, uses_images
 from grpo_mcore.recipe.errors import in_yaml, nearest_hint
-from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of, value_at
+from grpo_mcore.recipe.schema.master import GYM, VERIFIERS, RecipeSections, algorithm_of, value_at
 
 
 @cache
@@ -40,10 +41,10 @@ def check_rows(rows: Iterable[dict[str, Any]], config: Any) -> Iterator[Finding]
     """Yield what is wrong by rows of the form that rules.yaml describes."""
     for row in rows:
         states = {key: state for key, state in row.items() if key not in ("if", "say")}
-        if all(_is_in(_value(config, key), state) for key, state in {**states, **row.get("if", {})}.items()):
+        if all(_is_in(_value(config, key), state, config) for key, state in {**states, **row.get("if", {})}.items()):
             values = [value_at(config, key) for key in states]
             shown = [value if isinstance(value, str) else in_yaml(value) for value in values]
-            yield Finding(tuple(states), row["say"].format(*shown))
+            yield Finding(tuple(states), row["say"].format(*shown, config=config))
 
 
 def engine_argument_findings(
@@ -65,14 +66,27 @@ def _is_of_loss(row: dict[str, Any]) -> bool:
     return all(key.startswith("loss_fn.") or key in ("if", "say") for key in row)
 
 
+DERIVED: dict[str, Callable[[RecipeSections], Any]] = {
+    "algorithm": algorithm_of,
+    "agents": lambda config: any(environment_class(*of_env)[0] in (GYM, VERIFIERS) for of_env in config.env.items()),
+    "images": uses_images,
+    "rewards": trains_on_rewards,
+}
+"""What `if` may name besides keys."""
+
+
 def _value(config: Any, key: str) -> Any:
-    return algorithm_of(config) if key == "algorithm" else value_at(config, key)
+    return DERIVED[key](config) if key in DERIVED else value_at(config, key)
 
 
-def _is_in(value: Any, state: Any) -> bool:
+def _is_in(value: Any, state: Any, config: Any) -> bool:
     """Return whether a key with this value is in a state of rules.yaml."""
     if isinstance(state, dict):
-        return not _is_in(value, state["not"])
+        ((kind, other),) = state.items()
+        if kind == "not":
+            return not _is_in(value, other, config)
+        limit = value_at(config, other)
+        return None not in (value, limit) and (value > limit if kind == "above" else value < limit)
     if isinstance(state, bool):
         is_off = value in (None, {}, [], "") or (isinstance(value, int) and value == 0)
         return is_off is not state

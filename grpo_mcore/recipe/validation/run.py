@@ -1,12 +1,11 @@
-"""Rules of a run over time: generation ahead of training, early stop, restarts, optimizer and learning rate."""
+"""Rules of a run over time: its mirror, its variables, early stop, weight decay."""
 
 import re
 from collections.abc import Iterator
 
 from grpo_mcore.layout import Finding
-from grpo_mcore.recipe.derived import trains_on_rewards
 from grpo_mcore.recipe.errors import in_yaml, nearest_hint
-from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
+from grpo_mcore.recipe.schema.master import RecipeSections
 
 VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")
 """Metrics of every validation, over all its data and per task (`TASK/accuracy`). With several samples a prompt there is
@@ -63,50 +62,6 @@ def check_variables(config: RecipeSections) -> Iterator[Finding]:
             )
 
 
-def check_quantized_engines(config: RecipeSections) -> Iterator[Finding]:
-    """Samples of quantised weights need importance weights: they are those of another policy."""
-    key = "policy.generation.vllm_cfg.precision"
-    if runs_grpo(config) and config.policy.generation.vllm_cfg.quantization and trains_on_rewards(config):
-        if not (config.loss_fn.use_importance_sampling_correction or config.loss_fn.ratio_to_engine):
-            yield Finding(
-                (key, "loss_fn.use_importance_sampling_correction"),
-                "engines with quantised weights sample from another policy than the one that is trained: set "
-                "loss_fn.use_importance_sampling_correction: true",
-            )
-
-
-def check_ages(config: RecipeSections) -> Iterator[Finding]:
-    """Generation ahead of training needs importance weights, and its options must fit each other."""
-    ahead, prompts = config.grpo.async_grpo, config.grpo.num_prompts_per_step
-    prefix, enabled, age_key = "grpo.async_grpo.", "grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"
-    if not ahead.max_age:
-        return
-    if not (config.loss_fn.use_importance_sampling_correction or config.loss_fn.ratio_to_engine):
-        yield Finding(
-            (enabled, age_key, "loss_fn.use_importance_sampling_correction"),
-            f"training on trajectories of age {ahead.max_age} (in weight versions) needs "
-            "loss_fn.use_importance_sampling_correction: true",
-        )
-    if ahead.max_groups_in_flight is not None and ahead.max_groups_in_flight < prompts:
-        yield Finding(
-            (prefix + "max_groups_in_flight", "grpo.num_prompts_per_step"),
-            f"{ahead.max_groups_in_flight} groups are fewer than the {prompts} of a step",
-        )
-    if ahead.min_samples_per_group is not None:
-        samples = config.grpo.num_generations_per_prompt
-        if ahead.min_samples_per_group > samples:
-            yield Finding(
-                (prefix + "min_samples_per_group", "grpo.num_generations_per_prompt"),
-                f"{ahead.min_samples_per_group} samples are more than the {samples} of a group",
-            )
-        together = config.grpo.turns == "together" or (config.grpo.turns is None and config.cluster.backend == "local")
-        if config.grpo.max_rollout_turns > 1 and together:
-            yield Finding(
-                (prefix + "min_samples_per_group", "grpo.max_rollout_turns"),
-                "works with samples of several turns only if they do not wait for each other: set grpo.turns to free",
-            )
-
-
 def unknown_validation_metric(name: str, samples_per_prompt: int) -> str | None:
     """Return the error message for a metric (without `val:`) that no validation reports, None for a known one."""
     short, several = name.rpartition("/")[2], samples_per_prompt > 1
@@ -128,41 +83,7 @@ def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
         yield Finding((metric_key, "data.validation"), "there is nothing to validate on: set data.validation")
 
 
-def check_eval(config: RecipeSections) -> Iterator[Finding]:
-    """The metric must not need more samples than there are, and several samples need a temperature above 0."""
-    evaluation, generation = config.eval, config.policy.generation
-    samples = evaluation.samples_per_prompt
-    if evaluation.k_value > samples:
-        yield Finding(
-            ("eval.k_value", "eval.num_tests_per_prompt"),
-            f"{evaluation.k_value} is more than the {samples} samples of a prompt (num_tests_per_prompt x num_seeds)",
-        )
-    if samples > 1 and generation.val_temperature == 0:
-        yield Finding(
-            ("eval.num_tests_per_prompt", "policy.generation.val_temperature", "generation.temperature"),
-            f"the {samples} samples of a prompt would be equal: the sampling temperature is 0",
-        )
-
-
-def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
-    """Requirements of Megatron-Core on optimizer and learning rate."""
-    policy, optimizer = config.policy, config.policy.megatron_cfg.optimizer
-    scheduler, prefix = config.policy.megatron_cfg.scheduler, "policy.megatron_cfg.optimizer."
-    if scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
-        yield Finding(
-            ("policy.megatron_cfg.scheduler.lr_warmup_iters", "policy.megatron_cfg.scheduler.lr_decay_iters"),
-            f"{scheduler.lr_warmup_iters} steps of warm-up must be fewer than "
-            f"lr_decay_iters = {scheduler.lr_decay_iters}",
-        )
-    yield from _weight_decay(config)
-    if optimizer.bf16 != (policy.precision == "bfloat16"):
-        yield Finding(
-            (prefix + "bf16", "policy.precision"),
-            f"{in_yaml(optimizer.bf16)} contradicts policy.precision = {policy.precision}; set only that",
-        )
-
-
-def _weight_decay(config: RecipeSections) -> Iterator[Finding]:
+def check_weight_decay(config: RecipeSections) -> Iterator[Finding]:
     """The weight decay rises from its start to its end, or stays; Megatron-Core reads these two, and a weight_decay
     beside them says nothing else."""
     optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler

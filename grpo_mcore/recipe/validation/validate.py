@@ -1,11 +1,10 @@
 """Turns a resolved tree into a typed configuration. Every problem names the place where its value was written."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
-from grpo_mcore.layout import Finding
 from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
 from grpo_mcore.recipe.nemo_rl.critic_layout import ppo_layout, rm_layout, value_layout
 from grpo_mcore.recipe.nemo_rl.data_layouts import nested_layout
@@ -15,7 +14,7 @@ from grpo_mcore.recipe.nemo_rl.nemo_rl_keys import apply_gym_switches, without_n
 from grpo_mcore.recipe.other_trainers import meaning_here
 from grpo_mcore.recipe.schema.grpo import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
-from grpo_mcore.recipe.schema.master import RecipeSections, value_at
+from grpo_mcore.recipe.schema.master import RecipeSections
 from grpo_mcore.recipe.schema.section import Section
 from grpo_mcore.recipe.validation import batch_sizes, data, distillation, layout, objective, rules, run
 from grpo_mcore.recipe.yaml_tree import Node
@@ -23,51 +22,26 @@ from grpo_mcore.recipe.yaml_tree import Node
 ConfigT = TypeVar("ConfigT", bound=RecipeSections)
 SectionT = TypeVar("SectionT", bound=Section)
 
-UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "other number formats of the KV cache"),
-}
-"""Keys whose feature does not exist yet: (neutral value, missing feature). Delete a line when you add its feature."""
-
-
-def check_unsupported(config: RecipeSections) -> Iterator[Finding]:
-    """No key may ask for a feature that does not exist yet."""
-    for key, (neutral, feature) in UNSUPPORTED.items():
-        value = value_at(config, key)
-        if value != neutral:
-            yield Finding(
-                (key,), f"not supported yet ({feature}); got {in_yaml(value)}, leave it at {in_yaml(neutral)}"
-            )
-
-
 CHECKS = (
-    check_unsupported,
     rules.check_rules,
     layout.check_pools,
     layout.check_layout,
     layout.check_engine_experts,
     layout.check_engine_arguments,
     batch_sizes.check_batches,
-    batch_sizes.check_lengths,
     objective.check_loss,
     objective.check_kl,
-    objective.check_rewards,
     objective.check_shaping_acts,
     objective.check_advantages,
     objective.check_critic,
     distillation.check_teachers,
-    run.check_quantized_engines,
-    run.check_ages,
     run.check_mirror,
     run.check_variables,
     run.check_webhook,
     run.check_early_stop,
-    run.check_eval,
-    run.check_optimizer,
+    run.check_weight_decay,
     data.check_data,
-    data.check_images,
     data.check_loaders,
-    data.check_sampler,
-    layout.check_endpoint,
 )
 """Checks between keys. Each yields findings. A finding's place is that of the first of its keys that a file or the
 command line sets."""
