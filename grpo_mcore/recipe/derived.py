@@ -428,9 +428,10 @@ def batch_equation(config: RecipeSections, algorithm: Algorithm | None = None) -
     else:
         samples = samples_per_step(config)
         steps = samples // policy.train_global_batch_size
+        greedy = f" ({config.grpo.num_prompts_per_step} greedy, not trained on)" if has_greedy_baseline(config) else ""
         head = (
             f"{_count(config.grpo.num_prompts_per_step, 'prompt')} x "
-            f"{_count(config.grpo.num_generations_per_prompt, 'generation')} = {_count(samples, 'sample')} = "
+            f"{_count(config.grpo.num_generations_per_prompt, 'generation')} = {_count(samples, 'sample')}{greedy} = "
             f"{_count(steps, 'optimizer step')} x {policy.train_global_batch_size}"
         )
         factor = f"{steps} x " if steps > 1 else ""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
-from grpo_mcore.objective import PreferenceLossFn, sample_stats
+from grpo_mcore.objective import PreferenceLossFn, RewardLossFn, sample_stats
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.recipe import DPOConfig
 from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, make_policy, owned_slices, sequences
@@ -14,6 +14,8 @@ PAIRS = len(LENGTHS) // 2
 ROWS = ((0, 2), (1,), (3,))  # pairs of each row, distributed over the data-parallel ranks in turns
 REFERENCE = tuple(-4.0 * length + 3.0 * (i % 3) for i, length in enumerate(LENGTHS))
 """Log-prob of each answer under an imagined reference."""
+LABELS = tuple(0.1 * i for i in range(len(LENGTHS)))
+"""Score of each answer for a reward model; that of a chosen one is its margin."""
 
 
 def prompt_tokens(sample: int) -> int:
@@ -21,18 +23,22 @@ def prompt_tokens(sample: int) -> int:
     return LENGTHS[sample] // 3
 
 
-def loss_and_gradients(address: Address, model: str, case: LayoutCase, dpo: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics (reporting ranks), the log-probs by sequence (last stage) and the gradient of the loss."""
+def loss_and_gradients(
+    address: Address, model: str, case: LayoutCase, dpo: dict[str, Any] | None, pairs: bool = True
+) -> dict[str, Any]:
+    """Return the metrics (reporting ranks), the log-probs or values by sequence (last stage) and the gradient of the
+    loss. `dpo`: None for that of a reward model, from `pairs` or from scores."""
     policy = make_policy(address, model, case)
     tokens = sequences(policy.shape.vocab_size)
     batches = []
-    for pairs in [row for i, row in enumerate(ROWS) if i % policy.layout.data == policy.here.data]:
-        samples = [i for pair in pairs for i in (2 * pair, 2 * pair + 1)]
+    for row in [row for i, row in enumerate(ROWS) if i % policy.layout.data == policy.here.data]:
+        samples = [i for pair in row for i in (2 * pair, 2 * pair + 1)]
         columns = [
             {
-                "token_mask": (torch.arange(LENGTHS[i]) >= prompt_tokens(i)).float(),
+                "token_mask": (torch.arange(LENGTHS[i]) >= (prompt_tokens(i) if dpo else LENGTHS[i] - 1)).float(),
                 "sample_mask": torch.tensor(1.0),
                 "reference_sums": torch.tensor(REFERENCE[i], dtype=torch.float64),
+                "rewards": torch.tensor(LABELS[i]),
             }
             for i in samples
         ]
@@ -42,12 +48,11 @@ def loss_and_gradients(address: Address, model: str, case: LayoutCase, dpo: dict
     most = -(-len(ROWS) // policy.layout.data)
     batches += [batches[0].empty_like(policy.row_multiple)] * (most - len(batches))
     found: dict[int, torch.Tensor] = {}
-    for batch, row in zip(batches, policy.logprobs(batches) or (), strict=False):
-        found |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
+    for batch, scores in zip(batches, policy.logprobs(batches) or (), strict=False):
+        found |= {int(name): part for name, part in zip(batch.names, batch.split(scores), strict=True)}
     before = owned_slices(policy)
-    report = policy.train_step(
-        batches, PreferenceLossFn(DPOConfig.model_validate(dpo)), global_valid_seqs=PAIRS, global_valid_toks=1
-    )
+    loss = PreferenceLossFn(DPOConfig.model_validate(dpo)) if dpo else RewardLossFn(pairs=pairs)
+    report = policy.train_step(batches, loss, global_valid_seqs=PAIRS if pairs else len(LENGTHS), global_valid_toks=1)
     gradients = [
         (name, box, was - now) for (name, box, was), (_, _, now) in zip(before, owned_slices(policy), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Preference training on every layout, against transformers and formulas in float64 and against TRL's DPOTrainer."""
+"""Preference and reward training on every layout, against transformers and formulas in float64 and against TRL."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, Reference, compare
 from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, sequences
 from grpo_mcore.tools.parity.rank_pool import RankPool
-from tests.distributed.dpo_cases import PAIRS, REFERENCE, prompt_tokens
+from tests.distributed.dpo_cases import LABELS, PAIRS, REFERENCE, prompt_tokens
 from tests.distributed.trl_dpo import RECORD, write_model
 
 BETA = 0.1
@@ -91,6 +91,41 @@ def test_loss_and_gradients(
     metrics = combine_metrics([result["metrics"] for result in results])
     assert metrics["num_valid_samples"] == PAIRS
     assert metrics["loss"] == pytest.approx(loss, abs=2e-5), "float32 log-probs of up to 30 tokens"
+    found = compare(reference, results, case.name, packed=True)
+    assert max(found.logprobs.values()) < LOGPROB_LIMIT
+    gradient, name = max(found.by_layer().values())
+    assert gradient < GRADIENT_LIMIT, f"{name}: relative error {gradient:.2e}"
+
+
+def rewards_by_transformers(folder: Path, pairs: bool) -> tuple[Reference, float]:
+    """Return the values and gradients of transformers, and the loss of a reward model, in float64."""
+    from transformers import AutoModelForSequenceClassification
+
+    network = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
+    states = [network.model(tokens[None]).last_hidden_state for tokens in sequences(network.config.vocab_size)]
+    rewards = torch.cat([network.score(of_sample)[0, -2] for of_sample in states])
+    labels = torch.tensor(LABELS)
+    if pairs:
+        loss = torch.log1p(torch.exp(labels[::2] - rewards[::2] + rewards[1::2])).mean()
+    else:
+        loss = 0.5 * (rewards - labels).square().mean()
+    loss.backward()
+    values = {i: torch.zeros(length) for i, length in enumerate(LENGTHS)}
+    for i, of_sample in enumerate(rewards.detach().float()):
+        values[i][-1] = of_sample
+    gradients = {name: parameter.grad.float() for name, parameter in network.named_parameters()}
+    return Reference(folder, "", network, values, gradients), loss.item()
+
+
+@pytest.mark.parametrize(
+    "case", [case for family, case, _ in CASES[3:] if family == "qwen3"], ids=lambda case: case.name
+)
+@pytest.mark.parametrize("pairs", [True, False], ids=["pairs", "scores"])
+def test_a_reward_model(ranks: RankPool, tmp_path: Path, case: LayoutCase, pairs: bool) -> None:
+    model = make_tiny_model("qwen3", tmp_path, value=True)
+    reference, loss = rewards_by_transformers(model, pairs)
+    results = ranks.run(case.world_size, TARGET, str(model), case, None, pairs)
+    assert combine_metrics([result["metrics"] for result in results])["loss"] == pytest.approx(loss, abs=2e-5)
     found = compare(reference, results, case.name, packed=True)
     assert max(found.logprobs.values()) < LOGPROB_LIMIT
     gradient, name = max(found.by_layer().values())

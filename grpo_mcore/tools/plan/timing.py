@@ -75,7 +75,7 @@ def pipeline_bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
 def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: RefitTraffic | None) -> StepTime:
     """Return the time of all phases of one step."""
     shared = (1 - 1 / load.sharing) * forward_flops(load.shape, [load.prompt])
-    forward = (forward_flops(load.shape, [load.mean_length]) - shared) * load.samples
+    forward = (forward_flops(load.shape, [load.mean_length]) - shared) * load.trained
     bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches, load.layout.virtual)
     phases = []
     if load.grpo:
@@ -248,7 +248,7 @@ def _expert_seconds(load: Workload, device: Device) -> float:
 
 def _tokens_per_rank(load: Workload) -> float:
     """Return the tokens of a step that one rank computes."""
-    return load.samples * load.mean_length * load.computed / load.layout.data / load.layout.context
+    return load.trained * load.mean_length * load.computed / load.layout.data / load.layout.context
 
 
 def _link(load: Workload, device: Device, ranks: int) -> float:

@@ -33,6 +33,7 @@ from grpo_mcore.recipe import (
     divides_nodes,
     engine_layout,
     engine_pool,
+    has_greedy_baseline,
     layout_findings,
     needs_prev,
     needs_reference,
@@ -163,6 +164,7 @@ class Workload:
     epochs: int = 1  # passes of the policy over the samples of a step
     critic: Workload | None = None  # its passes, as if it were the policy of the run
     critic_epochs: int = 1
+    greedy: int = 0  # samples per step that are baselines, and not trained on
 
     @property
     def beside(self) -> Workload | None:
@@ -197,10 +199,15 @@ class Workload:
         return max(1, self.samples // self.batch)
 
     @property
+    def trained(self) -> int:
+        """Samples per step that are trained on."""
+        return self.samples - self.greedy
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of one rank in an optimizer step, if each bin is filled with samples of the mean length."""
         per_bin = max(1, int(self.bin_tokens / max(1, self.mean_length * self.computed)))
-        return max(1, math.ceil(self.batch / self.layout.data / per_bin))
+        return max(1, math.ceil((self.batch - self.greedy / self.optimizer_steps) / self.layout.data / per_bin))
 
     @property
     def prompt(self) -> int:
@@ -300,6 +307,7 @@ def workload_of(
     selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     kv_cache_gb = vllm.kv_cache_memory_gb or (1.0 if cpu else None)
     experts = shape, layout.expert_tensor, element, adapter_shape(megatron.peft)
+    greedy = config.grpo.num_prompts_per_step if grpo and has_greedy_baseline(config) else 0
     return Workload(
         shape=shape,
         layout=layout,
@@ -321,7 +329,7 @@ def workload_of(
         batch=together * policy.train_global_batch_size,
         max_length=longest,
         mean_length=min(longest, mean_length or max(1, longest // 2)),
-        group=config.grpo.num_generations_per_prompt if grpo and shared else 1,
+        group=config.grpo.num_generations_per_prompt - bool(greedy) if grpo and shared else 1,
         max_new_tokens=generation.max_new_tokens or longest,
         bin_tokens=bin_tokens(config, algorithm) or together * longest * policy.train_micro_batch_size,
         logprob_bins=bins_per_logprob_row(policy),
@@ -354,6 +362,7 @@ def workload_of(
         critic=_critic(config, critic, kernels, mean_length),
         critic_epochs=config.ppo.critic_epochs,
         images=config.grpo.num_prompts_per_step if uses_images(config) else 0,
+        greedy=greedy,
     )
 
 

@@ -21,6 +21,7 @@ COMMON = (
         f"loss_fn.{key}"
         for key in (
             "policy_term",
+            "policy_term_options",
             "disable_ppo_ratio",
             "use_cispo",
             "token_level_loss",
@@ -49,8 +50,11 @@ def test_each_variant_has_a_preset() -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_A_VARIANT)
-def test_a_preset_goes_on_the_demo(name: str) -> None:
-    config = load_recipe(DEMO, [f"defaults=presets/{name}"]).config
+def test_a_preset_goes_on_a_recipe_with_a_policy_term_of_its_own(name: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(f"defaults: {DEMO}\nloss_fn: {{policy_term: kl_cov, policy_term_options: {{beta: 2.0}}}}\n")
+    config = load_recipe(own, [f"defaults=presets/{name}"]).config
+    assert config.loss_fn.policy_term_options == {}
     named = {name.replace("-", "_"), *({"clip"} if name == "luspo" else ())}
     critic = {name} if config.ppo.enabled else set()
     assert named & {config.loss_fn.policy_term, config.grpo.adv_estimator.name, *critic}

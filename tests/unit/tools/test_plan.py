@@ -101,6 +101,14 @@ def test_a_critic_has_weights_gradients_and_an_optimizer_beside_the_policys() ->
     assert "critic      llama, 7.5 B parameters" in plan_text(both)
 
 
+def test_greedy_baselines_are_generated_and_not_trained_on() -> None:
+    plain, remax = (plan(LLAMA, f"defaults=presets/{name}") for name in ("grpo", "remax"))
+    flops, of_remax = ({phase.name: phase.flops for phase in it.times.phases} for it in (plain, remax))
+    assert of_remax["training"] == flops["training"] * 31 / 32
+    assert of_remax["generation"] == flops["generation"]
+    assert "= 2048 samples (64 greedy, not trained on) = " in plan_text(remax)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if "variants" not in name])  # which are one recipe's
 def test_every_recipe_has_a_plan(recipe: str) -> None:

@@ -34,7 +34,7 @@ const WORDS = { // metrics and columns by the last part of their name
   token_mult_prob_error: "By what factor engine and policy differ in the probability of a token. 1 is equal, up to 1.05 is usual.",
   grad_norm: "Length of the gradient before it is clipped. 0: nothing is learned; spikes: the step was too large.",
   loss: "What the optimizer lowers. In GRPO its value says little: look at the reward.",
-  val_loss: "Mean negative log-probability of a token of the held-out answers. Lower is better.",
+  val_loss: "Loss on the held-out examples. Lower is better.",
   rewards_margin_mean: "How much more the policy prefers the chosen answer than the rejected one, compared with the reference.",
   lr: "Learning rate of the step.",
   trajectory_age_mean: "How many updates older the weights were that generated a token than those that train on it.",
@@ -412,7 +412,7 @@ function tokensOf(sample, by) {
   for (const [role, count, generated] of sample.t) {
     if (!generated) { html += `<span class="said" title="${escaped(role)}">${saidOf(sample, at, at + count)}</span>`; at += count; continue; }
     for (let k = 0; k < count; k++, i++, at++) {
-      const policy = sample.p ? `policy ${sample.p[i]}\nweight ${short(weights[i])}` : "not trained on";
+      const policy = sample.p ? `${data.state.algorithm === "rm" ? "score" : "policy"} ${sample.p[i]}\nweight ${short(weights[i])}` : "not trained on";
       const words = `${JSON.stringify(data.tokens[sample.ids[at]] ?? sample.ids[at])}  id ${sample.ids[at]}\n${sample.e ? `engine ${sample.e[i]}\n` : ""}${policy}\n${sample.q ? `teacher ${sample.q[i]}\n` : ""}age ${sample.age ? sample.age[i] : 0}${sample.c ? `\ncredit of the turn ${credit[i]}` : ""}`;
       html += `<s style="${shade(value(i), scale, by === "weight" || by === "advantage" || by === "teacher")}" data-tip="${escaped(words)}">${escaped(data.tokens[sample.ids[at]] ?? `[${sample.ids[at]}]`)}</s>`;
     }
@@ -472,6 +472,7 @@ async function start() {
   el("timeline-step").value = steps.includes(data.state.steps) ? data.state.steps : steps.at(-1);
   showTimeline();
   if (!data.state.rewarded) el("colour").value = "surprise"; // examples have one log-prob a token, the policy's
+  if (data.state.algorithm === "rm") el("colour").selectedOptions[0].textContent = "score of the reward model";
   fillSteps();
   el("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   el("smooth").oninput = () => charts.filter((chart) => !chart.sparse).forEach(({ plot, columns }) => plot.setData(columns(+el("smooth").value)));
