@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -29,7 +28,6 @@ from grpo_mcore.environments.math.ground_truths import ground_truth_problems
 from grpo_mcore.environments.math.verifiers import (
     HF_MATH_VERIFY,
     MULTIPLE_CHOICE,
-    compare_plain_numbers,
     ground_truths,
     make_verifier,
     reason_for,
@@ -173,11 +171,8 @@ class MathEnvironment(EnvironmentInterface):
         """Verify answers; None is one that a response does not have, because its reasoning is not closed."""
         alternatives = [[entry] if isinstance(entry, str) else entry for entry in ground_truths]
         pairs = [(answer or "", texts) for answer, texts in zip(answers, alternatives, strict=True)]
-        plain = [self._verify_plain_number(answer, texts) for answer, texts in pairs]
-        results = iter(self._pool.run([pair for pair, done in zip(pairs, plain, strict=True) if done is None]))
-        scores = [
-            done or self._verification(next(results), texts) for (_, texts), done in zip(pairs, plain, strict=True)
-        ]
+        results = zip(self._pool.run(pairs), alternatives, strict=True)
+        scores = [self._verification(result, texts) for result, texts in results]
         return [
             score._replace(reason=UNFINISHED) if answer is None and score.answer is None else score
             for score, answer in zip(scores, answers, strict=True)
@@ -190,17 +185,6 @@ class MathEnvironment(EnvironmentInterface):
         reward, answer = result.value
         separator = ", " if self._verifier in MULTIPLE_CHOICE else " or "
         return Verification(reward, answer, reason_for(reward, answer, separator.join(ground_truths)), result.seconds)
-
-    def _verify_plain_number(self, answer: str, ground_truths: Sequence[str]) -> Verification | None:
-        start = time.perf_counter()
-        if self._verifier != HF_MATH_VERIFY:
-            return None
-        plain = [result for text in ground_truths if (result := compare_plain_numbers(answer, text)) is not None]
-        if len(plain) < len(ground_truths):
-            return None
-        reward, number = float(any(is_right for is_right, _ in plain)), plain[0][1]
-        reason = reason_for(reward, number, " or ".join(ground_truths))
-        return Verification(reward, number, reason, time.perf_counter() - start)
 
     def _parts(self, result: Verification, response: str) -> dict[str, float]:
         if self.config.format_pattern is None or result.reward is None:

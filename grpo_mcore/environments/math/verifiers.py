@@ -1,15 +1,11 @@
-r"""Verifiers of one response, by name or import path: `fn(response, ground_truth) -> bool | float | (bool | float,
+"""Verifiers of one response, by name or import path: `fn(response, ground_truth) -> bool | float | (bool | float,
 answer)`.
 
-Imports stay light here: neither torch nor sympy. Answers that are plain numbers are compared without sympy, in
-microseconds instead of milliseconds, and only where math-verify would take the same number from the text (the tests
-compare the two): a response that is nothing but a number, or that ends with its only \boxed{number}.
+Imports stay light here: neither torch nor sympy.
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
 from typing import Any
 
 from grpo_mcore.base.text import as_written, shorten
@@ -27,17 +23,6 @@ _BY_NAME = {
     "multilingual_multichoice": "grpo_mcore.environments.math.multiple_choice:multilingual_choice",
 }
 MULTIPLE_CHOICE = ("english_multichoice", "multilingual_multichoice")
-
-# Within 15 digits before the point and 6 after it, decimals are equal exactly when math-verify, which rounds
-# to 6 places, calls them equal.
-_NUMBER = r"-?\d{1,15}(?:\.\d{1,6})?"
-_PLAIN = re.compile(rf"\s*({_NUMBER})\s*")
-_BOX = rf"\\boxed{{(?P<number>{_NUMBER})}}"
-_DELIMITERS = {"": "", r"\$": r"\$", r"\$\$": r"\$\$", r"\\\[\s?": r"\s?\\\]", r"\\\(\s?": r"\s?\\\)"}
-_BOX_AT_THE_END = [
-    re.compile(rf"{opening}{_BOX}{closing}(?:\*\*)?\.?\s*\Z") for opening, closing in _DELIMITERS.items()
-]
-_TAIL = 100  # characters: more than the longest box with its delimiters
 
 
 def make_verifier(name: str) -> Callable[[str, str | Sequence[str]], tuple[float, str | None]]:
@@ -130,29 +115,3 @@ def _is_missing(value: Any) -> bool:
 
 def _kind(value: Any) -> str:
     return "blank" if _is_missing(value) else f"a {type(value).__name__}"
-
-
-def compare_plain_numbers(response: str, ground_truth: str) -> tuple[bool, str] | None:
-    """Return (correct, answer), or None where either side is more than a plain number."""
-    gold = _PLAIN.fullmatch(ground_truth)
-    if gold is None:
-        return None
-    answer = plain_answer(response)
-    if answer is None:
-        return None
-    return Decimal(answer) == Decimal(gold[1]), answer
-
-
-def plain_answer(response: str) -> str | None:
-    """Return the number that a response gives in one of the two plain ways, as written, else None."""
-    match = _PLAIN.fullmatch(response)
-    if match is not None:
-        return match[1]
-    if response.count("\\boxed") != 1 or "hope" in response:  # "final answer is 5. I hope" outranks a box
-        return None
-    tail = response[-_TAIL:]
-    for pattern in _BOX_AT_THE_END:
-        match = pattern.search(tail)
-        if match is not None:
-            return match["number"]
-    return None
