@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.recipe import load_recipe
-from grpo_mcore.recipe.other_trainers import NAMES, meaning_here, read_elsewhere, tables, translated
+from grpo_mcore.recipe.other_trainers import meaning_here, read_elsewhere, tables, translated
 from grpo_mcore.recipe.schema.keys import known_keys
 
 VERL = r"""
@@ -105,30 +105,6 @@ def test_flags_of_openrlhf_and_values_without_a_counterpart(tmp_path: Path) -> N
     ours, rest = translated(*found)
     assert ours["grpo.num_generations_per_prompt"][0] == 8 and ours["policy.generation.colocated.enabled"][0] is True
     assert rest["advantage_estimator"] == "gae: add the section ppo" and "zero_stage" in rest
-
-
-def test_the_page_has_the_table() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "from_elsewhere.md").read_text()
-    assert page_tables() in page, "write the page's tables anew: page_tables() returns them"
-
-
-def page_tables() -> str:
-    """Return the tables of docs/from_elsewhere.md: our keys with theirs, and their keys that none of ours has."""
-    ours: dict[str, dict[str, list[str]]] = {}
-    for trainer, table in tables().items():
-        for key, row in table.items():
-            for target in row["to"]:
-                shown = f"`{key}`".replace("actor_rollout_ref.", "arr.")
-                ours.setdefault(target, {}).setdefault(trainer, []).append(shown)
-    lines = ["| here | TRL | verl | OpenRLHF |", "|---|---|---|---|"]
-    for target in sorted(ours):
-        cells = (", ".join(ours[target].get(trainer, [])) for trainer in tables())
-        lines.append(f"| `{target}` | {' | '.join(cells)} |")
-    lines += ["", "| of | key | here |", "|---|---|---|"]
-    notes = [(trainer, key, row) for trainer, table in tables().items() for key, row in table.items() if "note" in row]
-    for trainer, key, row in sorted(notes, key=lambda entry: (entry[0], bool(entry[2]["to"]))):
-        lines.append(f"| {NAMES[trainer]} | `{key.replace('actor_rollout_ref.', 'arr.')}` | {row['note']} |")
-    return "\n".join(lines)
 
 
 def test_a_recipe_of_ours_is_none_of_theirs() -> None:
