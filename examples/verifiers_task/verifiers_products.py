@@ -39,6 +39,11 @@ class ProductsTask(vf.Task[ProductsData, vf.State, vf.TaskConfig]):
     async def calls(self, trace: Any) -> float:
         return float(sum("?" in (message.content or "") for message in trace.assistant_messages))
 
+    @vf.metric
+    async def right_notes(self, trace: Any) -> float:
+        texts = [message.content for message in trace.assistant_messages]
+        return float(len(texts) == 3 and texts[1] == self.data.answer)
+
 
 class ProductsConfig(vf.TasksetConfig):
     held_out: bool = False

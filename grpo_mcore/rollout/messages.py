@@ -277,6 +277,11 @@ def _parsed(text: str, name: str) -> Any:
         raise MessageError(f"{name!r} is text that is not JSON ({error})") from error
 
 
+def scoped(namespace: Any, name: Any) -> Any:
+    """Return the name under which the policy knows a function of a namespace; one without a namespace keeps its own."""
+    return f"{namespace}__{name}" if namespace and name else name
+
+
 class Item(Struct, omit_defaults=True, gc=False):
     """One item of a conversation in the Responses API: a message, a call, the result of a call, or reasoning."""
 
@@ -284,6 +289,7 @@ class Item(Struct, omit_defaults=True, gc=False):
     role: str | None = None
     content: Any = None
     name: Any = None
+    namespace: Any = None
     arguments: Any = None
     call_id: Any = None
     output: Any = None
@@ -327,7 +333,7 @@ class ItemReader:
                 texts = [*_item_texts(item.summary), *_item_texts(item.content)]
                 self._add_reasoning("\n".join(filter(None, texts)))
             elif item.type == "function_call":
-                self._add_call(item.call_id, item.name, item.arguments)
+                self._add_call(item.call_id, scoped(item.namespace, item.name), item.arguments)
             elif item.type == "function_call_output":
                 self._add_result(item.call_id, item.output)
             else:

@@ -12,6 +12,8 @@ from examples.sliding_puzzle.make_model import make_puzzle_model
 from examples.verifiers_task.make_task import make_task
 from grpo_mcore.base.orphan_reaper import marked
 from grpo_mcore.data import load_tokenizer
+from grpo_mcore.data.datasets.verifiers_tasks import _tasks
+from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from grpo_mcore.environments import create_env_class
 from grpo_mcore.environments.errors import EnvironmentConfigError
@@ -210,7 +212,7 @@ def test_no_program_of_a_harness_is_left(played: Played) -> None:
         ({"environment": "counting_world", "harness": "no_such"}, "harness 'no_such' not found"),
         ({"environment": "counting_world", "taskset": {"size": 3}}, "taskset.size: Extra inputs"),
         ({"environment": "counting_world", "runtime": "docker", "harness": {"id": "bash", "x": 1}}, "harness.x: Extra"),
-        ({"environment": "counting_world", "harness": "codex"}, "needs a container runtime"),
+        ({"environment": "counting_world", "harness": "codex"}, "use verifiers.runtime.type docker"),
         ({"environment": "counting_world", "runtime": "moon"}, "runtime"),
         ({"environment": "textarena"}, "textarena requires nltk and textarena"),
         ({"environment": "counting_world", "options": {"id": "no-such-env"}}, "environment 'no-such-env' not found"),
@@ -226,6 +228,24 @@ def test_what_is_not_there_is_said_before_the_start(
     with pytest.raises(EnvironmentConfigError, match=message) as raised:
         cls.check({"verifiers": section})
     assert str(raised.value).startswith("env.verifiers") and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("no_such_world", {}, "the taskset no_such_world of env.NAME.verifiers: .*not found"),
+        ("counting_world", {"taskset": {"size": 3}}, "verifiers: size: Extra inputs are not permitted$"),
+        ("counting_world", {"selects": 3}, "dataset_kwargs.selects: unknown; known are environment, taskset, select"),
+        ("counting_world", {"select": {"skip": 1}}, "the taskset counting_world has no tasks"),
+        ("", {}, "name the taskset in env.NAME.verifiers.environment"),
+    ],
+)
+def test_tasks_that_are_not_there(
+    name: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(PLUGINS))
+    with pytest.raises(DataError, match=message):
+        _tasks(name, options)
 
 
 def test_the_example_with_an_agent_that_compacts_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 import importlib.util
 from typing import Any
 
+from pydantic import ValidationError
+
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, setting
 from grpo_mcore.data.datasets.source import Source
 from grpo_mcore.data.interfaces import DataError
@@ -57,7 +59,11 @@ def _tasks(name: str, options: dict[str, Any]) -> list[Any]:
     except DataError:
         raise
     except Exception as error:  # a taskset is others' code
-        raise DataError(f"the taskset {name}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(error, ValidationError):
+            [first, *_] = error.errors(include_url=False)
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(f"the taskset {name} of env.NAME.verifiers: {reason}") from error
     if not tasks:
         raise DataError(f"the taskset {name} has no tasks")
     return tasks

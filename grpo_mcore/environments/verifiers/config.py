@@ -1,6 +1,7 @@
 """The recipe's section of an environment of the package `verifiers`, and what it means in that package's own words."""
 
 import importlib.util
+import re
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -84,5 +85,6 @@ class VerifiersConfig(AgentConfig):
             raise EnvironmentConfigError(f"{self.section} ({settings.environment}): {key}: {first['msg']}") from error
         except Exception as error:  # plug-ins are others' code: their import may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
+            reason = re.sub(r"--env\.[\w<>]+\.", "verifiers.", reason)  # flags of verifiers' own command
             raise EnvironmentConfigError(f"{self.section} ({settings.environment}): {reason}") from error
         return config

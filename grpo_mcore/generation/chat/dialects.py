@@ -23,6 +23,7 @@ from grpo_mcore.rollout.messages import (
     read_content,
     read_messages,
     read_tools,
+    scoped,
     with_instructions,
 )
 
@@ -34,6 +35,8 @@ _SAME = (
     *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
     *(name for name in NEUTRAL if name not in ("stream", "tool_choice")),  # refused there by name
 )
+_HOSTED_TOOLS = ("web_search", "web_search_preview", "image_generation")
+"""Types of tools that OpenAI's servers run, and that clients such as Codex send without having been asked to."""
 _BILLING = "x-anthropic-billing-header"
 _ANTHROPIC_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
@@ -99,9 +102,8 @@ def of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list) or not items:
         raise DialectError("input: a text or a list of items is needed")
-    tools = _list(body, "tools")
-    if other := [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") != "function"]:
-        raise DialectError(f"tools: {_kind(other[0])} is not served, only function")
+    named = _functions(_list(body, "tools"))
+    tools = [{**tool, "name": scoped(space, tool.get("name"))} if space else tool for space, tool in named]
     try:
         messages = ItemReader().read(msgspec.convert(items, list[Item]))
         messages = read_messages(with_instructions(messages, body.get("instructions")), "input", data_url)
@@ -114,6 +116,19 @@ def of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
     return chat | ({"tools": tools} if tools else {})
+
+
+def _functions(tools: Sequence[Any], namespace: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the functions among the tools of a request with their namespaces, as which Codex sends MCP servers; ""
+    without. Tools that OpenAI's servers run are left out. Raises DialectError."""
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "function":
+            yield namespace, tool
+        elif kind == "namespace" and not namespace and tool.get("name"):
+            yield from _functions(_list(tool, "tools"), str(tool["name"]))
+        elif kind not in _HOSTED_TOOLS:
+            raise DialectError(f"tools: {_kind(tool)} is not served, only function")
 
 
 def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -139,6 +154,8 @@ def _kind(part: Any) -> str:
 def as_response(answer: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat completion as an answer of /v1/responses."""
     (choice,), usage = answer["choices"], answer["usage"]
+    named = [(space, tool["name"]) for space, tool in _functions(request.get("tools") or ()) if space]
+    spaces = {scoped(space, name): {"namespace": space, "name": name} for space, name in named}
     message, cut = choice["message"], choice["finish_reason"] in ("length", "abort")
     status = "incomplete" if cut else "completed"
     output: list[dict[str, Any]] = []
@@ -157,7 +174,7 @@ def as_response(answer: Mapping[str, Any], request: Mapping[str, Any]) -> dict[s
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         output.append({
             "type": "function_call", "id": _id("fc"), "call_id": call["id"], "name": name, "arguments": arguments,
-            "status": status,
+            "status": status, **spaces.get(name, {}),
         })  # fmt: skip
     return {
         "id": _id("resp"),

@@ -150,6 +150,19 @@ def test_responses(gpt: Any, engines: ChatEngines) -> None:
     assert cut.incomplete_details.reason == "max_output_tokens" and cut.output_text == "I"
 
 
+def test_tools_as_codex_sends_them(gpt: Any, engines: ChatEngines) -> None:
+    """Those of an MCP server are a namespace, and come back as such; the search on OpenAI's servers is left out."""
+    functions = [{"type": "function", **FUNCTION}]
+    engines.message = {**WHOLE, "tool_calls": [{**CALL, "function": {"name": "mcp__sums__add", "arguments": "{}"}}]}
+    asked = {"model": "policy", "tools": [{"type": "web_search"}, *functions]}
+    asked["tools"].append({"type": "namespace", "name": "mcp__sums", "description": "", "tools": functions})
+    call = gpt.responses.create(**asked, input="?").output[-1].to_dict()
+    assert (call["namespace"], call["name"]) == ("mcp__sums", "add")
+    gpt.responses.create(**asked, input=[{"role": "user", "content": "?"}, call])
+    assert [tool["function"]["name"] for tool in engines.bodies[1]["tools"]] == ["add", "mcp__sums__add"]
+    assert engines.bodies[1]["messages"][1]["tool_calls"][0]["function"]["name"] == "mcp__sums__add"
+
+
 def test_responses_as_events(gpt: Any) -> None:
     """The client builds the answer again from its events."""
     with gpt.responses.stream(**RESPONSES) as stream:
@@ -248,7 +261,8 @@ def test_what_no_completion_has_is_refused(gpt: Any, claude: Any, engines: ChatE
             "input: message 0 of 'input': an image must be a data URL",
         ),
         ({"input": "?", "text": {"format": {"type": "json_schema"}}}, "'json_schema' is not served"),
-        ({"input": "?", "tools": [{"type": "web_search"}]}, "'web_search' is not served, only function"),
+        ({"input": "?", "tools": [{"type": "custom"}]}, "'custom' is not served, only function"),
+        ({"input": "?", "tools": [{"type": "namespace"}]}, "'namespace' is not served, only function"),
     ],
 )
 def test_responses_that_are_refused(body: dict[str, Any], why: str) -> None:
