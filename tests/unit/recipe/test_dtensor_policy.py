@@ -72,35 +72,6 @@ def test_a_child_that_enables_megatron_gets_the_megatron_section(write) -> None:
         assert (megatron.tensor_model_parallel_size, megatron.optimizer.lr) == (2, 4e-6)
 
 
-@pytest.mark.parametrize(
-    ("base", "words", "key", "value"),
-    [
-        ("grpo_math_1B", ["policy.dtensor_cfg.activation_checkpointing=true"],
-         "policy.megatron_cfg.activation_checkpointing", True),
-        ("sft", ["policy.dtensor_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"],
-         "policy.megatron_cfg.tensor_model_parallel_size", 2),
-        ("dpo", ["policy.dtensor_cfg.lora_cfg.enabled=true"], "policy.megatron_cfg.peft.enabled", True),
-        ("grpo_math_1B", ["policy.optimizer.kwargs.lr=1e-6"], "policy.megatron_cfg.optimizer.lr", 1e-6),
-        ("grpo_math_1B", ["policy.megatron_cfg.optimizer.clip_grad=0.5"], "policy.max_grad_norm", 0.5),
-        ("grpo_math_1B", ["logger.wandb_name=x"], "logger.wandb.name", "x"),
-        ("eval", ["policy.model_name=Qwen/Qwen3-4B"], "policy.model_name", "Qwen/Qwen3-4B"),
-        ("eval", ["policy.generation.val_temperature=0.7"], "policy.generation.val_temperature", 0.7),
-        ("eval", ["policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"],
-         "policy.generation.vllm_cfg.tensor_parallel_size", 2),
-        ("grpo_math_1B", ["logger.tb_name=x"], "logger.tensorboard.log_dir", "x"),
-        ("grpo_math_1B", ["policy.automodel_cfg.cpu_offload=true"],
-         "policy.megatron_cfg.optimizer.optimizer_cpu_offload", True),
-        ("grpo_math_1B", ["policy.dtensor_cfg.enabled=true", "policy.dtensor_cfg.context_parallel_size=2",
-                          "cluster.gpus_per_node=2"], "policy.megatron_cfg.context_parallel_size", 2),
-    ],
-)  # fmt: skip
-def test_overrides_of_our_recipes_in_the_peers_spelling(base: str, words: list[str], key: str, value: object) -> None:
-    found = load_recipe(base, words).config.model_dump()
-    for part in key.split("."):
-        found = found[part]
-    assert found == value
-
-
 def test_a_remedy_in_a_recipe_on_ours_works_as_written(load) -> None:
     text = (
         "defaults: grpo_math_1B\npolicy: {train_micro_batch_size: 2, dtensor_cfg: {activation_checkpointing: true}}\n"
@@ -112,33 +83,6 @@ def test_a_remedy_in_a_recipe_on_ours_works_as_written(load) -> None:
     )
     size = "policy: {make_sequence_length_divisible_by: '${policy.dtensor_cfg.tensor_parallel_size}'}\n"
     assert load("defaults: grpo_math_1B\n" + size).config.policy.make_sequence_length_divisible_by == 1
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("policy.dtensor_as_megatron=false", "policy.dtensor_cfg.enabled: a key of NeMo RL; the policy is Mega"),
-        ("policy.dtensor_cfg.tensor_paralel_size=2", "key of the DTensor policy; nearest: tensor_parallel_size"),
-        ("policy.dtensor_cfg.automodel_kwargs={freeze_config: {freeze_a: true}}", "freezing of other parameters"),
-        ("policy.dtensor_cfg.automodel_kwargs={freeze_config: {freeze_vision_tower: false}}", "is always frozen"),
-        ("policy.dtensor_cfg.automodel_kwargs={freeze_config: {freeze_language_model: true}}", "is what is trained"),
-        ("policy.dtensor_cfg.lora_cfg.use_dora=true", "policy.dtensor_cfg.lora_cfg.use_dora: not supported"),
-        ("policy.dtensor_cfg={lora_cfg: {enable: true}}", "lora_cfg.enable: not supported; nearest: enabled"),
-        ("policy.optimizer.name=torch.optim.SGD", "'torch.optim.SGD' is not supported yet; torch.optim.AdamW is"),
-        ("policy.optimizer.name=torch.optim.Adam", "adds its weight decay to the gradient"),
-        ("policy.optimizer.kwargs.amsgrad=true", "policy.optimizer.kwargs.amsgrad: not supported"),
-        ("policy.optimizer.lr=1e-6", "policy.optimizer.lr: unknown key of an optimizer; it has name and kwargs"),
-        ("policy.scheduler=[{name: torch.optim.lr_scheduler.StepLR}]", "StepLR after the warm-up: not supported yet"),
-        ("policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 0.5}}]",
-         "a warm-up must end at the factor 1"),
-        ("policy.scheduler=cosine", "policy.scheduler: expected a scheduler of torch, {name, kwargs}, or {milestones}"),
-        ("policy.optimizer=adamw", "policy.optimizer: expected an optimizer of torch, {name, kwargs}"),
-        ("policy.dtensor_cfg.lora_cfg=true", "policy.dtensor_cfg.lora_cfg: expected a mapping of keys, got true"),
-        ("policy.dtensor_cfg=5", "a key of NeMo RL; the policy is Megatron-Core"),
-    ],
-)  # fmt: skip
-def test_what_has_no_counterpart_is_refused_by_name(problems, word: str, message: str) -> None:
-    assert any(message in line for line in problems(GRPO, word))
 
 
 def test_both_policies_of_one_file_contradict_each_other(problems) -> None:
